@@ -1,0 +1,184 @@
+"""The patch: `augment_all()` puts lookahead behind `generate()`, `restore_all()` takes it away again. Floor 5.
+
+`GenerationMixin._sample` is where `generate()` looks up its greedy and sampling loop. `generate` itself is wrapped only
+to keep one set of figures per call, and the other decoding methods only to say why lookahead did not run.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+
+from lade.config import current_config, is_enabled
+from lade.decoding import lookahead_decode
+from lade.models import adapter_for
+from lade.stats import GenerationStats, open_stats, recording
+
+logger = logging.getLogger("lade")
+
+OLDEST, FIRST_UNSUPPORTED = "5.8", "6"
+NOT_ENABLED = "USE_LADE is not set to 1, true, yes or on"
+OTHER_LOOP = (
+    "the request runs a decoding loop of its own (custom_generate, or a mode that lives outside of transformers)"
+)
+# Decoding methods other than _sample, and what brings generate() there.
+OTHER_METHODS = {
+    "_beam_search": "beam search (num_beams > 1) is not supported",
+    "_assisted_decoding": "assisted decoding (assistant_model or prompt_lookup_num_tokens) is not supported",
+}
+
+_originals: dict[str, Any] = {}  # attribute of GenerationMixin -> the object that was there
+_warned: set[str] = set()
+
+
+def augment_all() -> None:
+    """Put lookahead decoding behind `generate()` of all models, loaded before or later. Calling it twice changes nothing.
+
+    It runs while the environment says USE_LADE=1; otherwise every call is the original's.
+    Raises ImportError when the installed transformers is not one that lade was tested with.
+    """
+    if _originals:
+        return
+    found = Version(transformers.__version__)
+    if not Version(OLDEST) <= found < Version(FIRST_UNSUPPORTED):
+        raise ImportError(f"lade needs transformers >={OLDEST},<{FIRST_UNSUPPORTED}, found {transformers.__version__}")
+    replacements = {"generate": _wrap_generate, "_sample": _wrap_sample}
+    replacements |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
+    wrapped = {name: wrap(vars(GenerationMixin)[name]) for name, wrap in replacements.items()}
+    for name, function in wrapped.items():
+        _originals[name] = vars(GenerationMixin)[name]
+        setattr(GenerationMixin, name, function)
+
+
+# The original's names: one patch serves every model.
+augment_generate = augment_all
+augment_llama = augment_all
+
+
+def restore_all() -> None:
+    """Put the original functions back, the very same objects."""
+    for name, function in _originals.items():
+        setattr(GenerationMixin, name, function)
+    _originals.clear()
+
+
+def fallback_reason(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: Any,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Why a request that reached `_sample` goes to the original, as a sentence; None when lookahead can serve it."""
+    if not isinstance(model, PreTrainedModel):
+        return f"{type(model).__name__} is not a transformers model"
+    adapter = adapter_for(model)
+    if adapter is None:
+        return f"no adapter is registered for model_type {model.config.model_type!r}"
+    reason = adapter.unsupported_reason(model)
+    if reason is not None:
+        return reason
+    cache = model_kwargs.get("past_key_values")
+    checks = [
+        (input_ids.shape[1] == 0 or "inputs_embeds" in model_kwargs, "inputs_embeds is not supported yet"),
+        (input_ids.shape[0] > 1, "batches are not supported yet"),
+        (synced_gpus, "synced_gpus is not supported yet"),
+        (not model_kwargs.get("use_cache", True), "use_cache=False leaves nothing to write guesses to"),
+        (generation_config.return_dict_in_generate, "return_dict_in_generate is not supported yet"),
+        (generation_config.cache_implementation not in (None, "dynamic"), "cache_implementation is not supported yet"),
+        (getattr(cache, "_is_user_defined", False), "past_key_values of the caller's own is not supported yet"),
+        (
+            cache is not None and type(cache) is not DynamicCache,
+            f"a cache of type {type(cache).__name__} is not supported yet",
+        ),
+        (cache is not None and cache.get_seq_length() > 0, "past_key_values of the caller's own is not supported yet"),
+        (generation_config.is_assistant, "the model assists another one"),
+        (torch.compiler.is_compiling(), "generate() runs inside torch.compile"),
+    ]
+    return next((reason for applies, reason in checks if applies), None)
+
+
+def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with recording() as stats:
+            stats.fallback_reason = OTHER_LOOP if is_enabled() else NOT_ENABLED
+            result = original(self, *args, **kwargs)
+            if stats.fallback_reason == OTHER_LOOP:
+                _warn_once(OTHER_LOOP)
+        config = current_config()
+        if config.debug and stats.fallback_reason is None:
+            _print_summary(stats)
+        return result
+
+    return generate
+
+
+def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _sample(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        stats = open_stats()
+        if is_enabled():
+            stats.fallback_reason = fallback_reason(self, input_ids, generation_config, synced_gpus, model_kwargs)
+            if stats.fallback_reason is None:
+                return lookahead_decode(
+                    self,
+                    *arguments,
+                    streamer,
+                    config=current_config(),
+                    adapter=adapter_for(self),
+                    stats=stats,
+                    **model_kwargs,
+                )
+            _warn_once(stats.fallback_reason)
+        return original(self, *arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+
+    # inspect.signature() follows __wrapped__; generate(custom_generate=f) compares f's parameters with these.
+    assert inspect.signature(_sample) == inspect.signature(original)
+    return _sample
+
+
+def _wrap_other(original: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if is_enabled():
+            open_stats().fallback_reason = reason
+            _warn_once(reason)
+        return original(*args, **kwargs)
+
+    return method
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        logger.warning("lade: plain generate() runs instead of lookahead decoding: %s.", reason)
+
+
+def _print_summary(stats: GenerationStats) -> None:
+    print(
+        "==========================ACCELERATION===SUMMARY======================\n"
+        f"Generated tokens: {stats.generated_tokens} Total steps: {stats.steps} "
+        f"Compression ratio: {stats.tokens_per_step:.2f}\n"
+        "======================================================================",
+        flush=True,
+    )

@@ -1,0 +1,177 @@
+"""A preallocated key/value cache with slots: blocks are written behind the committed tokens, and accepted ones move up.
+
+No concatenation, no copy of the prefix: `update` writes in place and returns views. Floor 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+MIN_CAPACITY = 256  # slots
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values: views [B, H, C, D] into the cache's storage, C slots of capacity."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, cache: LookaheadCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self.prefilled = 0  # slots written by prompt forwards
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._cache.allocate(self, key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: [B, H, q, D], written behind what is there. Returns views up to the last one."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, num_tokens = self._cache, key_states.shape[2]
+        if not cache.in_block:
+            cache.ensure_capacity(self.prefilled + num_tokens)
+            end = self.prefilled + num_tokens
+            self.keys[:, :, self.prefilled : end] = key_states
+            self.values[:, :, self.prefilled : end] = value_states
+            self.prefilled = end
+        elif cache.slots is None:  # all rows have the same length
+            start = cache.lengths[0]
+            end = start + num_tokens
+            self.keys[:, :, start:end] = key_states
+            self.values[:, :, start:end] = value_states
+        else:
+            end = max(cache.lengths) + num_tokens
+            index = cache.slots[:, None, :, None].to(key_states.device)  # [B, 1, q, 1]
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand_as(value_states), value_states)
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return max(self._cache.lengths) if self._cache.in_block else self.prefilled
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.18
+
+
+class LookaheadCache(Cache):  # type: ignore[misc]
+    """Slots for B rows. Prompt forwards append; after `end_prefill`, blocks are written at `lengths` and then committed.
+
+    lengths: committed slots of each row (L of the design), on the host.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, uniform: bool = True) -> None:
+        """capacity: slots to start with; it doubles when they do not suffice. uniform: all layers have one shape."""
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        self.capacity = max(capacity, MIN_CAPACITY)
+        self.lengths: list[int] = []
+        self.slots: Tensor | None = None  # [B, q] of the current block, only where rows have different lengths
+        self.in_block = False
+        self._uniform = uniform
+        self._storages: list[_Storage] = []
+
+    def end_prefill(self, batch_size: int) -> None:
+        """From here on `update` writes blocks."""
+        self.lengths = [self.layers[0].prefilled] * batch_size
+        self.in_block = True
+
+    def begin_block(self, num_tokens: int, device: torch.device) -> None:
+        """Make room for a block of q tokens behind each row's committed slots."""
+        self.ensure_capacity(max(self.lengths) + num_tokens)
+        is_ragged = min(self.lengths) != max(self.lengths)
+        self.slots = self.block_slots(num_tokens, device) if is_ragged else None
+
+    def block_slots(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Slots of the next block. Returns [B, q]."""
+        starts = torch.tensor(self.lengths, device=device)
+        return starts[:, None] + torch.arange(num_tokens, device=device)
+
+    def commit(self, accepted: list[list[int] | None]) -> None:
+        """Keep each row's root and accepted block tokens, in order, and forget the rest of the block.
+
+        accepted: per row, increasing block indices (the root is 0 and not listed); None keeps nothing, not even the root.
+        """
+        paths = [path or [] for path in accepted]
+        if any(path != list(range(1, len(path) + 1)) for path in paths):
+            # A short path is filled up with its root, which is copied onto itself.
+            longest = max(map(len, paths))
+            source = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
+            target = torch.tensor([[*range(1, len(path) + 1), *[0] * (longest - len(path))] for path in paths])
+            starts = torch.tensor(self.lengths)[:, None]
+            for storage in self._storages:
+                storage.move(source + starts, target + starts)
+        kept = [0 if path is None else 1 + len(path) for path in accepted]
+        self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
+
+    def allocate(self, layer: SlotLayer, key_states: Tensor, value_states: Tensor) -> None:
+        """Give a layer its `keys` and `values`, [B, H, C, D] each, all zero."""
+        for name, states in (("keys", key_states), ("values", value_states)):
+            storage = next((s for s in self._storages if s.has_room_for(states)), None)
+            if storage is None:
+                storage = _Storage(states, 2 * len(self.layers) if self._uniform else 1, self.capacity)
+                self._storages.append(storage)
+            storage.give(layer, name)
+
+    def ensure_capacity(self, num_slots: int) -> None:
+        """Double the capacity until `num_slots` fit; what is committed is kept."""
+        if num_slots <= self.capacity:
+            return
+        while self.capacity < num_slots:
+            self.capacity *= 2
+        for storage in self._storages:
+            storage.grow(self.capacity)
+
+
+class _Storage:
+    """Tensors of one shape behind several layers: compaction is one gather and one scatter for all of them."""
+
+    def __init__(self, states: Tensor, size: int, capacity: int) -> None:
+        """states: [B, H, q, D], an example. size: S, how many such tensors will be asked for."""
+        batch_size, num_heads, _, head_dim = states.shape
+        # Zeros: a slot that was never written may be multiplied by a weight of zero, and 0 * nan is nan.
+        self.data = states.new_zeros(size, batch_size, num_heads, capacity, head_dim)  # [S, B, H, C, D]
+        self.owners: list[tuple[SlotLayer, str]] = []
+
+    def has_room_for(self, states: Tensor) -> bool:
+        _, batch_size, num_heads, _, head_dim = self.data.shape
+        same_shape = (states.shape[0], states.shape[1], states.shape[3]) == (batch_size, num_heads, head_dim)
+        same_kind = (states.dtype, states.device) == (self.data.dtype, self.data.device)
+        return same_shape and same_kind and len(self.owners) < len(self.data)
+
+    def give(self, layer: SlotLayer, name: str) -> None:
+        setattr(layer, name, self.data[len(self.owners)])
+        self.owners.append((layer, name))
+
+    def grow(self, capacity: int) -> None:
+        size, batch_size, num_heads, old, head_dim = self.data.shape
+        try:
+            data = self.data.new_zeros(size, batch_size, num_heads, capacity, head_dim)
+        except torch.OutOfMemoryError as error:
+            wanted = size * batch_size * num_heads * capacity * head_dim * self.data.element_size() / 2**20
+            raise torch.OutOfMemoryError(
+                f"lade: the key/value cache could not grow to {capacity} tokens ({wanted:,.0f} MiB for {size} tensors); "
+                "a smaller max_new_tokens or batch needs less"
+            ) from error
+        data[:, :, :, :old] = self.data
+        self.data = data
+        for index, (layer, name) in enumerate(self.owners):
+            setattr(layer, name, data[index])
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots in all tensors at once. source, target: [B, k]."""
+        shape = (len(self.owners), -1, self.data.shape[2], -1, self.data.shape[4])
+        data = self.data[: len(self.owners)]
+        source = source.to(data.device)[None, :, None, :, None].expand(shape)
+        target = target.to(data.device)[None, :, None, :, None].expand(shape)
+        data.scatter_(3, target, data.gather(3, source))

@@ -1,0 +1,81 @@
+"""Block layout: the order of the query tokens, their positions, who sees whom, and which rows need logits.
+
+Order of a block: the root, the token tree's nodes, the rest of the window. The tree follows the root directly so that
+the keys/values of a fully accepted first candidate already lie in their final slots. Floor 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lade.token_tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Layout of q = num_nodes + (N-1)*W tokens whose tree has num_nodes nodes.
+
+    offsets:    [q] position relative to the root's; a tree node's entry is 0 and gets its depth added.
+    visible:    [q, q] bool, query by key; the tree's own square is empty.
+    logit_rows: [1 + num_nodes + W] rows whose logits are needed: the root, the nodes, the last level of the window.
+    """
+
+    offsets: Tensor
+    visible: Tensor
+    logit_rows: Tensor
+    num_nodes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """q."""
+        return len(self.offsets)
+
+    def tokens(self, roots: Tensor, tree: TokenTree, window_cells: Tensor) -> Tensor:
+        """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids; padding nodes become token 0."""
+        return torch.cat([roots[:, None], tree.tokens.clamp(min=0), window_cells], dim=1)
+
+    def position_offsets(self, tree: TokenTree) -> Tensor:
+        """Returns [B, q] positions relative to each row's root."""
+        nodes = slice(1, 1 + self.num_nodes)
+        offsets = self.offsets.repeat(len(tree.depths), 1)
+        offsets[:, nodes] = tree.depths
+        return offsets
+
+    def visibility(self, tree: TokenTree, max_depth: int) -> Tensor:
+        """Returns [B, q, q] bool, query by key."""
+        nodes = slice(1, 1 + self.num_nodes)
+        visible = self.visible.repeat(len(tree.depths), 1, 1)
+        visible[:, nodes, nodes] = tree.visibility(max_depth)
+        return visible
+
+
+@lru_cache(maxsize=256)
+def block_layout(ngram_size: int, window_size: int, num_nodes: int, device: torch.device) -> BlockLayout:
+    """The layout for (N, W) and a tree of `num_nodes` nodes; made once per shape and device."""
+    cells = torch.arange((ngram_size - 1) * window_size, device=device)
+    level, column = cells // window_size, cells % window_size
+    window = window_visibility(level, column)  # [C, C], C = (N-1)*W
+
+    num_tokens = num_nodes + len(cells)
+    # Block index of each window cell: the root first, the others behind the tree.
+    place = torch.where(cells == 0, 0, cells + num_nodes)
+    visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
+    visible[place[:, None], place] = window
+    visible[1 : 1 + num_nodes, 0] = True  # a candidate sees the root
+
+    offsets = torch.zeros(num_tokens, dtype=torch.long, device=device)
+    offsets[place] = level + column
+    logit_rows = torch.cat([torch.arange(1 + num_nodes, device=device), place[level == ngram_size - 2]])
+    return BlockLayout(offsets, visible, logit_rows, num_nodes)
+
+
+def window_visibility(level: Tensor, column: Tensor) -> Tensor:
+    """Who sees whom among window cells. level, column: [C]. Returns [C, C] bool, query by key."""
+    level_q, column_q = level[:, None], column[:, None]
+    first_level = (level == 0) & (column <= column_q)  # plain causal along level 0
+    own_column = (level > 0) & (level <= level_q) & (column == column_q)
+    return first_level | own_column

@@ -1,0 +1,23 @@
+"""Which adapter serves which model, by `model_type`. Floor 3."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from lade.models.base import ModelAdapter
+from lade.models.llama import LlamaAdapter
+
+_adapters: dict[str, type[ModelAdapter]] = {"llama": LlamaAdapter}
+
+
+def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
+    """Serve models whose `config.model_type` is `model_type` with `adapter`, in place of any earlier one."""
+    if not (isinstance(adapter, type) and issubclass(adapter, ModelAdapter)):
+        raise TypeError(f"adapter must be a subclass of lade.ModelAdapter, got {adapter!r}")
+    _adapters[model_type] = adapter
+
+
+def adapter_for(model: PreTrainedModel) -> ModelAdapter | None:
+    """The model's adapter; None when nobody registered one for its type."""
+    adapter = _adapters.get(model.config.model_type)
+    return adapter() if adapter else None

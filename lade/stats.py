@@ -1,0 +1,91 @@
+"""Figures of each `generate()` call: what ran, how many steps it took, and why lookahead did not run if it did not.
+
+Floor 0: imports nothing of lade.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HISTORY_LENGTH = 10_000  # calls remembered; older ones are dropped
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """One `generate()` call."""
+
+    steps: int = 0  # forward passes, the prefill included
+    generated_tokens: int = 0  # over all rows of the batch
+    batch_size: int = 1
+    block_tokens: list[int] = field(default_factory=list)  # query tokens of each step after the prefill
+    accepted_lengths: Counter[int] = field(default_factory=Counter)  # accepted guesses of a step -> number of steps
+    fallback_reason: str | None = None  # a sentence when the original path ran, None when lookahead did
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Generated tokens per forward pass and row: 1.0 is plain decoding."""
+        return self.generated_tokens / (self.steps * self.batch_size) if self.steps else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "generated_tokens": self.generated_tokens,
+            "batch_size": self.batch_size,
+            "tokens_per_step": self.tokens_per_step,
+            "block_tokens": list(self.block_tokens),
+            "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
+            "fallback_reason": self.fallback_reason,
+        }
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.open: list[GenerationStats] = []  # calls under way; an assistant's call is inside its model's
+        self.last: GenerationStats | None = None
+
+
+_per_thread = _PerThread()
+_history: deque[GenerationStats] = deque(maxlen=HISTORY_LENGTH)
+
+
+@contextmanager
+def recording() -> Iterator[GenerationStats]:
+    """Collect the figures of one call; they are kept also when it raises."""
+    stats = GenerationStats()
+    _per_thread.open.append(stats)
+    try:
+        yield stats
+    finally:
+        _per_thread.open.pop()
+        _per_thread.last = stats
+        _history.append(stats)
+
+
+def open_stats() -> GenerationStats:
+    """The call under way in this thread, or a loose object when `_sample` is called by itself."""
+    return _per_thread.open[-1] if _per_thread.open else GenerationStats()
+
+
+def last_stats() -> GenerationStats | None:
+    """Figures of this thread's latest `generate()` call; None before the first."""
+    return _per_thread.last
+
+
+def log_history(clear: bool = False) -> list[GenerationStats]:
+    """Figures of all threads' calls, oldest first, at most HISTORY_LENGTH; `clear` forgets them afterwards."""
+    history = list(_history)
+    if clear:
+        _history.clear()
+    return history
+
+
+def save_log(path: str | Path) -> None:
+    """Write `log_history()` as a JSON list to `path`."""
+    Path(path).write_text(json.dumps([stats.as_dict() for stats in _history], indent=1) + "\n", encoding="utf-8")

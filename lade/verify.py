@@ -1,0 +1,31 @@
+"""The walk over the token tree. Pure functions on Python integers; greedy and sampling differ only in `choose`. Floor 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Children = dict[tuple[int, int], int]
+
+
+def children_of(tokens: list[int], parents: list[int]) -> Children:
+    """Index of a tree: (parent node or -1 for the root, token) -> node. Padding (token -1) is left out."""
+    return {
+        (parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)) if token >= 0
+    }
+
+
+def walk(children: Children, choose: Callable[[int], int], commit: Callable[[int], bool]) -> list[int]:
+    """Follow the model's own choices through the tree until one was not guessed or the text ends.
+
+    choose: node (-1 = root) -> the token the model puts after it. commit: stores a chosen token, returns True when the
+    text is finished. Returns the accepted nodes, root excluded; one more token than that has been committed.
+    Source: arXiv:2402.02057, verification branch.
+    """
+    accepted: list[int] = []
+    node = -1
+    while True:
+        token = choose(node)
+        if commit(token) or (node, token) not in children:
+            return accepted
+        node = children[node, token]
+        accepted.append(node)

@@ -1,0 +1,206 @@
+"""The training text of the bundled checkpoint: the standard library of the running interpreter.
+
+Three kinds of documents, all made from files below `sysconfig`'s "stdlib" path and nothing else:
+
+    code   the modules' source files (modules in HELD_OUT are left out and measure the held-out loss)
+    test   the interpreter's own test-suite, where it is installed
+    chat   questions and answers made from docstrings and signatures by the templates below
+
+Knows nothing about tokens or tensors.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Never trained on, their tests neither: the held-out loss and the benchmark prompts come from these.
+HELD_OUT = (
+    "bisect calendar cmd colorsys configparser csv difflib fnmatch ftplib graphlib heapq ipaddress mailbox "
+    "queue sched shelve statistics textwrap tomllib wave"
+).split()
+# Tables of characters, third-party trees, and generated files: no prose and no code to learn from.
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "__pycache__",
+    "encodings",
+    "ensurepip",
+    "idle_test",
+    "lib2to3",
+    "turtledemo",
+    "data",
+}
+LONGEST_BODY = 1200  # characters; longer functions make poor answers
+LONGEST_ANSWER = 900  # characters
+
+Turn = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One documented function, method or class of the standard library."""
+
+    module: str
+    name: str  # dotted inside the module, e.g. "JSONDecoder.decode"
+    kind: str  # "function", "method" or "class"
+    signature: str  # "def f(a, b=1):"
+    arguments: str  # "(a, b=1)"
+    doc: str
+    body: str  # source after the docstring, dedented; empty for a class
+
+
+def stdlib_root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def module_name(path: Path, root: Path) -> str:
+    """`<root>/json/decoder.py` -> `json.decoder`."""
+    parts = list(path.relative_to(root).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_held_out(module: str) -> bool:
+    parts = module.split(".")
+    if parts[0] == "test" and len(parts) > 1:
+        return parts[1].removeprefix("test_") in HELD_OUT
+    return parts[0] in HELD_OUT
+
+
+def source_files(root: Path | None = None) -> Iterator[tuple[str, str]]:
+    """(module, source) of every usable file, in a fixed order."""
+    root = root or stdlib_root()
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root).parts
+        if SKIPPED_FOLDERS.intersection(relative[:-1]) or relative[0].startswith("_sysconfigdata"):
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            ast.parse(source)
+        except (UnicodeDecodeError, SyntaxError, ValueError):
+            continue  # some files of the test-suite are broken on purpose
+        yield module_name(path, root), source
+
+
+def functions_of(module: str, source: str) -> Iterator[Function]:
+    """Every documented public definition of one module."""
+    lines = source.splitlines()
+
+    def visit(node: ast.AST, prefix: str) -> Iterator[Function]:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            name = prefix + child.name
+            doc = ast.get_docstring(child)
+            if doc and not child.name.startswith("_"):
+                yield describe(child, name, doc)
+            if isinstance(child, ast.ClassDef):
+                yield from visit(child, name + ".")
+
+    def describe(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, name: str, doc: str) -> Function:
+        if isinstance(node, ast.ClassDef):
+            bases = ", ".join(ast.unparse(base) for base in node.bases)
+            return Function(module, name, "class", f"class {node.name}({bases}):" if bases else f"class {node.name}:",
+                            "", doc, "")  # fmt: skip
+        arguments = f"({ast.unparse(node.args)})"
+        keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+        statements = node.body[1:]
+        body = ""
+        if statements:
+            block = lines[statements[0].lineno - 1 : node.end_lineno]
+            body = inspect.cleandoc("\n" + "\n".join(block)) if block else ""
+        kind = "method" if "." in name else "function"
+        return Function(module, name, kind, f"{keyword} {node.name}{arguments}:", arguments, doc, body)
+
+    yield from visit(ast.parse(source), "")
+
+
+def first_paragraph(doc: str) -> str:
+    return doc.split("\n\n", 1)[0].strip()
+
+
+def indent(text: str) -> str:
+    return "\n".join("    " + line if line.strip() else "" for line in text.splitlines())
+
+
+def questions(function: Function) -> Iterator[tuple[str, str]]:
+    """(question, answer) pairs about one definition, in several wordings."""
+    full = f"{function.module}.{function.name}"
+    short = first_paragraph(function.doc)
+    article = {"function": "a function", "method": "a method", "class": "a class"}[function.kind]
+    if len(short) <= LONGEST_ANSWER:
+        yield f"What does {full} do?", short
+        yield f"What is {full}?", f"{full} is {article} of the module {function.module}.\n\n{short}"
+        yield f"Explain {function.name.split('.')[-1]} from the module {function.module}.", short
+    if function.kind != "class":
+        yield f"What are the arguments of {full}?", f"{full}{function.arguments}"
+        if len(function.doc) <= LONGEST_ANSWER:
+            yield f"Write a docstring for this function:\n\n{function.signature}", f'"""{function.doc}"""'
+    if 0 < len(function.body) <= LONGEST_BODY and len(function.doc) <= LONGEST_ANSWER:
+        head = function.signature + "\n" + indent(f'"""{function.doc}"""')
+        yield f"Complete this function:\n\n{head}", f"{head}\n{indent(function.body)}"
+        yield f"Write a Python function {function.name.split('.')[-1]}{function.arguments} that does this: {short}", \
+              f"{function.signature}\n{indent(function.body)}"  # fmt: skip
+
+
+def module_questions(module: str, source: str) -> Iterator[tuple[str, str]]:
+    doc = ast.get_docstring(ast.parse(source))
+    if doc and len(first_paragraph(doc)) <= LONGEST_ANSWER:
+        yield f"What is the module {module} for?", first_paragraph(doc)
+        yield f"What does the module {module} do?", first_paragraph(doc)
+        yield f"How do I use {module}?", f"import {module}\n\n{first_paragraph(doc)}"
+
+
+def conversations(files: list[tuple[str, str]], seed: int = 0) -> list[list[Turn]]:
+    """Chats of one to three question/answer rounds, shuffled."""
+    rng = random.Random(seed)
+    pairs: list[tuple[str, str]] = []
+    for module, source in files:
+        if module.split(".")[0] in ("test", "idlelib"):
+            continue
+        pairs += module_questions(module, source)
+        for function in functions_of(module, source):
+            pairs += questions(function)
+    rng.shuffle(pairs)
+    chats: list[list[Turn]] = []
+    while pairs:
+        chat: list[Turn] = []
+        for _ in range(min(rng.choice((1, 1, 2, 3)), len(pairs))):
+            question, answer = pairs.pop()
+            chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        chats.append(chat)
+    return chats
+
+
+def code_prompts(files: list[tuple[str, str]], per_module: int = 2, seed: int = 0) -> list[dict[str, str]]:
+    """Unfinished source: what precedes a function's body, the nearest 25 lines of it."""
+    rng = random.Random(seed)
+    prompts = []
+    for module, source in files:
+        lines = source.splitlines()
+        nodes = [n for n in ast.walk(ast.parse(source))
+                 if isinstance(n, ast.FunctionDef) and ast.get_docstring(n) and len(n.body) > 2]  # fmt: skip
+        rng.shuffle(nodes)
+        for node in nodes[:per_module]:
+            end = node.body[0].end_lineno or node.lineno
+            start = max(0, end - 25)
+            prompts.append({"id": f"{module}.{node.name}", "prompt": "\n".join(lines[start:end]) + "\n"})
+    return prompts
+
+
+def main() -> None:
+    """Write the held-out prompts of the benchmarks as JSON lines on stdout."""
+    held_out = [
+        (module, source) for module, source in source_files() if module in HELD_OUT or module == "tomllib._parser"
+    ]
+    for prompt in code_prompts(held_out):
+        print(json.dumps(prompt))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="lade",
+    version="0.1.0",
+    description="Lookahead decoding: faster Hugging Face generate() with the same output",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["lade", "lade.*"]),
+    install_requires=["torch>=2.6", "transformers>=5.8,<6", "accelerate>=1.0", "packaging"],
+    extras_require={"dev": ["pytest", "ruff", "mypy", "hypothesis"]},
+)
