@@ -81,10 +81,7 @@ def fallback_reason(
     """Why a request that reached `_sample` goes to the original, as a sentence; None when lookahead can serve it."""
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is not a transformers model"
-    adapter = adapter_for(model)
-    if adapter is None:
-        return f"no adapter is registered for model_type {model.config.model_type!r}"
-    reason = adapter.unsupported_reason(model)
+    reason = adapter_for(model).unsupported_reason(model)
     if reason is not None:
         return reason
     cache = model_kwargs.get("past_key_values")

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 logger = logging.getLogger("lade")
 
@@ -98,7 +99,7 @@ def config_lade(
 
     Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
     """
-    changes: dict[str, int | bool] = {}
+    changes: dict[str, Any] = {}
     for field, value in (("window_size", WINDOW_SIZE), ("ngram_size", LEVEL), ("guess_set_size", GUESS_SET_SIZE)):
         if value is not None:
             changes[field] = value

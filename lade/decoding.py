@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from lade.config import LookaheadConfig
 from lade.drafters import LookaheadDrafter
@@ -23,7 +23,7 @@ FIRST_CAPACITY = 1024  # slots behind the prompt that are allocated at first, wh
 
 
 def lookahead_decode(
-    model: PreTrainedModel,
+    model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -79,8 +79,7 @@ def lookahead_decode(
                 cache=cache,
                 key_mask=key_mask,
             )
-            logits, window_logits = logits.split([1 + tree.num_nodes, config.window_size], dim=1)
-            guesses = as_plain(window_logits).argmax(dim=-1)  # [B, W]
+            guesses = as_plain(logits[:, 1 + tree.num_nodes :]).argmax(dim=-1)  # [B, W]
             stats.steps += 1
             stats.block_tokens.append(layout.num_tokens)
 
@@ -108,7 +107,7 @@ def verify(tree: TokenTree, logits: Tensor, rules: GenerationRules) -> list[list
     return accepted
 
 
-def _decode_mode(model: PreTrainedModel) -> Any:
+def _decode_mode(model: Any) -> Any:
     """transformers' own switches for decoding, which change the numerics of mixture-of-experts layers."""
     enter = getattr(model, "_optimize_model_for_decode", None)
     return enter() if enter else nullcontext()

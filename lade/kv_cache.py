@@ -14,11 +14,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 MIN_CAPACITY = 256  # slots
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class SlotLayer(CacheLayerMixin):
     """One layer's keys and values: views [B, H, C, D] into the cache's storage, C slots of capacity."""
 
     is_sliding = False
     is_compileable = False
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, cache: LookaheadCache) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name before transformers 5.18
 
 
-class LookaheadCache(Cache):  # type: ignore[misc]
+class LookaheadCache(Cache):
     """Slots for B rows. Prompt forwards append; after `end_prefill`, blocks are written at `lengths` and then committed.
 
     lengths: committed slots of each row (L of the design), on the host.
@@ -73,7 +76,8 @@ class LookaheadCache(Cache):  # type: ignore[misc]
 
     def __init__(self, num_layers: int, capacity: int, uniform: bool = True) -> None:
         """capacity: slots to start with; it doubles when they do not suffice. uniform: all layers have one shape."""
-        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._slot_layers))
         self.capacity = max(capacity, MIN_CAPACITY)
         self.lengths: list[int] = []
         self.slots: Tensor | None = None  # [B, q] of the current block, only where rows have different lengths
@@ -83,7 +87,7 @@ class LookaheadCache(Cache):  # type: ignore[misc]
 
     def end_prefill(self, batch_size: int) -> None:
         """From here on `update` writes blocks."""
-        self.lengths = [self.layers[0].prefilled] * batch_size
+        self.lengths = [self._slot_layers[0].prefilled] * batch_size
         self.in_block = True
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
@@ -119,7 +123,7 @@ class LookaheadCache(Cache):  # type: ignore[misc]
         for name, states in (("keys", key_states), ("values", value_states)):
             storage = next((s for s in self._storages if s.has_room_for(states)), None)
             if storage is None:
-                storage = _Storage(states, 2 * len(self.layers) if self._uniform else 1, self.capacity)
+                storage = _Storage(states, 2 * len(self._slot_layers) if self._uniform else 1, self.capacity)
                 self._storages.append(storage)
             storage.give(layer, name)
 

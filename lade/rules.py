@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 
@@ -24,7 +24,7 @@ class GenerationRules:
     def __init__(
         self,
         input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
+        logits_processor: Any,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: Any = None,
@@ -38,7 +38,7 @@ class GenerationRules:
         self._is_simple = (
             not self._do_sample
             and streamer is None
-            and len(logits_processor) == 0
+            and not logits_processor
             and self._max_length is not None
             and all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in stopping_criteria)
         )
@@ -74,7 +74,7 @@ class GenerationRules:
         self.lengths[row] = length + 1
         if self._is_simple:
             self._pending[row].append(token)
-            self.is_finished[row] = token in self._eos_ids or length + 1 >= self._max_length
+            self.is_finished[row] = token in self._eos_ids or length + 1 == self._max_length
         else:
             if length == self._ids.shape[1]:  # there is no max_length
                 self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)

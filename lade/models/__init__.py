@@ -7,6 +7,16 @@ from transformers import PreTrainedModel
 from lade.models.base import ModelAdapter
 from lade.models.llama import LlamaAdapter
 
+__all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "register_adapter"]
+
+
+class NoAdapter(ModelAdapter):
+    """Stands for a family that nobody has tested yet."""
+
+    def unsupported_reason(self, model: PreTrainedModel) -> str | None:
+        return f"no adapter is registered for model_type {model.config.model_type!r}"
+
+
 _adapters: dict[str, type[ModelAdapter]] = {"llama": LlamaAdapter}
 
 
@@ -17,7 +27,6 @@ def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
     _adapters[model_type] = adapter
 
 
-def adapter_for(model: PreTrainedModel) -> ModelAdapter | None:
-    """The model's adapter; None when nobody registered one for its type."""
-    adapter = _adapters.get(model.config.model_type)
-    return adapter() if adapter else None
+def adapter_for(model: PreTrainedModel) -> ModelAdapter:
+    """The adapter registered for the model's type, or one that refuses it."""
+    return _adapters.get(model.config.model_type, NoAdapter)()

@@ -1,0 +1,71 @@
+"""Tiny random models and the switch that puts lade on for one test."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lade
+from lade import config as lade_config
+
+torch.set_num_threads(2)
+VOCAB = 61
+
+
+def tiny_llama(dtype: torch.dtype = torch.float64, attention: str = "sdpa", **changes) -> LlamaForCausalLM:
+    """A random Llama; hidden size, layers and heads of Llama-2-7B are 4096, 32 and 32."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    config = LlamaConfig(**settings | changes)
+    model = LlamaForCausalLM._from_config(config, attn_implementation=attention).to(dtype).eval()
+    model.generation_config.eos_token_id = None  # random models would stop anywhere; tests that need an end say so
+    return model
+
+
+@pytest.fixture(scope="session")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture
+def lade_on(monkeypatch):
+    """lade patched in and switched on; everything is put back afterwards."""
+    before = lade_config.current_config()
+    monkeypatch.setenv("USE_LADE", "1")
+    lade.augment_all()
+    yield
+    lade.restore_all()
+    monkeypatch.setattr(lade_config, "_default", before)
+
+
+def prompt(length: int = 24, batch_size: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random ids without special ones, and the mask that generate() would otherwise guess."""
+    ids = torch.randint(3, VOCAB, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def generate_plain(model, inputs, **arguments):
+    """generate() with lade switched off; lade's own switch, so the patch stays where it is."""
+    before = os.environ.get("USE_LADE")
+    os.environ["USE_LADE"] = "0"
+    try:
+        return model.generate(**inputs, **arguments)
+    finally:
+        if before is None:
+            del os.environ["USE_LADE"]
+        else:
+            os.environ["USE_LADE"] = before

@@ -1,0 +1,205 @@
+"""The patch: on, off, put back by identity, and invisible to everything but generate()."""
+
+import copy
+import inspect
+import io
+import json
+import logging
+import pickle
+import threading
+
+import pytest
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+from transformers import GenerationMixin, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import lade
+from lade import augment
+
+PATCHED = ("generate", "_sample", "_beam_search", "_assisted_decoding")
+
+
+def installed():
+    return {name: vars(GenerationMixin)[name] for name in PATCHED}
+
+
+def test_restored_by_identity():
+    before = installed()
+    lade.augment_all()
+    wrapped = installed()
+    assert all(wrapped[name] is not before[name] for name in PATCHED)
+    lade.augment_llama()  # again, under another of its names
+    lade.augment_generate()
+    assert installed() == wrapped
+    lade.restore_all()
+    assert all(vars(GenerationMixin)[name] is before[name] for name in PATCHED)
+    lade.restore_all()
+    assert installed() == before
+
+
+def test_importing_patches_nothing():
+    assert not any(getattr(function, "__module__", "").startswith("lade") for function in installed().values())
+
+
+def test_signatures_are_kept():
+    before = {name: inspect.signature(function) for name, function in installed().items()}
+    lade.augment_all()
+    try:
+        assert {name: inspect.signature(function) for name, function in installed().items()} == before
+    finally:
+        lade.restore_all()
+
+
+def test_switch_is_read_at_each_call(lade_on, monkeypatch, model):
+    for value, runs in (("1", True), ("0", False), ("on", True)):
+        monkeypatch.setenv("USE_LADE", value)
+        model.generate(**prompt(), max_new_tokens=8)
+        assert (lade.last_stats().fallback_reason is None) == runs
+    monkeypatch.delenv("USE_LADE")
+    model.generate(**prompt(), max_new_tokens=8)
+    assert "USE_LADE" in lade.last_stats().fallback_reason
+
+
+def test_off_is_the_original(lade_on, monkeypatch, model):
+    """The very function that was there gets the very arguments, whatever its result."""
+    seen = []
+    monkeypatch.setenv("USE_LADE", "0")
+    original = inspect.unwrap(vars(GenerationMixin)["_sample"])
+    lade.restore_all()
+
+    def spy(self, *args, **kwargs):
+        seen.append(kwargs)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "_sample", spy)
+    lade.augment_all()
+    model.generate(**prompt(), max_new_tokens=4)
+    assert len(seen) == 1
+    lade.restore_all()
+
+
+def test_no_trace_on_the_model(lade_on):
+    model = tiny_llama()
+    attributes, config = dict(vars(model)), copy.deepcopy(model.config.to_dict())
+    generation_config = copy.deepcopy(model.generation_config.to_dict())
+    inputs = prompt()
+    before = model(**inputs).logits
+    expected = generate_plain(model, inputs, max_new_tokens=20)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=20), expected)
+
+    assert vars(model).keys() == attributes.keys()
+    assert all(vars(model)[name] is value for name, value in attributes.items() if not name.startswith("_"))
+    assert model.config.to_dict() == config
+    assert model.generation_config.to_dict() == generation_config
+    assert torch.equal(model(**inputs).logits, before)
+    assert isinstance(model, LlamaForCausalLM)
+    assert type(model) is LlamaForCausalLM
+
+
+def test_copies_and_files(lade_on, tmp_path):
+    model = tiny_llama(torch.float32)
+    inputs = prompt()
+    expected = generate_plain(model, inputs, max_new_tokens=20)
+    model.generate(**inputs, max_new_tokens=4)
+    model.save_pretrained(tmp_path)
+    buffer = io.BytesIO()
+    pickle.dump(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), pickle.load(buffer), LlamaForCausalLM.from_pretrained(tmp_path)):
+        other.generation_config.eos_token_id = None
+        assert torch.equal(other.generate(**inputs, max_new_tokens=20), expected)
+        assert lade.last_stats().fallback_reason is None
+
+
+def test_custom_generate_still_wins(lade_on, model):
+    def own(model, input_ids, extra=None, **kwargs):
+        return input_ids, extra
+
+    inputs = prompt()
+    ids, extra = model.generate(**inputs, custom_generate=own, extra=5, max_new_tokens=3)
+    assert torch.equal(ids, inputs["input_ids"])
+    assert extra == 5
+    assert "custom_generate" in lade.last_stats().fallback_reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"num_beams": 2}, "beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted"),
+        ({"use_cache": False}, "use_cache"),
+    ],
+)
+def test_fallbacks_say_why_once(lade_on, model, caplog, monkeypatch, arguments, reason):
+    monkeypatch.setattr(augment, "_warned", set())
+    inputs = prompt()
+    expected = generate_plain(model, inputs, max_new_tokens=12, **arguments)
+    with caplog.at_level(logging.WARNING, "lade"):
+        for _ in range(2):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=12, **arguments), expected)
+            assert reason in lade.last_stats().fallback_reason
+    assert len([record for record in caplog.records if reason in record.getMessage()]) == 1
+
+
+def test_a_family_without_an_adapter(lade_on):
+    config = MistralConfig(vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                           num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).eval()
+    inputs = prompt()
+    expected = generate_plain(model, inputs, max_new_tokens=12)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12), expected)
+    assert "mistral" in lade.last_stats().fallback_reason
+
+
+def test_rope_that_depends_on_the_length(lade_on):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_llama(rope_parameters=rope)
+    inputs = prompt()
+    expected = generate_plain(model, inputs, max_new_tokens=12)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12), expected)
+    assert "dynamic" in lade.last_stats().fallback_reason
+
+
+def test_debug_summary(lade_on, capsys, model):
+    model.generate(**prompt(), max_new_tokens=30)
+    assert capsys.readouterr().out == ""
+    lade.config_lade(DEBUG=1)
+    model.generate(**prompt(), max_new_tokens=30)
+    out = capsys.readouterr().out
+    stats = lade.last_stats()
+    assert f"Generated tokens: 30 Total steps: {stats.steps} Compression ratio: {30 / stats.steps:.2f}" in out
+
+
+def test_logs(lade_on, tmp_path, model):
+    lade.log_history(clear=True)
+    model.generate(**prompt(), max_new_tokens=30)
+    model.generate(**prompt(), max_new_tokens=10, num_beams=2)
+    path = tmp_path / "log.json"
+    lade.save_log(path)
+    first, second = lade.log_history()
+    assert first.generated_tokens == 30
+    assert first.tokens_per_step == 30 / first.steps
+    assert sum(first.accepted_lengths.values()) == len(first.block_tokens) == first.steps - 1
+    assert sum((n + 1) * count for n, count in first.accepted_lengths.items()) == 30 - 1
+    assert "beam search" in second.fallback_reason
+    assert json.loads(path.read_text())[0]["steps"] == first.steps
+    assert len(lade.log_history(clear=True)) == 2
+    assert lade.log_history() == []
+
+
+def test_stats_belong_to_their_thread(lade_on, model):
+    model.generate(**prompt(), max_new_tokens=30)
+    mine = lade.last_stats()
+    seen = []
+
+    def other():
+        seen.append(lade.last_stats())
+        model.generate(**prompt(), max_new_tokens=9)
+        seen.append(lade.last_stats().generated_tokens)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == [None, 9]
+    assert lade.last_stats() is mine

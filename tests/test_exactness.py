@@ -1,0 +1,164 @@
+"""Token for token the output of plain generate(), with proof that lookahead ran and that its mask matters."""
+
+import pytest
+import torch
+from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import lade
+from lade.layout import BlockLayout
+
+GRID = [
+    (level, window, guesses)
+    for level in (2, 3, 5, 8)
+    for window in (1, 2, 7)
+    for guesses in (0, 1, 7, -1)
+    if not (level == 8 and guesses == -1)
+]
+
+
+def assert_ran(num_steps_below=None):
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert len(stats.block_tokens) == stats.steps - 1
+    if num_steps_below is not None:
+        assert stats.steps < num_steps_below
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("settings", GRID, ids=str)
+def test_grid(lade_on, settings, dtype):
+    model = tiny_llama(dtype)
+    level, window, guesses = settings
+    lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses)
+    inputs = prompt(20, seed=level)
+    greedy = generate_plain(model, inputs, max_new_tokens=48)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=48), greedy)
+    # This random model falls into a loop, which the pool must find.
+    assert_ran(num_steps_below=48 if guesses else 49)
+    assert lade.last_stats().block_tokens[0] >= (level - 1) * window
+
+    torch.manual_seed(7)
+    sampled = generate_plain(model, inputs, max_new_tokens=32, do_sample=True, temperature=0.3)
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=32, do_sample=True, temperature=0.3), sampled)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_ran()
+
+
+@pytest.mark.parametrize("forward_one", [0, 1])
+@pytest.mark.parametrize("from_prompt", [0, 1])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_settings_change_nothing(lade_on, forward_one, from_prompt, attention):
+    model = tiny_llama(torch.float32, attention)
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=5, GUESS_SET_SIZE=4, ALWAYS_FWD_ONE=forward_one, POOL_FROM_PROMPT=from_prompt)
+    for seed in range(3):
+        inputs = prompt(30, seed=seed)
+        expected = generate_plain(model, inputs, max_new_tokens=60)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=60), expected)
+        assert_ran(num_steps_below=60)
+
+
+def test_pool_from_prompt_hits_on_the_first_step(lade_on, model):
+    """A prompt that already holds the answer is verified at once, and not when the pool starts empty."""
+    inputs = prompt(20)
+    answer = generate_plain(model, inputs, max_new_tokens=60)
+    repeated = {"input_ids": torch.cat([answer, answer[:, :61]], dim=1)}
+    repeated["attention_mask"] = torch.ones_like(repeated["input_ids"])
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    blocks = []
+    for from_prompt in (1, 0):
+        lade.config_lade(POOL_FROM_PROMPT=from_prompt)
+        model.generate(**repeated, max_new_tokens=4)
+        blocks.append(lade.last_stats().block_tokens[0])
+    assert blocks[0] > blocks[1] == 3 * 3
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 14))
+def test_length_cuts_inside_an_accepted_ngram(lade_on, model, max_new_tokens):
+    inputs = prompt(30, seed=5)
+    full = generate_plain(model, inputs, max_new_tokens=40)
+    looping = {"input_ids": full, "attention_mask": torch.ones_like(full)}
+    lade.config_lade(LEVEL=6, WINDOW_SIZE=3, GUESS_SET_SIZE=5)
+    expected = generate_plain(model, looping, max_new_tokens=max_new_tokens)
+    assert torch.equal(model.generate(**looping, max_new_tokens=max_new_tokens), expected)
+    assert_ran()
+
+
+@pytest.mark.parametrize("cut", range(2, 12))
+def test_end_of_sequence_inside_an_accepted_ngram(lade_on, model, cut):
+    inputs = prompt(30, seed=5)
+    full = generate_plain(model, inputs, max_new_tokens=60)[0, 30:].tolist()
+    ends = [full[cut], full[cut + 3], VOCAB - 1]  # several ids, of which whichever comes first counts
+    lade.config_lade(LEVEL=6, WINDOW_SIZE=3, GUESS_SET_SIZE=5)
+    expected = generate_plain(model, inputs, max_new_tokens=60, eos_token_id=ends)
+    assert expected.shape[1] < 90
+    assert torch.equal(model.generate(**inputs, max_new_tokens=60, eos_token_id=ends), expected)
+    assert_ran()
+
+
+class CountingBias(LogitsProcessor):
+    """Stateful: remembers every prefix it was called with, and depends on how often."""
+
+    def __init__(self):
+        self.prefixes = []
+
+    def __call__(self, input_ids, scores):
+        self.prefixes.append(input_ids[0].tolist())
+        scores = scores.clone()
+        scores[:, len(self.prefixes) % VOCAB] += 0.02
+        return scores
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_processors_see_the_prefixes_of_plain_generate(lade_on, model, sampling):
+    inputs = prompt(16)
+    arguments = {"max_new_tokens": 40, "do_sample": sampling, "repetition_penalty": 1.05, "top_k": 8}
+    plain, ahead = CountingBias(), CountingBias()
+    torch.manual_seed(0)
+    expected = generate_plain(model, inputs, logits_processor=LogitsProcessorList([plain]), **arguments)
+    torch.manual_seed(0)
+    result = model.generate(**inputs, logits_processor=LogitsProcessorList([ahead]), **arguments)
+    assert torch.equal(result, expected)
+    assert ahead.prefixes == plain.prefixes
+    assert_ran()
+
+
+def test_negative_control(lade_on, monkeypatch):
+    """With a plain causal mask over the same block the output changes: the mask is what makes lookahead exact."""
+    model = tiny_llama(num_hidden_layers=1)
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4)
+
+    def causal(self, tree, max_depth):
+        return torch.ones(len(tree.depths), self.num_tokens, self.num_tokens, dtype=torch.bool).tril()
+
+    different = 0
+    monkeypatch.setattr(BlockLayout, "visibility", causal)
+    for seed in range(4):
+        inputs = prompt(20, seed=seed)
+        expected = generate_plain(model, inputs, max_new_tokens=60)
+        different += not torch.equal(model.generate(**inputs, max_new_tokens=60), expected)
+    assert different > 0
+
+
+def test_bfloat16_follows_the_models_own_argmax(lade_on):
+    """In 16 bits near-ties may fall differently than in plain generate(), but each token is an argmax within a tie."""
+    model = tiny_llama(torch.bfloat16)
+    inputs = prompt(20)
+    result = model.generate(**inputs, max_new_tokens=60)
+    assert_ran(num_steps_below=60)
+    logits = model(input_ids=result).logits[0, 19:-1].float()
+    chosen = logits.gather(1, result[0, 20:, None])[:, 0]
+    # Two roundings of a bfloat16 value of this size.
+    assert (logits.max(1).values - chosen <= 2 * 2**-7 * logits.abs().max()).all()
+
+
+def test_long_text_grows_the_cache(lade_on, monkeypatch):
+    monkeypatch.setattr("lade.decoding.FIRST_CAPACITY", 0)
+    model = tiny_llama(num_hidden_layers=1)
+    inputs = prompt(200)
+    lade.config_lade(LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2)
+    expected = generate_plain(model, inputs, max_new_tokens=200)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=200), expected)
+    assert_ran()

@@ -1,0 +1,82 @@
+"""The block's mask and positions against the definition, written down cell by cell."""
+
+import pytest
+import torch
+
+from lade.attention import block_mask
+from lade.layout import block_layout
+from lade.token_tree import merge_candidates
+
+CPU = torch.device("cpu")
+
+
+def describe(ngram_size, window_size, tree, row=0):
+    """What each block token is, in block order: ("window", level, column) or ("node", its path of nodes)."""
+    parents = tree.parents[row].tolist()
+    block = [("window", 0, 0)]
+    for node in range(tree.num_nodes):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        block.append(("node", tuple(path)))
+    block += [("window", r, j) for r in range(ngram_size - 1) for j in range(window_size) if (r, j) != (0, 0)]
+    return block
+
+
+def sees(query, key):
+    if query[0] == "window":
+        if key[0] != "window":
+            return False
+        (_, r, j), (_, level, column) = query, key
+        return (level == 0 and column <= j) or (column == j and 1 <= level <= r)
+    if key[0] == "window":
+        return key == ("window", 0, 0)
+    return key[1][-1] in query[1]
+
+
+@pytest.mark.parametrize("ngram_size", [2, 3, 5])
+@pytest.mark.parametrize("window_size", [1, 2, 6])
+@pytest.mark.parametrize("num_tails", [0, 1, 4])
+def test_layout_is_the_definition(ngram_size, window_size, num_tails):
+    generator = torch.Generator().manual_seed(ngram_size * 10 + num_tails)
+    tree = merge_candidates(torch.randint(0, 2, (1, num_tails, ngram_size - 1), generator=generator))
+    layout = block_layout(ngram_size, window_size, tree.num_nodes, CPU)
+    block = describe(ngram_size, window_size, tree)
+    assert layout.num_tokens == len(block) == tree.num_nodes + (ngram_size - 1) * window_size
+
+    visible = layout.visibility(tree, ngram_size - 1)[0]
+    assert visible.tolist() == [[sees(query, key) for key in block] for query in block]
+
+    offsets = layout.position_offsets(tree)[0].tolist()
+    assert offsets == [what[1] + what[2] if what[0] == "window" else len(what[1]) for what in block]
+
+    last_level = [i for i, what in enumerate(block) if what[0] == "window" and what[1] == ngram_size - 2]
+    assert layout.logit_rows.tolist() == [*range(1 + tree.num_nodes), *last_level]
+
+    roots, cells = torch.tensor([7]), torch.arange(100, 100 + (ngram_size - 1) * window_size - 1)[None]
+    tokens = layout.tokens(roots, tree, cells)[0].tolist()
+    assert tokens == [7, *tree.tokens[0].tolist(), *cells[0].tolist()]
+
+
+@pytest.mark.parametrize("lengths", [[3], [5, 2], [4, 4]])
+@pytest.mark.parametrize("padded", [False, True])
+def test_mask_over_slots(lengths, padded):
+    num_queries = 3
+    generator = torch.Generator().manual_seed(0)
+    visible = torch.rand(len(lengths), num_queries, num_queries, generator=generator) > 0.5
+    key_mask = torch.ones(len(lengths), 2, dtype=torch.bool) if padded else None
+    if key_mask is not None:
+        key_mask[0, 0] = False
+    mask = block_mask(visible, lengths, key_mask, torch.float32)
+    assert mask.shape == (len(lengths), 1, num_queries, max(lengths) + num_queries)
+    for row, length in enumerate(lengths):
+        for query in range(num_queries):
+            for slot in range(mask.shape[3]):
+                if slot < length:
+                    expected = key_mask is None or slot >= 2 or bool(key_mask[row, slot])
+                elif slot < length + num_queries:
+                    expected = bool(visible[row, query, slot - length])
+                else:
+                    expected = False
+                value = mask[row, 0, query, slot].item()
+                assert value == (0 if expected else torch.finfo(torch.float32).min)
