@@ -69,7 +69,7 @@ def is_held_out(module: str) -> bool:
     parts = module.split(".")
     if parts[0] == "test" and len(parts) > 1:
         return parts[1].removeprefix("test_") in HELD_OUT
-    return parts[0] in HELD_OUT
+    return parts[0] in HELD_OUT  # submodules too
 
 
 def source_files(root: Path | None = None) -> Iterator[tuple[str, str]]:
@@ -178,26 +178,27 @@ def conversations(files: list[tuple[str, str]], seed: int = 0) -> list[list[Turn
 
 
 def code_prompts(files: list[tuple[str, str]], per_module: int = 2, seed: int = 0) -> list[dict[str, str]]:
-    """Unfinished source: what precedes a function's body, the nearest 25 lines of it."""
+    """Unfinished source: up to 25 lines that end with a function's docstring. One of each module first, then the rest."""
     rng = random.Random(seed)
-    prompts = []
+    found: list[tuple[int, dict[str, str]]] = []
     for module, source in files:
         lines = source.splitlines()
-        nodes = [n for n in ast.walk(ast.parse(source))
-                 if isinstance(n, ast.FunctionDef) and ast.get_docstring(n) and len(n.body) > 2]  # fmt: skip
+        nodes = [
+            node
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 2
+        ]
         rng.shuffle(nodes)
-        for node in nodes[:per_module]:
+        for turn, node in enumerate(nodes[:per_module]):
             end = node.body[0].end_lineno or node.lineno
-            start = max(0, end - 25)
-            prompts.append({"id": f"{module}.{node.name}", "prompt": "\n".join(lines[start:end]) + "\n"})
-    return prompts
+            text = "\n".join(lines[max(0, end - 25) : end]) + "\n"
+            found.append((turn, {"id": f"{module}.{node.name}", "prompt": text}))
+    return [prompt for _, prompt in sorted(found, key=lambda item: item[0])]
 
 
 def main() -> None:
     """Write the held-out prompts of the benchmarks as JSON lines on stdout."""
-    held_out = [
-        (module, source) for module, source in source_files() if module in HELD_OUT or module == "tomllib._parser"
-    ]
+    held_out = [(module, source) for module, source in source_files() if is_held_out(module) and "test" not in module]
     for prompt in code_prompts(held_out):
         print(json.dumps(prompt))
 

@@ -1,0 +1,112 @@
+"""Tokens per second of plain generate(), transformers' prompt lookup, and lade, on the same prompts in one process.
+
+    python benchmarks/decode.py --level 4 --window 2 --guess 2
+    python benchmarks/decode.py --dtype float32 --sample --methods plain,lade
+
+Prints a table and ends with one JSON line: hardware, versions, settings, medians with p20/p80 over the trials, share of
+prompts whose output equals plain generate()'s, and how many of those outputs are loops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import harness
+
+import lade
+
+METHODS = {
+    "plain": {},
+    "static": {"cache_implementation": "static"},  # transformers compiles this one on a GPU
+    "prompt_lookup": {"prompt_lookup_num_tokens": 5},
+    "lade": {},
+}
+
+
+def measure_overhead(model, prompts, common) -> float:
+    """Share of lade's decoding time that is not spent in the model's forward, over all prompts. CPU only."""
+    inside = 0.0
+    started = 0.0
+
+    def before(*_):
+        nonlocal started
+        started = time.perf_counter()
+
+    def after(*_):
+        nonlocal inside
+        inside += time.perf_counter() - started
+
+    hooks = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+    total = 0.0
+    with harness.use_lade(True):
+        for inputs in prompts:
+            total += harness.generate_timed(model, inputs, **common)[1]
+    for hook in hooks:
+        hook.remove()
+    return 1 - inside / total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_model_arguments(parser)
+    parser.add_argument("--level", type=int, default=4)
+    parser.add_argument("--window", type=int, default=2)
+    parser.add_argument("--guess", type=int, default=2)
+    parser.add_argument("--sample", action="store_true", help="sample at --temperature instead of greedy")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--methods", default="plain,prompt_lookup,lade", help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the JSON there as well")
+    args = parser.parse_args()
+
+    model, tokenizer = harness.load_model(args)
+    prompts = harness.load_prompts(args, tokenizer)
+    lade.augment_all()
+    lade.config_lade(LEVEL=args.level, WINDOW_SIZE=args.window, GUESS_SET_SIZE=args.guess)
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.sample else {"do_sample": False}
+    common = {"max_new_tokens": args.max_new_tokens, **sampling}
+
+    methods = {name: METHODS[name] for name in args.methods.split(",")}
+    runs = harness.run_methods(model, prompts, methods, args.trials, common)
+
+    plain = runs["plain"]
+    loops = sum(map(harness.is_looping, plain[0].outputs))
+    figures: dict = {
+        "benchmark": "decode",
+        "environment": harness.environment(model),
+        "settings": {"LEVEL": args.level, "WINDOW_SIZE": args.window, "GUESS_SET_SIZE": args.guess, **common},
+        "prompts": len(prompts),
+        "prompt_file": args.prompts.name,
+        "trials": args.trials,
+        "looping_outputs": loops,
+        "methods": {},
+    }
+    print(f"{'method':<14} {'tokens/s':>9} {'p20':>8} {'p80':>8} {'ratio':>7} {'tokens/step':>12} {'identical':>10}")
+    for name, trials in runs.items():
+        speed = harness.spread([run.tokens_per_second for run in trials])
+        ratio = harness.spread(
+            [run.tokens_per_second / base.tokens_per_second for run, base in zip(trials, plain, strict=True)]
+        )
+        identical = sum(a == b for a, b in zip(trials[0].outputs, plain[0].outputs, strict=True)) / len(prompts)
+        per_step = round(trials[0].tokens / trials[0].steps, 4) if trials[0].steps else None
+        figures["methods"][name] = {
+            "tokens_per_second": speed,
+            "ratio_to_plain": ratio,
+            "tokens_per_step": per_step,
+            "identical_outputs": identical,
+        }
+        print(
+            f"{name:<14} {speed['median']:>9.1f} {speed['p20']:>8.1f} {speed['p80']:>8.1f} {ratio['median']:>7.3f} "
+            f"{per_step or '':>12} {identical:>10.0%}"
+        )
+    if "lade" in runs and model.device.type == "cpu":
+        figures["host_overhead"] = round(measure_overhead(model, prompts, common), 4)
+        print(f"share of lade's time outside of the model's forward: {figures['host_overhead']:.1%}")
+    print(f"outputs of plain generate() that end in a loop: {loops} of {len(prompts)}")
+    harness.finish(figures, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The smallest script that uses lade, and a comparison with plain generate().
+
+python minimal.py                              # plain generate()
+USE_LADE=1 LOAD_LADE=1 python minimal.py       # lookahead decoding
+python minimal.py --compare                    # both, in one process
+"""
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lade
+
+BUNDLED = Path(__file__).parent / "models" / "stdlib-9m"
+PROMPT = '''import os
+
+
+def find_files(root, pattern="*", recursive=True):
+    """Return a sorted list of the files below root whose names match pattern.
+
+    If recursive is false, only the files of root itself are searched.
+    """
+'''
+# N, W, G that pay: a small block where arithmetic is dear, a large one where it is nearly free.
+SETTINGS = {
+    "cpu": {"LEVEL": 4, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 2},
+    "cuda": {"LEVEL": 5, "WINDOW_SIZE": 7, "GUESS_SET_SIZE": 7},
+}
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_p": 0.95},
+}
+TRIALS = 5
+
+
+def timed_generate(model, inputs, arguments):
+    """Returns new tokens [T] and seconds."""
+    torch.manual_seed(0)
+    synchronize(model)
+    started = time.perf_counter()
+    output = model.generate(**inputs, **arguments)
+    synchronize(model)
+    return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - started
+
+
+def synchronize(model):
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run(model, tokenizer, inputs, arguments):
+    for mode, choice in MODES.items():
+        timed_generate(model, inputs, arguments | choice)  # warm-up
+        tokens, seconds = timed_generate(model, inputs, arguments | choice)
+        print(f"\n----- {mode}: {len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s -----")
+        print(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def compare(model, tokenizer, inputs, arguments):
+    """Plain and lookahead in turn, so that a busy machine slows both; medians of TRIALS after a warm-up."""
+    lade.augment_all()
+    for mode, choice in MODES.items():
+        speeds = {"0": [], "1": []}
+        outputs = {}
+        for trial in range(TRIALS + 1):
+            for use_lade, speed in speeds.items():
+                os.environ["USE_LADE"] = use_lade
+                outputs[use_lade], seconds = timed_generate(model, inputs, arguments | choice)
+                if trial > 0:
+                    speed.append(len(outputs[use_lade]) / seconds)
+        stats = lade.last_stats()
+        plain, ahead = statistics.median(speeds["0"]), statistics.median(speeds["1"])
+        print(f"\n----- {mode}: {len(outputs['1'])} tokens -----")
+        print(tokenizer.decode(outputs["1"], skip_special_tokens=True))
+        print(f"plain generate():    {plain:8.1f} tokens/s")
+        print(f"lookahead decoding:  {ahead:8.1f} tokens/s")
+        print(f"ratio:               {ahead / plain:8.2f}")
+        print(f"tokens per step:     {stats.tokens_per_step:8.2f}")
+        print(f"outputs identical:   {'yes' if torch.equal(outputs['0'], outputs['1']) else 'no':>8}")
+        if stats.fallback_reason:
+            print(f"lookahead did not run: {stats.fallback_reason}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", default=str(BUNDLED), help="a hub name or a folder; default: the bundled model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
+    parser.add_argument("--max_new_tokens", type=int, default=192)
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--compare", action="store_true", help="plain and lookahead in one process")
+    args = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model_path)
+    model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=args.dtype).to(args.device)
+    inputs = tokenizer(args.prompt, return_tensors="pt").to(args.device)
+    arguments = {"max_new_tokens": args.max_new_tokens}
+    lade.config_lade(**SETTINGS[model.device.type if model.device.type in SETTINGS else "cpu"])
+    if int(os.environ.get("LOAD_LADE", "0")):
+        lade.augment_all()
+
+    print(args.prompt)
+    (compare if args.compare else run)(model, tokenizer, inputs, arguments)
+
+
+if __name__ == "__main__":
+    main()
