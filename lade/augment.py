@@ -16,7 +16,8 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from lade.config import current_config, is_enabled
 from lade.decoding import lookahead_decode
@@ -35,6 +36,21 @@ OTHER_METHODS = {
     "_beam_search": "beam search (num_beams > 1) is not supported",
     "_assisted_decoding": "assisted decoding (assistant_model or prompt_lookup_num_tokens) is not supported",
 }
+
+# What generate() itself passes on to the model, and the loop passes on or handles.
+KNOWN_ARGUMENTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "tokenizer",
+}
+# Whether this transformers marks a cache that came from the caller; where it does not, any cache may be the caller's.
+MARKS_CALLERS_CACHE = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 
 _originals: dict[str, Any] = {}  # attribute of GenerationMixin -> the object that was there
 _warned: set[str] = set()
@@ -71,13 +87,7 @@ def restore_all() -> None:
     _originals.clear()
 
 
-def fallback_reason(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    generation_config: Any,
-    synced_gpus: bool,
-    model_kwargs: dict[str, Any],
-) -> str | None:
+def fallback_reason(model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
     """Why a request that reached `_sample` goes to the original, as a sentence; None when lookahead can serve it."""
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is not a transformers model"
@@ -85,23 +95,30 @@ def fallback_reason(
     if reason is not None:
         return reason
     cache = model_kwargs.get("past_key_values")
+    unknown = sorted(name for name, value in model_kwargs.items() if name not in KNOWN_ARGUMENTS and value is not None)
     checks = [
-        (input_ids.shape[1] == 0 or "inputs_embeds" in model_kwargs, "inputs_embeds is not supported yet"),
-        (input_ids.shape[0] > 1, "batches are not supported yet"),
-        (synced_gpus, "synced_gpus is not supported yet"),
         (not model_kwargs.get("use_cache", True), "use_cache=False leaves nothing to write guesses to"),
-        (generation_config.return_dict_in_generate, "return_dict_in_generate is not supported yet"),
-        (generation_config.cache_implementation not in (None, "dynamic"), "cache_implementation is not supported yet"),
-        (getattr(cache, "_is_user_defined", False), "past_key_values of the caller's own is not supported yet"),
-        (
-            cache is not None and type(cache) is not DynamicCache,
-            f"a cache of type {type(cache).__name__} is not supported yet",
-        ),
-        (cache is not None and cache.get_seq_length() > 0, "past_key_values of the caller's own is not supported yet"),
         (generation_config.is_assistant, "the model assists another one"),
+        (not is_plain_cache(cache), f"a cache of type {type(cache).__name__} is not supported"),
+        (model_kwargs.get("position_ids") is None, "the model takes no position_ids"),
+        (unknown, f"the model argument {', '.join(unknown)} is not known to be safe"),
         (torch.compiler.is_compiling(), "generate() runs inside torch.compile"),
     ]
     return next((reason for applies, reason in checks if applies), None)
+
+
+def is_plain_cache(cache: Any) -> bool:
+    """Whether a cache keeps all keys and values, unchanged and on the model's device, so that ours can stand in for it."""
+    if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
+        return False
+    return all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
+
+
+def callers_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """The cache that outlives the call, because it is returned or was the caller's own; None when nobody sees it."""
+    cache = model_kwargs.get("past_key_values")
+    is_callers = getattr(cache, "_is_user_defined", not MARKS_CALLERS_CACHE)
+    return cache if generation_config.return_dict_in_generate or is_callers else None
 
 
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,22 +149,22 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         stats = open_stats()
         if is_enabled():
-            stats.fallback_reason = fallback_reason(self, input_ids, generation_config, synced_gpus, model_kwargs)
+            stats.fallback_reason = fallback_reason(self, generation_config, model_kwargs)
             if stats.fallback_reason is None:
                 return lookahead_decode(
                     self,
                     *arguments,
-                    streamer,
                     config=current_config(),
                     adapter=adapter_for(self),
                     stats=stats,
+                    callers_cache=callers_cache(generation_config, model_kwargs),
                     **model_kwargs,
                 )
             _warn_once(stats.fallback_reason)
-        return original(self, *arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        return original(self, *arguments, **model_kwargs)
 
     # inspect.signature() follows __wrapped__; generate(custom_generate=f) compares f's parameters with these.
     assert inspect.signature(_sample) == inspect.signature(original)

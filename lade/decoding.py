@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from lade.config import LookaheadConfig
 from lade.drafters import LookaheadDrafter
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
-from lade.rules import GenerationRules, as_plain
+from lade.outputs import OutputRecorder
+from lade.rules import Accepted, as_plain, rules_for
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
-from lade.verify import children_of, walk
 
 FIRST_CAPACITY = 1024  # slots behind the prompt that are allocated at first, where that many may be needed
 
@@ -28,86 +27,93 @@ def lookahead_decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    synced_gpus: bool = False,
     streamer: Any = None,
     *,
     config: LookaheadConfig,
     adapter: ModelAdapter,
     stats: GenerationStats,
+    callers_cache: Cache | None,
     **model_kwargs: Any,
-) -> Tensor:
+) -> Any:
     """What `GenerationMixin._sample` returns for these arguments, in fewer forward passes.
 
-    input_ids: [B, P] prompts. Returns [B, longest text] ids. Source: arXiv:2402.02057, algorithm 2.
+    input_ids: [B, P] prompts; P is 0 when only inputs_embeds are given. callers_cache: the cache that plain generate()
+    would leave to its caller, who finds the whole text in it afterwards. Source: arXiv:2402.02057, algorithm 2.
     """
-    batch_size, prompt_length = input_ids.shape
-    rules = GenerationRules(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    recorder = OutputRecorder(generation_config)
+    rules = rules_for(
+        input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder, callers_cache is not None
+    )
+    batch_size, device = len(input_ids), input_ids.device
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
-    prompt_lengths = [prompt_length] * batch_size if key_mask is None else key_mask.sum(1).tolist()
-    padding = torch.tensor([prompt_length - length for length in prompt_lengths], device=input_ids.device)
-    num_new = max(1, (stopping_criteria.max_length or 0) - prompt_length)
-    cache = adapter.make_cache(model, prompt_length + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
-    drafter = LookaheadDrafter(config, model.config.get_text_config().vocab_size, input_ids, prompt_lengths)
+    positions = model_kwargs["position_ids"]  # [B or 1, prompt]
+    drafter = LookaheadDrafter(config, model.config.get_text_config().vocab_size, input_ids, key_mask)
+
+    num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
+    cache = adapter.make_cache(model, positions.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
+    cache.adopt(model_kwargs["past_key_values"])
+    model_kwargs["past_key_values"] = cache
 
     # The prompt's own forward is a step with an empty tree.
-    model_kwargs["past_key_values"] = cache
-    logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1:]
+    outputs = model._prefill(input_ids, generation_config, model_kwargs)
     cache.end_prefill(batch_size)
-    tree, guesses = TokenTree.empty(batch_size, input_ids.device), None
+    first_slot, first_position = cache.lengths[0], positions[:, -1:] + 1
+    recorder.begin_step(outputs, None)
+    tree = TokenTree.empty(batch_size, device)
+    accepted = rules.verify(tree, outputs.logits[:, -1:])
+    guesses = outputs = None
     stats.batch_size, stats.steps = batch_size, 1
 
-    with _decode_mode(model):
-        while True:
-            accepted = verify(tree, logits, rules)
-            if guesses is not None:
-                cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
-                stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
-            if all(rules.is_finished):
-                break
-            num_committed = [0 if path is None else len(path) + 1 for path in accepted]
-            drafter.learn(guesses, rules.texts(), num_committed)
+    with decode_mode(model):
+        while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
+            drafter.learn(guesses, rules.texts, num_committed(accepted))
 
-            roots = rules.roots()
-            tree = drafter.propose(roots)
-            layout = block_layout(config.ngram_size, config.window_size, tree.num_nodes, roots.device)
-            starts = torch.tensor(cache.lengths, device=roots.device) - padding
-            logits = adapter.forward_block(
+            roots = rules.texts.roots()
+            starts = first_position + torch.tensor(cache.lengths, device=device)[:, None] - first_slot  # [B, 1]
+            draft = drafter.propose(roots, adapter.max_guess_offset(model, starts))
+            tree = draft.tree
+            if rules.needs_equal_lengths:
+                tree = tree.with_chains(rules.finished_rows, rules.pad_token, draft.max_depth)
+            layout = block_layout(*draft.window_shape, tree.num_nodes, device)
+            outputs = adapter.forward_block(
                 model,
-                tokens=layout.tokens(roots, tree, drafter.window.cells()),
-                positions=starts[:, None] + layout.position_offsets(tree),
-                visible=layout.visibility(tree, config.ngram_size - 1),
+                tokens=layout.tokens(roots, tree, draft.window_cells),
+                positions=starts + layout.position_offsets(tree),
+                visible=layout.visibility(tree, draft.max_depth),
                 logit_rows=layout.logit_rows,
                 cache=cache,
                 key_mask=key_mask,
+                **recorder.model_arguments,
             )
-            guesses = as_plain(logits[:, 1 + tree.num_nodes :]).argmax(dim=-1)  # [B, W]
             stats.steps += 1
             stats.block_tokens.append(layout.num_tokens)
 
+            if all(rules.is_finished):  # only other processes still decode; this one keeps them company
+                accepted = [None] * batch_size
+                continue
+            recorder.begin_step(outputs, cache.lengths[0])
+            accepted = rules.verify(tree, outputs.logits[:, : 1 + tree.num_nodes])
+            cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
+            stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
+            guesses = None
+            if draft.has_window:
+                guesses = as_plain(outputs.logits[:, 1 + tree.num_nodes :]).argmax(dim=-1)  # [B, W]
+
     if streamer is not None:
         streamer.end()
-    stats.generated_tokens = sum(rules.lengths) - batch_size * prompt_length
-    return rules.result()
+    stats.generated_tokens = rules.num_generated
+    if callers_cache is not None:
+        cache.hand_over(callers_cache)
+    return recorder.result(rules.texts.padded(rules.pad_token), callers_cache)
 
 
-def verify(tree: TokenTree, logits: Tensor, rules: GenerationRules) -> list[list[int] | None]:
-    """Commit what the model chose along each row's tree.
-
-    logits: [B, 1 + n, V] behind the root and behind each node. Returns the accepted nodes of each row, None for a row
-    that had ended before.
-    """
-    rules.begin_step(logits)
-    accepted: list[list[int] | None] = []
-    for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
-        if rules.is_finished[row]:
-            accepted.append(None)
-        else:
-            children = children_of(tokens, parents)
-            accepted.append(walk(children, partial(rules.choose, row), partial(rules.commit, row)))
-    rules.end_step()
-    return accepted
+def num_committed(accepted: Accepted) -> list[int]:
+    """Tokens committed to each row: the accepted guesses and the one chosen after them."""
+    return [0 if path is None else len(path) + 1 for path in accepted]
 
 
-def _decode_mode(model: Any) -> Any:
+def decode_mode(model: Any) -> Any:
     """transformers' own switches for decoding, which change the numerics of mixture-of-experts layers."""
     enter = getattr(model, "_optimize_model_for_decode", None)
     return enter() if enter else nullcontext()

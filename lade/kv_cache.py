@@ -90,6 +90,19 @@ class LookaheadCache(Cache):
         self.lengths = [self._slot_layers[0].prefilled] * batch_size
         self.in_block = True
 
+    def adopt(self, cache: Any) -> None:
+        """Take over the tokens of another cache, as if they had been prefilled here. `cache` itself is not changed."""
+        length = int(cache.get_seq_length())
+        if length:
+            for index, layer in enumerate(cache.layers):
+                self.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+
+    def hand_over(self, cache: Cache) -> None:
+        """Append to `cache` what it lacks of the committed tokens, which must be equally many in all rows."""
+        start, end = int(cache.get_seq_length()), self.lengths[0]
+        for index, layer in enumerate(self._slot_layers):
+            cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
+
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
         """Make room for a block of q tokens behind each row's committed slots."""
         self.ensure_capacity(max(self.lengths) + num_tokens)

@@ -1,25 +1,68 @@
-"""generate()'s own rules for a committed token: how it is chosen, where it goes, and when the text ends.
+"""generate()'s own rules for committed tokens: how one is chosen, where it goes, and when a text ends.
 
-Knows nothing about guesses: it is asked for one token after another, in plain order, and never about a rejected one.
-Floor 1.
+Knows nothing about where guesses come from: along a token tree it asks for one token after another, in plain order, and
+never about a rejected guess. Three ways to do so, all with the tokens of plain generate():
+
+    GreedyRules    argmax, ended by a length or an end-of-sequence id: all choices of a step are read at once
+    RowRules       processors and samplers that treat the rows of a batch apart: each row accepts its own number of tokens
+    LockstepRules  everything else: processors, criteria and streamers see the whole batch at one length, as in plain
+
+Floor 2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from lade.outputs import OutputRecorder
+from lade.texts import Texts
+from lade.token_tree import TokenTree
+from lade.verify import children_of, walk, walk_together
 
-class GenerationRules:
-    """The texts of B rows and the rules that extend them.
+Accepted = list[list[int] | None]
 
-    Greedy choices without processors, whose only ends are a length and end-of-sequence ids, are read for a whole step at
-    once; everything else asks the processors, criteria and streamer token by token. Both give the same tokens.
-    """
+# Their scores for a row depend on that row's tokens alone, and calls for one row leave no trace on another's.
+ROW_WISE_PROCESSORS = {
+    getattr(processors, name)
+    for name in (
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+    )
+    if hasattr(processors, name)
+}
+# A row may be this many tokens ahead of the slowest one when sampling: the noise of that many draws is kept.
+MAX_LEAD = 32
+
+
+class Rules:
+    """Common part: the texts, which rows have ended, and what generate() asked for."""
+
+    needs_equal_lengths = False  # whether finished rows go on, with pad tokens, as they do in plain generate()
 
     def __init__(
         self,
@@ -27,86 +70,183 @@ class GenerationRules:
         logits_processor: Any,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        streamer: Any = None,
+        streamer: Any,
+        recorder: OutputRecorder,
     ) -> None:
-        """input_ids: [B, P] prompts, padded on the left."""
-        batch_size, prompt_length = input_ids.shape
-        self._processor, self._criteria, self._streamer = logits_processor, stopping_criteria, streamer
-        self._do_sample = bool(generation_config.do_sample)
-        self._max_length = stopping_criteria.max_length  # tokens of prompt and answer; None without such a criterion
-        self._eos_ids = _eos_ids(stopping_criteria)
-        self._is_simple = (
-            not self._do_sample
-            and streamer is None
-            and not logits_processor
-            and self._max_length is not None
-            and all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in stopping_criteria)
-        )
-        room = max(self._max_length or 0, prompt_length + 1)
-        self._ids = input_ids.new_empty(batch_size, room, dtype=torch.long)
-        self._ids[:, :prompt_length] = input_ids
-        self.prompt_length = prompt_length
-        self.lengths = [prompt_length] * batch_size  # prompt and committed tokens of each row
-        self.is_finished = [False] * batch_size
-        self._pending: list[list[int]] = [[] for _ in range(batch_size)]  # committed, not yet in _ids
+        self.texts = Texts(input_ids, stopping_criteria.max_length or 0)
+        self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
+        self.do_sample = bool(generation_config.do_sample)
+        self.recorder = recorder
+        self.is_finished = [False] * len(input_ids)
+        self.num_generated = 0  # tokens of all rows, without what pads finished ones
+        pad_token = generation_config._pad_token_tensor
+        self.pad_token = -1 if pad_token is None else int(pad_token)
 
-    def begin_step(self, logits: Tensor) -> None:
-        """logits: [B, 1 + n, V] behind each root, then behind each node of its tree."""
-        if self._is_simple:
-            self._chosen: list[list[int]] = as_plain(logits).argmax(dim=-1).tolist()
-        else:
-            self._logits = logits
+    def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
+        """Commit what the model chose along each row's tree.
 
-    def choose(self, row: int, node: int) -> int:
-        """The token that generate() would put behind the text committed so far. node: -1 for the root."""
-        if self._is_simple:
-            return self._chosen[row][node + 1]
-        scores = self._logits[row : row + 1, node + 1].to(dtype=torch.float32, copy=True)
-        self._scores = self._processor(self._text(row), scores)
-        if self._do_sample:
-            probabilities = torch.nn.functional.softmax(self._scores, dim=-1)
-            return int(torch.multinomial(probabilities, num_samples=1))
-        return int(torch.argmax(self._scores, dim=-1))
+        logits: [B, 1 + n, V] behind the root and behind each node. Returns the accepted nodes of each row; None for a row
+        to which nothing was committed.
+        """
+        raise NotImplementedError
 
-    def commit(self, row: int, token: int) -> bool:
-        """Append the token to a row; True when that ends the row."""
-        length = self.lengths[row]
-        self.lengths[row] = length + 1
-        if self._is_simple:
-            self._pending[row].append(token)
-            self.is_finished[row] = token in self._eos_ids or length + 1 == self._max_length
-        else:
-            if length == self._ids.shape[1]:  # there is no max_length
-                self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
-            self._ids[row, length] = token
-            if self._streamer is not None:
-                self._streamer.put(self._ids[row : row + 1, length].cpu())
-            self.is_finished[row] = bool(self._criteria(self._text(row), self._scores).all())
+    @property
+    def finished_rows(self) -> list[int]:
+        return [row for row, is_finished in enumerate(self.is_finished) if is_finished]
+
+
+class GreedyRules(Rules):
+    """No processors: the whole step is one argmax and one copy to the host."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._max_length = int(self.criteria.max_length or 0)
+        self._eos_ids = eos_ids(self.criteria)
+
+    def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
+        choices = as_plain(logits).argmax(dim=-1).tolist()
+        accepted: Accepted = []
+        for row, children in enumerate(children_of_rows(tree)):
+            if self.is_finished[row]:
+                accepted.append(None)
+                continue
+            committed: list[int] = []
+            room = self._max_length - self.texts.lengths[row]
+            accepted.append(
+                walk(children, partial(self._choice, choices[row]), partial(self._commit, row, committed, room))
+            )
+            self.texts.append(committed, row)
+            self.num_generated += len(committed)
+        return accepted
+
+    @staticmethod
+    def _choice(choices: list[int], node: int) -> int:
+        return choices[node + 1]
+
+    def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
+        committed.append(token)
+        self.is_finished[row] = token in self._eos_ids or len(committed) == room
         return self.is_finished[row]
 
-    def end_step(self) -> None:
-        """Bring the texts up to date."""
-        for row, tokens in enumerate(self._pending):
-            if tokens:
-                end = self.lengths[row]
-                self._ids[row, end - len(tokens) : end] = torch.tensor(tokens, device=self._ids.device)
-                tokens.clear()
 
-    def texts(self) -> list[Tensor]:
-        """Prompt and committed tokens of each row."""
-        return [self._text(row)[0] for row in range(len(self.lengths))]
+class RowRules(Rules):
+    """Processors and samplers, each row at its own length; several rows share the noise that plain would have drawn."""
 
-    def roots(self) -> Tensor:
-        """The last committed token of each row. Returns [B] ids."""
-        last = torch.tensor(self.lengths, device=self._ids.device)[:, None] - 1
-        return self._ids.gather(1, last)[:, 0]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._noise: dict[int, Tensor] = {}  # length -> [B, V], drawn once per length in order
 
-    def result(self) -> Tensor:
-        """What generate() returns: [B, longest text] ids."""
-        return self._ids[:, : max(self.lengths)].clone()
+    def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
+        texts = self.texts
+        unfinished = [length for length, done in zip(texts.lengths, self.is_finished, strict=True) if not done]
+        accepted: Accepted = []
+        for row, children in enumerate(children_of_rows(tree)):
+            is_far_ahead = self.do_sample and texts.lengths[row] >= min(unfinished) + MAX_LEAD
+            if self.is_finished[row] or is_far_ahead:
+                accepted.append(None)
+            else:
+                accepted.append(walk(children, partial(self._choose, logits, row), partial(self._commit, row)))
+        for length in [length for length in self._noise if length < min(unfinished)]:
+            del self._noise[length]
+        return accepted
 
-    def _text(self, row: int) -> Tensor:
-        return self._ids[row : row + 1, : self.lengths[row]]
+    def _choose(self, logits: Tensor, row: int, node: int) -> int:
+        scores = self.processor(self.texts.row(row), logits[row : row + 1, node + 1].to(torch.float32, copy=True))
+        if not self.do_sample:
+            return int(scores.argmax(dim=-1))
+        probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        # torch.multinomial for one sample is this very race; drawing it here lets rows be at different lengths.
+        return int((probabilities[0] / self._draws(probabilities, self.texts.lengths[row])[row]).argmax(dim=-1))
+
+    def _draws(self, probabilities: Tensor, length: int) -> Tensor:
+        if length not in self._noise:
+            shape = (len(self.is_finished), probabilities.shape[1])
+            self._noise[length] = probabilities.new_empty(shape).exponential_(1)
+        return self._noise[length]
+
+    def _commit(self, row: int, token: int) -> bool:
+        self.texts.append([token], row)
+        self.num_generated += 1
+        self.is_finished[row] = bool(self.criteria(self.texts.row(row), None).all())
+        return self.is_finished[row]
+
+
+class LockstepRules(Rules):
+    """Everything generate() can be asked for: all rows commit the same number of tokens, as many as all of them accept."""
+
+    needs_equal_lengths = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        device = self.texts.ids.device
+        self._rows = torch.arange(len(self.is_finished), device=device)
+        self._unfinished = torch.ones_like(self._rows)
+        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
+    def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
+        self._logits = logits
+        return list(walk_together(children_of_rows(tree), self._choose, self._commit))
+
+    def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        texts = self.texts
+        index = torch.tensor(nodes, device=self._logits.device) + 1
+        logits = self._logits[self._rows.to(index.device), index].to(
+            dtype=torch.float32, copy=True, device=texts.ids.device
+        )
+        scores = self.processor(texts.all_rows(), logits)
+        self.recorder.record(nodes, paths, scores, logits)
+        if self.do_sample:
+            probabilities = torch.nn.functional.softmax(scores, dim=-1)
+            tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
+        else:
+            tokens = torch.argmax(scores, dim=-1)
+        if self._pads:
+            tokens = tokens * self._unfinished + self.pad_token * (1 - self._unfinished)
+        self._tokens = tokens
+        return tokens.tolist()
+
+    def _commit(self, _: list[int]) -> bool:
+        self.texts.append_column(self._tokens)
+        self.num_generated += self.is_finished.count(False)
+        self._unfinished = self._unfinished & ~self.criteria(self.texts.all_rows(), self.recorder.scores)
+        if self.streamer is not None:
+            self.streamer.put(self._tokens.cpu())
+        self.is_finished = (self._unfinished == 0).tolist()
+        return all(self.is_finished)
+
+
+def rules_for(
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any,
+    recorder: OutputRecorder,
+    keeps_cache: bool,
+) -> Rules:
+    """The fastest rules that give plain generate()'s result.
+
+    keeps_cache: the caller gets the cache, in which plain generate() has all rows at one length.
+    """
+    is_batch = len(input_ids) > 1
+    # Rows that end early are padded, or all end together: then what a finished row would have gone on with is not seen.
+    ends_apart = stopping_criteria.max_length is not None and all(
+        type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria
+    )
+    rows_apart = ends_apart and streamer is None and not recorder.is_recording and not (is_batch and keeps_cache)
+    kind: type[Rules] = LockstepRules
+    if rows_apart and not logits_processor and not generation_config.do_sample:
+        kind = GreedyRules
+    elif rows_apart and is_batch and all(map(is_row_wise, logits_processor)):
+        kind = RowRules
+    return kind(input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder)
+
+
+def is_row_wise(processor: Callable[..., Tensor]) -> bool:
+    """Whether one row's scores depend on that row alone, however often other rows are asked about."""
+    if type(processor) is processors.RepetitionPenaltyLogitsProcessor:
+        return not isinstance(processor.prompt_ignore_length, Tensor)
+    return type(processor) in ROW_WISE_PROCESSORS
 
 
 def as_plain(logits: Tensor) -> Tensor:
@@ -114,5 +254,10 @@ def as_plain(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype == torch.float64 else logits
 
 
-def _eos_ids(criteria: StoppingCriteriaList) -> set[int]:
+def eos_ids(criteria: StoppingCriteriaList) -> set[int]:
     return {int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()}
+
+
+def children_of_rows(tree: TokenTree) -> list[dict[tuple[int, int], int]]:
+    rows = zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+    return [children_of(tokens, parents) for tokens, parents in rows]

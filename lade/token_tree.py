@@ -31,6 +31,21 @@ class TokenTree:
         """n, padding included."""
         return self.tokens.shape[1]
 
+    def with_chains(self, rows: list[int], token: int, length: int) -> TokenTree:
+        """The same tree, but in some rows a single chain of one token: what plain generate() goes on with there."""
+        if not rows:
+            return self
+        missing = max(0, length - self.num_nodes)
+        tokens, parents, depths = (
+            torch.nn.functional.pad(values, (0, missing), value=empty)
+            for values, empty in ((self.tokens, -1), (self.parents, -1), (self.depths, 0))
+        )
+        steps = torch.arange(length, device=tokens.device)
+        for values, chain, empty in ((tokens, token, -1), (parents, steps - 1, -1), (depths, steps + 1, 0)):
+            values[rows] = empty
+            values[rows, :length] = chain
+        return TokenTree(tokens, parents, depths)
+
     def visibility(self, max_depth: int) -> Tensor:
         """Which node sees which: itself and its ancestors. Returns [B, n, n], query by key, bool."""
         nodes = torch.arange(self.num_nodes, device=self.tokens.device)

@@ -29,3 +29,27 @@ def walk(children: Children, choose: Callable[[int], int], commit: Callable[[int
             return accepted
         node = children[node, token]
         accepted.append(node)
+
+
+def walk_together(
+    children: list[Children],
+    choose: Callable[[list[int], list[list[int]]], list[int]],
+    commit: Callable[[list[int]], bool],
+) -> list[list[int]]:
+    """`walk` for all rows of a batch at once: it goes on while every row's token was guessed.
+
+    choose: (each row's node, each row's accepted nodes so far) -> each row's token. commit: stores them, returns True when
+    all texts are finished. Returns the accepted nodes of each row, equally many; one more token has been committed.
+    """
+    accepted: list[list[int]] = [[] for _ in children]
+    nodes = [-1] * len(children)
+    while True:
+        tokens = choose(nodes, accepted)
+        if commit(tokens):
+            return accepted
+        found = [row.get((node, token)) for row, node, token in zip(children, nodes, tokens, strict=True)]
+        if None in found:
+            return accepted
+        nodes = [node for node in found if node is not None]
+        for path, node in zip(accepted, nodes, strict=True):
+            path.append(node)

@@ -17,17 +17,17 @@ class JacobiWindow:
         self.num_updates = 0
 
     @classmethod
-    def start(cls, prompt_ids: Tensor, prompt_lengths: Tensor, ngram_size: int, window_size: int) -> JacobiWindow:
+    def start(cls, prompt_ids: Tensor, prompt_lengths: list[int], ngram_size: int, window_size: int) -> JacobiWindow:
         """Random tokens of each row's own prompt in every cell.
 
-        prompt_ids: [B, P] ids, padded on the left. prompt_lengths: [B] real tokens of each row, at least 1.
+        prompt_ids: [B, P] ids, padded on the left. prompt_lengths: real tokens of each row, at least 1.
         """
         batch_size, padded_length = prompt_ids.shape
         # A generator of its own: guesses must not consume the random numbers that sampling draws.
         generator = torch.Generator().manual_seed(0)
-        draws = torch.rand(batch_size, (ngram_size - 1) * window_size, generator=generator).to(prompt_ids.device)
-        back = (draws * prompt_lengths[:, None]).long()  # [B, (N-1)*W] distance from the prompt's end
-        cells = prompt_ids.gather(1, padded_length - 1 - back)
+        draws = torch.rand(batch_size, (ngram_size - 1) * window_size, generator=generator)
+        back = (draws * torch.tensor(prompt_lengths)[:, None]).long()  # [B, (N-1)*W] distance from the prompt's end
+        cells = prompt_ids.gather(1, (padded_length - 1 - back).to(prompt_ids.device))
         return cls(cells.view(batch_size, ngram_size - 1, window_size))
 
     @property

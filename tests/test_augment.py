@@ -152,15 +152,6 @@ def test_a_family_without_an_adapter(lade_on):
     assert "mistral" in lade.last_stats().fallback_reason
 
 
-def test_rope_that_depends_on_the_length(lade_on):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = tiny_llama(rope_parameters=rope)
-    inputs = prompt()
-    expected = generate_plain(model, inputs, max_new_tokens=12)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=12), expected)
-    assert "dynamic" in lade.last_stats().fallback_reason
-
-
 def test_debug_summary(lade_on, capsys, model):
     model.generate(**prompt(), max_new_tokens=30)
     assert capsys.readouterr().out == ""

@@ -1,5 +1,6 @@
 """The walk, and the loop behind drafters that guess right always, never, and sometimes."""
 
+import dataclasses
 import random
 
 import pytest
@@ -48,15 +49,15 @@ class OracleDrafter(LookaheadDrafter):
         super().__init__(*args)
         self.done, self.rng = 0, random.Random(0)
 
-    def propose(self, roots):
-        self.window.set_root(roots)
+    def propose(self, roots, max_offset):
+        draft = super().propose(roots, max_offset)
         depth = self.config.ngram_size - 1
         right = [*self.answer[self.done : self.done + depth], *[0] * depth][:depth]
         wrong = [(token + 1) % 61 for token in right]
         half_right = [*right[: depth // 2], *wrong[depth // 2 :]]
         hit = self.rng.random() < self.hit_rate
         candidates = [wrong, half_right, right] if hit else [wrong]
-        return merge_candidates(torch.tensor([candidates]))
+        return dataclasses.replace(draft, tree=merge_candidates(torch.tensor([candidates])))
 
     def learn(self, chosen, texts, num_committed):
         self.done += num_committed[0]

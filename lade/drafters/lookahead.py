@@ -2,50 +2,82 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from lade.config import LookaheadConfig
 from lade.ngram_pool import NGramPool
+from lade.texts import Texts
 from lade.token_tree import TokenTree, merge_candidates
 from lade.window import JacobiWindow
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The guesses of one step."""
+
+    tree: TokenTree
+    max_depth: int  # of the tree
+    window_shape: tuple[int, int]  # (N, W) of the window's part of the block; (2, 1) is the root alone
+    window_cells: Tensor  # [B, (N-1)*W - 1] ids
+
+    @property
+    def has_window(self) -> bool:
+        return self.window_shape != ROOT_ALONE
+
+
+ROOT_ALONE = (2, 1)
 
 
 class LookaheadDrafter:
     """Proposes the pool's tails of the root; learns from the window's rows and from the committed text."""
 
-    def __init__(self, config: LookaheadConfig, vocab_size: int, prompt_ids: Tensor, prompt_lengths: list[int]) -> None:
-        """prompt_ids: [B, P] ids, padded on the left. prompt_lengths: real tokens of each row, at least 1."""
-        device = prompt_ids.device
+    def __init__(self, config: LookaheadConfig, vocab_size: int, prompt_ids: Tensor, key_mask: Tensor | None) -> None:
+        """prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool, False for padding; None without."""
         self.config = config
+        prompt_lengths = [prompt_ids.shape[1]] * len(prompt_ids)
+        if key_mask is not None:
+            prompt_lengths = key_mask[:, key_mask.shape[1] - prompt_ids.shape[1] :].sum(1).clamp(min=1).tolist()
+        start_ids = prompt_ids if prompt_ids.shape[1] else prompt_ids.new_zeros(len(prompt_ids), 1)
         self.window = JacobiWindow.start(
-            prompt_ids, torch.tensor(prompt_lengths, device=device), config.ngram_size, config.window_size
+            start_ids, [max(1, length) for length in prompt_lengths], config.ngram_size, config.window_size
         )
         self.pool: NGramPool | None = None
         if config.num_guesses > 0:
-            self.pool = NGramPool(config.ngram_size, config.num_guesses, vocab_size, device)
+            self.pool = NGramPool(config.ngram_size, config.num_guesses, vocab_size, prompt_ids.device)
             if config.pool_from_prompt:
                 for row, length in zip(prompt_ids, prompt_lengths, strict=True):
                     self.pool.insert(_ngrams_of(row[len(row) - length :], config.ngram_size))
 
-    def propose(self, roots: Tensor) -> TokenTree:
-        """Candidates behind each root. roots: [B] ids."""
+    def propose(self, roots: Tensor, max_offset: int | None) -> Draft:
+        """Guesses behind each root. roots: [B] ids. max_offset: how far beyond the root one may lie, None for anywhere."""
         self.window.set_root(roots)
-        if self.pool is None:
-            return TokenTree.empty(len(roots), roots.device)
-        return merge_candidates(self.pool.lookup(roots))
+        max_depth = self.config.ngram_size - 1
+        shape, cells = (self.config.ngram_size, self.config.window_size), self.window.cells()
+        if max_offset is not None:
+            if max_offset < sum(shape) - 3 or max_offset < max_depth:  # (N-2) + (W-1), the window's last cell
+                shape, cells = ROOT_ALONE, cells[:, :0]
+            max_depth = min(max_depth, max_offset)
+        if self.pool is None or max_depth == 0:
+            tree = TokenTree.empty(len(roots), roots.device)
+        else:
+            tree = merge_candidates(self.pool.lookup(roots)[..., :max_depth])
+        return Draft(tree, max_depth, shape, cells)
 
-    def learn(self, chosen: Tensor | None, texts: list[Tensor], num_committed: list[int]) -> None:
+    def learn(self, chosen: Tensor | None, texts: Texts, num_committed: list[int]) -> None:
         """Take in what one step showed.
 
-        chosen: [B, W] the model's choices behind the window's last level, None after a prefill. texts: the committed
-        text of each row. num_committed: how many of its last tokens are new.
+        chosen: [B, W] the model's choices behind the window's last level; None after a step without a window. texts: the
+        committed text of each row, num_committed of whose last tokens are new.
         """
         reach = self.config.ngram_size - 1  # an n-gram that ends in a new token begins at most so far before it
-        news = [
-            text[max(0, len(text) - count - reach) :] for text, count in zip(texts, num_committed, strict=True) if count
+        found = [
+            _ngrams_of(texts.row(row)[0, -(count + reach) :], self.config.ngram_size)
+            for row, count in enumerate(num_committed)
+            if count
         ]
-        found = [_ngrams_of(text, self.config.ngram_size) for text in news]
         if chosen is not None:
             if self.window.is_ready:
                 found.insert(0, self.window.ngrams(chosen))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,8 +13,6 @@ from lade.kv_cache import LookaheadCache
 
 # Their attention takes the 4-D mask that a block needs.
 MASKED_ATTENTION = ("eager", "sdpa")
-# Their frequencies depend on the largest position of a forward pass, which a block changes.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class ModelAdapter:
@@ -30,9 +30,22 @@ class ModelAdapter:
             return "models with a recurrent state cannot take a tree of guesses"
         if config._attn_implementation not in MASKED_ATTENTION:
             return f"attention {config._attn_implementation!r} takes no mask per block; eager and sdpa do"
-        rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope_type in LENGTH_DEPENDENT_ROPE:
-            return f"rotary positions of type {rope_type!r} depend on the length of the text"
+        return None
+
+    def max_guess_offset(self, model: PreTrainedModel, root_positions: Tensor) -> int | None:
+        """How far beyond the root a guess may lie without changing what the model says about the text; None: anywhere.
+
+        Rotary frequencies of type "dynamic" and "longrope" depend on the largest position of a forward pass. While that
+        stays below their boundary nothing changes; beyond it, "dynamic" allows no guesses and "longrope" any.
+        """
+        config = model.config.get_text_config(decoder=True)
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "dynamic":
+            return max(0, config.max_position_embeddings - 2 - int(root_positions.max()))
+        if rope.get("rope_type") == "longrope":
+            boundary = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            last = int(root_positions.max())
+            return boundary - 1 - last if last < boundary else None
         return None
 
     def make_cache(self, model: PreTrainedModel, capacity: int) -> LookaheadCache:
@@ -47,15 +60,16 @@ class ModelAdapter:
         logit_rows: Tensor,
         cache: LookaheadCache,
         key_mask: Tensor | None,
-    ) -> Tensor:
+        **arguments: Any,
+    ) -> Any:
         """One forward over a block; its keys/values end up behind the committed slots of `cache`.
 
         tokens, positions: [B, q]. visible: [B, q, q] bool. logit_rows: [R] rows of the block. key_mask: [B, P] bool or None.
-        Returns logits [B, R, V].
+        arguments: more of the model's own, such as output_hidden_states. Returns the model's output, logits [B, R, V].
         """
         cache.begin_block(tokens.shape[1], tokens.device)
         mask = block_mask(visible, cache.lengths, key_mask, model.dtype)
-        logits: Tensor = model(
+        return model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
@@ -63,8 +77,8 @@ class ModelAdapter:
             use_cache=True,
             logits_to_keep=logit_rows,
             return_dict=True,
-        ).logits
-        return logits
+            **arguments,
+        )
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:
