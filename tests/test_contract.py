@@ -1,0 +1,668 @@
+"""generate()'s whole contract: one table of cases, each with lade off and on, everything observable compared.
+
+Fails where lookahead did not run although it should have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import string
+import threading
+
+import pytest
+import torch
+from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AsyncTextIteratorStreamer,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+    WatermarkingConfig,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import lade
+from lade import ModelAdapter, augment
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; the streamers and stop strings of transformers need one that decodes to text."""
+    characters = [*string.ascii_letters, *string.digits[:5], "\u0120"]  # the last one stands for a space
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *characters])}
+    assert len(vocab) == VOCAB
+    backend = Tokenizer(models.BPE(vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+TOKENIZER = tokenizer()
+
+
+class Recorder(BaseStreamer):
+    """Remembers what it is given, shapes included."""
+
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append(value.tolist())
+
+    def end(self):
+        self.calls.append("end")
+
+
+class Stateful(LogitsProcessor):
+    """Depends on how often it was called, and remembers with what."""
+
+    def __init__(self):
+        self.prefixes = []
+
+    def __call__(self, input_ids, scores):
+        self.prefixes.append(input_ids.tolist())
+        scores = scores.clone()
+        scores[:, len(self.prefixes) * 7 % VOCAB] += 0.05
+        return scores
+
+
+class EvenRows(StoppingCriteria):
+    """Ends each row by itself, at its second token that is a multiple of 9."""
+
+    def __init__(self):
+        self.lengths = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.lengths.append(input_ids.shape[1])
+        return ((input_ids[:, 24:] % 9) == 0).sum(dim=1) >= 2
+
+
+def padded(batch_size: int, length: int = 24) -> dict[str, torch.Tensor]:
+    """Row i has i pads on its left, at most half of it."""
+    inputs = prompt(length, batch_size, seed=batch_size)
+    for row in range(batch_size):
+        pads = min(row, length // 2)
+        inputs["input_ids"][row, :pads] = 0
+        inputs["attention_mask"][row, :pads] = 0
+    return inputs
+
+
+def fresh(value):
+    """Stateful arguments must not be shared by the two runs."""
+    return value() if callable(value) and getattr(value, "makes_fresh", False) else value
+
+
+def making(function):
+    function.makes_fresh = True
+    return function
+
+
+def end_ids():
+    """Tokens that the model does produce."""
+    return [4, 9, 17, 23, 31, 44, 50]
+
+
+LENGTHS = {
+    "max_new_tokens": {"max_new_tokens": 33},
+    "max_length": {"max_length": 50},
+    "one_token": {"max_new_tokens": 1},
+    "min_new_tokens": {"max_new_tokens": 30, "min_new_tokens": 20, "eos_token_id": end_ids()},
+    "min_length": {"max_new_tokens": 30, "min_length": 40, "eos_token_id": end_ids()},
+    "eos_list": {"max_new_tokens": 60, "eos_token_id": end_ids()},
+    "stop_strings": {"max_new_tokens": 60, "stop_strings": ["q", "Zk", "4"], "tokenizer": TOKENIZER},
+    "max_time": {
+        "max_new_tokens": 20,
+        "stopping_criteria": making(lambda: StoppingCriteriaList([MaxTimeCriteria(999.0)])),
+    },
+    "own_criterion": {"max_new_tokens": 60, "stopping_criteria": making(lambda: StoppingCriteriaList([EvenRows()]))},
+    "own_criterion_and_eos": {
+        "max_new_tokens": 60,
+        "eos_token_id": [VOCAB - 1],
+        "stopping_criteria": making(lambda: StoppingCriteriaList([EvenRows()])),
+    },
+}
+PROCESSORS = {
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 3},
+    "bad_words": {"bad_words_ids": [[4], [9, 17], [23, 31, 44]]},
+    "sequence_bias": {"sequence_bias": [[[4], 0.5], [[9, 17], 1.5]]},
+    "forced_bos": {"forced_bos_token_id": 5},
+    "forced_eos": {"forced_eos_token_id": 7},
+    "suppress": {"suppress_tokens": [4, 9], "begin_suppress_tokens": [17]},
+    "exponential_decay": {"exponential_decay_length_penalty": (5, 1.05), "eos_token_id": end_ids()},
+    "prefix_allowed": {"prefix_allowed_tokens_fn": lambda batch, ids: [t for t in range(3, VOCAB) if (t + batch) % 3]},
+    "guidance": {"guidance_scale": 1.4},
+    "guidance_negative": {"guidance_scale": 1.4, "negative_prompt_ids": torch.tensor([[5, 6, 7, 8]])},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=1.0, seeding_scheme="selfhash")},
+    "renormalize": {"renormalize_logits": True, "remove_invalid_values": True},
+    "stateful": {"logits_processor": making(lambda: LogitsProcessorList([Stateful()]))},
+}
+SAMPLING = {
+    "plain": {},
+    "temperature": {"temperature": 0.3},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.05},
+    "typical": {"typical_p": 0.7},
+    "epsilon": {"epsilon_cutoff": 0.01},
+    "eta": {"eta_cutoff": 0.01},
+    "top_h": {"top_h": 0.5},
+    "all": {"temperature": 0.5, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "eos_token_id": end_ids()},
+}
+CASES = {f"length-{name}": case for name, case in LENGTHS.items()}
+CASES |= {f"processor-{name}": {"max_new_tokens": 40} | case for name, case in PROCESSORS.items()}
+CASES |= {f"sampling-{name}": {"max_new_tokens": 30, "do_sample": True} | case for name, case in SAMPLING.items()}
+CASES |= {f"sampled-processor-{name}": {"max_new_tokens": 25, "do_sample": True, "temperature": 0.4} | PROCESSORS[name]
+          for name in ("stateful", "repetition_penalty", "watermark", "prefix_allowed")}  # fmt: skip
+OUTPUTS = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_hidden_states": True,
+    "output_attentions": True,
+}
+
+
+def observe(model, inputs, arguments, on, streams=False, seed=11):
+    """Everything that a caller can see of one call."""
+    arguments = {name: fresh(value) for name, value in arguments.items()}
+    streamer = Recorder() if streams else None
+    torch.manual_seed(seed)
+    call = model.generate if on else lambda **kw: generate_plain(model, {}, **kw)
+    result = call(**inputs, **arguments, streamer=streamer)
+    seen = {"result": result, "generator": torch.get_rng_state(), "stream": streamer.calls if streamer else None}
+    for values in (arguments.get("logits_processor"), arguments.get("stopping_criteria")):
+        for value in values or []:
+            seen[type(value).__name__] = getattr(value, "prefixes", None) or getattr(value, "lengths", None)
+    return seen
+
+
+def assert_same(ahead, plain):
+    assert ahead.keys() == plain.keys()
+    for name, value in plain.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(ahead[name], value), name
+        else:
+            assert ahead[name] == value, name
+
+
+def assert_ran():
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert len(stats.block_tokens) == stats.steps - 1
+    return stats
+
+
+@pytest.fixture(autouse=True)
+def settings(lade_on):
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_llama()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_row(model, case):
+    inputs = prompt(24, seed=3)
+    plain = observe(model, inputs, CASES[case], on=False, streams=True)
+    assert_same(observe(model, inputs, CASES[case], on=True, streams=True), plain)
+    assert_ran()
+    # Without a streamer the fastest rules apply; the tokens are the same.
+    assert_same(observe(model, inputs, CASES[case], on=True), plain | {"stream": None})
+    assert assert_ran().generated_tokens == plain["result"].shape[1] - 24
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batch(model, case):
+    if "guidance" in case:
+        pytest.skip("plain generate() has no guidance for padded batches")
+    inputs = padded(4)
+    plain = observe(model, inputs, CASES[case], on=False)
+    assert_same(observe(model, inputs, CASES[case], on=True), plain)
+    assert_ran()
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 8, 16])
+@pytest.mark.parametrize("ends", [None, [4, 9, 17]])
+def test_ragged_greedy_batches(model, batch_size, ends):
+    inputs = padded(batch_size)
+    arguments = {"max_new_tokens": 64, "eos_token_id": ends}
+    expected = generate_plain(model, inputs, **arguments)
+    assert torch.equal(model.generate(**inputs, **arguments), expected)
+    stats = assert_ran()
+    if ends is None:
+        assert stats.tokens_per_step > 1.15
+        assert stats.steps < 64
+
+
+def test_rows_accept_their_own_number_of_tokens(model):
+    """A batch of one looping row and others: the looping one ends in far fewer steps than the others take."""
+    inputs = padded(3)
+    inputs["input_ids"][2] = 5
+    inputs["attention_mask"][2] = 1
+    model.generate(**inputs, max_new_tokens=40)
+    together = assert_ran()
+    model.generate(**inputs, max_new_tokens=40, renormalize_logits=False, logits_processor=[Stateful()])
+    lockstep = assert_ran()
+    assert together.tokens_per_step > lockstep.tokens_per_step
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("sampling", [False, True])
+def test_batched_streams_and_sequences(model, batch_size, sampling):
+    inputs = padded(batch_size)
+    arguments = {"max_new_tokens": 20, "num_return_sequences": 2 if sampling else 1, "do_sample": sampling,
+                 "eos_token_id": [4, 9, 17]}  # fmt: skip
+    plain = observe(model, inputs, arguments, on=False, streams=True)
+    assert_same(observe(model, inputs, arguments, on=True, streams=True), plain)
+    assert_ran()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("ends", [None, [4, 9, 17]])
+def test_dictionary_outputs(batch_size, ends):
+    model = tiny_llama(torch.float32, "eager")  # transformers' eager attention yields nan for float64 and padding
+    inputs = padded(batch_size)
+    arguments = {"max_new_tokens": 30, "eos_token_id": ends, **OUTPUTS}
+    plain = generate_plain(model, inputs, **arguments)
+    ahead = model.generate(**inputs, **arguments)
+    stats = assert_ran()
+    if ends is None:
+        assert stats.steps < 30
+    assert type(ahead) is type(plain)
+    assert torch.equal(ahead.sequences, plain.sequences)
+    for name in ("scores", "logits"):
+        assert len(ahead[name]) == len(plain[name])
+        for mine, theirs in zip(ahead[name], plain[name], strict=True):
+            assert mine.dtype == theirs.dtype
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for name in ("attentions", "hidden_states"):
+        assert len(ahead[name]) == len(plain[name])
+        for mine, theirs in zip(ahead[name], plain[name], strict=True):
+            assert len(mine) == len(theirs)
+            for layer, expected in zip(mine, theirs, strict=True):
+                assert layer.shape == expected.shape
+                torch.testing.assert_close(layer, expected, rtol=1e-5, atol=1e-6)
+    assert type(ahead.past_key_values) is type(plain.past_key_values)
+    assert_caches_close(ahead.past_key_values, plain.past_key_values)
+
+
+def assert_caches_close(mine, theirs):
+    length = int(theirs.get_seq_length())
+    assert int(mine.get_seq_length()) == length
+    for layer, expected in zip(mine.layers, theirs.layers, strict=True):
+        assert layer.keys.shape == expected.keys.shape
+        torch.testing.assert_close(layer.keys[:, :, :length], expected.keys[:, :, :length], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(layer.values[:, :, :length], expected.values[:, :, :length], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("only_new_ids", [False, True])
+@pytest.mark.parametrize("kind", ["dynamic", "empty", "static"])
+def test_the_callers_own_cache(model, batch_size, only_new_ids, kind):
+    """Two turns over one cache; the second turn's ids are the whole text, or just what is new."""
+    if kind == "static" and only_new_ids:
+        pytest.skip("plain generate() cannot do this")
+    first, more = padded(batch_size), prompt(7, batch_size, seed=9)
+    results, caches = [], []
+    for on in (False, True):
+        cache = (
+            StaticCache(config=model.config, max_cache_len=160)
+            if kind == "static"
+            else DynamicCache(config=model.config)
+        )
+        run = model.generate if on else lambda **kw: generate_plain(model, {}, **kw)
+        text = first["input_ids"]
+        mask = first["attention_mask"]
+        if kind != "empty":
+            text = run(**first, max_new_tokens=20, past_key_values=cache)
+            mask = torch.cat([mask, torch.ones(batch_size, 20, dtype=torch.long)], dim=1)
+            if on:
+                assert_ran()
+        new = more["input_ids"]
+        text = torch.cat([text, new], dim=1)
+        mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+        # The last token of the first turn is in no cache yet.
+        ids = text[:, -8:] if only_new_ids and kind != "empty" else text
+        results.append(run(input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=25))
+        caches.append(cache)
+    assert_ran()
+    assert torch.equal(results[0], results[1])
+    assert_caches_close(caches[1], caches[0])
+
+
+def test_returned_cache_continues_in_plain_transformers(model):
+    inputs = prompt(24)
+    ahead = model.generate(**inputs, max_new_tokens=20, return_dict_in_generate=True)
+    assert_ran()
+    text = ahead.sequences
+    both = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    expected = generate_plain(model, both, max_new_tokens=15)
+    continued = generate_plain(model, both, max_new_tokens=15, past_key_values=ahead.past_key_values)
+    assert torch.equal(continued, expected)
+
+
+@pytest.mark.parametrize("implementation", [None, "dynamic", "static"])
+def test_cache_implementations(model, implementation):
+    inputs = padded(2)
+    arguments = {"max_new_tokens": 30, "cache_implementation": implementation}
+    expected = generate_plain(model, inputs, **arguments)
+    assert torch.equal(model.generate(**inputs, **arguments), expected)
+    assert_ran()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_inputs_embeds(model, batch_size, with_ids):
+    inputs = padded(batch_size)
+    arguments = {
+        "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]),
+        "attention_mask": inputs["attention_mask"],
+        "max_new_tokens": 40,
+    }
+    if with_ids:
+        arguments["input_ids"] = inputs["input_ids"]
+    plain = observe(model, {}, arguments, on=False)
+    assert_same(observe(model, {}, arguments, on=True), plain)
+    assert assert_ran().steps < 40
+
+
+def test_chunked_prefill(model):
+    inputs = padded(2)
+    expected = generate_plain(model, inputs, max_new_tokens=30, prefill_chunk_size=5)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=30, prefill_chunk_size=5), expected)
+    assert_ran()
+
+
+def test_own_position_ids(model):
+    inputs = prompt(24) | {"position_ids": torch.arange(24)[None] + 100}
+    expected = generate_plain(model, inputs, max_new_tokens=40)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
+    assert_ran()
+
+
+@pytest.mark.parametrize("ids", [[[5]], [[5] * 40], [[5, 6]]])
+def test_unusual_prompts(model, ids):
+    inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(1, len(ids[0]), dtype=torch.long)}
+    for sampling in (False, True):
+        arguments = {"max_new_tokens": 40, "do_sample": sampling}
+        plain = observe(model, inputs, arguments, on=False)
+        assert_same(observe(model, inputs, arguments, on=True), plain)
+        assert_ran()
+
+
+def test_without_a_pad_id():
+    model = tiny_llama(pad_token_id=None)
+    model.generation_config.pad_token_id = None
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=40)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
+    assert_ran()
+
+
+def rope_model(rope: str):
+    """Frequencies that depend on the length change at 64 tokens."""
+    parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 10000.0}
+    if rope == "longrope":
+        parameters |= {"short_factor": [1.0] * 6, "long_factor": [2.0 + i for i in range(6)]}
+    if rope == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if rope != "dynamic":
+        parameters["original_max_position_embeddings"] = 64
+    return tiny_llama(max_position_embeddings=64 if rope == "dynamic" else 256, rope_parameters=parameters)
+
+
+def differs(rope: str, length: int) -> bool:
+    """Each call gets a model of its own: "dynamic" frequencies remember the longest text so far."""
+    inputs = prompt(length, seed=length)
+    expected = generate_plain(rope_model(rope), inputs, max_new_tokens=70)
+    result = rope_model(rope).generate(**inputs, max_new_tokens=70)
+    assert_ran()
+    return not torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope", "llama3", "yarn"])
+def test_rope_boundaries(rope, monkeypatch):
+    lade.config_lade(WINDOW_SIZE=30)  # reaches far beyond the root
+    lengths = (30, 60, 62, 63, 64, 65, 90)
+    assert not any(differs(rope, length) for length in lengths)
+    if rope in ("dynamic", "longrope"):
+        monkeypatch.setattr(ModelAdapter, "max_guess_offset", lambda *_: None)
+        assert any(differs(rope, length) for length in lengths)  # blocks that pass the boundary change the text
+
+
+def test_text_streamers(model, capsys):
+    inputs = prompt(24)
+    generate_plain(model, inputs, max_new_tokens=40, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
+    expected = capsys.readouterr().out
+    model.generate(**inputs, max_new_tokens=40, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
+    assert_ran()
+    assert capsys.readouterr().out == expected
+    assert len(expected) >= 40
+
+
+def test_iterator_streamer_in_a_thread(model):
+    inputs = prompt(24)
+
+    def pieces(on):
+        streamer = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=60)
+        arguments = inputs | {"max_new_tokens": 40, "streamer": streamer}
+        call = model.generate if on else lambda **kw: generate_plain(model, {}, **kw)
+        thread = threading.Thread(target=call, kwargs=arguments)
+        thread.start()
+        found = list(streamer)
+        thread.join()
+        return found
+
+    expected = pieces(on=False)
+    assert pieces(on=True) == expected
+    assert len(expected) > 30
+
+
+def test_async_iterator_streamer(model):
+    async def collect():
+        streamer = AsyncTextIteratorStreamer(TOKENIZER, skip_prompt=True)
+        thread = threading.Thread(
+            target=model.generate, kwargs=prompt(24) | {"max_new_tokens": 30, "streamer": streamer}
+        )
+        thread.start()
+        found = [piece async for piece in streamer]
+        thread.join()
+        return "".join(found)
+
+    expected = generate_plain(model, prompt(24), max_new_tokens=30)[0, 24:]
+    assert asyncio.run(collect()) == TOKENIZER.decode(expected)
+
+
+class Explosive:
+    """Raises on its fifth call, wherever it is put."""
+
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def _tick(self):
+        self.calls += 1
+        if self.calls == 5:
+            raise self.error
+
+    def put(self, value):
+        self._tick()
+
+    def end(self):
+        pass
+
+
+class ExplosiveProcessor(Explosive, LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        self._tick()
+        return scores
+
+
+class ExplosiveCriterion(Explosive, StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        self._tick()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("where", ["streamer", "logits_processor", "stopping_criteria", "model"])
+def test_exceptions_leave_no_trace(where, error):
+    model = tiny_llama()
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=30)
+    cache = DynamicCache(config=model.config)
+    arguments: dict = {"max_new_tokens": 30, "past_key_values": cache}
+    if where == "streamer":
+        arguments["streamer"] = Explosive(error)
+    elif where == "logits_processor":
+        arguments["logits_processor"] = LogitsProcessorList([ExplosiveProcessor(error)])
+    elif where == "stopping_criteria":
+        arguments["stopping_criteria"] = StoppingCriteriaList([ExplosiveCriterion(error)])
+    else:
+        bomb = Explosive(error)
+        hook = model.model.layers[0].register_forward_hook(lambda *_: bomb._tick())
+    with pytest.raises(type(error)):
+        model.generate(**inputs, **arguments)
+    if where == "model":
+        hook.remove()
+    assert lade.last_stats().fallback_reason is None
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate_plain(model, inputs, max_new_tokens=30), expected)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=30, past_key_values=cache), expected)
+    assert_ran()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0, "do_sample": True},
+        {"max_new_tokens": 0},
+        {"no_such_argument": 1},
+        {"repetition_penalty": -2.0},
+    ],
+    ids=str,
+)
+def test_invalid_arguments_raise_what_plain_raises(model, wrong):
+    errors = []
+    for call in (lambda **kw: generate_plain(model, {}, **kw), model.generate):
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            call(**prompt(), **wrong)
+        errors.append((type(error.value), str(error.value)))
+    assert errors[0] == errors[1]
+
+
+FALLBACKS = {
+    "beams": {"num_beams": 2},
+    "beam_sampling": {"num_beams": 2, "do_sample": True},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+    "no_cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_fallbacks(model, case):
+    inputs = prompt(24)
+    arguments = {"max_new_tokens": 12} | FALLBACKS[case]
+    plain = observe(model, inputs, arguments, on=False)
+    assert_same(observe(model, inputs, arguments, on=True), plain)
+    assert lade.last_stats().fallback_reason != augment.NOT_ENABLED
+    assert lade.last_stats().fallback_reason
+
+
+def test_assistant_model_falls_back(model):
+    assistant = tiny_llama(num_hidden_layers=1)
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=12, assistant_model=assistant)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, assistant_model=assistant), expected)
+    assert "assist" in lade.last_stats().fallback_reason
+
+
+def test_other_caches_fall_back(model):
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=12)
+    cache = DynamicCache(config=model.config)
+    cache.layers[0].__class__ = type("OtherLayer", (type(cache.layers[0]),), {})
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, past_key_values=cache), expected)
+    assert "cache" in lade.last_stats().fallback_reason
+
+
+def test_inference_mode(model):
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=40)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
+    assert_ran()
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
+
+
+@pytest.mark.parametrize("num_models", [1, 2])
+def test_threads(num_models):
+    models = [tiny_llama(num_hidden_layers=1 + i) for i in range(num_models)]
+    jobs = [(models[i % num_models], prompt(20 + i, seed=i)) for i in range(4)]
+    expected = [generate_plain(model, inputs, max_new_tokens=40) for model, inputs in jobs]
+    results: list = [None] * len(jobs)
+
+    def work(index):
+        model, inputs = jobs[index]
+        result = model.generate(**inputs, max_new_tokens=40)
+        results[index] = (result, lade.last_stats())
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for (result, stats), reference in zip(results, expected, strict=True):
+        assert torch.equal(result, reference)
+        assert stats.fallback_reason is None
+        assert stats.steps < 40
+
+
+def test_vocabulary_larger_than_the_tokenizers():
+    model = tiny_llama(vocab_size=VOCAB + 40)
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=40)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
+    assert_ran()
+
+
+def test_synced_gpus_keeps_forwarding_until_all_are_done(model, monkeypatch):
+    """A process whose text has ended goes on calling the model while others decode, and changes nothing."""
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=10)
+    waits = 3
+
+    def has_unfinished(self, is_finished, synced_gpus, device):
+        nonlocal waits
+        assert synced_gpus
+        waits -= is_finished
+        return not is_finished or waits >= 0
+
+    monkeypatch.setattr(type(model), "_has_unfinished_sequences", has_unfinished)
+    calls = []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    result = model.generate(**inputs, max_new_tokens=10, synced_gpus=True)
+    hook.remove()
+    stats = assert_ran()
+    assert torch.equal(result, expected)
+    assert len(calls) == stats.steps
+    assert sum(stats.accepted_lengths.values()) == stats.steps - 1 - 3
+
+
+def test_arguments_are_left_alone(model):
+    inputs = padded(2)
+    before = copy.deepcopy(inputs)
+    model.generate(**inputs, max_new_tokens=20)
+    assert all(torch.equal(inputs[name], before[name]) for name in inputs)
