@@ -49,7 +49,7 @@ def lade_on(monkeypatch):
     lade.augment_all()
     yield
     lade.restore_all()
-    monkeypatch.setattr(lade_config, "_default", before)
+    lade_config._default = before
 
 
 def prompt(length: int = 24, batch_size: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:

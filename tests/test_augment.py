@@ -126,7 +126,7 @@ def test_custom_generate_still_wins(lade_on, model):
     ("arguments", "reason"),
     [
         ({"num_beams": 2}, "beam search"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted"),
+        ({"prompt_lookup_num_tokens": 3, "eos_token_id": 2}, "assisted"),
         ({"use_cache": False}, "use_cache"),
     ],
 )
