@@ -249,7 +249,7 @@ def test_ragged_greedy_batches(model, batch_size, ends):
 
 def test_rows_accept_their_own_number_of_tokens(model):
     """A streamer must see the rows at one length; without it each row goes at its own pace, and the texts are the same."""
-    inputs = padded(4)
+    inputs = padded(8)
     ragged = model.generate(**inputs, max_new_tokens=60)
     steps = assert_ran().steps
     lockstep = model.generate(**inputs, max_new_tokens=60, streamer=Recorder())
