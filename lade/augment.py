@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
@@ -28,6 +27,17 @@ logger = logging.getLogger("lade")
 
 OLDEST, FIRST_UNSUPPORTED = "5.8", "6"
 NOT_ENABLED = "USE_LADE is not set to 1, true, yes or on"
+# What `_wrap_sample` passes on; generate(custom_generate=f) compares f's parameters with these.
+SAMPLE_PARAMETERS = (
+    "self",
+    "input_ids",
+    "logits_processor",
+    "stopping_criteria",
+    "generation_config",
+    "synced_gpus",
+    "streamer",
+    "model_kwargs",
+)
 OTHER_LOOP = (
     "the request runs a decoding loop of its own (custom_generate, or a mode that lives outside of transformers)"
 )
@@ -69,6 +79,9 @@ def augment_all() -> None:
         raise ImportError(f"lade needs transformers >={OLDEST},<{FIRST_UNSUPPORTED}, found {transformers.__version__}")
     replacements = {"generate": _wrap_generate, "_sample": _wrap_sample}
     replacements |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
+    parameters = tuple(inspect.signature(GenerationMixin._sample).parameters)
+    if parameters != SAMPLE_PARAMETERS:
+        raise ImportError(f"GenerationMixin._sample must take {SAMPLE_PARAMETERS}, this transformers has {parameters}")
     wrapped = {name: wrap(vars(GenerationMixin)[name]) for name, wrap in replacements.items()}
     for name, function in wrapped.items():
         _originals[name] = vars(GenerationMixin)[name]
@@ -99,10 +112,13 @@ def fallback_reason(model: PreTrainedModel, generation_config: Any, model_kwargs
     checks = [
         (not model_kwargs.get("use_cache", True), "use_cache=False leaves nothing to write guesses to"),
         (generation_config.is_assistant, "the model assists another one"),
-        (not is_plain_cache(cache), f"a cache of type {type(cache).__name__} is not supported"),
+        (
+            not is_plain_cache(cache) and generation_config.cache_implementation,
+            f"cache_implementation={generation_config.cache_implementation!r} saves memory that lade's own cache would take",
+        ),
+        (not is_plain_cache(cache), f"past_key_values of type {type(cache).__name__} is not known to keep every key"),
         (model_kwargs.get("position_ids") is None, "the model takes no position_ids"),
-        (unknown, f"the model argument {', '.join(unknown)} is not known to be safe"),
-        (torch.compiler.is_compiling(), "generate() runs inside torch.compile"),
+        (unknown, f"the model argument {', '.join(unknown)} is not known to be safe with a block of guesses"),
     ]
     return next((reason for applies, reason in checks if applies), None)
 
@@ -166,8 +182,6 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
             _warn_once(stats.fallback_reason)
         return original(self, *arguments, **model_kwargs)
 
-    # inspect.signature() follows __wrapped__; generate(custom_generate=f) compares f's parameters with these.
-    assert inspect.signature(_sample) == inspect.signature(original)
     return _sample
 
 

@@ -21,6 +21,8 @@ from lade.token_tree import TokenTree
 FIRST_CAPACITY = 1024  # slots behind the prompt that are allocated at first, where that many may be needed
 
 
+# Under a compiled generate() this loop, whose shapes change, is not worth compiling.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def lookahead_decode(
     model: Any,
     input_ids: Tensor,

@@ -1,6 +1,7 @@
 """The patch: on, off, put back by identity, and invisible to everything but generate()."""
 
 import copy
+import functools
 import inspect
 import io
 import json
@@ -67,6 +68,7 @@ def test_off_is_the_original(lade_on, monkeypatch, model):
     original = inspect.unwrap(vars(GenerationMixin)["_sample"])
     lade.restore_all()
 
+    @functools.wraps(original)
     def spy(self, *args, **kwargs):
         seen.append(kwargs)
         return original(self, *args, **kwargs)

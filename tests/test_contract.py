@@ -17,13 +17,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AsyncTextIteratorStreamer,
     DynamicCache,
+    LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
     MaxTimeCriteria,
     PreTrainedTokenizerFast,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
     TextIteratorStreamer,
     TextStreamer,
     WatermarkingConfig,
@@ -31,7 +36,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import ModelAdapter, augment
+from lade import ModelAdapter, augment, rules
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -587,13 +592,57 @@ def test_assistant_model_falls_back(model):
     assert "assist" in lade.last_stats().fallback_reason
 
 
+def test_encoder_decoder_falls_back():
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    t5 = T5ForConditionalGeneration(config).eval()
+    expected = generate_plain(t5, prompt(), max_new_tokens=8)
+    assert torch.equal(t5.generate(**prompt(), max_new_tokens=8), expected)
+    assert "t5" in lade.last_stats().fallback_reason
+
+
+def test_a_recurrent_model_falls_back():
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=1, eos_token_id=2, pad_token_id=0
+    )
+    mamba = MambaForCausalLM(config).eval()
+    expected = generate_plain(mamba, prompt(), max_new_tokens=8)
+    assert torch.equal(mamba.generate(**prompt(), max_new_tokens=8), expected)
+    assert "mamba" in lade.last_stats().fallback_reason
+
+
+def test_a_class_with_its_own_sample_falls_back():
+    class OwnLoop(LlamaForCausalLM):
+        def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+            return input_ids + 1
+
+    own = OwnLoop(tiny_llama().config).eval()
+    result = own.generate(**prompt(), max_new_tokens=8)
+    assert torch.equal(result, prompt()["input_ids"] + 1)
+    assert "loop of its own" in lade.last_stats().fallback_reason
+
+
 def test_other_caches_fall_back(model):
     inputs = prompt(24)
     expected = generate_plain(model, inputs, max_new_tokens=12)
     cache = DynamicCache(config=model.config)
     cache.layers[0].__class__ = type("OtherLayer", (type(cache.layers[0]),), {})
     assert torch.equal(model.generate(**inputs, max_new_tokens=12, past_key_values=cache), expected)
-    assert "cache" in lade.last_stats().fallback_reason
+    assert "past_key_values" in lade.last_stats().fallback_reason
+
+
+@pytest.mark.parametrize("row_wise", [True, False])
+def test_rows_far_ahead_wait_for_the_slowest(model, monkeypatch, row_wise):
+    """However few tokens one row may be ahead, a sampled batch equals plain generate() and its generator state."""
+    monkeypatch.setattr(rules, "MAX_LEAD", 2)
+    monkeypatch.setattr(rules, "is_row_wise", lambda processor: row_wise)
+    arguments = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.2, "eos_token_id": [4, 9, 17]}
+    plain = observe(model, padded(4), arguments, on=False)
+    assert_same(observe(model, padded(4), arguments, on=True), plain)
+    assert_ran()
 
 
 def test_inference_mode(model):
@@ -626,6 +675,14 @@ def test_threads(num_models):
         assert torch.equal(result, reference)
         assert stats.fallback_reason is None
         assert stats.steps < 40
+
+
+def test_compiled_generate(model):
+    """Under an outer torch.compile the loop still runs; the compiler steps over it."""
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=20)
+    assert torch.equal(torch.compile(model.generate, backend="eager")(**inputs, max_new_tokens=20), expected)
+    assert_ran()
 
 
 def test_vocabulary_larger_than_the_tokenizers():
