@@ -15,8 +15,6 @@ from pathlib import Path
 
 import harness
 
-import lade
-
 METHODS = {
     "plain": {},
     "static": {"cache_implementation": "static"},  # transformers compiles this one on a GPU
@@ -51,9 +49,7 @@ def measure_overhead(model, prompts, common) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_model_arguments(parser)
-    parser.add_argument("--level", type=int, default=4)
-    parser.add_argument("--window", type=int, default=2)
-    parser.add_argument("--guess", type=int, default=2)
+    harness.add_lookahead_arguments(parser)
     parser.add_argument("--sample", action="store_true", help="sample at --temperature instead of greedy")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--methods", default="plain,prompt_lookup,lade", help=f"of {', '.join(METHODS)}")
@@ -63,8 +59,7 @@ def main() -> None:
 
     model, tokenizer = harness.load_model(args)
     prompts = harness.load_prompts(args, tokenizer)
-    lade.augment_all()
-    lade.config_lade(LEVEL=args.level, WINDOW_SIZE=args.window, GUESS_SET_SIZE=args.guess)
+    harness.set_up_lade(args)
     sampling = {"do_sample": True, "temperature": args.temperature} if args.sample else {"do_sample": False}
     common = {"max_new_tokens": args.max_new_tokens, **sampling}
 
@@ -76,7 +71,7 @@ def main() -> None:
     figures: dict = {
         "benchmark": "decode",
         "environment": harness.environment(model),
-        "settings": {"LEVEL": args.level, "WINDOW_SIZE": args.window, "GUESS_SET_SIZE": args.guess, **common},
+        "settings": harness.lookahead_settings(args) | common,
         "prompts": len(prompts),
         "prompt_file": args.prompts.name,
         "trials": args.trials,

@@ -38,6 +38,21 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
 
 
+def add_lookahead_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--level", type=int, default=4, help="N")
+    parser.add_argument("--window", type=int, default=2, help="W")
+    parser.add_argument("--guess", type=int, default=2, help="G")
+
+
+def lookahead_settings(args: argparse.Namespace) -> dict[str, int]:
+    return {"LEVEL": args.level, "WINDOW_SIZE": args.window, "GUESS_SET_SIZE": args.guess}
+
+
+def set_up_lade(args: argparse.Namespace) -> None:
+    lade.augment_all()
+    lade.config_lade(**lookahead_settings(args))
+
+
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=getattr(torch, args.dtype))

@@ -62,7 +62,7 @@ def lookahead_decode(
     cache.end_prefill(batch_size)
     first_slot, first_position = cache.lengths[0], positions[:, -1:] + 1
     recorder.begin_step(outputs, None)
-    tree = TokenTree.empty(batch_size, device)
+    tree = TokenTree.empty(batch_size)
     accepted = rules.verify(tree, outputs.logits[:, -1:])
     guesses = outputs = None
     stats.batch_size, stats.steps = batch_size, 1
@@ -82,7 +82,7 @@ def lookahead_decode(
                 model,
                 tokens=layout.tokens(roots, tree, draft.window_cells),
                 positions=starts + layout.position_offsets(tree),
-                visible=layout.visibility(tree, draft.max_depth),
+                visible=layout.visibility(tree),
                 logit_rows=layout.logit_rows,
                 cache=cache,
                 key_mask=key_mask,

@@ -35,21 +35,23 @@ class BlockLayout:
         return len(self.offsets)
 
     def tokens(self, roots: Tensor, tree: TokenTree, window_cells: Tensor) -> Tensor:
-        """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids; padding nodes become token 0."""
-        return torch.cat([roots[:, None], tree.tokens.clamp(min=0), window_cells], dim=1)
+        """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids."""
+        nodes = torch.tensor(tree.padded_tokens(), dtype=torch.long, device=roots.device)
+        return torch.cat([roots[:, None], nodes, window_cells], dim=1)
 
     def position_offsets(self, tree: TokenTree) -> Tensor:
         """Returns [B, q] positions relative to each row's root."""
-        nodes = slice(1, 1 + self.num_nodes)
-        offsets = self.offsets.repeat(len(tree.depths), 1)
-        offsets[:, nodes] = tree.depths
+        offsets = self.offsets.repeat(len(tree.tokens), 1)
+        if self.num_nodes:
+            offsets[:, 1 : 1 + self.num_nodes] = torch.tensor(tree.padded_depths(), device=offsets.device)
         return offsets
 
-    def visibility(self, tree: TokenTree, max_depth: int) -> Tensor:
+    def visibility(self, tree: TokenTree) -> Tensor:
         """Returns [B, q, q] bool, query by key."""
-        nodes = slice(1, 1 + self.num_nodes)
-        visible = self.visible.repeat(len(tree.depths), 1, 1)
-        visible[:, nodes, nodes] = tree.visibility(max_depth)
+        visible = self.visible.repeat(len(tree.tokens), 1, 1)
+        if self.num_nodes:
+            nodes = slice(1, 1 + self.num_nodes)
+            visible[:, nodes, nodes] = torch.from_numpy(tree.visibility()).to(visible.device)
         return visible
 
 

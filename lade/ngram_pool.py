@@ -1,10 +1,14 @@
-"""The pool: for each key token, the tails that followed it, most recently seen first. Device tensors only.
+"""The pool: for each key token, the tails that followed it, most recently seen first.
 
-Knows nothing about models or text. Floor 1.
+Tensors on the device, changed by a fixed number of array operations per step. Knows nothing about models or text. Floor 1.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,43 +32,64 @@ class NGramPool:
         self.ngrams = torch.full((self.num_rows + 1, num_guesses, ngram_size), -1, device=device)  # [rows, G, N]
         self.seen = torch.zeros(self.num_rows + 1, num_guesses, dtype=torch.long, device=device)  # 0 = empty slot
         self.clock = 1
+        self.use_numpy(self.ngrams.device.type == "cpu")
+
+    def use_numpy(self, on: bool) -> None:
+        """Work on the same memory through numpy: on a CPU one of its calls costs a sixth of one of torch's.
+
+        The code below uses only what both libraries write alike.
+        """
+        self._xp: Any = np if on else torch
+        self._ngrams: Any = self.ngrams.numpy() if on else self.ngrams
+        self._seen: Any = self.seen.numpy() if on else self.seen
 
     def insert(self, ngrams: Tensor) -> None:
-        """Remember n-grams, oldest first. ngrams: [M, N] ids; those whose key is negative are ignored."""
+        """Remember n-grams, oldest first. ngrams: [M, N] ids."""
         for chunk in ngrams.split(INSERT_CHUNK):
-            self._insert(chunk)
+            if len(chunk):
+                self._insert(chunk.numpy() if self._xp is np else chunk)
 
-    def lookup(self, keys: Tensor) -> Tensor:
-        """Tails of each key, most recently seen first. keys: [B] ids. Returns [B, G, N-1] ids, -1 where none is left."""
-        row = keys % self.num_rows
-        ngrams = self.ngrams[row]  # [B, G, N]
-        seen = self.seen[row] * (ngrams[..., 0] == keys[:, None])  # [B, G]
-        seen, order = seen.sort(dim=1, descending=True)
-        tails = ngrams[..., 1:].gather(1, order[..., None].expand(-1, -1, ngrams.shape[2] - 1))
-        return tails.masked_fill(seen[..., None] == 0, -1)
+    def lookup(self, keys: Tensor) -> list[list[list[int]]]:
+        """Tails of each key, most recently seen first, at most G of N-1 ids each. keys: [B] ids."""
+        key: Any = keys.numpy() if self._xp is np else keys
+        row = key % self.num_rows
+        ngrams = self._ngrams[row]  # [B, G, N]
+        seen = self._seen[row] * (ngrams[..., 0] == key[:, None])  # [B, G]
+        found = []
+        for tails, times in zip(ngrams[..., 1:].tolist(), seen.tolist(), strict=True):
+            newest_first = sorted(range(self.num_guesses), key=times.__getitem__, reverse=True)
+            found.append([tails[slot] for slot in newest_first if times[slot]])
+        return found
 
-    def _insert(self, new: Tensor) -> None:
-        nowhere = self.num_rows
-        order = torch.arange(len(new), device=new.device)
-        is_later = order > order[:, None]  # [M, M] the column comes after the row
+    def _insert(self, new: Any) -> None:
+        """new: [M, N]. Everything below is [M], or [M, M] for pairs, or [M, G] for the slots of each one's row."""
+        xp, nowhere = self._xp, self.num_rows
+        order, is_later = _order(len(new), xp is np, self.ngrams.device)
         times = order + self.clock
         self.clock += len(new)
 
-        key = new[:, 0]
-        row = torch.where(key < 0, nowhere, key % self.num_rows)  # [M]
-        same_row = row == row[:, None]  # [M, M]
-        comes_again = ((new[:, None] == new).all(-1) & is_later).any(1)  # [M] only the last of equal ones counts
-        last = ~comes_again
+        row = new[:, 0] % self.num_rows
+        in_row = row[:, None] == row
+        is_last = ~((new[:, None] == new).all(-1) & is_later).any(1)  # of equal ones only the last counts
+        after = in_row & is_later & is_last
+        before = in_row & is_later.T
 
-        matches = (self.ngrams[row] == new[:, None]).all(-1)  # [M, G]
+        matches = (self._ngrams[row] == new[:, None]).all(-1)
         is_known = matches.any(1)
-        self.seen[torch.where(is_known & last, row, nowhere), matches.int().argmax(1)] = times
+        self._seen[xp.where(is_known & is_last, row, nowhere), xp.argmax(matches + 0, 1)] = times
 
         # G newer ones in the same row would have evicted it within this very call.
-        is_fresh = ~is_known & last & ((same_row & is_later & last).sum(1) < self.num_guesses)
-        oldest = self.seen[row].argsort(dim=1)  # [M, G] slots, least recently seen first
-        turn = (same_row & is_later.T & is_fresh).sum(1, keepdim=True)  # [M, 1] fresh ones before it in its row
-        slot = oldest.gather(1, turn.clamp(max=self.num_guesses - 1))[:, 0]
-        target = torch.where(is_fresh, row, nowhere)
-        self.ngrams[target, slot] = new
-        self.seen[target, slot] = times
+        is_fresh = is_last & ~is_known & (after.sum(1) < self.num_guesses)
+        turn = (before & is_fresh).sum(1) % self.num_guesses  # fresh ones before it in its row; G or more are not fresh
+        slot = xp.argsort(self._seen[row], 1)[order, turn]  # the least recently seen one goes first
+        target = xp.where(is_fresh, row, nowhere)
+        self._ngrams[target, slot] = new
+        self._seen[target, slot] = times
+
+
+@lru_cache(maxsize=2 * INSERT_CHUNK)
+def _order(count: int, as_numpy: bool, device: torch.device) -> tuple[Any, Any]:
+    """Returns 0 .. M-1, and [M, M] whether the column comes after the row."""
+    order = torch.arange(count, device=device)
+    is_later = order > order[:, None]
+    return (order.numpy(), is_later.numpy()) if as_numpy else (order, is_later)

@@ -259,5 +259,4 @@ def eos_ids(criteria: StoppingCriteriaList) -> set[int]:
 
 
 def children_of_rows(tree: TokenTree) -> list[dict[tuple[int, int], int]]:
-    rows = zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
-    return [children_of(tokens, parents) for tokens, parents in rows]
+    return [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]

@@ -1,89 +1,84 @@
-"""The verification branch: candidates behind the root with shared prefixes merged into a tree. Floor 1."""
+"""The verification branch: candidates behind the root with shared prefixes merged into a tree.
+
+Trees are small and change shape with every step, so they live on the host. Floor 1.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """n guessed tokens per row; parents come before their children.
+    """The guesses of each row. Parents come before their children; the root itself is not a node.
 
-    tokens:  [B, n] ids; -1 pads a row that has fewer nodes than the widest.
-    parents: [B, n] index of the node's parent, -1 for a child of the root.
-    depths:  [B, n] distance from the root, 1 for its children; 0 for padding.
+    tokens:  per row, the ids of its nodes.
+    parents: per row, the index of each node's parent, -1 for a child of the root.
     """
 
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
+    tokens: list[list[int]]
+    parents: list[list[int]]
 
     @classmethod
-    def empty(cls, batch_size: int, device: torch.device | str) -> TokenTree:
-        nothing = torch.empty(batch_size, 0, dtype=torch.long, device=device)
-        return cls(nothing, nothing, nothing)
+    def empty(cls, batch_size: int) -> TokenTree:
+        return cls([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
 
     @property
     def num_nodes(self) -> int:
-        """n, padding included."""
-        return self.tokens.shape[1]
+        """n, the nodes of the widest row; the other rows are padded to it."""
+        return max(map(len, self.tokens))
+
+    def padded_tokens(self) -> list[list[int]]:
+        """Ids of all rows, [B, n]; padding is token 0."""
+        return [row + [0] * (self.num_nodes - len(row)) for row in self.tokens]
+
+    def padded_depths(self) -> list[list[int]]:
+        """Distance from the root, 1 for its children, [B, n]; 0 for padding."""
+        rows = []
+        for parents in self.parents:
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(1 if parent < 0 else depths[parent] + 1)
+            rows.append(depths + [0] * (self.num_nodes - len(depths)))
+        return rows
+
+    def visibility(self) -> npt.NDArray[np.bool_]:
+        """Which node sees which: itself and its ancestors. Returns [B, n, n], query by key; padding sees itself."""
+        size = self.num_nodes
+        visible = np.zeros((len(self.parents), size, size), dtype=bool)
+        visible[:, range(size), range(size)] = True
+        for row, parents in zip(visible, self.parents, strict=True):
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    row[node] |= row[parent]
+        return visible
 
     def with_chains(self, rows: list[int], token: int, length: int) -> TokenTree:
         """The same tree, but in some rows a single chain of one token: what plain generate() goes on with there."""
-        if not rows:
-            return self
-        missing = max(0, length - self.num_nodes)
-        tokens, parents, depths = (
-            torch.nn.functional.pad(values, (0, missing), value=empty)
-            for values, empty in ((self.tokens, -1), (self.parents, -1), (self.depths, 0))
-        )
-        steps = torch.arange(length, device=tokens.device)
-        for values, chain, empty in ((tokens, token, -1), (parents, steps - 1, -1), (depths, steps + 1, 0)):
-            values[rows] = empty
-            values[rows, :length] = chain
-        return TokenTree(tokens, parents, depths)
-
-    def visibility(self, max_depth: int) -> Tensor:
-        """Which node sees which: itself and its ancestors. Returns [B, n, n], query by key, bool."""
-        nodes = torch.arange(self.num_nodes, device=self.tokens.device)
-        reach = (self.parents[..., None] == nodes).float()  # [B, n, n] one step up
-        reach.diagonal(dim1=1, dim2=2).fill_(1)
-        # Squaring doubles the number of steps; entries count paths and stay far below float32's range.
-        for _ in range((max_depth - 1).bit_length()):
-            reach = reach @ reach
-        return reach > 0
+        tokens, parents = list(self.tokens), list(self.parents)
+        for row in rows:
+            tokens[row], parents[row] = [token] * length, list(range(-1, length - 1))
+        return TokenTree(tokens, parents)
 
 
-def merge_candidates(tails: Tensor) -> TokenTree:
+def merge_candidates(candidates: Sequence[Sequence[Sequence[int]]]) -> TokenTree:
     """Merge candidates that begin alike, so that each distinct token is paid for once.
 
-    tails: [B, G, D] ids, -1 for absent candidates. Nodes keep the order of the candidates: the first candidate's tokens
-    are nodes 0 .. D-1. Returns a tree of at most G*D nodes.
+    candidates: per row, sequences of ids. Nodes keep the order of the candidates: the first one's tokens are nodes 0, 1, ..
     """
-    batch_size, num_tails, depth = tails.shape
-    if num_tails == 0:
-        return TokenTree.empty(batch_size, tails.device)
-    alike = (tails[:, :, None] == tails[:, None]).cumprod(dim=3)  # [B, G, G, D] same tokens up to depth d
-    owner = alike.argmax(dim=2)  # [B, G, D] the first candidate that begins so
-    tail_index = torch.arange(num_tails, device=tails.device)[:, None]
-    is_node = ((owner == tail_index) & (tails >= 0)).flatten(1)  # [B, G*D]
-
-    counts = is_node.sum(1)
-    num_nodes = int(counts.max())
-    node_at = is_node.cumsum(1) - 1  # [B, G*D] index of a cell's node
-    cells = (
-        (~is_node).to(torch.uint8).argsort(dim=1, stable=True)[:, :num_nodes]
-    )  # [B, n] cells that are nodes, in order
-
-    depth_at = torch.arange(depth, device=tails.device)
-    parent_cell = (owner * depth + depth_at).flatten(1).roll(1, dims=1)  # of the cell one depth up
-    parent_at = node_at.gather(1, parent_cell).masked_fill((depth_at == 0).repeat(num_tails), -1)
-    is_padding = torch.arange(num_nodes, device=tails.device) >= counts[:, None]  # [B, n]
-    return TokenTree(
-        tokens=tails.flatten(1).gather(1, cells).masked_fill(is_padding, -1),
-        parents=parent_at.gather(1, cells).masked_fill(is_padding, -1),
-        depths=(cells % depth + 1).masked_fill(is_padding, 0),
-    )
+    tree = TokenTree.empty(len(candidates))
+    for row, tokens, parents in zip(candidates, tree.tokens, tree.parents, strict=True):
+        node_of: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        for candidate in row:
+            parent = -1
+            for token in candidate:
+                node = node_of.setdefault((parent, token), len(tokens))
+                if node == len(tokens):
+                    tokens.append(token)
+                    parents.append(parent)
+                parent = node
+    return tree

@@ -8,10 +8,8 @@ Children = dict[tuple[int, int], int]
 
 
 def children_of(tokens: list[int], parents: list[int]) -> Children:
-    """Index of a tree: (parent node or -1 for the root, token) -> node. Padding (token -1) is left out."""
-    return {
-        (parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)) if token >= 0
-    }
+    """Index of a tree: (parent node or -1 for the root, token) -> node."""
+    return {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
 
 
 def walk(children: Children, choose: Callable[[int], int], commit: Callable[[int], bool]) -> list[int]:

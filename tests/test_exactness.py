@@ -130,8 +130,8 @@ def test_negative_control(lade_on, monkeypatch):
     model = tiny_llama(num_hidden_layers=1)
     lade.config_lade(LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4)
 
-    def causal(self, tree, max_depth):
-        return torch.ones(len(tree.depths), self.num_tokens, self.num_tokens, dtype=torch.bool).tril()
+    def causal(self, tree):
+        return torch.ones(len(tree.tokens), self.num_tokens, self.num_tokens, dtype=torch.bool).tril()
 
     different = 0
     monkeypatch.setattr(BlockLayout, "visibility", causal)

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def describe(ngram_size, window_size, tree, row=0):
     """What each block token is, in block order: ("window", level, column) or ("node", its path of nodes)."""
-    parents = tree.parents[row].tolist()
+    parents = tree.parents[row]
     block = [("window", 0, 0)]
     for node in range(tree.num_nodes):
         path = [node]
@@ -39,12 +39,12 @@ def sees(query, key):
 @pytest.mark.parametrize("num_tails", [0, 1, 4])
 def test_layout_is_the_definition(ngram_size, window_size, num_tails):
     generator = torch.Generator().manual_seed(ngram_size * 10 + num_tails)
-    tree = merge_candidates(torch.randint(0, 2, (1, num_tails, ngram_size - 1), generator=generator))
+    tree = merge_candidates(torch.randint(0, 2, (1, num_tails, ngram_size - 1), generator=generator).tolist())
     layout = block_layout(ngram_size, window_size, tree.num_nodes, CPU)
     block = describe(ngram_size, window_size, tree)
     assert layout.num_tokens == len(block) == tree.num_nodes + (ngram_size - 1) * window_size
 
-    visible = layout.visibility(tree, ngram_size - 1)[0]
+    visible = layout.visibility(tree)[0]
     assert visible.tolist() == [[sees(query, key) for key in block] for query in block]
 
     offsets = layout.position_offsets(tree)[0].tolist()
@@ -55,7 +55,7 @@ def test_layout_is_the_definition(ngram_size, window_size, num_tails):
 
     roots, cells = torch.tensor([7]), torch.arange(100, 100 + (ngram_size - 1) * window_size - 1)[None]
     tokens = layout.tokens(roots, tree, cells)[0].tolist()
-    assert tokens == [7, *tree.tokens[0].tolist(), *cells[0].tolist()]
+    assert tokens == [7, *tree.tokens[0], *cells[0].tolist()]
 
 
 @pytest.mark.parametrize("lengths", [[3], [5, 2], [4, 4]])

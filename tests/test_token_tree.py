@@ -1,72 +1,73 @@
-"""Merging candidates, against a trie built from Python lists."""
+"""Merging candidates, against prefixes collected from Python lists."""
 
 import random
 
 import pytest
-import torch
 
 from lade.token_tree import TokenTree, merge_candidates
 
 
 def paths_of(tree: TokenTree, row: int) -> list[list[int]]:
-    """Tokens from the root's child to each node, in node order; padding left out."""
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    """Tokens from the root's child to each node, in node order."""
     paths: list[list[int]] = []
-    for node, token in enumerate(tokens):
-        assert parents[node] < node
-        if token >= 0:
-            paths.append([*(paths[parents[node]] if parents[node] >= 0 else []), token])
+    for node, (token, parent) in enumerate(zip(tree.tokens[row], tree.parents[row], strict=True)):
+        assert parent < node
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
     return paths
 
 
-def expected_paths(tails: list[list[int]]) -> list[list[int]]:
-    """Distinct prefixes in the order of the candidates."""
+def distinct_prefixes(candidates: list[list[int]]) -> list[list[int]]:
+    """In the order of the candidates."""
     found: list[list[int]] = []
-    for tail in tails:
-        for depth in range(1, len(tail) + 1):
-            if -1 not in tail and tail[:depth] not in found:
-                found.append(tail[:depth])
+    for candidate in candidates:
+        for depth in range(1, len(candidate) + 1):
+            if candidate[:depth] not in found:
+                found.append(candidate[:depth])
     return found
+
+
+def random_rows(seed: int) -> list[list[list[int]]]:
+    rng = random.Random(seed)
+    depth = rng.randint(1, 6)
+    return [
+        [[rng.randrange(2) for _ in range(depth)] for _ in range(rng.randint(0, 7))] for _ in range(rng.randint(1, 4))
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_merging(seed):
-    rng = random.Random(seed)
-    batch_size, num_tails, depth = rng.randint(1, 4), rng.randint(1, 7), rng.randint(1, 5)
-    rows = []
-    for _ in range(batch_size):
-        tails = [[rng.randrange(2) for _ in range(depth)] for _ in range(num_tails)]
-        absent = rng.randint(0, num_tails)
-        rows.append(tails[: num_tails - absent] + [[-1] * depth] * absent)
-    tree = merge_candidates(torch.tensor(rows))
-    widest = max(len(expected_paths(tails)) for tails in rows)
-    assert tree.num_nodes == widest
-    for row, tails in enumerate(rows):
-        paths = expected_paths(tails)
+    rows = random_rows(seed)
+    tree = merge_candidates(rows)
+    assert tree.num_nodes == max(len(distinct_prefixes(row)) for row in rows)
+    for row, candidates in enumerate(rows):
+        paths = distinct_prefixes(candidates)
         assert paths_of(tree, row) == paths
-        padding = [0] * (widest - len(paths))
-        assert tree.depths[row].tolist() == [len(path) for path in paths] + padding
-        assert (tree.tokens[row, len(paths) :] == -1).all()
+        padding = tree.num_nodes - len(paths)
+        assert tree.padded_depths()[row] == [len(path) for path in paths] + [0] * padding
+        assert tree.padded_tokens()[row] == [path[-1] for path in paths] + [0] * padding
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(20))
 def test_visibility_is_ancestors_and_self(seed):
-    rng = random.Random(seed)
-    depth = rng.randint(1, 9)
-    tails = torch.tensor([[[rng.randrange(2) for _ in range(depth)] for _ in range(5)] for _ in range(2)])
-    tree = merge_candidates(tails)
-    visible = tree.visibility(depth)
-    for row in range(2):
-        parents = tree.parents[row].tolist()
-        for node in range(tree.num_nodes):
-            ancestors, up = {node}, parents[node]
-            while up >= 0:
-                ancestors.add(up)
-                up = parents[up]
-            assert {k for k in range(tree.num_nodes) if visible[row, node, k]} == ancestors
+    rows = random_rows(seed)
+    tree = merge_candidates(rows)
+    visible = tree.visibility()
+    for row, candidates in enumerate(rows):
+        paths = distinct_prefixes(candidates)
+        for query in range(tree.num_nodes):
+            for key in range(tree.num_nodes):
+                is_path = query < len(paths) and key < len(paths)
+                expected = paths[query][: len(paths[key])] == paths[key] if is_path else query == key
+                assert visible[row, query, key] == expected
+
+
+def test_chains():
+    tree = merge_candidates([[[5, 6]], [[7], [8]], []]).with_chains([1, 2], token=0, length=3)
+    assert tree.tokens == [[5, 6], [0, 0, 0], [0, 0, 0]]
+    assert tree.parents == [[-1, 0], [-1, 0, 1], [-1, 0, 1]]
+    assert merge_candidates([[[5]]]).with_chains([0], 9, 0).num_nodes == 0
 
 
 def test_no_candidates():
-    assert merge_candidates(torch.empty(2, 0, 3, dtype=torch.long)).num_nodes == 0
-    assert merge_candidates(torch.full((2, 4, 3), -1)).num_nodes == 0
-    assert TokenTree.empty(3, "cpu").visibility(4).shape == (3, 0, 0)
+    assert merge_candidates([[], []]).num_nodes == 0
+    assert TokenTree.empty(3).visibility().shape == (3, 0, 0)

@@ -15,7 +15,7 @@ from lade.verify import children_of, walk
 
 def test_walk_follows_the_models_choices():
     #      root -> 5 -> 6 ; root -> 5 -> 7 ; root -> 8
-    children = children_of(tokens=[5, 6, 7, 8, -1], parents=[-1, 0, 0, -1, -1])
+    children = children_of(tokens=[5, 6, 7, 8], parents=[-1, 0, 0, -1])
     after = {-1: 5, 0: 7, 2: 9, 1: 0, 3: 0}
     committed = []
     assert walk(children, after.__getitem__, lambda token: committed.append(token)) == [0, 2]
@@ -57,7 +57,7 @@ class OracleDrafter(LookaheadDrafter):
         half_right = [*right[: depth // 2], *wrong[depth // 2 :]]
         hit = self.rng.random() < self.hit_rate
         candidates = [wrong, half_right, right] if hit else [wrong]
-        return dataclasses.replace(draft, tree=merge_candidates(torch.tensor([candidates])))
+        return dataclasses.replace(draft, tree=merge_candidates([candidates]))
 
     def learn(self, chosen, texts, num_committed):
         self.done += num_committed[0]

@@ -61,9 +61,9 @@ class LookaheadDrafter:
                 shape, cells = ROOT_ALONE, cells[:, :0]
             max_depth = min(max_depth, max_offset)
         if self.pool is None or max_depth == 0:
-            tree = TokenTree.empty(len(roots), roots.device)
+            tree = TokenTree.empty(len(roots))
         else:
-            tree = merge_candidates(self.pool.lookup(roots)[..., :max_depth])
+            tree = merge_candidates([[tail[:max_depth] for tail in tails] for tails in self.pool.lookup(roots)])
         return Draft(tree, max_depth, shape, cells)
 
     def learn(self, chosen: Tensor | None, texts: Texts, num_committed: list[int]) -> None:
