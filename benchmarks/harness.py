@@ -100,6 +100,7 @@ class Run:
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
+    block_tokens: int = 0
     outputs: list[list[int]] = field(default_factory=list)
 
     @property
@@ -147,6 +148,7 @@ def run_methods(
                     if stats is None or stats.fallback_reason is not None:
                         raise RuntimeError(f"lookahead did not run: {stats}")
                     run.steps += stats.steps
+                    run.block_tokens += sum(stats.block_tokens)
     return runs
 
 
