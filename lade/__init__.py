@@ -4,7 +4,7 @@ import lade
 lade.augment_all()
 lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
 
-runs while the environment has USE_LADE=1. Importing lade changes nothing by itself.
+runs while the environment has USE_LADE=1. Importing lade changes nothing by itself. Floor 6.
 """
 
 from lade.augment import augment_all, augment_generate, augment_llama, restore_all

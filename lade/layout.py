@@ -1,7 +1,7 @@
 """Block layout: the order of the query tokens, their positions, who sees whom, and which rows need logits.
 
 Order of a block: the root, the token tree's nodes, the rest of the window. The tree follows the root directly so that
-the keys/values of a fully accepted first candidate already lie in their final slots. Floor 1.
+the keys/values of a fully accepted first candidate already lie in their final slots. Floor 2.
 """
 
 from __future__ import annotations
