@@ -57,8 +57,18 @@ def run(model, tokenizer, inputs, arguments):
     for mode, choice in MODES.items():
         timed_generate(model, inputs, arguments | choice)  # warm-up
         tokens, seconds = timed_generate(model, inputs, arguments | choice)
-        print(f"\n----- {mode}: {len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s -----")
+        print(f"\n----- {mode}: {len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s{how()} -----")
         print(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def how():
+    """What lade says of the latest call; nothing when it is not loaded."""
+    stats = lade.last_stats()
+    if stats is None:
+        return ""
+    return (
+        f", plain: {stats.fallback_reason}" if stats.fallback_reason else f", {stats.tokens_per_step:.2f} tokens/step"
+    )
 
 
 def compare(model, tokenizer, inputs, arguments):
@@ -101,7 +111,7 @@ def main():
     inputs = tokenizer(args.prompt, return_tensors="pt").to(args.device)
     arguments = {"max_new_tokens": args.max_new_tokens}
     lade.config_lade(**SETTINGS[model.device.type if model.device.type in SETTINGS else "cpu"])
-    if int(os.environ.get("LOAD_LADE", "0")):
+    if os.environ.get("LOAD_LADE", "0").lower() in ("1", "true", "yes", "on"):
         lade.augment_all()
 
     print(args.prompt)

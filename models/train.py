@@ -1,7 +1,7 @@
 """Train the bundled checkpoint from the running interpreter's standard library.
 
     python models/train.py --out models/stdlib-9m --context 256
-    python models/train.py --out models/stdlib-9m --context 512 --resume --decay     # after stopping the first
+    python models/train.py --out models/stdlib-9m --context 512 --resume --decay --mix code=1,chat=1
 
 One process, CPU or CUDA, no network. The learning rate is constant after a short warm-up; with `--decay` it falls
 linearly to zero over `--tokens`. A run can be stopped at any time and goes on from its last evaluation.
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 MAX_POSITIONS = 2048  # declared limit; quality beyond the trained context is not claimed
 PIECE = 2048  # tokens; long files are cut up before shuffling
-EPOCHS = {"code": 3, "chat": 3, "test": 1}  # how often each kind occurs in one pass over the mix
+MIX = "code=3,chat=3,test=1"  # how often each kind occurs in one pass
 # Line breaks take the following indentation with them, so that an indent costs one token.
 WORDS = r"\n[ \t]*| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 CHAT_TEMPLATE = """\
@@ -97,13 +97,13 @@ def load_documents(
     return tokenizer, {kind: encode(tokenizer, values) for kind, values in texts.items()}
 
 
-def sequences(documents: dict[str, list[list[int]]], context: int, seed: int) -> torch.Tensor:
+def sequences(documents: dict[str, list[list[int]]], mix: dict[str, int], context: int, seed: int) -> torch.Tensor:
     """One shuffled pass over the mix, packed end to end: [n, context + 1] ids."""
     rng = random.Random(seed)
     # Long files are cut into pieces first, so that a sequence mixes kinds as the whole does.
     pieces = [
         doc[start : start + PIECE]
-        for kind, times in EPOCHS.items()
+        for kind, times in mix.items()
         for _ in range(times)
         for doc in documents[kind]
         for start in range(0, len(doc), PIECE)
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, default=Path("train-state.pt"), help="where to keep what --resume needs")
     parser.add_argument("--tokens", type=float, default=20e6, help="tokens of this run")
     parser.add_argument("--context", type=int, default=256, help="tokens per sequence")
+    parser.add_argument("--mix", default=MIX, help="how often each kind of document occurs in one pass")
     parser.add_argument("--batch", type=int, default=4096, help="tokens per optimizer step")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--warmup", type=float, default=4e5, help="tokens of the linear warm-up")
@@ -201,7 +202,8 @@ def main() -> None:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
     rows = args.batch // args.context
-    data = sequences(documents, args.context, seed=0)
+    mix = {kind: int(times) for kind, times in (part.split("=") for part in args.mix.split(","))}
+    data = sequences(documents, mix, args.context, seed=0)
     steps_per_pass = len(data) // rows
     data_pass = 0
     started, losses = time.time(), []
@@ -210,7 +212,7 @@ def main() -> None:
         step = seen // args.batch
         if step // steps_per_pass != data_pass:
             data_pass = step // steps_per_pass
-            data = sequences(documents, args.context, seed=data_pass)
+            data = sequences(documents, mix, args.context, seed=data_pass)
         start = step % steps_per_pass * rows
         batch = data[start : start + rows].long().to(args.device)
         rate = min(1.0, (seen + args.batch) / args.warmup)

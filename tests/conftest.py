@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade import config as lade_config
@@ -69,3 +70,16 @@ def generate_plain(model, inputs, **arguments):
             del os.environ["USE_LADE"]
         else:
             os.environ["USE_LADE"] = before
+
+
+class Recorder(BaseStreamer):
+    """Remembers what it is given, shapes included."""
+
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append(value.tolist())
+
+    def end(self):
+        self.calls.append("end")

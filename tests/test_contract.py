@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from conftest import VOCAB, Recorder, generate_plain, prompt, tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -33,7 +33,6 @@ from transformers import (
     TextStreamer,
     WatermarkingConfig,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade import ModelAdapter, augment, rules
@@ -51,19 +50,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 TOKENIZER = tokenizer()
-
-
-class Recorder(BaseStreamer):
-    """Remembers what it is given, shapes included."""
-
-    def __init__(self):
-        self.calls = []
-
-    def put(self, value):
-        self.calls.append(value.tolist())
-
-    def end(self):
-        self.calls.append("end")
 
 
 class Stateful(LogitsProcessor):

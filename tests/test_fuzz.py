@@ -9,25 +9,13 @@ import os
 
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, tiny_llama
+from conftest import VOCAB, Recorder, generate_plain, tiny_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers.generation.streamers import BaseStreamer
 
 import lade
 
 EXAMPLES = int(os.environ.get("LADE_FUZZ_EXAMPLES", "60"))
-
-
-class Recorder(BaseStreamer):
-    def __init__(self):
-        self.calls = []
-
-    def put(self, value):
-        self.calls.append(value.tolist())
-
-    def end(self):
-        self.calls.append("end")
 
 
 @pytest.fixture(scope="module")
