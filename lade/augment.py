@@ -12,10 +12,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from lade.config import current_config, is_enabled
@@ -38,6 +39,7 @@ SAMPLE_PARAMETERS = (
     "streamer",
     "model_kwargs",
 )
+NOT_BEGUN = "the call ended before decoding began"
 OTHER_LOOP = (
     "the request runs a decoding loop of its own (custom_generate, or a mode that lives outside of transformers)"
 )
@@ -59,8 +61,7 @@ KNOWN_ARGUMENTS = {
     "output_hidden_states",
     "tokenizer",
 }
-# Whether this transformers marks a cache that came from the caller; where it does not, any cache may be the caller's.
-MARKS_CALLERS_CACHE = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
+CALLERS_CACHE_MARK = "_is_user_defined"  # as newer versions of transformers name it; older ones set no mark
 
 _originals: dict[str, Any] = {}  # attribute of GenerationMixin -> the object that was there
 _warned: set[str] = set()
@@ -100,11 +101,12 @@ def restore_all() -> None:
     _originals.clear()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def fallback_reason(model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
     """Why a request that reached `_sample` goes to the original, as a sentence; None when lookahead can serve it."""
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is not a transformers model"
-    reason = adapter_for(model).unsupported_reason(model)
+    reason = adapter_for(model).unsupported_reason()
     if reason is not None:
         return reason
     cache = model_kwargs.get("past_key_values")
@@ -112,6 +114,15 @@ def fallback_reason(model: PreTrainedModel, generation_config: Any, model_kwargs
     checks = [
         (not model_kwargs.get("use_cache", True), "use_cache=False leaves nothing to write guesses to"),
         (generation_config.is_assistant, "the model assists another one"),
+        (torch.is_grad_enabled(), "gradients are being recorded"),
+        (
+            isinstance(cache, StaticCache) and generation_config.output_attentions,
+            "output_attentions of a static cache include its empty slots",
+        ),
+        (
+            generation_config.prefill_chunk_size and cache is not None and cache.get_seq_length() > 0,
+            "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers",
+        ),
         (
             not is_plain_cache(cache) and generation_config.cache_implementation,
             f"cache_implementation={generation_config.cache_implementation!r} saves memory that lade's own cache would take",
@@ -133,7 +144,7 @@ def is_plain_cache(cache: Any) -> bool:
 def callers_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     """The cache that outlives the call, because it is returned or was the caller's own; None when nobody sees it."""
     cache = model_kwargs.get("past_key_values")
-    is_callers = getattr(cache, "_is_user_defined", not MARKS_CALLERS_CACHE)
+    is_callers = getattr(cache, CALLERS_CACHE_MARK, False)
     return cache if generation_config.return_dict_in_generate or is_callers else None
 
 
@@ -141,15 +152,20 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recording() as stats:
-            stats.fallback_reason = OTHER_LOOP if is_enabled() else NOT_ENABLED
+            stats.fallback_reason = NOT_BEGUN if is_enabled() else NOT_ENABLED
+            if is_enabled() and isinstance(kwargs.get("past_key_values"), Cache):
+                setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
             result = original(self, *args, **kwargs)
-            if stats.fallback_reason == OTHER_LOOP:
+            if stats.fallback_reason == NOT_BEGUN:
+                stats.fallback_reason = OTHER_LOOP
                 _warn_once(OTHER_LOOP)
         config = current_config()
         if config.debug and stats.fallback_reason is None:
             _print_summary(stats)
         return result
 
+    # generate.__wrapped__ is how one gets past its torch.no_grad(): that must lead where it led before.
+    vars(generate).update({"__wrapped__": original.__wrapped__} if hasattr(original, "__wrapped__") else {})
     return generate
 
 
@@ -171,7 +187,6 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
             stats.fallback_reason = fallback_reason(self, generation_config, model_kwargs)
             if stats.fallback_reason is None:
                 return lookahead_decode(
-                    self,
                     *arguments,
                     config=current_config(),
                     adapter=adapter_for(self),

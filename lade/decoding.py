@@ -24,7 +24,6 @@ FIRST_CAPACITY = 1024  # slots behind the prompt that are allocated at first, wh
 # Under a compiled generate() this loop, whose shapes change, is not worth compiling.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def lookahead_decode(
-    model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -43,17 +42,19 @@ def lookahead_decode(
     input_ids: [B, P] prompts; P is 0 when only inputs_embeds are given. callers_cache: the cache that plain generate()
     would leave to its caller, who finds the whole text in it afterwards. Source: arXiv:2402.02057, algorithm 2.
     """
+    model = adapter.model
     recorder = OutputRecorder(generation_config)
+    needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
     rules = rules_for(
-        input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder, callers_cache is not None
+        input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder, needs_equal_lengths
     )
     batch_size, device = len(input_ids), input_ids.device
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
     positions = model_kwargs["position_ids"]  # [B or 1, prompt]
-    drafter = LookaheadDrafter(config, model.config.get_text_config().vocab_size, input_ids, key_mask)
+    drafter = LookaheadDrafter(config, adapter.config.vocab_size, input_ids, key_mask)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
-    cache = adapter.make_cache(model, positions.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
+    cache = adapter.make_cache(positions.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
     cache.adopt(model_kwargs["past_key_values"])
     model_kwargs["past_key_values"] = cache
 
@@ -73,13 +74,10 @@ def lookahead_decode(
 
             roots = rules.texts.roots()
             starts = first_position + torch.tensor(cache.lengths, device=device)[:, None] - first_slot  # [B, 1]
-            draft = drafter.propose(roots, adapter.max_guess_offset(model, starts))
-            tree = draft.tree
-            if rules.needs_equal_lengths:
-                tree = tree.with_chains(rules.finished_rows, rules.pad_token, draft.max_depth)
+            draft = drafter.propose(roots, adapter.max_guess_offset(starts))
+            tree = rules.without_finished(draft.tree, draft.max_depth)
             layout = block_layout(*draft.window_shape, tree.num_nodes, device)
             outputs = adapter.forward_block(
-                model,
                 tokens=layout.tokens(roots, tree, draft.window_cells),
                 positions=starts + layout.position_offsets(tree),
                 visible=layout.visibility(tree),
@@ -100,7 +98,7 @@ def lookahead_decode(
             stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
             guesses = None
             if draft.has_window:
-                guesses = as_plain(outputs.logits[:, 1 + tree.num_nodes :]).argmax(dim=-1)  # [B, W]
+                guesses = as_plain(outputs.logits[:, 1 + tree.num_nodes :]).argmax(dim=-1).to(device)  # [B, W]
 
     if streamer is not None:
         streamer.end()

@@ -95,12 +95,16 @@ class LookaheadCache(Cache):
         length = int(cache.get_seq_length())
         if length:
             for index, layer in enumerate(cache.layers):
+                if layer.keys is None:  # the model has fewer layers than its configuration says
+                    continue
                 self.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
 
     def hand_over(self, cache: Cache) -> None:
         """Append to `cache` what it lacks of the committed tokens, which must be equally many in all rows."""
         start, end = int(cache.get_seq_length()), self.lengths[0]
         for index, layer in enumerate(self._slot_layers):
+            if not layer.is_initialized:
+                continue
             cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
@@ -123,9 +127,12 @@ class LookaheadCache(Cache):
         if any(path != list(range(1, len(path) + 1)) for path in paths):
             # A short path is filled up with its root, which is copied onto itself.
             longest = max(map(len, paths))
-            source = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
-            target = torch.tensor([[*range(1, len(path) + 1), *[0] * (longest - len(path))] for path in paths])
-            starts = torch.tensor(self.lengths)[:, None]
+            host = torch.device("cpu")  # whatever the default device is
+            source = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=host)
+            target = torch.tensor(
+                [[*range(1, len(path) + 1), *[0] * (longest - len(path))] for path in paths], device=host
+            )
+            starts = torch.tensor(self.lengths, device=host)[:, None]
             for storage in self._storages:
                 storage.move(source + starts, target + starts)
         kept = [0 if path is None else 1 + len(path) for path in accepted]
@@ -171,19 +178,23 @@ class _Storage:
         self.owners.append((layer, name))
 
     def grow(self, capacity: int) -> None:
-        size, batch_size, num_heads, old, head_dim = self.data.shape
         try:
-            data = self.data.new_zeros(size, batch_size, num_heads, capacity, head_dim)
+            data = self._grown(capacity)
         except torch.OutOfMemoryError as error:
-            wanted = size * batch_size * num_heads * capacity * head_dim * self.data.element_size() / 2**20
+            wanted = self.data.nbytes / self.data.shape[3] * capacity / 2**20
             raise torch.OutOfMemoryError(
-                f"lade: the key/value cache could not grow to {capacity} tokens ({wanted:,.0f} MiB for {size} tensors); "
+                f"lade: the key/value cache could not grow to {capacity} tokens ({wanted:,.0f} MiB); "
                 "a smaller max_new_tokens or batch needs less"
             ) from error
-        data[:, :, :, :old] = self.data
         self.data = data
         for index, (layer, name) in enumerate(self.owners):
             setattr(layer, name, data[index])
+
+    def _grown(self, capacity: int) -> Tensor:
+        size, batch_size, num_heads, old, head_dim = self.data.shape
+        data = self.data.new_zeros(size, batch_size, num_heads, capacity, head_dim)
+        data[:, :, :, :old] = self.data
+        return data
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots in all tensors at once. source, target: [B, k]."""

@@ -62,8 +62,6 @@ MAX_LEAD = 32
 class Rules:
     """Common part: the texts, which rows have ended, and what generate() asked for."""
 
-    needs_equal_lengths = False  # whether finished rows go on, with pad tokens, as they do in plain generate()
-
     def __init__(
         self,
         input_ids: Tensor,
@@ -90,8 +88,12 @@ class Rules:
         """
         raise NotImplementedError
 
+    def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
+        """Take out guesses for rows that have ended."""
+        return tree.with_chains(self._finished_rows, self.pad_token, length=0)
+
     @property
-    def finished_rows(self) -> list[int]:
+    def _finished_rows(self) -> list[int]:
         return [row for row, is_finished in enumerate(self.is_finished) if is_finished]
 
 
@@ -125,7 +127,7 @@ class GreedyRules(Rules):
 
     def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
         committed.append(token)
-        self.is_finished[row] = token in self._eos_ids or len(committed) == room
+        self.is_finished[row] = token in self._eos_ids or len(committed) >= room
         return self.is_finished[row]
 
 
@@ -135,6 +137,7 @@ class RowRules(Rules):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._noise: dict[int, Tensor] = {}  # length -> [B, V], drawn once per length in order
+        self._scratch = torch.Generator(self.texts.ids.device)
 
     def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
         texts = self.texts
@@ -151,11 +154,14 @@ class RowRules(Rules):
         return accepted
 
     def _choose(self, logits: Tensor, row: int, node: int) -> int:
-        scores = self.processor(self.texts.row(row), logits[row : row + 1, node + 1].to(torch.float32, copy=True))
+        device = self.texts.ids.device
+        raw = logits[row : row + 1, node + 1].to(dtype=torch.float32, copy=True, device=device)
+        scores = self.processor(self.texts.row(row), raw)
         if not self.do_sample:
             return int(scores.argmax(dim=-1))
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        # torch.multinomial for one sample is this very race; drawing it here lets rows be at different lengths.
+        torch.multinomial(probabilities, num_samples=1, generator=self._scratch)  # raises for nan, as plain does
+        # For one sample it is a race between exponential draws; running it here lets rows be at different lengths.
         return int((probabilities[0] / self._draws(probabilities, self.texts.lengths[row])[row]).argmax(dim=-1))
 
     def _draws(self, probabilities: Tensor, length: int) -> Tensor:
@@ -174,14 +180,16 @@ class RowRules(Rules):
 class LockstepRules(Rules):
     """Everything generate() can be asked for: all rows commit the same number of tokens, as many as all of them accept."""
 
-    needs_equal_lengths = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         device = self.texts.ids.device
         self._rows = torch.arange(len(self.is_finished), device=device)
         self._unfinished = torch.ones_like(self._rows)
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
+    def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
+        """Plain generate() goes on with finished rows: with pad tokens, or without any change if nothing pads them."""
+        return tree.with_chains(self._finished_rows, self.pad_token, max_depth) if self._pads else tree
 
     def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
         self._logits = logits
@@ -222,18 +230,20 @@ def rules_for(
     generation_config: GenerationConfig,
     streamer: Any,
     recorder: OutputRecorder,
-    keeps_cache: bool,
+    needs_equal_lengths: bool,
 ) -> Rules:
     """The fastest rules that give plain generate()'s result.
 
-    keeps_cache: the caller gets the cache, in which plain generate() has all rows at one length.
+    needs_equal_lengths: all rows must have one length, because of the model or of who gets the cache.
     """
     is_batch = len(input_ids) > 1
     # Rows that end early are padded, or all end together: then what a finished row would have gone on with is not seen.
     ends_apart = stopping_criteria.max_length is not None and all(
         type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria
     )
-    rows_apart = ends_apart and streamer is None and not recorder.is_recording and not (is_batch and keeps_cache)
+    rows_apart = (
+        ends_apart and streamer is None and not recorder.is_recording and not (is_batch and needs_equal_lengths)
+    )
     kind: type[Rules] = LockstepRules
     if rows_apart and not logits_processor and not generation_config.do_sample:
         kind = GreedyRules

@@ -30,7 +30,7 @@ class GenerationStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Generated tokens per forward pass and row: 1.0 is plain decoding."""
+        """Generated tokens per forward pass and row: 1.0 is plain decoding, less in a batch some of whose rows end early."""
         return self.generated_tokens / (self.steps * self.batch_size) if self.steps else 0.0
 
     def as_dict(self) -> dict[str, Any]:

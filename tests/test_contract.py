@@ -22,6 +22,7 @@ from transformers import (
     LogitsProcessorList,
     MambaConfig,
     MambaForCausalLM,
+    MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedTokenizerFast,
     StaticCache,
@@ -410,12 +411,14 @@ def rope_model(rope: str):
         parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if rope != "dynamic":
         parameters["original_max_position_embeddings"] = 64
-    return tiny_llama(max_position_embeddings=64 if rope == "dynamic" else 256, rope_parameters=parameters)
+    positions = 64 if rope == "dynamic" else 256
+    # Larger weights than usual, so that other frequencies lead to other tokens.
+    return tiny_llama(max_position_embeddings=positions, rope_parameters=parameters, initializer_range=0.1)
 
 
-def differs(rope: str, length: int) -> bool:
+def differs(rope: str, length: int, batch_size: int = 1) -> bool:
     """Each call gets a model of its own: "dynamic" frequencies remember the longest text so far."""
-    inputs = prompt(length, seed=length)
+    inputs = prompt(length, seed=length) if batch_size == 1 else padded(batch_size, length)
     expected = generate_plain(rope_model(rope), inputs, max_new_tokens=70)
     result = rope_model(rope).generate(**inputs, max_new_tokens=70)
     assert_ran()
@@ -430,6 +433,15 @@ def test_rope_boundaries(rope, monkeypatch):
     if rope in ("dynamic", "longrope"):
         monkeypatch.setattr(ModelAdapter, "max_guess_offset", lambda *_: None)
         assert any(differs(rope, length) for length in lengths)  # blocks that pass the boundary change the text
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rope_boundaries_in_batches(rope, monkeypatch):
+    """The longest row's position sets everybody's frequencies, so rows must not run apart."""
+    lengths = (30, 50, 62, 70)
+    assert not any(differs(rope, length, batch_size=3) for length in lengths)
+    monkeypatch.setattr(ModelAdapter, "needs_equal_lengths", False)
+    assert any(differs(rope, length, batch_size=3) for length in lengths)
 
 
 def test_text_streamers(model, capsys):
@@ -533,6 +545,124 @@ def test_exceptions_leave_no_trace(where, error):
     assert_ran()
 
 
+@pytest.mark.parametrize("limit", [10, 24])
+def test_a_length_that_the_prompt_has_reached(model, limit):
+    arguments = {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(limit)])}
+    expected = generate_plain(model, prompt(24), **arguments)
+    assert torch.equal(model.generate(**prompt(24), **arguments), expected)
+    assert_ran()
+
+
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_rows_that_end_without_a_pad_id(batch_size):
+    """Plain generate() goes on with such rows until the others end, unpadded."""
+    model = tiny_llama(pad_token_id=None)
+    model.generation_config.pad_token_id = None
+    inputs = prompt(24, batch_size)
+    arguments = LENGTHS["own_criterion"]
+    plain = observe(model, inputs, arguments, on=False)
+    assert_same(observe(model, inputs, arguments, on=True), plain)
+    assert_ran()
+
+
+def test_finished_rows_do_not_hold_up_a_lockstep_batch(model):
+    """They go on with pad tokens, which are guessed as such; without these guesses every step would commit one token."""
+    inputs = padded(3)
+    full = generate_plain(model, inputs, max_new_tokens=60)
+    arguments = {"max_new_tokens": 60, "eos_token_id": [int(full[0, 26])], "streamer": Recorder()}
+    expected = generate_plain(model, inputs, **arguments)
+    assert torch.equal(model.generate(**inputs, **arguments), expected)
+    assert assert_ran().steps < expected.shape[1] - 24
+
+
+def test_stop_string_of_the_prompt(model):
+    """A string that the prompt holds too stops the text only where the text brings it."""
+    inputs = prompt(24)
+    inputs["input_ids"][0, 3:5] = torch.tensor(TOKENIZER("ab")["input_ids"])
+    answer = TOKENIZER.decode(generate_plain(model, inputs, max_new_tokens=30)[0, 24:], skip_special_tokens=True)
+    stop = answer[6:8]
+    inputs["input_ids"][0, 3:5] = torch.tensor(TOKENIZER(stop)["input_ids"])
+    arguments = {"max_new_tokens": 60, "stop_strings": stop, "tokenizer": TOKENIZER}
+    plain = observe(model, inputs, arguments, on=False, streams=True)
+    assert stop in TOKENIZER.decode(inputs["input_ids"][0])
+    assert_same(observe(model, inputs, arguments, on=True, streams=True), plain)
+    assert_ran()
+
+
+def test_placeholder_ids_beside_inputs_embeds(model):
+    embeds = model.get_input_embeddings()(prompt(24)["input_ids"])
+    for placeholder in (-200, 5000):
+        arguments = {"inputs_embeds": embeds, "input_ids": torch.full((1, 24), placeholder), "max_new_tokens": 40,
+                     "attention_mask": torch.ones(1, 24, dtype=torch.long)}  # fmt: skip
+        expected = generate_plain(model, {}, **arguments)
+        assert torch.equal(model.generate(**arguments), expected)
+        assert assert_ran().steps < 40
+
+
+def test_impossible_probabilities_raise_what_plain_raises(model):
+    arguments = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "suppress_tokens": list(range(VOCAB))}
+    for call in (lambda **kw: generate_plain(model, {}, **kw), model.generate):
+        with pytest.raises(RuntimeError, match="probability tensor"):
+            call(**prompt(24, 3), **arguments)
+
+
+def test_int32_ids(model):
+    inputs = prompt(24) | {"input_ids": prompt(24)["input_ids"].int()}
+    expected = generate_plain(model, inputs, max_new_tokens=30)
+    result = model.generate(**inputs, max_new_tokens=30)
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected)
+    assert_ran()
+
+
+def test_another_default_device(model):
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=30)
+    torch.set_default_device("meta")
+    try:
+        result = model.generate(**inputs, max_new_tokens=30)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(result, expected)
+    assert_ran()
+
+
+def test_fewer_layers_than_configured():
+    model = tiny_llama(num_hidden_layers=3)
+    model.model.layers = model.model.layers[:2]
+    cache = DynamicCache()
+    expected = generate_plain(model, prompt(24), max_new_tokens=30)
+    assert torch.equal(model.generate(**prompt(24), max_new_tokens=30, past_key_values=cache), expected)
+    assert_ran()
+    assert cache.get_seq_length() == 24 + 30 - 1
+
+
+def test_position_ids_of_a_batch(model):
+    inputs = padded(3)
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0) + torch.tensor([[5], [0], [40]])
+    expected = generate_plain(model, inputs, max_new_tokens=40)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
+    assert_ran()
+
+
+def test_time_limit_that_is_reached(model):
+    arguments = {"max_new_tokens": 50, "stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e-9)])}
+    assert model.generate(**prompt(24), **arguments).shape[1] == 25
+    assert_ran()
+
+
+def test_out_of_memory_says_what_was_asked_for(model, monkeypatch):
+    monkeypatch.setattr("lade.decoding.FIRST_CAPACITY", 0)
+    monkeypatch.setattr("lade.kv_cache.MIN_CAPACITY", 16)
+
+    def fail(self, capacity):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("lade.kv_cache._Storage._grown", fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"grow to \d+ tokens .* MiB.*max_new_tokens"):
+        model.generate(**prompt(24), max_new_tokens=60)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -611,6 +741,65 @@ def test_a_class_with_its_own_sample_falls_back():
     assert "loop of its own" in lade.last_stats().fallback_reason
 
 
+class OwnPositions(LlamaForCausalLM):
+    """Changes what every forward gets, which lade's blocks do not go through."""
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs["position_ids"] = inputs["position_ids"] * 2
+        return inputs
+
+
+class NoRows(LlamaForCausalLM):
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kw
+    ):
+        kw.pop("logits_to_keep", None)
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(OwnPositions, "prepare_inputs_for_generation"), (NoRows, "logits_to_keep"), ("train", "training")],
+)
+def test_models_that_differ_fall_back(kind, reason):
+    model = tiny_llama(attention_dropout=0.3) if kind == "train" else kind(tiny_llama().config).double().eval()
+    model.train(kind == "train")
+    arguments = {"max_new_tokens": 20, "eos_token_id": None}
+    plain = observe(model, prompt(24), arguments, on=False)
+    assert_same(observe(model, prompt(24), arguments, on=True), plain)
+    assert reason in lade.last_stats().fallback_reason
+
+
+def test_gradients_fall_back(model):
+    """Past generate()'s no_grad decorator, where plain generate() records gradients, it still does."""
+    undecorated = type(model).generate.__wrapped__
+    result = undecorated(model, **prompt(24), max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
+    assert result.logits[-1].requires_grad
+
+
+def test_static_attentions_fall_back():
+    model = tiny_llama(torch.float32, "eager")
+    arguments = {"max_new_tokens": 8, "cache_implementation": "static", "return_dict_in_generate": True,
+                 "output_attentions": True}  # fmt: skip
+    plain = generate_plain(model, prompt(24), **arguments)
+    ahead = model.generate(**prompt(24), **arguments)
+    assert [w.shape for step in ahead.attentions for w in step] == [w.shape for step in plain.attentions for w in step]
+    assert "static" in lade.last_stats().fallback_reason
+
+
+def test_memory_saving_caches_fall_back(model, monkeypatch):
+    arguments = {"max_new_tokens": 8, "cache_implementation": "offloaded"}
+    outcomes = []
+    for call in (lambda **kw: generate_plain(model, {}, **kw), model.generate):
+        try:
+            outcomes.append(call(**prompt(24), **arguments).tolist())
+        except Exception as error:  # offloading needs an accelerator
+            outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1]
+    assert "offloaded" in lade.last_stats().fallback_reason
+
+
 def test_other_caches_fall_back(model):
     inputs = prompt(24)
     expected = generate_plain(model, inputs, max_new_tokens=12)
@@ -625,10 +814,21 @@ def test_rows_far_ahead_wait_for_the_slowest(model, monkeypatch, row_wise):
     """However few tokens one row may be ahead, a sampled batch equals plain generate() and its generator state."""
     monkeypatch.setattr(rules, "MAX_LEAD", 2)
     monkeypatch.setattr(rules, "is_row_wise", lambda processor: row_wise)
+    leads = [0]
+    commit = rules.RowRules._commit
+
+    def watch(self, row, token):
+        running = [n for n, done in zip(self.texts.lengths, self.is_finished, strict=True) if not done]
+        leads.append(self.texts.lengths[row] - min(running))
+        return commit(self, row, token)
+
+    monkeypatch.setattr(rules.RowRules, "_commit", watch)
     arguments = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.2, "eos_token_id": [4, 9, 17]}
     plain = observe(model, padded(4), arguments, on=False)
     assert_same(observe(model, padded(4), arguments, on=True), plain)
     assert_ran()
+    # A row that is not far ahead may still accept a whole n-gram of 4.
+    assert max(leads) <= 2 + 4
 
 
 def test_inference_mode(model):

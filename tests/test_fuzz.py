@@ -47,6 +47,7 @@ ARGUMENTS = st.fixed_dictionaries(
         "prefill_chunk_size": maybe(st.integers(2, 9)),
         "cache_implementation": st.sampled_from([None, "dynamic", "static"]),
         "output_scores": st.booleans(),
+        "output_logits": st.booleans(),
         "output_hidden_states": st.booleans(),
     }
 )
@@ -91,7 +92,7 @@ def test_random_combinations(
     inputs = {"input_ids": ids, "attention_mask": mask}
     lade.config_lade(**setting)
 
-    seen = []
+    seen, results = [], []
     for on in (False, True):
         streamer = Recorder() if streams else None
         call = models[attention].generate if on else lambda **kw: generate_plain(models[attention], {}, **kw)
@@ -104,6 +105,23 @@ def test_random_combinations(
         else:
             sequences = result.sequences if returns_dict else result
             seen.append((sequences.tolist(), torch.get_rng_state().tolist(), streamer.calls if streamer else None))
+        results.append(result)
         if on and result is not None:
             assert lade.last_stats().fallback_reason is None
     assert seen[0] == seen[1]
+    if returns_dict and results[0] is not None:
+        assert_outputs_close(results[1], results[0], arguments.get("cache_implementation") != "static")
+
+
+def assert_outputs_close(ahead, plain, with_padding):
+    """with_padding: compare what padding positions hold too; with a static cache they average over its empty slots."""
+    assert ahead.keys() == plain.keys()
+    for name in ("scores", "logits", "hidden_states") if with_padding else ("scores", "logits"):
+        if name in plain:
+            torch.testing.assert_close(ahead[name], plain[name], rtol=1e-4, atol=1e-5)
+    length = int(plain.past_key_values.get_seq_length())
+    assert int(ahead.past_key_values.get_seq_length()) == length
+    if not with_padding:
+        return
+    for layer, expected in zip(ahead.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, :length], expected.keys[:, :, :length], rtol=1e-4, atol=1e-5)

@@ -11,6 +11,7 @@ import lade
 from lade.drafters import LookaheadDrafter
 from lade.token_tree import merge_candidates
 from lade.verify import children_of, walk
+from lade.window import JacobiWindow
 
 
 def test_walk_follows_the_models_choices():
@@ -92,3 +93,65 @@ def test_oracle_drafters(monkeypatch, lade_on, single, hit_rate, level, sampling
         assert set(stats.accepted_lengths) == {0}
     else:
         assert 1 + -(-40 // level) < stats.steps < 41
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Every step's window as it was when the block was laid out, the model's choices behind it, and the text so far."""
+    steps = []
+    learn = LookaheadDrafter.learn
+
+    def watch(self, chosen, texts, num_committed):
+        if chosen is not None:
+            text = texts.row(0)[0]
+            before = text[: len(text) - num_committed[0]]  # the block's root was the last token of this
+            steps.append((before.clone(), self.window.levels.clone(), chosen.clone()))
+        learn(self, chosen, texts, num_committed)
+
+    monkeypatch.setattr(LookaheadDrafter, "learn", watch)
+    return steps
+
+
+def test_window_choices_are_the_models_own(lade_on, single, watched):
+    """Column j of the last level holds what a plain forward says behind the text, (0, 1..j) and (1..N-2, j)."""
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    single.generate(**prompt(12), max_new_tokens=25)
+    assert len(watched) > 5
+    for text, levels, chosen in watched:
+        assert levels[0, 0, 0] == text[-1]
+        for column in range(3):
+            behind = torch.cat([text, levels[0, 0, 1 : column + 1], levels[0, 1:, column]])
+            assert single(input_ids=behind[None]).logits[0, -1].float().argmax() == chosen[0, column]
+
+
+def test_window_feeds_the_pool(lade_on, single, watched, monkeypatch):
+    """With no n-grams of the text in the pool, the window's own are what is accepted."""
+    monkeypatch.setattr("lade.drafters.lookahead._ngrams_of", lambda tokens, size: tokens.new_empty(0, size))
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=8, GUESS_SET_SIZE=6)
+    inputs = prompt(12)
+    expected = generate_plain(single, inputs, max_new_tokens=80)
+    assert torch.equal(single.generate(**inputs, max_new_tokens=80), expected)
+    stats = lade.last_stats()
+    assert stats.steps < 80
+    assert set(stats.block_tokens[:2]) == {3 * 8}  # nothing before the columns have been through N-1 updates
+
+
+@pytest.mark.parametrize("forward_one", [0, 1])
+def test_window_moves_by_what_was_accepted(lade_on, single, monkeypatch, forward_one):
+    shifts = []
+    roll = JacobiWindow.roll
+
+    def watch(self, chosen, columns=None):
+        shifts.append(columns)
+        roll(self, chosen, columns)
+
+    monkeypatch.setattr(JacobiWindow, "roll", watch)
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, ALWAYS_FWD_ONE=forward_one)
+    single.generate(**prompt(12), max_new_tokens=80)
+    accepted = lade.last_stats().accepted_lengths
+    if forward_one:
+        assert set(shifts) == {None}
+    else:
+        moved = [shift[0] for shift in shifts]  # the last step's window is never rolled
+        assert all(moved.count(length) in (count, count - 1) for length, count in accepted.items())
+        assert max(moved) == 3

@@ -37,10 +37,16 @@ class LookaheadDrafter:
     def __init__(self, config: LookaheadConfig, vocab_size: int, prompt_ids: Tensor, key_mask: Tensor | None) -> None:
         """prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool, False for padding; None without."""
         self.config = config
+        prompt_ids = prompt_ids.long()
+        # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
+        is_foreign = (prompt_ids < 0) | (prompt_ids >= vocab_size)
+        self._known_ids = range(vocab_size) if bool(is_foreign.any()) else None
         prompt_lengths = [prompt_ids.shape[1]] * len(prompt_ids)
         if key_mask is not None:
             prompt_lengths = key_mask[:, key_mask.shape[1] - prompt_ids.shape[1] :].sum(1).clamp(min=1).tolist()
-        start_ids = prompt_ids if prompt_ids.shape[1] else prompt_ids.new_zeros(len(prompt_ids), 1)
+        start_ids = (
+            prompt_ids.masked_fill(is_foreign, 0) if prompt_ids.shape[1] else prompt_ids.new_zeros(len(prompt_ids), 1)
+        )
         self.window = JacobiWindow.start(
             start_ids, [max(1, length) for length in prompt_lengths], config.ngram_size, config.window_size
         )
@@ -49,7 +55,7 @@ class LookaheadDrafter:
             self.pool = NGramPool(config.ngram_size, config.num_guesses, vocab_size, prompt_ids.device)
             if config.pool_from_prompt:
                 for row, length in zip(prompt_ids, prompt_lengths, strict=True):
-                    self.pool.insert(_ngrams_of(row[len(row) - length :], config.ngram_size))
+                    self._remember([_ngrams_of(row[len(row) - length :], config.ngram_size)])
 
     def propose(self, roots: Tensor, max_offset: int | None) -> Draft:
         """Guesses behind each root. roots: [B] ids. max_offset: how far beyond the root one may lie, None for anywhere."""
@@ -82,8 +88,16 @@ class LookaheadDrafter:
             if self.window.is_ready:
                 found.insert(0, self.window.ngrams(chosen))
             self.window.roll(chosen, None if self.config.always_forward_one else [max(0, n - 1) for n in num_committed])
-        if self.pool is not None and found:
-            self.pool.insert(torch.cat(found))
+        self._remember(found)
+
+    def _remember(self, found: list[Tensor]) -> None:
+        """Put n-grams into the pool, oldest first. found: [M, N] ids each."""
+        if self.pool is None or not found:
+            return
+        ngrams = torch.cat(found)
+        if self._known_ids is not None:
+            ngrams = ngrams[((ngrams >= 0) & (ngrams < len(self._known_ids))).all(dim=1)]
+        self.pool.insert(ngrams)
 
 
 def _ngrams_of(tokens: Tensor, ngram_size: int) -> Tensor:

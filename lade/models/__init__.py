@@ -13,8 +13,8 @@ __all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "register_adapter"]
 class NoAdapter(ModelAdapter):
     """Stands for a family that nobody has tested yet."""
 
-    def unsupported_reason(self, model: PreTrainedModel) -> str | None:
-        return f"no adapter is registered for model_type {model.config.model_type!r}"
+    def unsupported_reason(self) -> str | None:
+        return f"no adapter is registered for model_type {self.model.config.model_type!r}"
 
 
 _adapters: dict[str, type[ModelAdapter]] = {"llama": LlamaAdapter}
@@ -29,4 +29,4 @@ def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     """The adapter registered for the model's type, or one that refuses it."""
-    return _adapters.get(model.config.model_type, NoAdapter)()
+    return _adapters.get(model.config.model_type, NoAdapter)(model)
