@@ -28,7 +28,7 @@ def find_files(root, pattern="*", recursive=True):
 '''
 # N, W, G that pay: a small block where arithmetic is dear, a large one where it is nearly free.
 SETTINGS = {
-    "cpu": {"LEVEL": 4, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 2},
+    "cpu": {"LEVEL": 5, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 4},
     "cuda": {"LEVEL": 5, "WINDOW_SIZE": 7, "GUESS_SET_SIZE": 7},
 }
 MODES = {

@@ -1,6 +1,6 @@
 """Tokens per second of plain generate(), transformers' prompt lookup, and lade, on the same prompts in one process.
 
-    python benchmarks/decode.py --level 4 --window 2 --guess 2
+    python benchmarks/decode.py --level 5 --window 2 --guess 4
     python benchmarks/decode.py --dtype float32 --sample --methods plain,lade
 
 Prints a table and ends with one JSON line: hardware, versions, settings, medians with p20/p80 over the trials, share of
@@ -72,7 +72,7 @@ def main() -> None:
     runs = harness.run_methods(model, prompts, methods, args.trials, common)
 
     plain = runs["plain"]
-    loops = sum(map(harness.is_looping, plain[0].outputs))
+    varied = [i for i, output in enumerate(plain[0].outputs) if not harness.is_looping(output)]
     figures: dict = {
         "benchmark": "decode",
         "environment": harness.environment(model),
@@ -80,31 +80,30 @@ def main() -> None:
         "prompts": len(prompts),
         "prompt_file": args.prompts.name,
         "trials": args.trials,
-        "looping_outputs": loops,
+        "looping_outputs": len(prompts) - len(varied),
         "methods": {},
+        "methods_without_looping_outputs": {},
     }
-    print(f"{'method':<14} {'tokens/s':>9} {'p20':>8} {'p80':>8} {'ratio':>7} {'tokens/step':>12} {'identical':>10}")
+    print(
+        f"{'method':<14} {'tokens/s':>9} {'p20':>8} {'p80':>8} {'ratio':>7} {'tokens/step':>12} {'identical':>10}  no loops: ratio, tokens/step"
+    )
     for name, trials in runs.items():
-        speed = harness.spread([run.tokens_per_second for run in trials])
-        ratio = harness.spread(
-            [run.tokens_per_second / base.tokens_per_second for run, base in zip(trials, plain, strict=True)]
+        row = harness.compare(trials, plain)
+        row["identical_outputs"] = sum(a == b for a, b in zip(trials[0].outputs, plain[0].outputs, strict=True)) / len(
+            prompts
         )
-        identical = sum(a == b for a, b in zip(trials[0].outputs, plain[0].outputs, strict=True)) / len(prompts)
-        per_step = round(trials[0].tokens / trials[0].steps, 4) if trials[0].steps else None
-        figures["methods"][name] = {
-            "tokens_per_second": speed,
-            "ratio_to_plain": ratio,
-            "tokens_per_step": per_step,
-            "identical_outputs": identical,
-        }
+        apart = harness.compare(trials, plain, varied) if varied else None
+        figures["methods"][name], figures["methods_without_looping_outputs"][name] = row, apart
+        speed = row["tokens_per_second"]
         print(
-            f"{name:<14} {speed['median']:>9.1f} {speed['p20']:>8.1f} {speed['p80']:>8.1f} {ratio['median']:>7.3f} "
-            f"{per_step or '':>12} {identical:>10.0%}"
+            f"{name:<14} {speed['median']:>9.1f} {speed['p20']:>8.1f} {speed['p80']:>8.1f} "
+            f"{row['ratio_to_plain']['median']:>7.3f} {row['tokens_per_step'] or '':>12} {row['identical_outputs']:>10.0%}"
+            + (f"  {apart['ratio_to_plain']['median']:.3f}, {apart['tokens_per_step'] or '-'}" if apart else "")
         )
     if "lade" in runs and model.device.type == "cpu":
         figures["host_overhead"] = round(measure_overhead(model, prompts, common), 4)
         print(f"share of a lookahead step outside of the model's forward: {figures['host_overhead']:.1%}")
-    print(f"outputs of plain generate() that end in a loop: {loops} of {len(prompts)}")
+    print(f"outputs of plain generate() that end in a loop: {len(prompts) - len(varied)} of {len(prompts)}")
     harness.finish(figures, args.out)
 
 

@@ -39,9 +39,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_lookahead_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--level", type=int, default=4, help="N")
+    parser.add_argument("--level", type=int, default=5, help="N")
     parser.add_argument("--window", type=int, default=2, help="W")
-    parser.add_argument("--guess", type=int, default=2, help="G")
+    parser.add_argument("--guess", type=int, default=4, help="G")
 
 
 def lookahead_settings(args: argparse.Namespace) -> dict[str, int]:
@@ -95,17 +95,23 @@ def synchronize(model: Any) -> None:
 
 @dataclass
 class Run:
-    """One method over all prompts, once."""
+    """One method over all prompts, once; one entry per prompt in each list."""
 
-    tokens: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-    block_tokens: int = 0
+    seconds: list[float] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # of lade only
+    block_tokens: int = 0  # over all prompts
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+    def speed(self, chosen: list[int] | None = None) -> float:
+        """Tokens per second over all prompts, or over the chosen ones."""
+        chosen = list(range(len(self.outputs))) if chosen is None else chosen
+        return sum(len(self.outputs[i]) for i in chosen) / sum(self.seconds[i] for i in chosen)
+
+    def tokens_per_step(self, chosen: list[int] | None = None) -> float | None:
+        chosen = list(range(len(self.outputs))) if chosen is None else chosen
+        if not self.steps:
+            return None
+        return round(sum(len(self.outputs[i]) for i in chosen) / sum(self.steps[i] for i in chosen), 4)
 
 
 def generate_timed(model: Any, inputs: dict[str, torch.Tensor], **arguments: Any) -> tuple[list[int], float]:
@@ -140,14 +146,13 @@ def run_methods(
                 run = runs[name][trial]
                 with use_lade(name == "lade"):
                     tokens, seconds = generate_timed(model, inputs, **common, **arguments)
-                run.tokens += len(tokens)
-                run.seconds += seconds
+                run.seconds.append(seconds)
                 run.outputs.append(tokens)
                 if name == "lade":
                     stats = lade.last_stats()
                     if stats is None or stats.fallback_reason is not None:
                         raise RuntimeError(f"lookahead did not run: {stats}")
-                    run.steps += stats.steps
+                    run.steps.append(stats.steps)
                     run.block_tokens += sum(stats.block_tokens)
     return runs
 
@@ -166,6 +171,16 @@ def is_looping(tokens: list[int], last: int = 64, share: float = 0.3) -> bool:
         if count > 1 and count * size > share * len(tail):
             return True
     return False
+
+
+def compare(runs: list[Run], plain: list[Run], chosen: list[int] | None = None) -> dict[str, Any]:
+    """A method's figures beside plain generate()'s in the same trials."""
+    ratios = [run.speed(chosen) / base.speed(chosen) for run, base in zip(runs, plain, strict=True)]
+    return {
+        "tokens_per_second": spread([run.speed(chosen) for run in runs]),
+        "ratio_to_plain": spread(ratios),
+        "tokens_per_step": runs[0].tokens_per_step(chosen),
+    }
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -37,15 +37,14 @@ def main() -> None:
     for level, window, guess in itertools.product(args.levels, args.windows, args.guesses):
         lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guess)
         runs = harness.run_methods(model, prompts, {"plain": {}, "lade": {}}, args.trials, common)
-        pairs = zip(runs["lade"], runs["plain"], strict=True)
-        ratio = harness.spread([run.tokens_per_second / base.tokens_per_second for run, base in pairs])
-        run = runs["lade"][0]
+        found = harness.compare(runs["lade"], runs["plain"])
+        run, ratio = runs["lade"][0], found["ratio_to_plain"]
         row = {
             "LEVEL": level,
             "WINDOW_SIZE": window,
             "GUESS_SET_SIZE": guess,
-            "mean_block_tokens": round(run.block_tokens / max(1, run.steps - len(prompts)), 2),
-            "tokens_per_step": round(run.tokens / run.steps, 3),
+            "mean_block_tokens": round(run.block_tokens / max(1, sum(run.steps) - len(prompts)), 2),
+            "tokens_per_step": found["tokens_per_step"],
             "ratio_to_plain": ratio,
         }
         rows.append(row)
