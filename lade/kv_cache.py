@@ -5,6 +5,7 @@ No concatenation, no copy of the prefix: `update` writes in place and returns vi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ class _Storage:
         """states: [B, H, q, D], an example. size: S, how many such tensors will be asked for."""
         batch_size, num_heads, _, head_dim = states.shape
         # Zeros: a slot that was never written may be multiplied by a weight of zero, and 0 * nan is nan.
-        self.data = states.new_zeros(size, batch_size, num_heads, capacity, head_dim)  # [S, B, H, C, D]
+        self.data = _zeros(states, size, batch_size, num_heads, capacity, head_dim)  # [S, B, H, C, D]
         self.owners: list[tuple[SlotLayer, str]] = []
 
     def has_room_for(self, states: Tensor) -> bool:
@@ -178,23 +179,12 @@ class _Storage:
         self.owners.append((layer, name))
 
     def grow(self, capacity: int) -> None:
-        try:
-            data = self._grown(capacity)
-        except torch.OutOfMemoryError as error:
-            wanted = self.data.nbytes / self.data.shape[3] * capacity / 2**20
-            raise torch.OutOfMemoryError(
-                f"lade: the key/value cache could not grow to {capacity} tokens ({wanted:,.0f} MiB); "
-                "a smaller max_new_tokens or batch needs less"
-            ) from error
+        size, batch_size, num_heads, old, head_dim = self.data.shape
+        data = _zeros(self.data, size, batch_size, num_heads, capacity, head_dim)
+        data[:, :, :, :old] = self.data
         self.data = data
         for index, (layer, name) in enumerate(self.owners):
             setattr(layer, name, data[index])
-
-    def _grown(self, capacity: int) -> Tensor:
-        size, batch_size, num_heads, old, head_dim = self.data.shape
-        data = self.data.new_zeros(size, batch_size, num_heads, capacity, head_dim)
-        data[:, :, :, :old] = self.data
-        return data
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots in all tensors at once. source, target: [B, k]."""
@@ -203,3 +193,16 @@ class _Storage:
         source = source.to(data.device)[None, :, None, :, None].expand(shape)
         target = target.to(data.device)[None, :, None, :, None].expand(shape)
         data.scatter_(3, target, data.gather(3, source))
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros of shape [S, B, H, C, D]; says how much was asked for where there is no room."""
+    try:
+        return like.new_zeros(shape)
+    except RuntimeError as error:  # OutOfMemoryError is one; the CPU's allocator raises a plain one
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(
+            f"lade: no room for a key/value cache of {shape[3]} tokens, "
+            f"{math.prod(shape) * like.element_size() / 2**20:,.0f} MiB; a smaller max_new_tokens or batch needs less"
+        ) from error

@@ -651,16 +651,24 @@ def test_time_limit_that_is_reached(model):
     assert_ran()
 
 
-def test_out_of_memory_says_what_was_asked_for(model, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+@pytest.mark.parametrize("limit", [16, 100])
+def test_out_of_memory_says_what_was_asked_for(model, monkeypatch, error, limit):
+    """At the first allocation (16 slots are allowed), and while growing (100)."""
     monkeypatch.setattr("lade.decoding.FIRST_CAPACITY", 0)
     monkeypatch.setattr("lade.kv_cache.MIN_CAPACITY", 16)
+    new_zeros = torch.Tensor.new_zeros
 
-    def fail(self, capacity):
-        raise torch.OutOfMemoryError("no room")
+    def allocate(self, shape):
+        if shape[3] > limit:
+            raise error
+        return new_zeros(self, shape)
 
-    monkeypatch.setattr("lade.kv_cache._Storage._grown", fail)
-    with pytest.raises(torch.OutOfMemoryError, match=r"grow to \d+ tokens .* MiB.*max_new_tokens"):
-        model.generate(**prompt(24), max_new_tokens=60)
+    monkeypatch.setattr(torch.Tensor, "new_zeros", allocate)
+    with pytest.raises(torch.OutOfMemoryError, match=r"cache of \d+ tokens, \d+ MiB.*max_new_tokens"):
+        model.generate(**prompt(24), max_new_tokens=100)
 
 
 @pytest.mark.parametrize(
