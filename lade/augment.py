@@ -165,7 +165,8 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     # generate.__wrapped__ is how one gets past its torch.no_grad(): that must lead where it led before.
-    vars(generate).update({"__wrapped__": original.__wrapped__} if hasattr(original, "__wrapped__") else {})
+    if hasattr(original, "__wrapped__"):
+        generate.__wrapped__ = original.__wrapped__
     return generate
 
 

@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from conftest import VOCAB, Recorder, generate_plain, prompt, tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -876,6 +877,14 @@ def test_compiled_generate(model):
     inputs = prompt(24)
     expected = generate_plain(model, inputs, max_new_tokens=20)
     assert torch.equal(torch.compile(model.generate, backend="eager")(**inputs, max_new_tokens=20), expected)
+    assert_ran()
+
+
+def test_weights_that_accelerate_offloads(model):
+    """An offloaded model's own device is "meta"; its inputs stay where they are."""
+    expected = generate_plain(model, prompt(24), max_new_tokens=20)
+    offloaded = cpu_offload(tiny_llama(), execution_device="cpu")
+    assert torch.equal(offloaded.generate(**prompt(24), max_new_tokens=20), expected)
     assert_ran()
 
 

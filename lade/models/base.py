@@ -89,7 +89,8 @@ class ModelAdapter:
         """
         cache.begin_block(tokens.shape[1], tokens.device)
         mask = block_mask(visible, cache.lengths, key_mask, self.dtype)
-        if tokens.device != (device := self.model.device):  # ids may come from the CPU to a model elsewhere
+        device = self.model.device  # ids may come from the CPU to a model elsewhere; an offloaded model is "nowhere"
+        if device not in (tokens.device, torch.device("meta")):
             tokens, positions, mask, logit_rows = (x.to(device) for x in (tokens, positions, mask, logit_rows))
         return self.model(
             input_ids=tokens,
