@@ -17,11 +17,11 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from lade.config import current_config, is_enabled
 from lade.decoding import lookahead_decode
-from lade.models import adapter_for
+from lade.models import ModelAdapter, adapter_for
 from lade.stats import GenerationStats, open_stats, recording
 
 logger = logging.getLogger("lade")
@@ -102,15 +102,13 @@ def restore_all() -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def fallback_reason(model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
+def fallback_reason(
+    model: PreTrainedModel, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+) -> str | None:
     """Why a request that reached `_sample` goes to the original, as a sentence; None when lookahead can serve it."""
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is not a transformers model"
-    reason = adapter_for(model).unsupported_reason()
-    if reason is not None:
-        return reason
     cache = model_kwargs.get("past_key_values")
-    unknown = sorted(name for name, value in model_kwargs.items() if name not in KNOWN_ARGUMENTS and value is not None)
     checks = [
         (not model_kwargs.get("use_cache", True), "use_cache=False leaves nothing to write guesses to"),
         (generation_config.is_assistant, "the model assists another one"),
@@ -123,22 +121,51 @@ def fallback_reason(model: PreTrainedModel, generation_config: Any, model_kwargs
             generation_config.prefill_chunk_size and cache is not None and cache.get_seq_length() > 0,
             "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers",
         ),
-        (
-            not is_plain_cache(cache) and generation_config.cache_implementation,
-            f"cache_implementation={generation_config.cache_implementation!r} saves memory that lade's own cache would take",
-        ),
-        (not is_plain_cache(cache), f"past_key_values of type {type(cache).__name__} is not known to keep every key"),
-        (model_kwargs.get("position_ids") is None, "the model takes no position_ids"),
-        (unknown, f"the model argument {', '.join(unknown)} is not known to be safe with a block of guesses"),
     ]
-    return next((reason for applies, reason in checks if applies), None)
+    reason = next((reason for applies, reason in checks if applies), None)
+    if reason is not None:
+        return reason
+    adapter = adapter_for(model)
+    return (
+        adapter.unsupported_reason()
+        or unsupported_cache(cache, generation_config, callers_cache(generation_config, model_kwargs) is not None)
+        or unsupported_arguments(adapter, model_kwargs)
+        or adapter.unsupported_length(prompt_length(input_ids, model_kwargs), generation_config.max_length)
+    )
 
 
-def is_plain_cache(cache: Any) -> bool:
-    """Whether a cache keeps all keys and values, unchanged and on the model's device, so that ours can stand in for it."""
+def prompt_length(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
+    """Tokens of the prompt, whether given as ids, as embeddings, or in a cache."""
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    return max(known.shape[1] for known in (input_ids, mask, embeds) if known is not None)
+
+
+def unsupported_arguments(adapter: ModelAdapter, model_kwargs: dict[str, Any]) -> str | None:
+    """Which of the model's arguments may mean something that a block of guesses would change."""
+    known = KNOWN_ARGUMENTS | adapter.prompt_arguments
+    unknown = sorted(name for name, value in model_kwargs.items() if name not in known and value is not None)
+    if unknown:
+        return f"the model argument {', '.join(unknown)} is not known to be safe with a block of guesses"
+    if adapter.takes_positions and model_kwargs.get("position_ids") is None:
+        return "generate() hands no position_ids to this model"
+    return None
+
+
+def unsupported_cache(cache: Any, generation_config: Any, is_seen: bool) -> str | None:
+    """Why our cache cannot stand in for this one. is_seen: somebody looks at it before or after the call."""
     if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
-        return False
-    return all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers)
+        if generation_config.cache_implementation:
+            name = generation_config.cache_implementation
+            return f"cache_implementation={name!r} saves memory that lade's own cache would take"
+        return f"past_key_values of type {type(cache).__name__} is not known to keep every key"
+    if not is_seen and cache.get_seq_length() == 0:
+        return None  # made for this call by generate() itself, and never looked at
+    for layer in cache.layers:
+        # A sliding layer forgets what is out of its window, which a block may still need.
+        forgets = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
+        if forgets or type(layer) not in (DynamicLayer, StaticLayer, DynamicSlidingWindowLayer):
+            return f"past_key_values with a {type(layer).__name__} does not keep every key"
+    return None
 
 
 def callers_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
@@ -185,7 +212,7 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         stats = open_stats()
         if is_enabled():
-            stats.fallback_reason = fallback_reason(self, generation_config, model_kwargs)
+            stats.fallback_reason = fallback_reason(self, input_ids, generation_config, model_kwargs)
             if stats.fallback_reason is None:
                 return lookahead_decode(
                     *arguments,

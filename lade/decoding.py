@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from lade.attention import Block
 from lade.config import LookaheadConfig
 from lade.drafters import LookaheadDrafter
 from lade.layout import block_layout
@@ -42,7 +43,7 @@ def lookahead_decode(
     input_ids: [B, P] prompts; P is 0 when only inputs_embeds are given. callers_cache: the cache that plain generate()
     would leave to its caller, who finds the whole text in it afterwards. Source: arXiv:2402.02057, algorithm 2.
     """
-    model = adapter.model
+    model = adapter.prompt_model
     recorder = OutputRecorder(generation_config)
     needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
     rules = rules_for(
@@ -50,42 +51,49 @@ def lookahead_decode(
     )
     batch_size, device = len(input_ids), input_ids.device
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
-    positions = model_kwargs["position_ids"]  # [B or 1, prompt]
+    positions = model_kwargs.get("position_ids")  # [B or 1, prompt], or more of these; None for a model that takes none
     drafter = LookaheadDrafter(config, adapter.config.vocab_size, input_ids, key_mask)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
-    cache = adapter.make_cache(positions.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
+    cache = adapter.make_cache(input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
     cache.adopt(model_kwargs["past_key_values"])
     model_kwargs["past_key_values"] = cache
 
     # The prompt's own forward is a step with an empty tree.
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    if outputs.past_key_values is not cache:  # the model made one of its own for the prompt
+        cache.adopt(outputs.past_key_values)
     cache.end_prefill(batch_size)
-    first_slot, first_position = cache.lengths[0], positions[:, -1:] + 1
+    first_slot = cache.lengths[0]
+    first_position = first_slot if positions is None else positions[..., -1:] + 1
+    # How far positions are ahead of slots: read once, so that no step has to wait for the device to say it.
+    lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - first_slot
     recorder.begin_step(outputs, None)
     tree = TokenTree.empty(batch_size)
     accepted = rules.verify(tree, outputs.logits[:, -1:])
     guesses = outputs = None
     stats.batch_size, stats.steps = batch_size, 1
 
-    with decode_mode(model):
+    with decode_mode(adapter.block_model):
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             drafter.learn(guesses, rules.texts, num_committed(accepted))
 
             roots = rules.texts.roots()
-            starts = first_position + torch.tensor(cache.lengths, device=device)[:, None] - first_slot  # [B, 1]
-            draft = drafter.propose(roots, adapter.max_guess_offset(starts))
+            starts = first_position + torch.tensor(cache.lengths, device=device)[:, None] - first_slot  # [..., B, 1]
+            draft = drafter.propose(roots, adapter.max_guess_offset(max(cache.lengths) + lead))
             tree = rules.without_finished(draft.tree, draft.max_depth)
             layout = block_layout(*draft.window_shape, tree.num_nodes, device)
-            outputs = adapter.forward_block(
+            offsets = layout.position_offsets(tree)
+            block = Block(
                 tokens=layout.tokens(roots, tree, draft.window_cells),
-                positions=starts + layout.position_offsets(tree),
+                offsets=offsets,
+                positions=starts + offsets,
                 visible=layout.visibility(tree),
                 logit_rows=layout.logit_rows,
-                cache=cache,
+                lengths=cache.lengths,
                 key_mask=key_mask,
-                **recorder.model_arguments,
             )
+            outputs = adapter.forward_block(block, cache, **recorder.model_arguments)
             stats.steps += 1
             stats.block_tokens.append(layout.num_tokens)
 

@@ -144,7 +144,8 @@ class LookaheadCache(Cache):
         for name, states in (("keys", key_states), ("values", value_states)):
             storage = next((s for s in self._storages if s.has_room_for(states)), None)
             if storage is None:
-                storage = _Storage(states, 2 * len(self._slot_layers) if self._uniform else 1, self.capacity)
+                size = len(self._slot_layers) * (2 if key_states.shape == value_states.shape else 1)
+                storage = _Storage(states, size if self._uniform else 1, self.capacity)
                 self._storages.append(storage)
             storage.give(layer, name)
 

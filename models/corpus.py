@@ -1,10 +1,11 @@
 """The training text of the bundled checkpoint: the standard library of the running interpreter.
 
-Three kinds of documents, all made from files below `sysconfig`'s "stdlib" path and nothing else:
+Four kinds of documents, all made from files below `sysconfig`'s "stdlib" path and nothing else:
 
     code   the modules' source files (modules in HELD_OUT are left out and measure the held-out loss)
     test   the interpreter's own test-suite, where it is installed
     chat   questions and answers made from docstrings and signatures by the templates below
+    quiz   those of them that ask for a fact: what a name is, does, takes, or is for
 
 Knows nothing about tokens or tensors.
 """
@@ -38,6 +39,8 @@ SKIPPED_FOLDERS = {
 }
 LONGEST_BODY = 1200  # characters; longer functions make poor answers
 LONGEST_ANSWER = 900  # characters
+# What a chat asks for when it wants a fact, not code; see `conversations`.
+FACTS = ("What ", "Explain ", "How do I ")
 
 Turn = dict[str, str]
 
@@ -156,8 +159,8 @@ def module_questions(module: str, source: str) -> Iterator[tuple[str, str]]:
         yield f"How do I use {module}?", f"import {module}\n\n{first_paragraph(doc)}"
 
 
-def conversations(files: list[tuple[str, str]], seed: int = 0) -> list[list[Turn]]:
-    """Chats of one to three question/answer rounds, shuffled."""
+def conversations(files: list[tuple[str, str]], seed: int = 0, only: tuple[str, ...] = ("",)) -> list[list[Turn]]:
+    """Chats of one to three question/answer rounds, shuffled; `only` questions that begin with one of these."""
     rng = random.Random(seed)
     pairs: list[tuple[str, str]] = []
     for module, source in files:
@@ -166,6 +169,7 @@ def conversations(files: list[tuple[str, str]], seed: int = 0) -> list[list[Turn
         pairs += module_questions(module, source)
         for function in functions_of(module, source):
             pairs += questions(function)
+    pairs = [pair for pair in pairs if pair[0].startswith(only)]
     rng.shuffle(pairs)
     chats: list[list[Turn]] = []
     while pairs:

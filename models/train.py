@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from corpus import Turn, conversations, is_held_out, source_files
+from corpus import FACTS, Turn, conversations, is_held_out, source_files
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -93,6 +93,7 @@ def load_documents(
         "test": [bos + text + eos for text in test],
         "held_out": [bos + text + eos for text in held_out],
         "chat": [render(tokenizer, chat) for chat in chats],
+        "quiz": [render(tokenizer, chat) for chat in conversations(train, seed=1, only=FACTS)],
     }
     return tokenizer, {kind: encode(tokenizer, values) for kind, values in texts.items()}
 

@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 from conftest import generate_plain, prompt, tiny_llama
-from transformers import GenerationMixin, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import GenerationMixin, LlamaForCausalLM
 
 import lade
 from lade import augment
@@ -141,17 +141,6 @@ def test_fallbacks_say_why_once(lade_on, model, caplog, monkeypatch, arguments, 
             assert torch.equal(model.generate(**inputs, max_new_tokens=12, **arguments), expected)
             assert reason in lade.last_stats().fallback_reason
     assert len([record for record in caplog.records if reason in record.getMessage()]) == 1
-
-
-def test_a_family_without_an_adapter(lade_on):
-    config = MistralConfig(vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-                           num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
-    torch.manual_seed(0)
-    model = MistralForCausalLM(config).eval()
-    inputs = prompt()
-    expected = generate_plain(model, inputs, max_new_tokens=12)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=12), expected)
-    assert "mistral" in lade.last_stats().fallback_reason
 
 
 def test_debug_summary(lade_on, capsys, model):

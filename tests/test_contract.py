@@ -737,7 +737,7 @@ def test_encoder_decoder_falls_back():
     t5 = T5ForConditionalGeneration(config).eval()
     expected = generate_plain(t5, prompt(), max_new_tokens=8)
     assert torch.equal(t5.generate(**prompt(), max_new_tokens=8), expected)
-    assert "t5" in lade.last_stats().fallback_reason
+    assert "encoder-decoder" in lade.last_stats().fallback_reason
 
 
 def test_a_recurrent_model_falls_back():
@@ -748,7 +748,7 @@ def test_a_recurrent_model_falls_back():
     mamba = MambaForCausalLM(config).eval()
     expected = generate_plain(mamba, prompt(), max_new_tokens=8)
     assert torch.equal(mamba.generate(**prompt(), max_new_tokens=8), expected)
-    assert "mamba" in lade.last_stats().fallback_reason
+    assert "recurrent" in lade.last_stats().fallback_reason
 
 
 def test_a_class_with_its_own_sample_falls_back():
@@ -772,6 +772,8 @@ class OwnPositions(LlamaForCausalLM):
 
 
 class NoRows(LlamaForCausalLM):
+    """Gives the logits of every token."""
+
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kw
     ):
@@ -781,15 +783,16 @@ class NoRows(LlamaForCausalLM):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(OwnPositions, "prepare_inputs_for_generation"), (NoRows, "logits_to_keep"), ("train", "training")],
+    [(OwnPositions, "prepare_inputs_for_generation"), (NoRows, None), ("train", "training")],
 )
-def test_models_that_differ_fall_back(kind, reason):
+def test_models_that_differ(kind, reason):
     model = tiny_llama(attention_dropout=0.3) if kind == "train" else kind(tiny_llama().config).double().eval()
     model.train(kind == "train")
     arguments = {"max_new_tokens": 20, "eos_token_id": None}
     plain = observe(model, prompt(24), arguments, on=False)
     assert_same(observe(model, prompt(24), arguments, on=True), plain)
-    assert reason in lade.last_stats().fallback_reason
+    found = lade.last_stats().fallback_reason
+    assert found is None if reason is None else reason in found
 
 
 def test_gradients_fall_back(model):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lade.attention import block_mask
+from lade.attention import Block, Reach, block_mask
 from lade.layout import block_layout
 from lade.token_tree import merge_candidates
 
@@ -58,25 +58,36 @@ def test_layout_is_the_definition(ngram_size, window_size, num_tails):
     assert tokens == [7, *tree.tokens[0], *cells[0].tolist()]
 
 
-@pytest.mark.parametrize("lengths", [[3], [5, 2], [4, 4]])
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(window=50), Reach(chunk=4)], ids=str)
+@pytest.mark.parametrize("lengths", [[3], [9], [5, 2], [4, 4], [11, 9]])
 @pytest.mark.parametrize("padded", [False, True])
-def test_mask_over_slots(lengths, padded):
-    num_queries = 3
+def test_mask_over_slots(lengths, padded, reach):
+    num_queries, batch_size = 3, len(lengths)
     generator = torch.Generator().manual_seed(0)
-    visible = torch.rand(len(lengths), num_queries, num_queries, generator=generator) > 0.5
-    key_mask = torch.ones(len(lengths), 2, dtype=torch.bool) if padded else None
+    visible = torch.rand(batch_size, num_queries, num_queries, generator=generator) > 0.5
+    offsets = torch.tensor([0, 1, 1]).expand(batch_size, -1)
+    key_mask = torch.ones(batch_size, 2, dtype=torch.bool) if padded else None
     if key_mask is not None:
         key_mask[0, 0] = False
-    mask = block_mask(visible, lengths, key_mask, torch.float32)
-    assert mask.shape == (len(lengths), 1, num_queries, max(lengths) + num_queries)
+    block = Block(torch.zeros(batch_size, num_queries), offsets, offsets, visible, torch.tensor([0]), lengths, key_mask)
+    mask = block_mask(block, torch.float32, reach)
+    assert mask.shape == (batch_size, 1, num_queries, max(lengths) + num_queries)
     for row, length in enumerate(lengths):
+        padding = 1 if padded and row == 0 else 0
         for query in range(num_queries):
+            place = length + offsets[row, query].item()
             for slot in range(mask.shape[3]):
+                key_place = slot
                 if slot < length:
                     expected = key_mask is None or slot >= 2 or bool(key_mask[row, slot])
                 elif slot < length + num_queries:
                     expected = bool(visible[row, query, slot - length])
+                    key_place = length + offsets[row, slot - length].item()
                 else:
                     expected = False
+                if reach.window:
+                    expected = expected and place - key_place < reach.window
+                if reach.chunk:
+                    expected = expected and (place - padding) // 4 == (key_place - padding) // 4
                 value = mask[row, 0, query, slot].item()
                 assert value == (0 if expected else torch.finfo(torch.float32).min)

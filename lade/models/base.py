@@ -2,106 +2,207 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import cached_property
 from typing import Any
 
 import torch
+import transformers.generation.utils as generation
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
 
-from lade.attention import block_mask
+from lade.attention import LAYER_REACH, Block, Reach, block_mask, layer_reaches
 from lade.kv_cache import LookaheadCache
+from lade.models.view import has_foreign_forward, private_view
 
 # Their attention takes the 4-D mask that a block needs.
 MASKED_ATTENTION = ("eager", "sdpa")
+# These compute the same without taking such a mask; parts of their names.
+MASKLESS_ATTENTION = ("flash", "flex_attention")
+# They keep every key of the text, those that fall out of a window apart, or share another layer's.
+PLAIN_LAYERS = tuple(
+    getattr(cache_utils, name)
+    for name in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+    if hasattr(cache_utils, name)
+)
 # What plain generate() does around each forward, and the loop does in its own way.
 HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# Arguments that plain generate() passes with the prompt and never again; older versions leave that to each model.
+PROMPT_ARGUMENTS = frozenset(getattr(generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
 
 class ModelAdapter:
     """Runs blocks on one decoder-only model that follows transformers' conventions; made anew for each call.
 
-    A family that differs overrides what differs.
+    A family that differs overrides what differs. docs/adding-a-model.md explains how.
     """
+
+    # Class attributes that a family may set.
+    safe_hooks: tuple[str, ...] = ()  # of HOOKS: the model's own version changes nothing after the prompt
+    prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # generate() arguments that matter to the prompt alone
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
-        self._rope: dict[str, Any] = getattr(self.config, "rope_parameters", None) or {}
 
     def unsupported_reason(self) -> str | None:
         """Why lookahead cannot run on this model, as a sentence; None when it can."""
-        model = self.model
+        model, parameters = self.model, self._parameters
         if model.config.is_encoder_decoder:
             return "encoder-decoder models are not supported"
         if getattr(model, "_is_stateful", False):
             return "models with a recurrent state cannot take a tree of guesses"
-        if self.config._attn_implementation not in MASKED_ATTENTION:
-            return f"attention {self.config._attn_implementation!r} takes no mask per block; eager and sdpa do"
+        reason = self.unsupported_layers()
+        if reason:
+            return reason
+        attention = self.config._attn_implementation
+        if self._masked_attention is None:
+            return f"attention {attention!r} is not known to take a mask per block; eager and sdpa do"
+        if attention not in MASKED_ATTENTION and not model._can_set_attn_implementation():
+            return f"attention {attention!r} of {type(model).__name__} is built in and takes no mask per block"
+        if self.needs_view and has_foreign_forward(model):
+            return "blocks need a changed view of this model, which a dispatched or patched model does not allow"
         if model.training:
             return "the model is in training mode, where dropout and checkpointing depend on the block"
-        if not model._supports_logits_to_keep():
-            return f"{type(model).__name__}.forward has no logits_to_keep"
+        for name in ("attention_mask", "past_key_values"):
+            if name not in parameters:
+                return f"{type(model).__name__}.forward takes no {name}"
         for name in HOOKS:
-            if getattr(getattr(model, name), "__func__", None) is not getattr(GenerationMixin, name):
+            function = getattr(getattr(model, name), "__func__", None)
+            is_safe = name in self.safe_hooks and function.__module__.startswith("transformers.models.")
+            if function is not getattr(GenerationMixin, name) and not is_safe:
                 return f"{type(model).__name__} has a {name} of its own"
         return None
+
+    def unsupported_layers(self) -> str | None:
+        """Why the model's layers cannot take a tree of guesses, judged by what they are and by the cache they ask for."""
+        for layer_type in getattr(self.config, "layer_types", None) or ():
+            if layer_type not in LAYER_REACH:
+                return f"layers of type {layer_type!r} cannot take a tree of guesses"
+        for layer in DynamicCache(config=self.config).layers:
+            if type(layer) not in PLAIN_LAYERS:
+                return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
+        return None
+
+    def unsupported_length(self, prompt_length: int, max_length: int) -> str | None:
+        """Why a text of this prompt and up to this length, in tokens, cannot be served; None when it can."""
+        return None
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model is told positions; otherwise they follow from what it finds in the cache."""
+        return "position_ids" in self._parameters
 
     @property
     def needs_equal_lengths(self) -> bool:
         """Whether rows of a batch at different lengths would change each other: frequencies follow the longest one."""
-        return self._rope.get("rope_type") in ("dynamic", "longrope")
+        return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in self._ropes)
 
-    def max_guess_offset(self, root_positions: Tensor) -> int | None:
+    def max_guess_offset(self, root_position: int) -> int | None:
         """How far beyond the root a guess may lie without changing what the model says about the text; None: anywhere.
 
-        Rotary frequencies of type "dynamic" and "longrope" depend on the largest position of a forward pass. While that
-        stays below their boundary nothing changes; beyond it, "dynamic" allows no guesses and "longrope" any.
+        root_position: the largest one of all rows. Rotary frequencies of type "dynamic" and "longrope" depend on the largest
+        position of a forward pass. While that stays below their boundary nothing changes; beyond it, "dynamic" allows no
+        guesses and "longrope" any. Learned or tabulated positions have a last row.
         """
-        rope_type = self._rope.get("rope_type")
-        if rope_type == "dynamic":
-            return max(0, self.config.max_position_embeddings - 2 - int(root_positions.max()))
-        if rope_type == "longrope":
-            boundary = self._rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
-            last = int(root_positions.max())
-            return boundary - 1 - last if last < boundary else None
-        return None
+        limits = [] if self.last_position is None else [self.last_position]
+        for rope in self._ropes:
+            if rope.get("rope_type") == "dynamic":
+                limits.append(self.config.max_position_embeddings - 2)
+            elif rope.get("rope_type") == "longrope":
+                boundary = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+                if root_position < boundary:
+                    limits.append(boundary - 1)
+        return max(0, min(limits) - root_position) if limits else None
+
+    @property
+    def last_position(self) -> int | None:
+        """The last position that the model knows, None where there is no such limit."""
+        if self._ropes or not self.takes_positions:
+            return None
+        count = getattr(self.config, "max_position_embeddings", None)
+        return None if count is None else int(count) - 1
 
     def make_cache(self, capacity: int) -> LookaheadCache:
         """capacity: slots to start with."""
         devices = set((getattr(self.model, "hf_device_map", None) or {}).values())
         return LookaheadCache(self.config.num_hidden_layers, capacity, uniform=len(devices) <= 1)
 
-    def forward_block(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        logit_rows: Tensor,
-        cache: LookaheadCache,
-        key_mask: Tensor | None,
-        **arguments: Any,
-    ) -> Any:
+    def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
+        """Who sees whom, in the form the model wants: one additive mask [B, 1, q, K], or a dict of them by layer type."""
+        if isinstance(self.reaches, Reach):
+            return block_mask(block, self.dtype, self.reaches)
+        masks = {reach: block_mask(block, self.dtype, reach) for reach in set(self.reaches.values())}
+        return {layer_type: masks[reach] for layer_type, reach in self.reaches.items()}
+
+    def forward_block(self, block: Block, cache: LookaheadCache, **arguments: Any) -> Any:
         """One forward over a block; its keys/values end up behind the committed slots of `cache`.
 
-        tokens, positions: [B, q]. visible: [B, q, q] bool. logit_rows: [R] rows of the block. key_mask: [B, P] bool or None.
         arguments: more of the model's own, such as output_hidden_states. Returns the model's output, logits [B, R, V].
         """
-        cache.begin_block(tokens.shape[1], tokens.device)
-        mask = block_mask(visible, cache.lengths, key_mask, self.dtype)
+        cache.begin_block(block.tokens.shape[1], block.tokens.device)
         device = self.model.device  # ids may come from the CPU to a model elsewhere; an offloaded model is "nowhere"
-        if device not in (tokens.device, torch.device("meta")):
-            tokens, positions, mask, logit_rows = (x.to(device) for x in (tokens, positions, mask, logit_rows))
-        return self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
+        if device not in (block.tokens.device, torch.device("meta")):
+            block = block.to(device)
+        if self.takes_positions:
+            arguments["position_ids"] = block.positions
+        keeps_rows = "logits_to_keep" in self._parameters
+        if keeps_rows:
+            arguments["logits_to_keep"] = block.logit_rows
+        outputs = self.block_model(
+            input_ids=block.tokens,
+            attention_mask=self.masks(block),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=logit_rows,
             return_dict=True,
             **arguments,
         )
+        if not keeps_rows:
+            outputs.logits = outputs.logits[:, block.logit_rows]
+        return outputs
+
+    @property
+    def prompt_model(self) -> Any:
+        """What runs the prompt."""
+        return self.model
+
+    @cached_property
+    def block_model(self) -> Any:
+        """What runs the blocks: the model, or a private view of it."""
+        return private_view(self.model, attention=self._masked_attention) if self.needs_view else self.model
+
+    @cached_property
+    def reaches(self) -> Reach | dict[str, Reach]:
+        """How far back the layers look."""
+        return layer_reaches(self.config)
+
+    @property
+    def _masked_attention(self) -> str | None:
+        """An attention for blocks that computes what the model's own does; None when none is known to."""
+        own = self.config._attn_implementation
+        if own in MASKED_ATTENTION:
+            return str(own)
+        if not any(name in own for name in MASKLESS_ATTENTION):
+            return None
+        return "sdpa" if self.model._supports_sdpa else "eager"
+
+    @property
+    def needs_view(self) -> bool:
+        """Whether blocks run on a private view of the model."""
+        return self._masked_attention != self.config._attn_implementation
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        """Arguments of the model's forward."""
+        return frozenset(inspect.signature(self.model.forward).parameters)
+
+    @cached_property
+    def _ropes(self) -> list[dict[str, Any]]:
+        """Settings of the rotary embeddings; several where they differ by layer type."""
+        ropes = getattr(self.config, "rope_parameters", None) or {}
+        by_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
+        return by_type or ([ropes] if ropes else [])
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:

@@ -1,0 +1,143 @@
+"""Families with ALiBi, whose stock code counts cache slots where it means positions: Bloom, Falcon and MPT. Floor 3.
+
+The bias of a key depends on the key's position alone, so each adapter looks the stock table up at the positions of the
+block's keys and hands the result to a private view of the model.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lade.attention import Block, block_mask
+from lade.models.base import ModelAdapter
+from lade.models.view import private_view
+
+
+def bias_of_keys(table: Tensor, block: Block) -> Tensor:
+    """table: [H, P] bias by position. Returns [B, H, K], each slot's bias by the position of its token."""
+    positions = (block.key_positions() - block.padding()).clamp(min=0)  # [B, K]
+    return table[:, positions].transpose(0, 1)
+
+
+class AlibiAdapter(ModelAdapter):
+    """Common part: blocks run on a view."""
+
+    needs_view = True
+    last_position = None
+
+    def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
+        """The model's own bias for a text without padding. Returns [H, num_positions]."""
+        raise NotImplementedError
+
+
+class BloomAdapter(AlibiAdapter):
+    @cached_property
+    def block_model(self) -> Any:
+        view = private_view(self.model)
+        view.transformer.build_alibi_tensor = lambda mask, num_heads, dtype: self._bias
+        return view
+
+    def masks(self, block: Block) -> Tensor:
+        bias = bias_of_keys(self.stock_table(block.num_slots, block.tokens.device), block)
+        self._bias = bias.flatten(0, 1)[:, None]  # [B * H, 1, K], as Bloom's layers want it
+        return block_mask(block, self.dtype)
+
+    def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
+        mask = torch.ones(1, num_positions, device=device)
+        heads = self.model.transformer.num_heads
+        return self.model.transformer.build_alibi_tensor(mask, heads, self.dtype).squeeze(1)
+
+
+class FalconAdapter(AlibiAdapter):
+    """With `alibi=True`; otherwise Falcon has rotary positions and needs nothing."""
+
+    @property
+    def needs_view(self) -> bool:  # type: ignore[override]
+        return bool(self.config.alibi)
+
+    @cached_property
+    def block_model(self) -> Any:
+        if not self.needs_view:
+            return self.model
+        view = private_view(self.model)
+        for layer in view.transformer.h:
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs: (args, kwargs | self._layer_arguments), with_kwargs=True
+            )
+        return view
+
+    def masks(self, block: Block) -> Any:
+        if not self.needs_view:
+            return super().masks(block)
+        bias = bias_of_keys(self.stock_table(block.num_slots, block.tokens.device), block)[:, :, None]  # [B, H, 1, K]
+        # Falcon's layers take the bias within the mask, and, with eager attention, once more beside it.
+        scale = (self.config.hidden_size // self.config.num_attention_heads) ** 0.5
+        mask = block_mask(block, self.dtype)
+        self._layer_arguments = {
+            "attention_mask": (bias / scale).masked_fill(mask < -1, torch.finfo(self.dtype).min),
+            "alibi": bias.flatten(0, 1),
+        }
+        return None  # what the model makes of that is replaced before it reaches a layer
+
+    def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
+        from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+
+        mask = torch.ones(1, num_positions, dtype=torch.long, device=device)
+        return build_alibi_tensor(mask, self.config.num_attention_heads, self.dtype).squeeze(1)
+
+
+class MptAdapter(AlibiAdapter):
+    @property
+    def last_position(self) -> int:  # type: ignore[override]
+        return int(self.config.max_seq_len) - 1
+
+    @cached_property
+    def block_model(self) -> Any:
+        view = private_view(self.model)
+        for block in view.transformer.blocks:
+            block.attn = MptBlockAttention(block.attn, self)
+        return view
+
+    def masks(self, block: Block) -> Any:
+        table = self.stock_table(self.config.max_seq_len, block.tokens.device)
+        self.bias = bias_of_keys(table, block)[:, :, None]  # [B, H, 1, K]
+        mask = block_mask(block, self.dtype)
+        return mask < 0  # MPT's layers want True where a key is hidden
+
+    def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
+        heads = self.config.n_heads
+        return self.model.transformer.build_mpt_alibi_tensor(heads, num_positions, device=device).squeeze(1)
+
+
+class MptBlockAttention(nn.Module):
+    """MPT's attention with one bias per row of the batch, where the stock one allows one for all."""
+
+    def __init__(self, stock: Any, adapter: MptAdapter) -> None:
+        super().__init__()
+        self.stock, self.adapter = stock, adapter
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        past_key_values: Any,
+        attention_mask: Tensor,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states: [B, q, D]. attention_mask: [B, 1, q, K], True where hidden. `position_bias` counts slots: unused."""
+        stock = self.stock
+        mixed = stock.Wqkv(hidden_states)
+        if stock.clip_qkv:
+            mixed = mixed.clamp(min=-stock.clip_qkv, max=stock.clip_qkv)
+        query, key, value = (
+            part.unflatten(2, (stock.n_heads, stock.head_dim)).transpose(1, 2) for part in mixed.chunk(3, dim=2)
+        )
+        key, value = past_key_values.update(key, value, stock.layer_idx)
+        scores = query @ key.transpose(-1, -2) * stock.softmax_scale + self.adapter.bias
+        scores = scores.masked_fill(attention_mask, torch.finfo(query.dtype).min)
+        weights = scores.float().softmax(dim=-1).to(value.dtype)
+        return stock.out_proj((weights @ value).transpose(1, 2).flatten(2)), weights

@@ -1,0 +1,45 @@
+"""GPT-Neo: its attention keeps a buffer of who sees whom by cache slot, and takes only what that allows. Floor 3."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lade.attention import Block, Reach, block_mask
+from lade.models.base import ModelAdapter
+from lade.models.view import private_view
+
+
+class GPTNeoAdapter(ModelAdapter):
+    """Blocks run on a view whose buffers answer for the block at hand: all slots, or those in reach of a local layer."""
+
+    needs_view = True
+
+    @cached_property
+    def block_model(self) -> Any:
+        view = private_view(self.model)
+        self._local, self._everything = SlotMask(), SlotMask()
+        for layer in view.transformer.h:
+            attention = layer.attn.attention
+            del attention._buffers["bias"]
+            attention.bias = self._local if attention.attention_type == "local" else self._everything
+        return view
+
+    def masks(self, block: Block) -> Tensor:
+        hidden = Reach(window=self.config.window_size).hides(block)
+        everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=block.tokens.device)
+        self._everything.mask = everything
+        self._local.mask = everything if hidden is None else ~hidden[:, None]
+        return block_mask(block, self.dtype)
+
+
+class SlotMask:
+    """Stands for a buffer that the layers slice by slot: whatever the slice, it is the mask of the block at hand."""
+
+    mask: Tensor  # [B or 1, 1, q or 1, K or 1] bool
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.mask

@@ -1,0 +1,91 @@
+"""LFM2: between attention layers lie short convolutions over the text, which must follow a guess's own ancestors. Floor 3.
+
+The inputs of a convolution are kept per token, in slots like keys, so that a rejected guess is forgotten in the same way. Prompt and
+blocks run on a private view whose convolutions read them there.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lade.attention import LAYER_REACH, Block, Reach
+from lade.models.base import ModelAdapter
+from lade.models.view import private_view
+
+
+class Lfm2Adapter(ModelAdapter):
+    needs_view = True
+
+    def unsupported_layers(self) -> str | None:
+        others = set(self.config.layer_types) - {"conv", *LAYER_REACH}
+        return f"layers of type {min(others)!r} cannot take a tree of guesses" if others else None
+
+    @cached_property
+    def reaches(self) -> dict[str, Reach]:
+        types = set(self.config.layer_types) - {"conv"}
+        return {layer_type: LAYER_REACH[layer_type](self.config) for layer_type in types}
+
+    @property
+    def prompt_model(self) -> Any:
+        return self.block_model
+
+    @cached_property
+    def block_model(self) -> Any:
+        view = private_view(self.model, attention=self._masked_attention)
+        self.ancestors: Tensor | None = None
+        for layer in view.model.layers:
+            if not layer.is_attention_layer:
+                layer.conv = TreeConvolution(layer.conv, self)
+        return view
+
+    def masks(self, block: Block) -> dict[str, Tensor | None]:  # type: ignore[override]
+        self.ancestors = ancestor_slots(block, self.config.conv_L_cache)
+        return {**super().masks(block), "conv": None}  # type: ignore[dict-item]
+
+
+class TreeConvolution(nn.Module):
+    """One short convolution, over each token and its k-1 ancestors."""
+
+    def __init__(self, stock: Any, adapter: Lfm2Adapter) -> None:
+        super().__init__()
+        self.stock, self.adapter = stock, adapter
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Any, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """hidden_states: [B, q, D]. attention_mask: [B, q] without the prompt's padding, or None."""
+        stock = self.stock
+        if attention_mask is not None:
+            hidden_states = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
+        gate_in, gate_out, inputs = stock.in_proj(hidden_states).chunk(3, dim=-1)
+        inputs = gate_in * inputs  # [B, q, D]
+        num_tokens = inputs.shape[1]
+        kept, _ = past_key_values.update(inputs[:, None], inputs[:, None, :, :0], stock.layer_idx)
+        kept = kept[:, 0]  # [B, K, D]
+        weights = stock.conv.weight[:, 0]  # [D, k]; the last one belongs to the token itself
+
+        slots = self.adapter.ancestors
+        if slots is None:  # the prompt: every token's ancestors are the ones before it
+            places = torch.arange(kept.shape[1] - num_tokens, kept.shape[1], device=kept.device)
+            steps = torch.arange(weights.shape[1], device=kept.device)
+            slots = (places[:, None] - steps).expand(len(kept), -1, -1)  # [B, q, k]
+        slots = slots.to(kept.device)
+        found = kept.gather(1, slots.clamp(min=0).flatten(1)[..., None].expand(-1, -1, kept.shape[2]))
+        found = found.unflatten(1, slots.shape[1:]) * (slots >= 0)[..., None]  # [B, q, k, D]
+        output = torch.einsum("bqkd,dk->bqd", found, weights.flip(1))
+        if stock.conv.bias is not None:
+            output = output + stock.conv.bias
+        return stock.out_proj(gate_out * output)
+
+
+def ancestor_slots(block: Block, count: int) -> Tensor:
+    """Slots of each block token and its count - 1 nearest ancestors. Returns [B, q, count], negative before the text."""
+    targets = block.offsets[:, :, None] - torch.arange(count, device=block.offsets.device)  # [B, q, k] offsets
+    # Of the tokens that one sees, exactly one lies at each offset from the root on.
+    is_ancestor = block.visible[:, :, None] & (block.offsets[:, None, None] == targets[..., None])  # [B, q, k, q]
+    inside = is_ancestor.to(torch.uint8).argmax(dim=-1)
+    return block.starts()[:, :, None] + torch.where(targets < 0, targets, inside)

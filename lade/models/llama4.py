@@ -1,0 +1,51 @@
+"""Llama 4: layers without rotary positions scale their queries by cache slot. Floor 3."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lade.attention import Block
+from lade.models.base import ModelAdapter
+from lade.models.view import private_view
+
+
+class Llama4Adapter(ModelAdapter):
+    """With `attn_temperature_tuning`, blocks run on a view whose query projections scale by position themselves."""
+
+    @property
+    def needs_view(self) -> bool:
+        return bool(self.config.attn_temperature_tuning) or super().needs_view
+
+    @cached_property
+    def block_model(self) -> Any:
+        view = private_view(self.model, attention=self._masked_attention) if self.needs_view else self.model
+        for attention in list(view.modules()) if self.config.attn_temperature_tuning else ():
+            if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
+                attention.attn_temperature_tuning = False
+                attention.q_proj = ScaledProjection(attention.q_proj, attention, self)
+        return view
+
+    def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
+        # The stock code counts slots, padding included.
+        self.positions = block.starts() + block.offsets  # [B, q]
+        return super().masks(block)
+
+
+class ScaledProjection(nn.Module):
+    """A query projection, times the temperature of each token's position (arXiv:2501.19399)."""
+
+    def __init__(self, stock: nn.Module, attention: Any, adapter: Llama4Adapter) -> None:
+        super().__init__()
+        self.stock, self.adapter = stock, adapter
+        self.floor_scale, self.attn_scale = attention.floor_scale, attention.attn_scale
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: [B, q, D]. Returns [B, q, H * D]."""
+        queries = self.stock(hidden_states)
+        positions = self.adapter.positions.to(queries.device).float()
+        scale = torch.log1p(torch.floor((positions + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
+        return (queries * scale[..., None]).to(queries.dtype)

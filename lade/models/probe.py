@@ -1,0 +1,105 @@
+"""Trying out a model of a family that nobody has registered, before lookahead is trusted with it. Floor 3."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lade.attention import Block
+from lade.models.base import ModelAdapter
+
+PREFIX = 40  # tokens before the block; hides windows that are longer, which only the model's configuration can tell
+# The block's error must be so much smaller than what an ignored mask would cause.
+SAFETY = 10.0
+
+# Reasons found so far, None for a model that passed; a model that is gone takes its entry along.
+_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
+
+
+class ProbedAdapter(ModelAdapter):
+    """The base adapter, for a model that proves on a few random tokens that it follows the conventions."""
+
+    def unsupported_reason(self) -> str | None:
+        reason = super().unsupported_reason()
+        if reason is not None:
+            return reason
+        if self.model not in _verdicts:
+            _verdicts[self.model] = self._try_out()
+        return _verdicts[self.model]
+
+    @torch.no_grad()
+    def _try_out(self) -> str | None:
+        family = self.model.config.model_type
+        try:
+            error, effect = probe(self)
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            IndexError,
+            KeyError,
+            NotImplementedError,
+        ) as problem:
+            return f"a trial block failed on this {family!r} model ({type(problem).__name__}: {problem})"
+        if not error * SAFETY < effect:  # also where either is nan
+            return (
+                f"a trial block on this {family!r} model was off by {error:.2g}, where an ignored mask costs {effect:.2g}; "
+                "see docs/adding-a-model.md"
+            )
+        return None
+
+
+def probe(adapter: ModelAdapter) -> tuple[float, float]:
+    """How far a block's logits are from plain decoding's, and how far they would be if the model ignored the mask.
+
+    The block holds a root, a wrong guess, and behind it a branch of two right ones: rows that a plain causal mask would change.
+    """
+    model, vocab_size = adapter.model, adapter.config.vocab_size
+    device = model.get_input_embeddings().weight.device
+    numbers = torch.Generator().manual_seed(0)
+    count = min(PREFIX, (getattr(adapter.config, "max_position_embeddings", None) or PREFIX + 8) - 8)
+    text = torch.randint(vocab_size, (1, count + 4), generator=numbers).to(device)
+    prefix, (root, wrong, first, second) = text[:, :count], text[0, count:]
+
+    expected = plain_logits(adapter, prefix, torch.stack([root, first, second]))
+    cache = adapter.make_cache(count + 8)
+    positions = torch.arange(count + 4, device=device)[None]
+    arguments = {"position_ids": positions[:, :count]} if adapter.takes_positions else {}
+    adapter.prompt_model(input_ids=prefix, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+    cache.end_prefill(1)
+
+    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool, device=device)
+    offsets = torch.tensor([[0, 1, 1, 2]], device=device)
+    results = []
+    for visible in (tree, torch.ones_like(tree).tril()):
+        block = Block(
+            tokens=torch.stack([root, wrong, first, second])[None],
+            offsets=offsets,
+            positions=count + offsets,
+            visible=visible[None],
+            logit_rows=torch.tensor([0, 2, 3], device=device),
+            lengths=cache.lengths,
+            key_mask=None,
+        )
+        results.append(adapter.forward_block(block, cache).logits[0].double().to(expected.device))
+    return tuple(float((result - expected).abs().max()) for result in results)  # type: ignore[return-value]
+
+
+def plain_logits(adapter: ModelAdapter, prefix: Tensor, tokens: Tensor) -> Tensor:
+    """Logits behind each of `tokens`, one forward after the other as plain generate() does. Returns [len(tokens), V]."""
+    model: Any = adapter.model
+    cache = DynamicCache(config=adapter.config)
+    logits = []
+    start = 0
+    for ids in (prefix, *tokens[:, None, None]):
+        places = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        arguments = {"position_ids": places} if adapter.takes_positions else {}
+        outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+        logits.append(outputs.logits[0, -1])
+        start += ids.shape[1]
+    return torch.stack(logits[1:]).double()

@@ -1,0 +1,23 @@
+"""Models that read images with the prompt and then write text. Floor 3."""
+
+from __future__ import annotations
+
+from lade.models.base import PROMPT_ARGUMENTS, ModelAdapter
+
+
+class GemmaVisionAdapter(ModelAdapter):
+    """Gemma 3 and later: image tokens of the prompt see each other; what follows is causal."""
+
+    safe_hooks = ("prepare_inputs_for_generation",)
+    prompt_arguments = PROMPT_ARGUMENTS | {"token_type_ids", "mm_token_type_ids"}
+
+
+class QwenVisionAdapter(ModelAdapter):
+    """Qwen-VL: three position ids per token, which advance together after the prompt."""
+
+    prompt_arguments = PROMPT_ARGUMENTS | {
+        "image_grid_thw",
+        "video_grid_thw",
+        "second_per_grid_ts",
+        "mm_token_type_ids",
+    }
