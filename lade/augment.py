@@ -21,7 +21,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from lade.config import current_config, is_enabled
 from lade.decoding import lookahead_decode
-from lade.models import ModelAdapter, adapter_for
+from lade.models import ModelAdapter, adapter_for, needs_trial
+from lade.models.probe import trial_reason
 from lade.stats import GenerationStats, open_stats, recording
 
 logger = logging.getLogger("lade")
@@ -131,6 +132,7 @@ def fallback_reason(
         or unsupported_cache(cache, generation_config, callers_cache(generation_config, model_kwargs) is not None)
         or unsupported_arguments(adapter, model_kwargs)
         or adapter.unsupported_length(prompt_length(input_ids, model_kwargs), generation_config.max_length)
+        or (trial_reason(adapter) if needs_trial(model) else None)
     )
 
 

@@ -92,7 +92,7 @@ def test_family(small_block, family):
 
     # The negative control: a block whose mask is ignored would give clearly other logits.
     error, effect = probe(adapter_for(model))
-    assert error < (1e-8 if model.dtype == torch.float64 else 1e-3)
+    assert error < (1e-5 if model.dtype == torch.float64 else 1e-3)  # some compute a softmax or a router in float32
     assert effect > 1e-2
 
 
@@ -121,7 +121,8 @@ def test_composite(small_block, family, with_image):
 
 
 def test_every_registered_family_is_in_the_table():
-    tested = {family.build().config.model_type for family in [*FAMILIES, *COMPOSITE] if family.exists}
+    classes = [getattr(transformers, family.model_class, None) for family in [*FAMILIES, *COMPOSITE]]
+    tested = {kind.config_class.model_type for kind in classes if kind}
     assert REGULAR | SPECIAL.keys() <= tested
 
 

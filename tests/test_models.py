@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from families import FAMILIES
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -23,6 +25,7 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_h
 @pytest.fixture(autouse=True)
 def registry(monkeypatch, lade_on):
     monkeypatch.setattr(models, "_adapters", dict(models._adapters))
+    monkeypatch.setattr(models, "_vouched_for", set())
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
@@ -66,6 +69,15 @@ def test_an_unknown_family_is_tried_out(kind, reason):
         assert torch.equal(model.generate(**prompt(), max_new_tokens=30), expected)
         found = lade.last_stats().fallback_reason
         assert found is None if reason is None else reason in found
+
+
+def test_a_subclass_of_a_known_family_is_tried_out_too():
+    torch.manual_seed(0)
+    model = IgnoresMask(LlamaConfig(**SIZES)).double().eval()
+    assert model.config.model_type == "llama"
+    expected = generate_plain(model, prompt(), max_new_tokens=30, eos_token_id=None)
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=30, eos_token_id=None), expected)
+    assert "an ignored mask" in lade.last_stats().fallback_reason
 
 
 def test_the_trial_happens_once_and_leaves_no_trace(monkeypatch):
@@ -221,3 +233,58 @@ def test_views_of_one_model_in_threads(flash):
     for thread in threads:
         thread.join()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def named(name):
+    return next(family for family in FAMILIES if family.name == name).build()
+
+
+def parts_on_disk(model, tmp_path):
+    """Dispatched by accelerate, all blocks but the first one on disk."""
+    blocks = [
+        name for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and name.count(".") == 1
+    ]
+    (blocks,) = blocks
+    others = {name: "cpu" for name, part in model.named_modules() if name and list(part.parameters(recurse=False))}
+    layers = {f"{blocks}.{index}": "disk" if index else "cpu" for index in range(len(model.get_submodule(blocks)))}
+    rest = {name: place for name, place in others.items() if not name.startswith(blocks)}
+    return dispatch_model(model, rest | layers, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_models_dispatched_by_accelerate(tmp_path, name):
+    model = named(name)
+    expected = generate_plain(model, prompt(), max_new_tokens=30)
+    dispatched = parts_on_disk(model, tmp_path)
+    assert "disk" in set(dispatched.hf_device_map.values())
+    assert torch.equal(dispatched.generate(**prompt(), max_new_tokens=30), expected)
+    assert lade.last_stats().fallback_reason is None
+    assert lade.last_stats().steps <= 30
+
+
+def test_a_dispatched_model_that_needs_a_view_falls_back(tmp_path):
+    model = named("gpt_neo")
+    expected = generate_plain(model, prompt(), max_new_tokens=12)
+    dispatched = parts_on_disk(model, tmp_path)
+    assert torch.equal(dispatched.generate(**prompt(), max_new_tokens=12), expected)
+    assert "dispatched" in lade.last_stats().fallback_reason
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dynamic_int8(model):
+    """Activations are rounded over the whole block, so tokens may differ from plain; it has to run, and to accept guesses."""
+    quantised = torch.ao.quantization.quantize_dynamic(tiny_llama(torch.float32), {torch.nn.Linear}, dtype=torch.qint8)
+    found = quantised.generate(**prompt(), max_new_tokens=40)
+    assert found.shape == (1, 64)
+    assert lade.last_stats().fallback_reason is None
+    assert lade.last_stats().steps < 40
+
+
+def test_int8_weights():
+    """Weight-only quantisation rounds nothing that depends on the block."""
+    torchao = pytest.importorskip("torchao.quantization")
+    quantised = tiny_llama(torch.float32)
+    torchao.quantize_(quantised, torchao.Int8WeightOnlyConfig())
+    expected = generate_plain(quantised, prompt(), max_new_tokens=40)
+    assert torch.equal(quantised.generate(**prompt(), max_new_tokens=40), expected)
+    assert lade.last_stats().steps < 40

@@ -11,10 +11,9 @@ from lade.models.lfm2 import Lfm2Adapter
 from lade.models.limits import DogeAdapter, Phi3Adapter
 from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
-from lade.models.probe import ProbedAdapter
 from lade.models.vision import GemmaVisionAdapter, QwenVisionAdapter
 
-__all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "register_adapter"]
+__all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "needs_trial", "register_adapter"]
 
 # Families that differ from transformers' conventions.
 SPECIAL: dict[str, type[ModelAdapter]] = {
@@ -23,11 +22,14 @@ SPECIAL: dict[str, type[ModelAdapter]] = {
     "falcon": FalconAdapter,
     "gemma3": GemmaVisionAdapter,
     "gemma4": GemmaVisionAdapter,
+    "glm4v": QwenVisionAdapter,
     "gpt_neo": GPTNeoAdapter,
     "lfm2": Lfm2Adapter,
     "lfm2_moe": Lfm2Adapter,
+    "lfm2_vl": Lfm2Adapter,
     "lfm3": Lfm2Adapter,
     "llama": LlamaAdapter,
+    "llama4": Llama4Adapter,
     "llama4_text": Llama4Adapter,
     "mpt": MptAdapter,
     "phi3": Phi3Adapter,
@@ -35,17 +37,25 @@ SPECIAL: dict[str, type[ModelAdapter]] = {
     "qwen2_5_vl": QwenVisionAdapter,
     "qwen2_vl": QwenVisionAdapter,
     "qwen3_vl": QwenVisionAdapter,
+    "qwen3_vl_moe": QwenVisionAdapter,
 }
 # Families that do not; tests/test_families.py runs every one of them.
 REGULAR = frozenset(
-    """mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 vaultgemma gemma3_text gemma3n_text gemma4_text phi gpt2 gpt_neox
-    gpt_neox_japanese gptj codegen gpt_bigcode opt xglm biogpt starcoder2 stablelm olmo olmo2 olmo3 olmoe flex_olmo cohere cohere2
-    granite granitemoe granitemoeshared smollm3 exaone4 nemotron glm glm4 glm4_moe deepseek_v2 deepseek_v3 gpt_oss ministral ministral3
-    seed_oss apertus helium hunyuan_v1_dense hunyuan_v1_moe ernie4_5 ernie4_5_moe persimmon minimax_m2 dbrx arcee bitnet diffllama dots1
-    jetmoe longcat_flash mistral4 modernbert-decoder""".split()  # noqa: SIM905
+    """
+    afmoe apertus arcee aria_text axk1 aya_vision beam biogpt bitnet codegen cohere cohere2 cohere2_moe cwm dbrx
+    deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma
+    gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
+    gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax idefics2 idefics3 internvl jais2 jetmoe kolibri1
+    laguna llava llava_next llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
+    ministral3 mistral mistral3 mistral4 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
+    persimmon phi qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma
+    xglm youtu
+    """.split()  # noqa: SIM905
 )
 
 _adapters: dict[str, type[ModelAdapter]] = dict.fromkeys(REGULAR, ModelAdapter) | SPECIAL
+_vouched_for: set[str] = set()  # model types that the user registered
 
 
 def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
@@ -55,8 +65,16 @@ def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
     if not (isinstance(adapter, type) and issubclass(adapter, ModelAdapter)):
         raise TypeError(f"adapter must be a subclass of lade.ModelAdapter, got {adapter!r}")
     _adapters[model_type] = adapter
+    _vouched_for.add(model_type)
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:
-    """The adapter registered for the model's type, or the base adapter, which then tries the model out first."""
-    return _adapters.get(model.config.model_type, ProbedAdapter)(model)
+    """The adapter registered for the model's type, or the base adapter."""
+    return _adapters.get(model.config.model_type, ModelAdapter)(model)
+
+
+def needs_trial(model: PreTrainedModel) -> bool:
+    """Whether nobody has vouched for the model: neither its family here, with transformers' own code, nor the user."""
+    if model.config.model_type in _vouched_for:
+        return False
+    return model.config.model_type not in _adapters or not type(model).__module__.startswith("transformers.models.")

@@ -37,8 +37,8 @@ class Lfm2Adapter(ModelAdapter):
     def block_model(self) -> Any:
         view = private_view(self.model, attention=self._masked_attention)
         self.ancestors: Tensor | None = None
-        for layer in view.model.layers:
-            if not layer.is_attention_layer:
+        for layer in list(view.modules()):
+            if getattr(layer, "is_attention_layer", True) is False:
                 layer.conv = TreeConvolution(layer.conv, self)
         return view
 

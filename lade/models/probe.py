@@ -1,4 +1,4 @@
-"""Trying out a model of a family that nobody has registered, before lookahead is trusted with it. Floor 3."""
+"""Trying out a model whose code nobody has vouched for, before lookahead is trusted with it. Floor 3."""
 
 from __future__ import annotations
 
@@ -13,47 +13,36 @@ from lade.attention import Block
 from lade.models.base import ModelAdapter
 
 PREFIX = 40  # tokens before the block; hides windows that are longer, which only the model's configuration can tell
-# The block's error must be so much smaller than what an ignored mask would cause.
-SAFETY = 10.0
+# The block's error must be so much smaller than what an ignored mask would cause; in half precision both are rounded.
+SAFETY = {torch.float64: 1000.0, torch.float32: 1000.0}
+SAFETY_IN_HALF_PRECISION = 10.0
 
 # Reasons found so far, None for a model that passed; a model that is gone takes its entry along.
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
 
 
-class ProbedAdapter(ModelAdapter):
-    """The base adapter, for a model that proves on a few random tokens that it follows the conventions."""
-
-    def unsupported_reason(self) -> str | None:
-        reason = super().unsupported_reason()
-        if reason is not None:
-            return reason
-        if self.model not in _verdicts:
-            _verdicts[self.model] = self._try_out()
-        return _verdicts[self.model]
-
-    @torch.no_grad()
-    def _try_out(self) -> str | None:
-        family = self.model.config.model_type
-        try:
-            error, effect = probe(self)
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            IndexError,
-            KeyError,
-            NotImplementedError,
-        ) as problem:
-            return f"a trial block failed on this {family!r} model ({type(problem).__name__}: {problem})"
-        if not error * SAFETY < effect:  # also where either is nan
-            return (
-                f"a trial block on this {family!r} model was off by {error:.2g}, where an ignored mask costs {effect:.2g}; "
-                "see docs/adding-a-model.md"
-            )
-        return None
+def trial_reason(adapter: ModelAdapter) -> str | None:
+    """Why a model failed its trial, as a sentence; None when it passed. Tried once per model object, then remembered."""
+    if adapter.model not in _verdicts:
+        _verdicts[adapter.model] = _try_out(adapter)
+    return _verdicts[adapter.model]
 
 
+def _try_out(adapter: ModelAdapter) -> str | None:
+    family = adapter.model.config.model_type
+    try:
+        error, effect = probe(adapter)
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError) as problem:
+        return f"a trial block failed on this {family!r} model ({type(problem).__name__}: {problem})"
+    if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:  # also where either is nan
+        return (
+            f"a trial block on this {family!r} model was off by {error:.2g}, where an ignored mask costs {effect:.2g}; "
+            "see docs/adding-a-model.md"
+        )
+    return None
+
+
+@torch.no_grad()
 def probe(adapter: ModelAdapter) -> tuple[float, float]:
     """How far a block's logits are from plain decoding's, and how far they would be if the model ignored the mask.
 

@@ -13,7 +13,7 @@ class GemmaVisionAdapter(ModelAdapter):
 
 
 class QwenVisionAdapter(ModelAdapter):
-    """Qwen-VL: three position ids per token, which advance together after the prompt."""
+    """Qwen-VL and GLM-V: three position ids per token, which advance together after the prompt."""
 
     prompt_arguments = PROMPT_ARGUMENTS | {
         "image_grid_thw",
