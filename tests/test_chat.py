@@ -16,7 +16,7 @@ from conftest import generate_plain, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.commands.chat import chatbot, parse
+from lade.commands.chat import chatbot
 from lade.commands.chat.conversation import FALLBACK_STOP, Conversation, DoesNotFit, keeps_keys_only
 from lade.commands.chat.streaming import GUESSED, ORDINARY, AnswerStreamer, overlap
 from lade.commands.chat.terminal import Terminal
@@ -269,7 +269,7 @@ def test_one_question_without_chat(capsys, lade_on, monkeypatch):
 
 def test_arguments_are_checked(capsys, lade_on):
     with pytest.raises(SystemExit):
-        parse(["--level", "1"], "chatbot.py")
+        chatbot(["--level", "1"], "chatbot.py")
     assert "LEVEL must be an integer from 2 to 64, got 1" in capsys.readouterr().err
     assert chatbot(["--max_new_tokens", "5000"], "chatbot.py") == 2
     assert "2048 positions" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Calls a function when a program has imported certain modules, without importing them itself. Floor 8."""
+"""Calls a function when a program has imported certain modules, without importing them itself. Floor 7."""
 
 from __future__ import annotations
 

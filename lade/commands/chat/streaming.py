@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers.generation.streamers import BaseStreamer
 
+from lade.commands.detokenize import Detokenizer
+
 GUESSED, ORDINARY = "\033[32m", "\033[0m"  # green, and back
-INCOMPLETE = "\ufffd"  # what the bytes of an unfinished character decode to
 
 
 class AnswerStreamer(BaseStreamer):
@@ -16,10 +17,8 @@ class AnswerStreamer(BaseStreamer):
 
     def __init__(self, tokenizer: Any, write: Callable[[str], Any], color: bool, stop_string: str | None) -> None:
         """stop_string: what ends the answer and is not shown; it may come in several tokens."""
-        self._tokenizer, self._write, self._color, self._stop = tokenizer, write, color, stop_string
+        self._text, self._write, self._color, self._stop = Detokenizer(tokenizer), write, color, stop_string
         self._is_prompt = True  # generate() puts the prompt first
-        self._tokens: list[int] = []  # the last one that was shown, which decides on spaces, and all since
-        self._shown = ""  # their text as far as it was shown
         self._held = ""  # may be the beginning of the stop string
         self._is_begun = self._is_over = False
 
@@ -28,27 +27,17 @@ class AnswerStreamer(BaseStreamer):
         if self._is_prompt:
             self._is_prompt = False
         else:
-            self._add(int(value), is_guess=False)
+            self._show(self._text.add(int(value)), is_guess=False)
 
     def put_guess(self, value: Any) -> None:
         """value: one token, [1]."""
-        self._add(int(value), is_guess=True)
+        self._show(self._text.add(int(value)), is_guess=True)
 
     def end(self) -> None:
         """Show what was held back."""
-        text = self._decode(self._tokens)[len(self._shown) :]
-        self._show(text, is_guess=False)
+        self._show(self._text.rest(), is_guess=False)
         if not self._is_over:
             self._paint(self._held, is_guess=False)
-
-    def _add(self, token: int, is_guess: bool) -> None:
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if text.endswith(INCOMPLETE) or len(text) <= len(self._shown):
-            return
-        self._show(text[len(self._shown) :], is_guess)
-        self._tokens = [token]
-        self._shown = self._decode(self._tokens)
 
     def _show(self, text: str, is_guess: bool) -> None:
         """Hand on what cannot belong to the stop string."""
@@ -65,10 +54,6 @@ class AnswerStreamer(BaseStreamer):
         if text:
             self._is_begun = True
             self._write(f"{GUESSED}{text}{ORDINARY}" if is_guess and self._color else text)
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
 
 
 def overlap(text: str, stop: str) -> int:
