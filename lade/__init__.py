@@ -4,14 +4,22 @@ import lade
 lade.augment_all()
 lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
 
-runs while the environment has USE_LADE=1. Importing lade changes nothing by itself. Floor 6.
+runs while the environment has USE_LADE=1. Importing lade changes nothing by itself, and imports neither torch nor
+transformers: that happens when the first name that needs them is used. Floor 6.
 """
 
-from lade.augment import augment_all, augment_generate, augment_llama, restore_all
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lade.config import LookaheadConfig, config_lade, current_config
-from lade.models import ModelAdapter, register_adapter
-from lade.parallel import distributed, get_device
 from lade.stats import GenerationStats, last_stats, log_history, save_log
+
+if TYPE_CHECKING:
+    from lade.augment import augment_all, augment_generate, augment_llama, restore_all
+    from lade.models import ModelAdapter, register_adapter
+    from lade.parallel import distributed, get_device
 
 __version__ = "0.1.0"
 
@@ -32,3 +40,27 @@ __all__ = [
     "restore_all",
     "save_log",
 ]
+
+# Public names whose modules import torch and transformers -> those modules.
+_LAZY = {
+    "ModelAdapter": "lade.models",
+    "augment_all": "lade.augment",
+    "augment_generate": "lade.augment",
+    "augment_llama": "lade.augment",
+    "distributed": "lade.parallel",
+    "get_device": "lade.parallel",
+    "register_adapter": "lade.models",
+    "restore_all": "lade.augment",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

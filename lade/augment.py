@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
@@ -24,10 +23,10 @@ from lade.decoding import lookahead_decode
 from lade.models import ModelAdapter, adapter_for, needs_trial
 from lade.models.probe import trial_reason
 from lade.stats import GenerationStats, open_stats, recording
+from lade.versions import version_problem
 
 logger = logging.getLogger("lade")
 
-OLDEST, FIRST_UNSUPPORTED = "5.8", "6"
 NOT_ENABLED = "USE_LADE is not set to 1, true, yes or on"
 # What `_wrap_sample` passes on; generate(custom_generate=f) compares f's parameters with these.
 SAMPLE_PARAMETERS = (
@@ -76,9 +75,9 @@ def augment_all() -> None:
     """
     if _originals:
         return
-    found = Version(transformers.__version__)
-    if not Version(OLDEST) <= found < Version(FIRST_UNSUPPORTED):
-        raise ImportError(f"lade needs transformers >={OLDEST},<{FIRST_UNSUPPORTED}, found {transformers.__version__}")
+    problem = version_problem(transformers.__version__)
+    if problem:
+        raise ImportError(problem)
     replacements = {"generate": _wrap_generate, "_sample": _wrap_sample}
     replacements |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
     parameters = tuple(inspect.signature(GenerationMixin._sample).parameters)

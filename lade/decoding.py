@@ -107,6 +107,8 @@ def lookahead_decode(
             guesses = None
             if draft.has_window:
                 guesses = as_plain(outputs.logits[:, 1 + tree.num_nodes :]).argmax(dim=-1).to(device)  # [B, W]
+            if stats.on_step is not None:
+                stats.on_step(roots, draft, tree, layout, accepted, guesses, rules.texts)
 
     if streamer is not None:
         streamer.end()

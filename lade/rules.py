@@ -192,8 +192,8 @@ class LockstepRules(Rules):
         return tree.with_chains(self._finished_rows, self.pad_token, max_depth) if self._pads else tree
 
     def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
-        self._logits = logits
-        return list(walk_together(children_of_rows(tree), self._choose, self._commit))
+        self._logits, self._children = logits, children_of_rows(tree)
+        return list(walk_together(self._children, self._choose, self._commit))
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         texts = self.texts
@@ -210,15 +210,19 @@ class LockstepRules(Rules):
             tokens = torch.argmax(scores, dim=-1)
         if self._pads:
             tokens = tokens * self._unfinished + self.pad_token * (1 - self._unfinished)
-        self._tokens = tokens
-        return tokens.tolist()
+        self._tokens, chosen = tokens, tokens.tolist()
+        edges = zip(self._children, zip(nodes, chosen, strict=True), strict=True)
+        self._was_guessed = all(edge in children for children, edge in edges)
+        return chosen
 
     def _commit(self, _: list[int]) -> bool:
         self.texts.append_column(self._tokens)
         self.num_generated += self.is_finished.count(False)
         self._unfinished = self._unfinished & ~self.criteria(self.texts.all_rows(), self.recorder.scores)
         if self.streamer is not None:
-            self.streamer.put(self._tokens.cpu())
+            # A streamer class that tells guesses apart has a method for them.
+            is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
+            (self.streamer.put_guess if is_told else self.streamer.put)(self._tokens.cpu())
         self.is_finished = (self._unfinished == 0).tolist()
         return all(self.is_finished)
 

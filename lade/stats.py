@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ class GenerationStats:
     block_tokens: list[int] = field(default_factory=list)  # query tokens of each step after the prefill
     accepted_lengths: Counter[int] = field(default_factory=Counter)  # accepted guesses of a step -> number of steps
     fallback_reason: str | None = None  # a sentence when the original path ran, None when lookahead did
+    on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property
     def tokens_per_step(self) -> float:
@@ -49,6 +50,7 @@ class _PerThread(threading.local):
     def __init__(self) -> None:
         self.open: list[GenerationStats] = []  # calls under way; an assistant's call is inside its model's
         self.last: GenerationStats | None = None
+        self.on_step: Callable[..., None] | None = None
 
 
 _per_thread = _PerThread()
@@ -58,14 +60,29 @@ _history: deque[GenerationStats] = deque(maxlen=HISTORY_LENGTH)
 @contextmanager
 def recording() -> Iterator[GenerationStats]:
     """Collect the figures of one call; they are kept also when it raises."""
-    stats = GenerationStats()
+    stats = GenerationStats(on_step=_per_thread.on_step)
     _per_thread.open.append(stats)
     try:
         yield stats
     finally:
         _per_thread.open.pop()
+        stats.on_step = None  # the history must not keep it alive
         _per_thread.last = stats
         _history.append(stats)
+
+
+@contextmanager
+def tracing(on_step: Callable[..., None]) -> Iterator[None]:
+    """Call `on_step` after each step of this thread's `generate()` calls, the prefill not counted, with what it consisted of.
+
+    Arguments: roots, draft, tree, layout, accepted, guesses, texts, as `lade/decoding.py` names them. All of them may change
+    with the next step: what is to be kept must be copied. Without tracing a step costs one comparison.
+    """
+    before, _per_thread.on_step = _per_thread.on_step, on_step
+    try:
+        yield
+    finally:
+        _per_thread.on_step = before
 
 
 def open_stats() -> GenerationStats:

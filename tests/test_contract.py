@@ -456,6 +456,39 @@ def test_text_streamers(model, capsys):
     assert len(expected) >= 40
 
 
+class GuessRecorder(Recorder):
+    """Takes tokens that were guessed apart from the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.guesses = []
+
+    def put_guess(self, value):
+        self.guesses.append(len(self.calls))
+        self.put(value)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_streamers_can_tell_guesses(model, do_sample):
+    """Each step commits its accepted guesses and then one token that was not guessed."""
+    streamer, plain = GuessRecorder(), GuessRecorder()
+    arguments = {"max_new_tokens": 60, "do_sample": do_sample, "top_k": 2}
+    torch.manual_seed(0)
+    generate_plain(model, prompt(24), **arguments, streamer=plain)
+    torch.manual_seed(0)
+    model.generate(**prompt(24), **arguments, streamer=streamer)
+    assert_ran()
+    assert streamer.calls == plain.calls
+    assert plain.guesses == []
+    stats = lade.last_stats()
+    # calls[0] is the prompt, calls[1] comes from its forward; the last step may end in a guess.
+    steps = [1 + length for length, count in stats.accepted_lengths.items() for _ in range(count)]
+    assert 0 <= len(streamer.guesses) - (sum(steps) - len(steps)) <= 1
+    assert len(streamer.guesses) > 3
+    assert 0 not in streamer.guesses
+    assert 1 not in streamer.guesses
+
+
 def test_iterator_streamer_in_a_thread(model):
     inputs = prompt(24)
 

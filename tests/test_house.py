@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import lade
@@ -34,7 +35,17 @@ def test_imports_go_down():
 
 
 def test_no_print_outside_of_the_summary():
-    for path in ROOT.rglob("*.py"):
+    for path in set(ROOT.rglob("*.py")) - set(ROOT.glob("commands/**/*.py")):  # whose output is what they are for
         calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
         prints = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
         assert len(prints) == (path.name == "augment.py")
+
+
+def test_nothing_else_is_imported():
+    """What makes `import lade` cost next to nothing beside transformers; what a function imports does not count."""
+    allowed = {"torch", "transformers", "numpy", "packaging", "lade", *sys.stdlib_module_names}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.split(".")[0] for name in names} <= allowed, f"{path.name} imports {names}"

@@ -1,0 +1,49 @@
+"""Calls a function when a program has imported certain modules, without importing them itself. Floor 7."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def call_after_import(names: Iterable[str], action: Callable[[], None]) -> None:
+    """Call `action` once, as soon as all the modules `names` have run to their ends; at once if they have already."""
+    pending = {name for name in names if name not in sys.modules}
+    if pending:
+        sys.meta_path.insert(0, _Watcher(pending, action))
+    else:
+        action()
+
+
+class _Watcher(MetaPathFinder):
+    """Finds modules as the other finders do, and learns when those it waits for have run."""
+
+    def __init__(self, pending: set[str], action: Callable[[], None]) -> None:
+        self._pending, self._action = pending, action
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in self._pending:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            self._report_end(spec.loader, name)
+        return spec
+
+    def _report_end(self, loader: Any, name: str) -> None:
+        """Let this one loader say when it has run its module; it stays what the module sees as `__loader__`."""
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            run(module)
+            self._pending.discard(name)
+            if not self._pending and self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._action()
+
+        loader.exec_module = exec_module

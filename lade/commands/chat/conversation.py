@@ -1,0 +1,191 @@
+"""A conversation with a model: the turns, their chat template, and a cache in which earlier turns stay. Floor 8.
+
+Knows nothing about terminals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
+
+import lade
+
+# For a tokenizer without a chat template; an answer ends where the model goes on to speak for the user.
+FALLBACK_TEMPLATE = (
+    "{{ bos_token or '' }}"
+    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+FALLBACK_STOP = "\nUser:"
+# Entries of a configuration's `layer_types` whose layers keep keys and values and nothing else.
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer and what it took."""
+
+    text: str
+    prompt_tokens: int
+    reused_tokens: int  # of the prompt: their keys and values were in the cache
+    new_tokens: int
+    seconds: float
+    tokens_per_step: float  # 1.0 for plain generate()
+    fallback_reason: str | None  # as in GenerationStats
+
+
+class DoesNotFit(ValueError):
+    """A question is longer than what the model can read at once."""
+
+
+class Conversation:
+    """Questions and answers, one after the other."""
+
+    messages: list[Message]
+    template: str | None  # None: the tokenizer's own
+    stop_string: str | None
+    _cache: DynamicCache | None  # keys and values of `_cached_ids`, a beginning of the text so far
+    _cached_ids: list[int]
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        max_new_tokens: int = 256,
+        system: str | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """system: the system message, which stays when old turns are cut. note: is told what the user should know."""
+        self.model, self.tokenizer, self.note = model, tokenizer, note
+        self.max_new_tokens = max_new_tokens
+        self.template, self.stop_string = (
+            (None, None) if tokenizer.chat_template else (FALLBACK_TEMPLATE, FALLBACK_STOP)
+        )
+        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self.max_prompt_tokens = context - max_new_tokens if context else None
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(f"max_new_tokens must be below the model's {context} positions, got {max_new_tokens}")
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.messages = [*self._system]
+        self._start_cache()
+
+    @property
+    def num_turns(self) -> int:
+        return sum(message["role"] == "user" for message in self.messages)
+
+    def ask(self, question: str, streamer: Any = None, stopping_criteria: Any = (), **choice: Any) -> Answer:
+        """The model's answer, which becomes part of the conversation together with the question.
+
+        choice: arguments of generate() that say how tokens are chosen. After an exception, KeyboardInterrupt included, the
+        conversation is as it was before. Raises DoesNotFit for a question that leaves no room for an answer.
+        """
+        messages, ids = self._fit([*self.messages, {"role": "user", "content": question}])
+        reused = self._keep_common_prefix(ids)
+        inputs = torch.tensor([ids], device=self.model.device)
+        if self.stop_string:
+            choice |= {"stop_strings": [self.stop_string], "tokenizer": self.tokenizer}
+        started = time.perf_counter()
+        try:
+            output = self.model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                past_key_values=self._cache,
+                max_new_tokens=self.max_new_tokens,
+                streamer=streamer,
+                stopping_criteria=StoppingCriteriaList(stopping_criteria),
+                **choice,
+            )[0].tolist()
+        except BaseException:
+            self._trim_cache(reused)
+            raise
+        seconds = time.perf_counter() - started
+        if self._cache is not None:
+            self._cached_ids = output[: int(self._cache.get_seq_length())]
+        text = self._text_of(output[len(ids) :])
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        stats = lade.last_stats()
+        return Answer(
+            text,
+            prompt_tokens=len(ids),
+            reused_tokens=reused,
+            new_tokens=len(output) - len(ids),
+            seconds=seconds,
+            tokens_per_step=stats.tokens_per_step if stats and stats.fallback_reason is None else 1.0,
+            fallback_reason=stats.fallback_reason if stats else "lade is not loaded",
+        )
+
+    def _text_of(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return (text.split(self.stop_string)[0] if self.stop_string else text).strip()
+
+    def _ids_of(self, messages: list[Message]) -> list[int]:
+        encoded = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.template, add_generation_prompt=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+    def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """The latest turns for which there is room, and their ids."""
+        ids = self._ids_of(messages)
+        dropped = 0
+        while self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
+            begin = len(self._system)
+            turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
+            if len(turns) == 1:
+                raise DoesNotFit(
+                    f"the question takes {len(ids)} tokens; the model has room for {self.max_prompt_tokens} "
+                    f"beside an answer of {self.max_new_tokens}"
+                )
+            messages = messages[:begin] + messages[turns[1] :]
+            ids = self._ids_of(messages)
+            dropped += 1
+        if dropped:
+            what = "oldest turn was" if dropped == 1 else f"{dropped} oldest turns were"
+            self.note(f"The conversation no longer fits the model; the {what} cut off.")
+        return messages, ids
+
+    def _start_cache(self) -> None:
+        # Without a configuration every layer keeps every token, also where the model's attention looks through a window.
+        self._cache = DynamicCache() if keeps_keys_only(self.model) else None
+        self._cached_ids = []
+
+    def _keep_common_prefix(self, ids: list[int]) -> int:
+        """Let the cache hold what it has in common with `ids`, and return how many tokens that are.
+
+        Mostly all it has; less when an answer, read as text, is split into other tokens than the model wrote.
+        """
+        pairs = zip(self._cached_ids, ids[:-1], strict=False)  # at least one token must be left to feed
+        common = next((index for index, (cached, wanted) in enumerate(pairs) if cached != wanted), None)
+        if common is None:
+            common = min(len(self._cached_ids), len(ids) - 1)
+        self._trim_cache(common)
+        return common
+
+    def _trim_cache(self, length: int) -> None:
+        """Cut the cache down to its first `length` tokens."""
+        if length == 0 or self._cache is None:
+            self._start_cache()
+            return
+        for layer in self._cache.layers:
+            if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+                layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+        self._cached_ids = self._cached_ids[:length]
+
+
+def keeps_keys_only(model: Any) -> bool:
+    """Whether keys and values are all that a model remembers of its text, so that they can be cut anywhere."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return not getattr(model, "_is_stateful", False) and kinds <= ATTENTION_KINDS

@@ -1,0 +1,127 @@
+"""`lade env`: versions, devices and settings as plain text. Imports torch, but not transformers, which takes long. Floor 8."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import lade
+from lade.config import current_config
+from lade.versions import version_problem
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "tokenizers",
+    "numpy",
+    "triton",
+    "flash-attn",
+    "kernels",
+    "bitsandbytes",
+)
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "TRITON_INTERPRET")
+# The methods of transformers' GenerationMixin that augment_all() replaces.
+PATCHED_METHODS = ("generate", "_sample", "_beam_search", "_assisted_decoding")
+
+
+def main(arguments: list[str]) -> int:
+    """Print the report."""
+    parser = argparse.ArgumentParser(
+        "lade env", description="Versions, devices and settings, to paste in a bug report."
+    )
+    parser.parse_args(arguments)
+    sys.stdout.write(report())
+    return 0
+
+
+def report() -> str:
+    """What `lade env` prints; of this process, so that it can be called from a program that misbehaves."""
+    sections = {
+        "lade": lade_lines(),
+        "packages": package_lines(),
+        "devices": device_lines(),
+        "patch": patch_lines(),
+        "environment": environment_lines(),
+    }
+    return "\n".join(f"{title}\n" + "".join(f"  {line}\n" for line in lines) for title, lines in sections.items())
+
+
+def lade_lines() -> Iterable[str]:
+    yield f"version: {lade.__version__}"
+    yield f"python: {platform.python_version()} ({platform.python_implementation()}), {platform.platform()}"
+    yield "settings: " + ", ".join(f"{name}={value}" for name, value in asdict(current_config()).items())
+
+
+def package_lines() -> Iterable[str]:
+    for name in PACKAGES:
+        yield f"{name}: {installed_version(name) or 'not installed'}"
+
+
+def device_lines() -> Iterable[str]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield f"cpu: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"
+    yield f"cuda: {torch.version.cuda or torch.version.hip or 'not in this build of torch'}, {torch.cuda.device_count()} devices"
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}: {found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+    yield f"mps: {'available' if torch.backends.mps.is_available() else 'not available'}"
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    yield f"nccl: {'available' if has_nccl else 'not available'}"
+
+
+def patch_lines() -> Iterable[str]:
+    """Whether lade fits the installed transformers, read from its source, and whether it is patched in this process."""
+    version = installed_version("transformers")
+    if version is None:
+        yield "transformers is not installed"
+        return
+    yield version_problem(version) or f"transformers {version} is a version that lade was made for"
+    missing = sorted(set(PATCHED_METHODS) - methods_of_generation_mixin())
+    names = ", ".join(f"GenerationMixin.{name}" for name in PATCHED_METHODS)
+    yield f"augment_all() replaces {names}: " + (f"MISSING {', '.join(missing)}" if missing else "all there")
+    augment = sys.modules.get("lade.augment")
+    yield f"patched in this process: {'yes' if augment and augment._originals else 'no'}"
+
+
+def environment_lines() -> Iterable[str]:
+    names = ["USE_LADE", *sorted(name for name in os.environ if name.startswith(("LADE_", "LOAD_LADE"))), *VARIABLES]
+    for name in names:
+        yield f"{name}={os.environ[name]}" if name in os.environ else f"{name} is not set"
+
+
+def methods_of_generation_mixin() -> set[str]:
+    spec = importlib.util.find_spec("transformers")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        source = Path(folder, "generation", "utils.py").read_text(encoding="utf-8")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and node.name == "GenerationMixin":
+                return {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+    return set()
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    """As /proc/cpuinfo has it, where there is one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

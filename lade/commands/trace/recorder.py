@@ -1,0 +1,133 @@
+"""What one `generate()` call did, step by step, as plain data. Knows nothing about pages and terminals. Floor 8."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import lade
+from lade import stats
+from lade.commands.detokenize import Detokenizer
+
+
+class StepRecorder:
+    """Collects the steps of one call with one prompt; `tracing` calls `on_step`, the model's own hooks give the times."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.steps: list[dict[str, Any]] = []
+        self.masks: list[
+            list[str]
+        ] = []  # distinct ones: per query its keys as hexadecimal, the first key is the highest bit
+        self.prefill_seconds: float | None = None
+        self._forward_seconds = 0.0
+        self._step_began = 0.0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the call made inside."""
+        hooks = [
+            self.model.register_forward_pre_hook(lambda *_: self._forward_begins()),
+            self.model.register_forward_hook(lambda *_: self._forward_ends()),
+        ]
+        try:
+            with stats.tracing(self.on_step):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def on_step(self, roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, guesses: Any, texts: Any) -> None:
+        """See `lade.stats.tracing`. Only the first row of a batch is looked at."""
+        now = time.perf_counter()
+        path = accepted[0] or []
+        num_levels, num_columns = draft.window_shape[0] - 1, draft.window_shape[1]
+        cells = [int(roots[0]), *draft.window_cells[0].tolist()]
+        committed = 0 if accepted[0] is None else len(path) + 1
+        self.steps.append(
+            {
+                "window": [cells[level * num_columns : (level + 1) * num_columns] for level in range(num_levels)],
+                "guesses": [] if guesses is None else guesses[0].tolist(),
+                "tokens": list(tree.tokens[0]),
+                "parents": list(tree.parents[0]),
+                "accepted": list(path),
+                "committed": texts.row(0)[0, -committed:].tolist() if committed else [],
+                "mask": self._mask_index(layout.visibility(tree)[0]),
+                "forward": self._forward_seconds,
+                "rest": now - self._step_began - self._forward_seconds,
+            }
+        )
+        self._step_began = time.perf_counter()  # what recording took is nobody's
+
+    def _mask_index(self, visible: torch.Tensor) -> int:
+        """visible: [q, q] bool."""
+        rows = [f"{int(''.join('01'[cell] for cell in row), 2):x}" for row in visible.tolist()]
+        if rows not in self.masks:
+            self.masks.append(rows)
+        return self.masks.index(rows)
+
+    def _forward_begins(self) -> None:
+        self._synchronize()
+        self._forward_began = time.perf_counter()
+
+    def _forward_ends(self) -> None:
+        self._synchronize()
+        self._forward_seconds = time.perf_counter() - self._forward_began
+        if self.prefill_seconds is None:
+            self.prefill_seconds = self._forward_seconds
+            self._step_began = time.perf_counter()
+
+    def _synchronize(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) -> dict[str, Any]:
+    """Run one generation and return all there is to say of it, ready for JSON.
+
+    Raises RuntimeError when lookahead did not run.
+    """
+    inputs = torch.tensor([prompt_ids], device=model.device)
+    recorder = StepRecorder(model)
+    started = time.perf_counter()
+    with recorder.recording():
+        output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **arguments)[0].tolist()
+    seconds = time.perf_counter() - started
+    found, config = lade.last_stats(), lade.current_config()
+    if found is None or found.fallback_reason is not None:
+        raise RuntimeError(f"lookahead did not run: {found and found.fallback_reason}")
+    new = output[len(prompt_ids) :]
+    pieces = pieces_of(tokenizer, output)
+    named = {token for step in recorder.steps for row in step["window"] for token in row} | {*output}
+    named |= {token for step in recorder.steps for token in (*step["tokens"], *step["guesses"])}
+    return {
+        "model": str(model.config._name_or_path).rstrip("/").rsplit("/", 1)[-1],
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "version": lade.__version__,
+        "N": config.ngram_size,
+        "W": config.window_size,
+        "G": config.num_guesses,
+        "seconds": seconds,
+        "prefill": recorder.prefill_seconds,
+        "tokens_per_step": found.tokens_per_step,
+        "prompt": pieces[: len(prompt_ids)],
+        "text": pieces[len(prompt_ids) :],
+        "ids": new,
+        "names": {str(token): tokenizer.decode([token]) for token in sorted(named)},
+        "masks": recorder.masks,
+        "steps": recorder.steps,
+    }
+
+
+def pieces_of(tokenizer: Any, tokens: list[int]) -> list[str]:
+    """Each token's part of the text, special tokens included."""
+    text = Detokenizer(tokenizer, skip_special_tokens=False)
+    pieces = [text.add(token) for token in tokens]
+    if pieces:
+        pieces[-1] += text.rest()
+    return pieces

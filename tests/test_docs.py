@@ -1,0 +1,71 @@
+"""README and docs: the Python in them runs, the links lead somewhere, and every setting is described."""
+
+import inspect
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lade
+
+ROOT = Path(lade.__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """What a page may take for granted: a model and its tokenizer, both loaded, and a prompt."""
+    folder = ROOT / "models" / "stdlib-9m"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return {"model": model, "tokenizer": tokenizer, "inputs": tokenizer("def main():\n", return_tensors="pt")}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))], ids=page_id
+)
+def test_python_blocks_run(page, bundled, lade_on, monkeypatch, tmp_path):
+    """The blocks of a page run one after the other in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    names = {**bundled, "lade": lade, "os": os, "__name__": "__main__"}
+    bundled["model"].generate(**bundled["inputs"], max_new_tokens=8)
+    text = page.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        line = text[: found.start(1)].count("\n")
+        exec(compile("\n" * line + found[1], str(page), "exec"), names)
+
+
+def test_blocks_are_found():
+    assert sum(len(BLOCK.findall(page.read_text(encoding="utf-8"))) for page in PAGES) >= 5
+    assert not BLOCK.search("```python no-run\n1 / 0\n```\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        if target.startswith(("http:", "https:")):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page_id(page)} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor[1:] in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_setting_is_described():
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    for name in inspect.signature(lade.config_lade).parameters:
+        assert f"| `{name}` |" in text
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "lade").rglob("*.py"))
+    for name in set(re.findall(r"environ(?:\.get\(|\[)\"(\w+)\"", sources)):
+        assert f"| `{name}` |" in text
+    assert "| `LEVEL` |" in text

@@ -1,0 +1,221 @@
+"""`python -m lade`: a program cannot tell it from `python`, but generate() runs with lookahead."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import generate_plain, prompt, tiny_llama
+
+import lade
+from lade import commands
+from lade.commands import env, run
+from lade.commands.after_import import call_after_import
+
+ROOT = Path(lade.__file__).parent.parent
+NOSY = """
+import sys, os
+print(__name__, __file__, __package__, __doc__, __cached__, __builtins__, __spec__ and __spec__.name)
+print(type(__loader__), sorted(globals()), sys.argv, sys.path[0], os.environ.get("USE_LADE") is None)
+print(sys.modules["__main__"].__dict__ is globals(), [name for name in ("torch", "transformers") if name in sys.modules])
+print(sys.stdin.read())
+def fail():
+    raise ValueError("as in plain")
+"""
+PROGRAMS = {
+    "ends.py": NOSY,
+    "fails.py": NOSY + "fail()",
+    "interrupted.py": "raise KeyboardInterrupt",
+    "leaves.py": "import sys; sys.exit('so long')",
+    "leaves_with_3.py": "import atexit; atexit.register(print, 'the end'); raise SystemExit(3)",
+    "broken.py": "def f(:",
+    "folder/__main__.py": NOSY + "fail()",
+    "package/__init__.py": "import sys; print(sys.argv)",
+    "package/__main__.py": NOSY + "fail()",
+    "hooked.py": "import sys; sys.excepthook = lambda *args: print(args[1], args[2].tb_frame.f_code.co_name)\n1 / 0",
+    "spawns.py": """
+import multiprocessing
+def work(x):
+    return 2 * x
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(work, [1, 2]))
+""",
+}
+COMMANDS = [
+    ["ends.py", "-m", "lade", "--level", "3", "--", "-h"],
+    ["./ends.py"],
+    ["link.py"],
+    ["fails.py", "--debug"],
+    ["interrupted.py"],
+    ["leaves.py"],
+    ["leaves_with_3.py"],
+    ["broken.py"],
+    ["folder", "x"],
+    ["hooked.py"],
+    ["spawns.py"],
+    ["-m", "package", "--level", "3"],
+    ["-m", "no_such_module"],
+    ["-m", "pip", "--version"],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("programs")
+    for name, text in PROGRAMS.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    (root / "link.py").symlink_to(root / "folder" / "__main__.py")
+    return root
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("USE_LADE", "LADE_"))}
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, input="typed", capture_output=True, text=True, check=False, env=clean, cwd=folder)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_program_sees_what_python_would_show_it(folder, command):
+    plain = python(folder, *command)
+    ahead = python(folder, "-m", "lade", "--window", "3", *command)
+    assert ahead.returncode == plain.returncode
+    # The switch is the one difference that a program may find.
+    assert ahead.stdout == plain.stdout.replace(" True\n", " False\n", 1)
+    assert ahead.stderr == plain.stderr
+
+
+def test_a_missing_script(folder):
+    missing = python(folder, "-m", "lade", "missing.py")
+    assert missing.returncode == python(folder, "missing.py").returncode == 2
+    assert "can't open file" in missing.stderr
+    assert "missing.py" in missing.stderr
+
+
+GENERATES = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = torch.tensor([[int(token) for token in sys.argv[2].split(",")]])
+print(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40).tolist())
+"""
+SUMMARY = re.compile(r"Generated tokens: (\d+) Total steps: (\d+)")
+
+
+@pytest.mark.parametrize("as_package", [False, True], ids=["script", "installed package"])
+def test_generate_runs_with_lookahead(tmp_path, as_package):
+    """An unmodified script, and a package that pip has installed, here pytest with the same lines as a test."""
+    torch_model = tiny_llama()
+    torch_model.save_pretrained(tmp_path / "model")
+    inputs = prompt(24)
+    expected = str(generate_plain(torch_model, inputs, max_new_tokens=40).tolist())
+    arguments = [str(tmp_path / "model"), ",".join(map(str, inputs["input_ids"][0].tolist()))]
+    if as_package:
+        body = "\n    ".join(["def test_it():", *GENERATES.strip().splitlines()])
+        (tmp_path / "test_it.py").write_text(body.replace("sys.argv", f"{['', *arguments]!r}"))
+        program = ["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "test_it.py"]
+    else:
+        (tmp_path / "script.py").write_text(GENERATES)
+        program = ["script.py", *arguments]
+    done = python(tmp_path, "-m", "lade", "--level", "3", "--debug", *program)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+    tokens, steps = map(int, SUMMARY.search(done.stdout).groups())
+    assert tokens == 40
+    assert steps < tokens
+
+
+def test_options_are_checked(capsys):
+    for arguments, message in (
+        (["--level", "1", "x.py"], "LEVEL must be an integer from 2 to 64, got 1"),
+        ([], "must be given"),
+        (["--level", "3", "-m"], "must be given"),
+        (["--lev", "3", "x.py"], "unrecognized"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            commands.main(arguments)
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_options_end_where_the_program_begins(monkeypatch):
+    monkeypatch.setattr(lade.config, "_default", lade.current_config())
+    options, program = run.parse(["--level", "4", "--guess", "-1", "-m", "pkg", "-m", "x", "--window", "9"])
+    assert (options.module, program) == (program, ["pkg", "-m", "x", "--window", "9"])
+    config = lade.current_config()
+    assert (config.ngram_size, config.guess_set_size, config.window_size) == (4, -1, 7)
+
+
+def test_the_environment_can_say_no(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    (tmp_path / "note.py").write_text("import os; print('switch:', os.environ['USE_LADE'])")
+    for value, expected in ((None, "1"), ("0", "0")):
+        monkeypatch.delenv("USE_LADE", raising=False)
+        if value:
+            monkeypatch.setenv("USE_LADE", value)
+        try:
+            assert commands.main([str(tmp_path / "note.py")]) == 0
+        finally:
+            lade.restore_all()
+        assert os.environ["USE_LADE"] == expected
+
+
+def test_call_after_import(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("late_a", "late_b"):
+        (tmp_path / f"{name}.py").write_text("import late_seen\nlate_seen.names.append(__name__)")
+    (tmp_path / "late_c.py").write_text("import late_seen\n1 / len(late_seen.names)")
+    (tmp_path / "late_seen.py").write_text("names = []")
+    before = list(sys.meta_path)
+    calls = []
+    call_after_import(["late_a", "late_b", "late_c", "sys"], lambda: calls.append([*sys.modules["late_seen"].names]))
+    with pytest.raises(ZeroDivisionError):  # a module that fails has not been imported
+        importlib.import_module("late_c")
+    for name in ("late_c", "late_b", "late_a"):
+        importlib.import_module("late_seen").names += ["retry"] if name == "late_c" else []
+        assert not calls
+        importlib.import_module(name)
+    assert calls == [["retry", "late_b", "late_a"]]
+    assert sys.meta_path == before
+    assert importlib.reload(sys.modules["late_b"]).__loader__.get_source("late_b").startswith("import")
+    assert len(calls) == 1
+    call_after_import(["late_a"], lambda: calls.append("at once"))
+    assert calls[1:] == ["at once"]
+
+
+def test_env(capsys, monkeypatch, lade_on):
+    monkeypatch.setenv("LADE_SOMETHING", "seen")
+    assert commands.main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert set(env.PATCHED_METHODS) == set(lade.augment._originals)
+    for expected in (
+        f"version: {lade.__version__}",
+        "all there",
+        "patched in this process: yes",
+        "USE_LADE=1",
+        "LADE_SOMETHING=seen",
+        "bitsandbytes: ",
+        "a version that lade was made for",
+        "ngram_size=5",
+    ):
+        assert expected in out
+    lade.restore_all()
+    monkeypatch.setattr(env, "PATCHED_METHODS", ("generate", "_sampel"))
+    assert "patched in this process: no" in env.report()
+    assert "MISSING _sampel" in env.report()
+
+
+def test_version_and_help(capsys):
+    for argument, expected in (("--version", lade.__version__), ("--help", "sub-commands:")):
+        with pytest.raises(SystemExit) as end:
+            commands.main([argument])
+        assert end.value.code == 0
+        assert expected in capsys.readouterr().out

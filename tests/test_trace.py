@@ -1,0 +1,145 @@
+"""`lade trace`: what is recorded is what happened, tracing changes nothing, and the page shows it in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+from transformers import AutoTokenizer
+
+import lade
+from lade import commands
+from lade.commands.trace import page, record, replay
+from lade.layout import block_layout
+from lade.stats import open_stats, tracing
+from lade.token_tree import TokenTree
+
+BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+ANSI = re.compile(r"\033\[[\d;]*m")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def random_model():
+    return tiny_llama(vocab_size=4096)
+
+
+@pytest.fixture
+def trace(random_model, tokenizer, lade_on):
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4)
+    ids = tokenizer("a = a + </script> a = a + 1 # a")["input_ids"]
+    return record(random_model, tokenizer, ids, max_new_tokens=80)
+
+
+def test_a_trace_is_what_happened(trace, random_model, tokenizer):
+    stats, steps = lade.last_stats(), trace["steps"]
+    ids = tokenizer("".join(trace["prompt"]), return_tensors="pt")
+    output = generate_plain(random_model, ids, max_new_tokens=80)[0].tolist()
+    assert trace["ids"] == output[-80:]
+    assert "".join(trace["text"]) == tokenizer.decode(trace["ids"])
+    assert stats.fallback_reason is None
+    assert len(steps) == stats.steps - 1 < 79
+    assert [len(trace["masks"][step["mask"]]) for step in steps] == stats.block_tokens
+    committed = trace["ids"][:1]
+    for step in steps:
+        assert step["window"][0][0] == committed[-1]  # the root
+        assert [len(row) for row in step["window"]] == [3, 3, 3]
+        assert [step["tokens"][node] for node in step["accepted"]] == step["committed"][:-1]
+        assert [step["parents"][node] for node in step["accepted"]] == [-1, *step["accepted"]][: len(step["accepted"])]
+        committed += step["committed"]
+        tree = TokenTree([step["tokens"]], [step["parents"]])
+        visible = block_layout(4, 3, len(step["tokens"]), torch.device("cpu")).visibility(tree)[0].tolist()
+        rows = trace["masks"][step["mask"]]
+        assert [f"{int(row, 16):0{len(rows)}b}" for row in rows] == ["".join("01"[x] for x in row) for row in visible]
+        assert step["forward"] > 0
+        assert step["rest"] > 0
+    assert committed == trace["ids"]
+    assert sum(step["forward"] + step["rest"] for step in steps) + trace["prefill"] < trace["seconds"]
+    # The last row of the window becomes the next step's last level: nothing was overwritten while it was recorded.
+    assert all(after["window"][-1] == before["guesses"] for before, after in pairwise(steps))
+
+
+def test_tracing_is_off_outside_of_it(random_model, lade_on):
+    seen = []
+    arguments = {**prompt(24), "max_new_tokens": 30, "do_sample": True}
+    torch.manual_seed(0)
+    without = random_model.generate(**arguments)
+    with tracing(lambda *step: seen.append(len(step))):
+        assert open_stats().on_step is None  # of no call
+        torch.manual_seed(0)
+        assert torch.equal(random_model.generate(**arguments), without)
+    assert seen == [7] * (lade.last_stats().steps - 1)
+    random_model.generate(**arguments)
+    assert len(seen) < 30
+    assert lade.last_stats().on_step is None
+    assert not random_model._forward_hooks
+
+
+def test_what_falls_back_has_no_trace(random_model, tokenizer, lade_on, capsys):
+    with pytest.raises(RuntimeError, match="beam search"):
+        record(random_model, tokenizer, [5, 6, 7], max_new_tokens=5, num_beams=2)
+    assert not random_model._forward_hooks
+
+
+def test_in_the_terminal(trace):
+    shown = []
+    replay(trace, shown.append, speed=0)
+    text = ANSI.sub("", "".join(shown))
+    assert text.startswith("".join(trace["prompt"]) + "".join(trace["text"]))
+    guessed = sum(piece.startswith("\033[30;42m") for piece in shown)
+    assert guessed == sum(len(step["accepted"]) for step in trace["steps"]) > 3
+    bars = re.findall(r"(\d+) tokens? +█* (\d+)\n", text)
+    assert sum(int(size) * int(count) for size, count in bars) == 80
+
+
+def test_the_page_is_one_file(trace):
+    html = page(trace)
+    data = re.search(r"const trace = (.*);\n", html)[1]
+    assert json.loads(data) == json.loads(json.dumps(trace))
+    assert html.count("</script>") == 1
+    links = set(re.findall(r"https?://[^\"'\s]+", html.replace(data, "")))
+    assert links == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert not re.search(r"src=|@import|url\(|fetch\(", html.replace(data, ""))
+
+
+def test_the_command(tmp_path, capsys, lade_on):
+    out = tmp_path / "t.html"
+    question = ["--question", "What does os.path.join do?", "--max_new_tokens", "12", "--dtype", "float32"]
+    assert commands.main(["trace", "--out", str(out), *question]) == 0
+    assert re.search(r"t\.html: \d+ tokens in \d+ steps", capsys.readouterr().out)
+    data = json.loads(re.search(r"const trace = (.*);\n", out.read_text(encoding="utf-8"))[1])
+    assert "os.path.join" in "".join(data["prompt"])
+    assert data["model"] == "stdlib-9m"
+    assert commands.main(["trace", "--terminal", "--speed", "0", *question]) == 0
+    assert "per step" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_in_a_browser(trace, tmp_path, theme):
+    (tmp_path / "t.html").write_text(page(trace), encoding="utf-8")
+    number = next(index for index, step in enumerate(trace["steps"], 1) if step["accepted"])
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    options += ["--force-dark-mode"] if theme == "dark" else []
+    command = [BROWSER, *options, "--dump-dom", f"file://{tmp_path / 't.html'}#step={number}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    dom = done.stdout
+    assert f'data-theme="{theme}"' in dom
+    assert f"step {number} of {len(trace['steps'])}" in dom
+    step = trace["steps"][number - 1]
+    assert f"{len(step['committed'])} tokens in" in dom
+    assert dom.count('class="chip yes"') == len(step["accepted"])
+    assert len(re.findall(r'class="(?:own|guess) now"', dom)) == len(step["committed"])
+    later = sum(len(later["committed"]) for later in trace["steps"][number:])
+    assert len(re.findall(r'class="(?:own|guess) later"', dom)) == later
+    assert dom.count('class="bar"') == len(trace["steps"]) + 1
