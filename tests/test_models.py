@@ -189,12 +189,10 @@ def test_unknown_attention_falls_back(model):
 def test_flex_attention():
     """Blocks run with sdpa; the prompt and plain generate() with the model's own."""
     flex = tiny_llama(torch.float32, attention="flex_attention")
-    with torch.no_grad():
-        try:
-            flex(**prompt())
-        except Exception as problem:  # flex attention runs where its compiler does
-            pytest.skip(f"flex attention does not run here: {type(problem).__name__}")
-    expected = generate_plain(flex, prompt(), max_new_tokens=12)
+    try:
+        expected = generate_plain(flex, prompt(), max_new_tokens=12)
+    except Exception as problem:  # flex attention runs where its compiler does
+        pytest.skip(f"flex attention does not run here: {type(problem).__name__}")
     assert torch.equal(flex.generate(**prompt(), max_new_tokens=12), expected)
     assert lade.last_stats().fallback_reason is None
     assert flex.config._attn_implementation == "flex_attention"

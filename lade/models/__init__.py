@@ -43,7 +43,7 @@ SPECIAL: dict[str, type[ModelAdapter]] = {
 REGULAR = frozenset(
     """
     afmoe apertus arcee aria_text axk1 aya_vision beam biogpt bitnet codegen cohere cohere2 cohere2_moe cwm dbrx
-    deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma
+    deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma
     gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
     gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
     hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax idefics2 idefics3 internvl jais2 jetmoe kolibri1

@@ -35,6 +35,8 @@ class AlibiAdapter(ModelAdapter):
 
 
 class BloomAdapter(AlibiAdapter):
+    safe_hooks = ("prepare_inputs_for_generation",)  # of older versions: pads the masks of static caches
+
     @cached_property
     def block_model(self) -> Any:
         view = private_view(self.model)

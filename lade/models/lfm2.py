@@ -6,7 +6,7 @@ blocks run on a private view whose convolutions read them there.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -37,14 +37,23 @@ class Lfm2Adapter(ModelAdapter):
     def block_model(self) -> Any:
         view = private_view(self.model, attention=self._masked_attention)
         self.ancestors: Tensor | None = None
-        for layer in list(view.modules()):
-            if getattr(layer, "is_attention_layer", True) is False:
+        layers = [layer for layer in view.modules() if hasattr(layer, "is_attention_layer")]
+        for layer, layer_type in zip(layers, self.config.layer_types, strict=True):
+            if layer_type == "conv":
                 layer.conv = TreeConvolution(layer.conv, self)
+            else:
+                layer.register_forward_pre_hook(partial(self._with_mask, layer_type), with_kwargs=True)
         return view
 
-    def masks(self, block: Block) -> dict[str, Tensor | None]:  # type: ignore[override]
+    def masks(self, block: Block) -> Any:
         self.ancestors = ancestor_slots(block, self.config.conv_L_cache)
-        return {**super().masks(block), "conv": None}  # type: ignore[dict-item]
+        self._masks = super().masks(block)
+        return None  # older versions take no dict: the masks reach the attention layers by `_with_mask`
+
+    def _with_mask(self, layer_type: str, _: Any, args: Any, arguments: dict[str, Any]) -> Any:
+        if self.ancestors is None:  # the prompt
+            return None
+        return args, arguments | {"attention_mask": self._masks[layer_type]}  # type: ignore[index]
 
 
 class TreeConvolution(nn.Module):
