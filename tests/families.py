@@ -81,8 +81,8 @@ class Family:
         model = model_class._from_config(config, attn_implementation=self.attention).to(self.dtype).eval()
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the grouped kernels take no float64
-        for weight in model.parameters():
-            if not weight.any() and (weight.dim() > 1 or weight.numel() == 1):  # what training starts at zero
+        for name, weight in model.named_parameters():
+            if not weight.any() and not name.endswith("bias"):  # what training starts at zero
                 weight.data.normal_(std=0.5)
             if weight.dim() > 1:
                 weight.data *= self.spread
@@ -287,8 +287,8 @@ FAMILIES = [
     family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", layer_types=SLIDING_AND_FULL, sliding_window=WINDOW),
 ]  # fmt: skip
 
-# Each query chooses its keys, keys are compressed, or the causal head is of a model made for something else: lookahead or
-# the original code.
+# Queries that choose their keys, compressed keys, causal heads of models made for something else: lookahead or the
+# original code.
 OTHERS = [
     family("doge-window", "DogeForCausalLM", "keeps the 8 highest keys", keep_window_size=WINDOW),
     family("axk2", "AXK2ForCausalLM", **LATENT, **INDEXED),
@@ -360,11 +360,11 @@ RECURRENT = [
            hc_count=2, hc_lowrank=8, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8,
            indexer_compress_ratio=4),
     family("rwkv", "RwkvForCausalLM", attention="eager", context_length=512, spread=2.0),
-    family("recurrent_gemma", "RecurrentGemmaForCausalLM", attention="eager", block_types=["recurrent", "attention"], lru_width=48,
-           attention_window_size=WINDOW, w_init_variance_scale=1.0, spread=2.0),
+    family("recurrent_gemma", "RecurrentGemmaForCausalLM", attention="eager", block_types=["recurrent", "attention"],
+           lru_width=48, attention_window_size=WINDOW, w_init_variance_scale=1.0, spread=2.0),
     family("bamba", "BambaForCausalLM", **MAMBA2, attn_layer_indices=[1]),
-    family("zamba", "ZambaForCausalLM", attention="eager", layers_block_type=["mamba", "hybrid"], mamba_d_state=8, use_mamba_kernels=False,
-           attention_hidden_size=96, attention_head_dim=24),
+    family("zamba", "ZambaForCausalLM", attention="eager", layers_block_type=["mamba", "hybrid"], mamba_d_state=8,
+           use_mamba_kernels=False, attention_hidden_size=96, attention_head_dim=24),
     family("zamba2", "Zamba2ForCausalLM", layers_block_type=["mamba", "hybrid"], n_mamba_heads=4, mamba_d_state=8,
            chunk_size=16, use_mamba_kernels=False, adapter_rank=8),
     family("granitemoehybrid", "GraniteMoeHybridForCausalLM", layer_types=["mamba", "attention"], **MAMBA2),
