@@ -15,7 +15,7 @@ from lade.drafters import LookaheadDrafter
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.outputs import OutputRecorder
-from lade.rules import Accepted, as_plain, rules_for
+from lade.rules import Accepted, best_tokens, rules_for
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
 
@@ -106,7 +106,7 @@ def lookahead_decode(
             stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
             guesses = None
             if draft.has_window:
-                guesses = as_plain(outputs.logits[:, 1 + tree.num_nodes :]).argmax(dim=-1).to(device)  # [B, W]
+                guesses = best_tokens(outputs.logits[:, 1 + tree.num_nodes :]).to(device)  # [B, W]
             if stats.on_step is not None:
                 stats.on_step(roots, draft, tree, layout, accepted, guesses, rules.texts)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
@@ -106,7 +107,7 @@ class GreedyRules(Rules):
         self._eos_ids = eos_ids(self.criteria)
 
     def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
-        choices = as_plain(logits).argmax(dim=-1).tolist()
+        choices = best_tokens(logits).tolist()
         accepted: Accepted = []
         for row, children in enumerate(children_of_rows(tree)):
             if self.is_finished[row]:
@@ -263,9 +264,11 @@ def is_row_wise(processor: Callable[..., Tensor]) -> bool:
     return type(processor) in ROW_WISE_PROCESSORS
 
 
-def as_plain(logits: Tensor) -> Tensor:
-    """Logits with the ties that generate() sees: it compares in float32, which rounds float64 and nothing else."""
-    return logits.float() if logits.dtype == torch.float64 else logits
+def best_tokens(logits: Tensor) -> Tensor:
+    """argmax with the ties that generate() sees, which compares in float32. logits: [..., V]. Returns [...] ids."""
+    if logits.device.type == "cpu":  # numpy's argmax is vectorised: in half precision it takes a tenth of torch's time
+        return torch.from_numpy(np.asarray(logits.float().numpy().argmax(axis=-1)))
+    return (logits.float() if logits.dtype == torch.float64 else logits).argmax(dim=-1)
 
 
 def eos_ids(criteria: StoppingCriteriaList) -> set[int]:
