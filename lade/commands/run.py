@@ -56,7 +56,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         "lade",
         USAGE,
-        __doc__.split(" Floor")[0],
+        "Run an unmodified Python program with lade switched on.",
         EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
