@@ -12,5 +12,5 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["lade", "lade.*"]),
     install_requires=["torch>=2.6", "transformers>=5.8,<6", "accelerate>=1.0", "packaging"],
-    extras_require={"dev": ["pytest", "ruff", "mypy", "hypothesis"]},
+    extras_require={"triton": ["triton"], "dev": ["pytest", "ruff", "mypy", "hypothesis"]},
 )
