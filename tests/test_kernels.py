@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -63,24 +64,33 @@ CASES = [
     Case(64, (64,), dtype=F16, softcap=50.0),
     Case(257, (1,), dtype=F16),
 ]
-GRID = [
-    Case(
-        q,
-        (length,),
-        heads=group,
-        dtype=(F16, BF16, F32)[i % 3],
-        dim=(64, 128, 96, 256, 80)[i % 5],
-        window=(None, None, 100)[i % 3],
-        softcap=(None, 4.0)[i // 2 % 2],
-        has_sinks=i % 4 == 3,
-        padding=min(length, 5 * (i % 2)),
-        splits=(None, 1, 7)[i % 3],
-    )
-    for i, (q, length, group) in enumerate(
-        itertools.product((1, 2, 31, 33, 56, 128, 257), (0, 1, 63, 64, 65, 1000, 4097), (1, 4, 8))
-    )
-    if DEVICE == "cuda" or q * length * group < 1.1e6  # the interpreter would take minutes
-]
+
+
+def grid() -> list[Case]:
+    """All sizes, each with options drawn for it."""
+    draw = random.Random(0)
+    cases = [
+        Case(
+            q,
+            (length,),
+            heads=group,
+            dtype=draw.choice((F16, BF16, F32)),
+            dim=draw.choice((64, 80, 96, 128, 256)),
+            window=draw.choice((None, 4, 100)),
+            softcap=draw.choice((None, 4.0)),
+            has_sinks=draw.random() < 0.3,
+            padding=min(length, draw.choice((0, 5))),
+            splits=draw.choice((None, 1, 7)),
+        )
+        for q, length, group in itertools.product(
+            (1, 2, 31, 33, 56, 128, 257), (0, 1, 63, 64, 65, 1000, 4097), (1, 4, 8)
+        )
+    ]
+    # The largest would take Triton's interpreter minutes each.
+    return [case for case in cases if DEVICE == "cuda" or case.q * case.heads * case.lengths[0] < 1.1e6]
+
+
+GRID = grid()
 
 
 def make(case: Case, unused: float) -> tuple[dict, torch.Tensor]:
