@@ -194,12 +194,15 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def environment(model: Any) -> dict[str, Any]:
-    device = torch.cuda.get_device_name() if model.device.type == "cuda" else _cpu_name()
+    parameters = {"parameters": sum(p.numel() for p in model.parameters())}
+    return machine(model.device, model.dtype) | parameters
+
+
+def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     return {
-        "device": device,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else _cpu_name(),
         "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(dtype).removeprefix("torch."),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

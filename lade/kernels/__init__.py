@@ -1,0 +1,129 @@
+"""Attention of a block of q query tokens against a long key/value cache: one function, a Triton kernel or plain torch.
+
+The cache is preallocated, [B, H_kv, C, D]: L committed slots, the block's own keys and values right behind them. The prefix is
+dense and read once for all query heads that share a key/value head; who sees whom inside the block is a bit mask
+(`packed_mask`). Importing this does not import triton. Floor 1.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from lade.kernels.packed_mask import is_packed, left_padding, pack_mask, unpack_mask
+from lade.kernels.reference import reference_block_attention
+
+__all__ = [
+    "block_attention",
+    "is_available",
+    "is_packed",
+    "left_padding",
+    "pack_mask",
+    "reference_block_attention",
+    "unavailable_reason",
+    "unpack_mask",
+]
+
+MAX_HEAD_DIM = 256
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def is_available() -> bool:
+    """Whether the Triton kernel can run in this process."""
+    return unavailable_reason() is None
+
+
+@lru_cache(maxsize=1)
+def unavailable_reason() -> str | None:
+    """Why the Triton kernel cannot run in this process, as a sentence; None when it can. Asked once."""
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install lade[triton])"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.version.cuda is None:
+        return "the kernel was written for NVIDIA GPUs, and this torch is not built for CUDA"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"the kernel needs a GPU of compute capability 8.0 or more, this one has {major}.{minor}"
+    return None
+
+
+def block_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of each block token over the prefix and the block tokens it sees. Returns [B, q, H, D_v].
+
+    query: [B, H, q, D]. keys, values: [B, H_kv, C, D] and [B, H_kv, C, D_v], C >= L + q slots, strided as they lie in the
+    cache; what lies in other slots must be finite and has no influence. packed: `packed_mask.pack_mask`.
+    scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap). sinks: [H], one more score per
+    head that takes weight and gives nothing. window: keys this many positions behind a token, or more, are hidden.
+
+    The Triton kernel runs on CUDA where it is available and the type and head size allow it, plain torch elsewhere.
+    A token that sees nothing gets zeros. Raises ValueError for shapes that do not fit.
+    """
+    _check(query, keys, values, packed, sinks)
+    if torch.compiler.is_compiling():
+        return _compiled_block_attention(query, keys, values, packed, scale, softcap, sinks, window)
+    return _dispatch(query, keys, values, packed, scale, softcap, sinks, window)
+
+
+def _dispatch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    has_kernel = query.dtype in KERNEL_DTYPES and max(keys.shape[3], values.shape[3]) <= MAX_HEAD_DIM
+    if not (query.is_cuda and has_kernel and is_available()):
+        return reference_block_attention(
+            query, keys, values, packed, scale=scale, softcap=softcap, sinks=sinks, window=window
+        )
+    from lade.kernels.triton_attention import triton_block_attention
+
+    return triton_block_attention(query, keys, values, packed, scale=scale, softcap=softcap, sinks=sinks, window=window)
+
+
+# For torch.compile one opaque operation: it need not look into how a kernel is chosen and launched.
+_compiled_block_attention = torch.library.custom_op("lade::block_attention", _dispatch, mutates_args=())
+
+
+@_compiled_block_attention.register_fake
+def _result_like(query: Tensor, keys: Tensor, values: Tensor, *others: object) -> Tensor:
+    batch_size, num_heads, num_queries, _ = query.shape
+    return query.new_empty((batch_size, num_queries, num_heads, values.shape[3]))
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, packed: Tensor, sinks: Tensor | None) -> None:
+    batch_size, num_heads, num_queries, head_dim = query.shape
+    if keys.shape[:3] != values.shape[:3] or keys.shape[0] != batch_size or keys.shape[3] != head_dim:
+        raise ValueError(
+            "keys and values must be [B, H_kv, C, D] with B and D of query, got "
+            f"query {list(query.shape)}, keys {list(keys.shape)}, values {list(values.shape)}"
+        )
+    if num_heads % keys.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key/value heads, got {num_heads} and {keys.shape[1]}")
+    if not is_packed(packed) or packed.shape[:3] != (batch_size, 1, num_queries):
+        raise ValueError(
+            f"packed must be the int32 [B, 1, q, ...] of pack_mask with B={batch_size} and q={num_queries}, "
+            f"got {packed.dtype} {list(packed.shape)}"
+        )
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks must be one number per query head, [{num_heads}], got {list(sinks.shape)}")

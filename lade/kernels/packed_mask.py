@@ -1,0 +1,77 @@
+"""The mask of a block in packed form: one row of int32 per query token, all that attention needs beside keys and values.
+
+packed: [B, 1, q, 3 + ceil(q / 32)] int32. The row of block token i is [length, first, offset, word 0, word 1, ...]:
+
+length  committed slots of the batch row (L); the block's own keys lie behind them, at slots L .. L + q - 1
+first   first slot of the prefix that the token sees; what lies before is padding
+offset  position of the token relative to the root's, and the root's own position is that of slot L
+words   bit k % 32 of word k // 32 says whether the token sees block token k
+
+So a token sees slots first .. L - 1 and the block tokens whose bit is set; a sliding window of w then hides every key that
+is w or more positions behind the token. Being a 4-D tensor, it goes through a model's forward untouched, as an additive 4-D
+mask does. Everything is read from device memory, so one captured CUDA graph serves all lengths. Floor 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+LENGTH, FIRST, OFFSET, WORDS = 0, 1, 2, 3  # columns; the words go on to the end
+WORD_BITS = 32
+
+
+class BlockMask(NamedTuple):
+    """What a packed mask says. lengths: [B]; first_slots, offsets: [B, q], all int32; visible: [B, q, q] bool."""
+
+    lengths: Tensor
+    first_slots: Tensor
+    offsets: Tensor
+    visible: Tensor
+
+
+def pack_mask(visible: Tensor, lengths: Tensor, offsets: Tensor, first_slots: Tensor | None = None) -> Tensor:
+    """Made once per step, without a copy to the host.
+
+    visible: [B, q, q] bool, query by key. lengths: [B] committed slots. offsets: [B, q] positions relative to the root's.
+    first_slots: [B], or [B, q] where tokens differ; None where nothing is padded. Returns packed.
+    """
+    batch_size, num_queries, _ = visible.shape
+    num_words = -(-num_queries // WORD_BITS)
+    bits = visible.new_zeros((batch_size, num_queries, num_words * WORD_BITS), dtype=torch.int32)
+    bits[:, :, :num_queries] = visible
+    weights = 1 << torch.arange(WORD_BITS, dtype=torch.int32, device=visible.device)  # the last one is -2**31
+    words = (bits.view(batch_size, num_queries, num_words, WORD_BITS) * weights).sum(dim=-1, dtype=torch.int32)
+
+    first_slots = torch.zeros_like(lengths) if first_slots is None else first_slots
+    first_slots = first_slots if first_slots.dim() == 2 else first_slots[:, None]
+    columns = [lengths[:, None].expand(-1, num_queries), first_slots.expand(-1, num_queries), offsets]
+    return torch.cat([torch.stack(columns, dim=-1).to(torch.int32), words], dim=-1)[:, None]
+
+
+def unpack_mask(packed: Tensor) -> BlockMask:
+    """The parts that `pack_mask` was given; first_slots always [B, q]."""
+    rows = packed[:, 0]
+    num_queries = rows.shape[1]
+    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=packed.device)
+    bits = (rows[:, :, WORDS:, None] >> shifts & 1).bool()  # [B, q, words, 32]
+    visible = bits.flatten(2)[:, :, :num_queries]
+    return BlockMask(rows[:, 0, LENGTH], rows[:, :, FIRST], rows[:, :, OFFSET], visible)
+
+
+def is_packed(mask: object) -> TypeGuard[Tensor]:
+    """Whether this is a packed mask and not one of transformers' (bool or floating point) or none."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4
+
+
+def left_padding(key_mask: Tensor) -> Tensor | None:
+    """First slot of each row that is no padding; None where a row hides other slots than the first ones.
+
+    key_mask: [B, P] bool, False for padding. Returns [B] int32. One copy to the host: for once per prompt, not per step.
+    """
+    seen = key_mask.to(torch.int32).cumsum(dim=1)
+    if bool(((seen > 0) != key_mask).any()):
+        return None
+    return (seen == 0).sum(dim=1, dtype=torch.int32)

@@ -1,0 +1,75 @@
+"""Attention of a block against a long cache in plain torch: the dense prefix, the block itself, merged by log-sum-exp.
+
+The definition that the Triton kernel is tested against, and what runs where there is no kernel. No `repeat_kv`: query heads
+that share a key/value head are rows of one product. Floor 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lade.kernels.packed_mask import unpack_mask
+
+
+def reference_block_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The contract of `lade.kernels.block_attention`; in float64 where the inputs are, else in float32.
+
+    It reads all C slots of the cache, so pass a view that ends where the longest row ends.
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    batch_size, num_heads, num_queries, _ = query.shape
+    num_kv_heads, capacity = keys.shape[1:3]
+    group = num_heads // num_kv_heads
+    lengths, first_slots, offsets, visible = unpack_mask(packed)
+
+    starts = first_slots  # [B, q]
+    if window is not None:
+        starts = torch.maximum(starts, lengths[:, None] + offsets - window + 1)
+        visible = visible & (offsets[:, :, None] - offsets[:, None, :] < window)
+    slots = torch.arange(capacity, dtype=torch.int32, device=query.device)
+    prefix_visible = (slots >= starts[:, :, None]) & (slots < lengths[:, None, None])  # [B, q, C]
+    block_slots = lengths[:, None] + torch.arange(num_queries, device=query.device)  # [B, q]
+
+    rows = query.reshape(batch_size, num_kv_heads, group * num_queries, -1)
+
+    def attend(keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """visible: [B, q, keys]. Returns the normalised sum [B, H_kv, group * q, D_v] and its log-sum-exp [..., 1]."""
+        scores = rows.to(dtype) @ keys.to(dtype).transpose(2, 3) * scale
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        scores = scores.masked_fill(~visible.repeat(1, group, 1)[:, None], -torch.inf)
+        log_sum = scores.logsumexp(dim=-1, keepdim=True)
+        return (scores - _finite(log_sum)).exp() @ values.to(dtype), log_sum
+
+    from_prefix, prefix_sum = attend(keys, values, prefix_visible)
+    from_block, block_sum = attend(_gather(keys, block_slots), _gather(values, block_slots), visible)
+
+    log_sum = torch.logaddexp(prefix_sum, block_sum)
+    if sinks is not None:  # a sink takes its share of the weight and gives nothing
+        log_sum = torch.logaddexp(
+            log_sum, sinks.to(dtype).view(num_kv_heads, group, 1).repeat(1, 1, num_queries).flatten(1)[..., None]
+        )
+    log_sum = _finite(log_sum)
+    output = from_prefix * (prefix_sum - log_sum).exp() + from_block * (block_sum - log_sum).exp()
+    return output.view(batch_size, num_heads, num_queries, -1).transpose(1, 2).to(query.dtype)
+
+
+def _gather(states: Tensor, slots: Tensor) -> Tensor:
+    """states: [B, H, C, D]. slots: [B, k]. Returns [B, H, k, D]."""
+    return states.take_along_dim(slots[:, None, :, None].long(), dim=2)
+
+
+def _finite(log_sum: Tensor) -> Tensor:
+    """-inf, the log-sum-exp over no keys at all, as a number that can be subtracted."""
+    return log_sum.clamp(min=torch.finfo(log_sum.dtype).min)

@@ -1,0 +1,378 @@
+"""Attention of a block against a long cache as a Triton kernel; docs/kernel.md tells how it reads memory.
+
+The only file that imports triton; import it after `lade.kernels.is_available()`. Tested in Triton's interpreter and compiled
+for sm_80 and sm_90; no GPU has run it yet. Floor 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lade.kernels.packed_mask import FIRST, OFFSET, WORD_BITS, WORDS
+
+LOG2_E = 1.4426950408889634
+# Globals that a kernel may read.
+_FIRST, _OFFSET, _WORDS, _WORD_BITS, _LOG2_E = map(tl.constexpr, (FIRST, OFFSET, WORDS, WORD_BITS, LOG2_E))
+
+NO_WINDOW = 2**31 - 1
+MAX_SPLITS = 64
+WARPS_PER_SM = 8  # what registers and shared memory allow of the split kernel
+MERGE_TILE = 8192  # numbers that a program of the merge holds: 64 registers in each of 128 threads
+
+
+@triton.jit
+def _tanh(x):
+    """Near zero a series, because 1 - 2 / (exp(2x) + 1) loses the digits of a small x."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315))))
+    # Beyond 15 the exponential is infinite or zero, which is right on both sides.
+    return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (tl.exp2(x * (2 * _LOG2_E)) + 1))
+
+
+@triton.jit
+def _attend(
+    best,
+    total,
+    output,
+    query,
+    key_pointers,
+    value_pointers,
+    is_key,
+    visible,
+    inner_scale,
+    outer_scale,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile of keys: the running maximum [M] (in powers of 2), sum of weights [M] and weighted values [M, D_v]."""
+    key_mask, value_mask = is_key[:, None], is_key[:, None]
+    if KEY_BLOCK != KEY_DIM:
+        key_mask = key_mask & (tl.arange(0, KEY_BLOCK) < KEY_DIM)[None, :]
+    if VALUE_BLOCK != VALUE_DIM:
+        value_mask = value_mask & (tl.arange(0, VALUE_BLOCK) < VALUE_DIM)[None, :]
+    keys = tl.load(key_pointers, mask=key_mask, other=0.0)  # [N, D]
+    values = tl.load(value_pointers, mask=value_mask, other=0.0)  # [N, D_v]
+    if UPCAST:
+        keys, values = keys.to(tl.float32), values.to(tl.float32)
+
+    # ieee: tf32 would round float32 to 10 bits.
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * inner_scale  # [M, N]
+    if HAS_SOFTCAP:
+        scores = _tanh(scores) * outer_scale
+    scores = tl.where(visible, scores, float("-inf"))
+
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    finite_best = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row that has seen nothing yet
+    weights = tl.exp2(scores - finite_best[:, None])
+    decay = tl.exp2(best - finite_best)
+    total = total * decay + tl.sum(weights, axis=1)
+    output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
+    return new_best, total, output
+
+
+@triton.jit
+def split_kernel(
+    query,
+    keys,
+    values,
+    packed,
+    partial,
+    log_sums,
+    query_stride_b,
+    query_stride_h,
+    query_stride_q,
+    key_stride_b,
+    key_stride_h,
+    key_stride_c,
+    value_stride_b,
+    value_stride_h,
+    value_stride_c,
+    packed_stride_b,
+    packed_stride_q,
+    num_queries,
+    num_kv_heads,
+    num_splits,
+    window,
+    inner_scale,
+    outer_scale,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Programs (tile of M query rows, split, batch row and key/value head): attention over one share of the keys.
+
+    Row r of a key/value head is query token r // GROUP of its query head r % GROUP. Writes partial [B*H_kv, splits, rows,
+    D_v], float32, and log_sums [B*H_kv, splits, rows], in powers of 2; -inf where a share holds nothing.
+    """
+    split, head = tl.program_id(1), tl.program_id(2)
+    batch = (head // num_kv_heads).to(tl.int64)
+    kv_head = (head % num_kv_heads).to(tl.int64)
+    num_rows = num_queries * GROUP
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = row < num_rows
+    token = row // GROUP
+    out_row = (head.to(tl.int64) * num_splits + split) * num_rows + row
+
+    packed += batch * packed_stride_b
+    packed_row = packed + token * packed_stride_q
+    length = tl.load(packed)
+    first = tl.load(packed_row + _FIRST, mask=is_row, other=0)
+    offset = tl.load(packed_row + _OFFSET, mask=is_row, other=0)
+    start = tl.maximum(first, length + offset - window + 1)  # [M] first slot of the prefix that each row sees
+
+    # The prefix's tiles, from the first slot that any row sees, then the block's: shared out evenly at this length.
+    first_slot = tl.min(tl.where(is_row, tl.minimum(start, length), length), axis=0)
+    prefix_tiles = tl.cdiv(length - first_slot, BLOCK_N)
+    num_tiles = prefix_tiles + tl.cdiv(num_queries, BLOCK_N)
+    share = tl.cdiv(num_tiles, num_splits)
+    begin = split * share
+    end = tl.minimum(begin + share, num_tiles)
+    if begin >= end:
+        tl.store(log_sums + out_row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+        return
+
+    key_dim, value_dim = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    query += batch * query_stride_b + kv_head * GROUP * query_stride_h
+    query_pointers = query + ((row % GROUP) * query_stride_h + token * query_stride_q)[:, None] + key_dim[None, :]
+    tile = tl.load(query_pointers, mask=is_row[:, None] & (key_dim < KEY_DIM)[None, :], other=0.0)  # [M, D]
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    keys += batch * key_stride_b + kv_head * key_stride_h
+    values += batch * value_stride_b + kv_head * value_stride_h
+
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    output = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
+    for index in range(begin, tl.minimum(end, prefix_tiles)):
+        slot = first_slot + index * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_key = slot < length
+        visible = is_key[None, :] & (slot[None, :] >= start[:, None])
+        key_pointers = keys + slot[:, None] * key_stride_c + key_dim[None, :]
+        value_pointers = values + slot[:, None] * value_stride_c + value_dim[None, :]
+        best, total, output = _attend(
+            best, total, output, tile, key_pointers, value_pointers, is_key, visible, inner_scale, outer_scale,
+            KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, HAS_SOFTCAP, UPCAST,
+        )  # fmt: skip
+    for index in range(tl.maximum(begin, prefix_tiles), end):
+        other = (index - prefix_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)  # block tokens
+        is_key = other < num_queries
+        first_word = (index - prefix_tiles) * BLOCK_N // _WORD_BITS
+        last_word = (num_queries - 1) // _WORD_BITS
+        word = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+        for i in tl.static_range((BLOCK_N + _WORD_BITS - 1) // _WORD_BITS):
+            column = tl.load(packed_row + _WORDS + tl.minimum(first_word + i, last_word), mask=is_row, other=0)
+            word = tl.where((other // _WORD_BITS == first_word + i)[None, :], column[:, None], word)
+        other_offset = tl.load(packed + other * packed_stride_q + _OFFSET, mask=is_key, other=0)
+        is_near = offset[:, None] - other_offset[None, :] < window
+        visible = ((word >> (other % _WORD_BITS)[None, :]) & 1 == 1) & is_near & is_key[None, :]
+        slot = length + other
+        key_pointers = keys + slot[:, None] * key_stride_c + key_dim[None, :]
+        value_pointers = values + slot[:, None] * value_stride_c + value_dim[None, :]
+        best, total, output = _attend(
+            best, total, output, tile, key_pointers, value_pointers, is_key, visible, inner_scale, outer_scale,
+            KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, HAS_SOFTCAP, UPCAST,
+        )  # fmt: skip
+
+    has_seen = total > 0
+    output = output / tl.where(has_seen, total, 1.0)[:, None]
+    log_sum = tl.where(has_seen, best + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
+    tl.store(log_sums + out_row, log_sum, mask=is_row)
+    out_mask = is_row[:, None] & (value_dim < VALUE_DIM)[None, :]
+    tl.store(partial + out_row[:, None] * VALUE_DIM + value_dim[None, :], output, mask=out_mask)
+
+
+@triton.jit
+def merge_kernel(
+    partial,
+    log_sums,
+    sinks,
+    output,
+    num_rows,
+    num_kv_heads,
+    num_splits,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Programs (tile of query rows, batch row and key/value head): the splits' results, weighted by their share of the sum.
+
+    Writes output [B, q, H, D_v].
+    """
+    head = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, VALUE_BLOCK)
+    is_row, is_dim = row < num_rows, dim < VALUE_DIM
+    query_head = (head % num_kv_heads) * GROUP + row % GROUP
+    at = (head.to(tl.int64) * num_splits + split)[None, :] * num_rows + row[:, None]  # [M, S]
+    is_split = is_row[:, None] & (split < num_splits)[None, :]
+    log_sum = tl.load(log_sums + at, mask=is_split, other=float("-inf"))
+
+    best = tl.max(log_sum, axis=1)
+    if HAS_SINKS:
+        sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+        best = tl.maximum(best, sink)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    weights = tl.exp2(log_sum - best[:, None])
+    total = tl.sum(weights, axis=1)
+    if HAS_SINKS:
+        total += tl.exp2(sink - best)
+
+    # Splits without a share have written no partial result.
+    is_written = (log_sum > float("-inf"))[:, :, None] & is_dim[None, None, :]
+    parts = tl.load(
+        partial + at[:, :, None] * VALUE_DIM + dim[None, None, :], mask=is_written, other=0.0
+    )  # [M, S, D_v]
+    result = tl.sum(parts * weights[:, :, None], axis=1) / tl.where(total > 0, total, 1.0)[:, None]
+    batch, token = (head // num_kv_heads).to(tl.int64), row // GROUP
+    out_row = (batch * (num_rows // GROUP) + token) * (num_kv_heads * GROUP) + query_head
+    out_mask = is_row[:, None] & is_dim[None, :]
+    tl.store(output + out_row[:, None] * VALUE_DIM + dim[None, :], result.to(output.dtype.element_ty), mask=out_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a program is cut: M query rows by N keys at a time."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(num_rows: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tiles:
+    """Tiles that need no register spills and leave room for two programs of 4 warps on an SM, for sm_80 and sm_90.
+
+    num_rows: q times the query heads of a key/value head. Chosen from what the compiler reports; no GPU has timed them.
+    """
+    dim = triton.next_power_of_2(max(key_dim, value_dim, 64))
+    rows = max(16, triton.next_power_of_2(num_rows))
+    if dtype.itemsize == 4:  # float32 products keep off the tensor cores, and their operands fill the registers
+        largest, block_n = (32, 32) if dim == 64 else (16, 16)
+        return Tiles(min(rows, largest), block_n, num_warps=4, num_stages=2)
+    if dim > 128:
+        return Tiles(min(rows, 64), block_n=32, num_warps=8 if rows >= 64 else 4, num_stages=2)
+    block_m = min(rows, 128)
+    num_stages = 2 if (block_m, dim) == (64, 128) else 3
+    return Tiles(block_m, block_n=64, num_warps=8 if block_m == 128 else 4, num_stages=num_stages)
+
+
+def choose_splits(num_programs: int, capacity: int, tiles: Tiles, num_sms: int) -> int:
+    """Splits that fill the device once, fixed by the capacity: lengths may change under a captured graph.
+
+    num_programs: programs there would be without splits.
+    """
+    fill = num_sms * WARPS_PER_SM // (tiles.num_warps * num_programs)
+    return max(1, min(fill, triton.cdiv(capacity, tiles.block_n), MAX_SPLITS))
+
+
+@lru_cache(maxsize=16)
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def triton_block_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """The contract of `lade.kernels.block_attention`, except for float64. num_splits: by `choose_splits` where None."""
+    query, keys, values, packed = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values, packed))
+    batch_size, num_heads, num_queries, key_dim = query.shape
+    num_kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    group, num_programs = num_heads // num_kv_heads, batch_size * num_kv_heads
+    num_rows = num_queries * group
+
+    tiles = choose_tiles(num_rows, key_dim, value_dim, query.dtype)
+    row_tiles = triton.cdiv(num_rows, tiles.block_m)
+    if num_splits is None:
+        num_splits = choose_splits(row_tiles * num_programs, capacity, tiles, _num_sms(query.device))
+    partial = query.new_empty((num_programs, num_splits, num_rows, value_dim), dtype=torch.float32)
+    log_sums = query.new_empty((num_programs, num_splits, num_rows), dtype=torch.float32)
+    output = query.new_empty((batch_size, num_queries, num_heads, value_dim))
+    value_block, split_block = block_size(value_dim), triton.next_power_of_2(num_splits)
+    merge_rows = max(1, MERGE_TILE // (split_block * value_block))
+
+    with torch.cuda.device_of(query):  # a model may be spread over several GPUs
+        split_kernel[(row_tiles, num_splits, num_programs)](
+            query,
+            keys,
+            values,
+            packed,
+            partial,
+            log_sums,
+            *query.stride()[:3],
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            packed.stride(0),
+            packed.stride(2),
+            num_queries,
+            num_kv_heads,
+            num_splits,
+            NO_WINDOW if window is None else window,
+            *kernel_scales(scale, softcap),
+            GROUP=group,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_BLOCK=block_size(key_dim),
+            VALUE_BLOCK=value_block,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            HAS_SOFTCAP=softcap is not None,
+            # Triton's interpreter multiplies the bit patterns of bfloat16.
+            UPCAST=query.device.type == "cpu",
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+        merge_kernel[(triton.cdiv(num_rows, merge_rows), num_programs)](
+            partial,
+            log_sums,
+            log_sums if sinks is None else sinks.contiguous(),
+            output,
+            num_rows,
+            num_kv_heads,
+            num_splits,
+            GROUP=group,
+            VALUE_DIM=value_dim,
+            VALUE_BLOCK=value_block,
+            BLOCK_M=merge_rows,
+            BLOCK_S=split_block,
+            HAS_SINKS=sinks is not None,
+            num_warps=4,
+        )
+    return output
+
+
+def block_size(head_dim: int) -> int:
+    """Head dimensions are padded to a power of 2 that the tensor cores take; the padding is masked."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def kernel_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Factors before and after the soft cap, such that scores come out in powers of 2."""
+    return (scale * LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * LOG2_E)

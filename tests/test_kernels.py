@@ -1,0 +1,319 @@
+"""The block attention against its definition, written down slot by slot in float64: plain torch, and the Triton kernel.
+
+The kernel's tests run natively where a GPU is there. Elsewhere one test runs this file again in Triton's interpreter, which
+must be chosen before triton is imported. LADE_LONG_TESTS=1 adds the large grid and the remaining compilations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from lade import kernels
+
+LONG = os.environ.get("LADE_LONG_TESTS") == "1"
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = "not installed" not in (kernels.unavailable_reason() or "")
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
+runs_kernel = pytest.mark.skipif(not kernels.is_available(), reason=f"no kernel here: {kernels.unavailable_reason()}")
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TOLERANCE = {F16: 2e-3, BF16: 1.6e-2, F32: 4e-6, F64: 1e-13}
+
+
+@dataclass(frozen=True)
+class Case:
+    q: int
+    lengths: tuple[int, ...]
+    heads: int = 1
+    kv_heads: int = 1
+    dim: int = 64
+    value_dim: int | None = None
+    dtype: torch.dtype = F32
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    padding: int = 0
+    spare: int = 3  # slots of capacity that nothing has been written to
+    splits: int | None = None
+
+
+CASES = [
+    Case(1, (0,)),
+    Case(1, (130,), heads=8, dtype=F16, dim=128, splits=3),
+    Case(2, (5,), splits=16),  # more splits than tiles
+    Case(3, (10,), spare=2000, dtype=F16),  # a large cache, hardly used
+    Case(5, (1030,), heads=8, dtype=F16, splits=4),
+    Case(7, (65, 3), heads=8, kv_heads=2, window=20, softcap=3.0, has_sinks=True, padding=2),
+    Case(9, (40,), heads=2, kv_heads=2, dim=256, dtype=BF16),
+    Case(17, (500,), window=64, dtype=F16),  # most of the prefix is out of sight and must not be read
+    Case(31, (8,), dim=192, value_dim=128, dtype=F16, padding=8),  # nothing but padding behind the block
+    Case(33, (40,), dim=80, value_dim=96, window=2, splits=4),
+    Case(56, (100,), heads=4, has_sinks=True, dtype=BF16),
+    Case(56, (300,), dim=128, dtype=BF16, splits=2),
+    Case(64, (64,), dtype=F16, softcap=50.0),
+    Case(257, (1,), dtype=F16),
+]
+
+
+def grid() -> list[Case]:
+    """All sizes, each with options drawn for it."""
+    draw = random.Random(0)
+    cases = [
+        Case(
+            q,
+            (length,),
+            heads=group,
+            dtype=draw.choice((F16, BF16, F32)),
+            dim=draw.choice((64, 80, 96, 128, 256)),
+            window=draw.choice((None, 4, 100)),
+            softcap=draw.choice((None, 4.0)),
+            has_sinks=draw.random() < 0.3,
+            padding=min(length, draw.choice((0, 5))),
+            splits=draw.choice((None, 1, 7)),
+        )
+        for q, length, group in itertools.product(
+            (1, 2, 31, 33, 56, 128, 257), (0, 1, 63, 64, 65, 1000, 4097), (1, 4, 8)
+        )
+    ]
+    # The largest would take Triton's interpreter minutes each.
+    return [case for case in cases if DEVICE == "cuda" or case.q * case.heads * case.lengths[0] < 1.1e6]
+
+
+GRID = grid()
+
+
+def make(case: Case, unused: float) -> tuple[dict, torch.Tensor]:
+    """Arguments of block_attention, and the expected result in float64, [B, q, H, D_v].
+
+    unused: what the slots hold that no token sees.
+    """
+    generator = torch.Generator().manual_seed(case.q)
+    batch_size, capacity = len(case.lengths), max(case.lengths) + case.q + case.spare
+    dims = (case.dim, case.value_dim or case.dim)
+    query = torch.randn(batch_size, case.heads, case.q, case.dim, generator=generator).to(case.dtype)
+    # As they lie in a cache of three layers whose heads are wider than needed: strided.
+    keys, values = (
+        torch.randn(batch_size, case.kv_heads, capacity, dim + 16, generator=generator).to(case.dtype)[..., :dim]
+        for dim in dims
+    )
+    visible = torch.rand(batch_size, case.q, case.q, generator=generator) < 0.3
+    visible |= torch.eye(case.q, dtype=torch.bool)
+    offsets = torch.randint(0, 8, (batch_size, case.q), generator=generator)
+    offsets[:, 0] = 0
+    sinks = torch.randn(case.heads, generator=generator).to(case.dtype) if case.has_sinks else None
+
+    expected = torch.zeros(batch_size, case.q, case.heads, dims[1], dtype=F64)
+    is_seen = torch.zeros(batch_size, capacity, dtype=torch.bool)
+    window = case.window or 10**9
+    for row, token in itertools.product(range(batch_size), range(case.q)):
+        length, offset = case.lengths[row], offsets[row, token].item()
+        slots = [slot for slot in range(case.padding, length) if length + offset - slot < window]
+        slots += [
+            length + other
+            for other in range(case.q)
+            if visible[row, token, other] and offset - offsets[row, other].item() < window
+        ]
+        is_seen[row, slots] = True
+        for head in range(case.heads):
+            kv_head = head * case.kv_heads // case.heads
+            scores = keys[row, kv_head, slots].double() @ query[row, head, token].double() / 9
+            if case.softcap:
+                scores = case.softcap * torch.tanh(scores / case.softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head, None].double()])
+            weights = torch.softmax(scores, dim=0)[: len(slots)]
+            expected[row, token, head] = weights @ values[row, kv_head, slots].double()
+    for states in (keys, values):
+        states.masked_fill_(~is_seen[:, None, :, None], unused)
+
+    packed = kernels.pack_mask(
+        visible, torch.tensor(case.lengths), offsets, torch.full((batch_size,), case.padding, dtype=torch.int32)
+    )
+    arguments = {"query": query, "keys": keys, "values": values, "packed": packed, "sinks": sinks}
+    arguments = {name: None if value is None else value.to(DEVICE) for name, value in arguments.items()}
+    return arguments | {"scale": 1 / 9, "softcap": case.softcap, "window": case.window}, expected
+
+
+def assert_close(output: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert output.dtype == dtype
+    assert output.shape == expected.shape
+    assert (output.cpu().double() - expected).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("is_double", [False, True])
+def test_reference_is_the_definition(case, is_double):
+    if is_double:
+        case = Case(**vars(case) | {"dtype": F64})
+    arguments, expected = make(case, unused=1e3)
+    assert_close(kernels.reference_block_attention(**arguments), expected, case.dtype)
+
+
+@runs_kernel
+@pytest.mark.parametrize("case", CASES + GRID * LONG, ids=str)
+def test_kernel_is_the_definition(case):
+    from lade.kernels.triton_attention import triton_block_attention
+
+    arguments, expected = make(case, unused=float("nan"))  # what nobody sees is not even read
+    assert_close(triton_block_attention(**arguments, num_splits=case.splits), expected, case.dtype)
+
+
+@runs_kernel
+def test_kernel_on_hidden_tokens_and_small_scores():
+    """A token that sees nothing gets zeros; the soft cap keeps float32's digits near zero."""
+    from lade.kernels.triton_attention import triton_block_attention
+
+    case = Case(4, (20,), softcap=50.0)
+    arguments, _ = make(case, unused=0.0)
+    arguments["packed"][0, 0, 2] = torch.tensor([20, 20, 0, 0])  # no slot of the prefix, no block token
+    arguments["scale"] = 1e-3
+    output = triton_block_attention(**arguments).cpu()
+    assert output[0, 2].abs().max() == 0
+    doubles = {name: arg.double() if name in ("query", "keys", "values") else arg for name, arg in arguments.items()}
+    assert_close(output, kernels.reference_block_attention(**doubles).cpu(), F32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_one_captured_graph_serves_all_lengths():
+    from lade.kernels.triton_attention import triton_block_attention
+
+    case = Case(8, (900,), heads=4, dim=128, dtype=F16)
+    arguments, _ = make(case, unused=0.0)
+    triton_block_attention(**arguments)  # compile
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = triton_block_attention(**arguments)
+    for length in (900, 0, 77):
+        arguments["packed"][..., 0] = length
+        graph.replay()
+        assert_close(output, kernels.reference_block_attention(**arguments).double().cpu(), F16)
+
+
+@needs_triton
+@pytest.mark.skipif(kernels.is_available(), reason="the kernel's tests run by themselves")
+def test_kernel_in_the_interpreter():
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "test_kernel_is or test_kernel_on", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert run.returncode == 0, run.stdout[-5000:]
+    assert "skipped" not in run.stdout
+    assert int(passed[1]) == len(CASES + GRID * LONG) + 1
+
+
+COMPILED = [("bf16", 128, 56, 80), ("bf16", 128, 56, 90)]
+ALL_COMPILED = [
+    (dtype, dim, rows, capability)
+    for dtype in ("fp16", "bf16", "fp32")
+    for dim in (64, 80, 128, 256)
+    for rows in (1, 56, 224)
+    for capability in (80, 90)
+]
+
+
+@needs_triton
+def test_compiles_for_gpus_that_are_not_there():
+    """The launch settings fit sm_80 and sm_90: shared memory, and no registers spilled to memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_kernels.py")],
+        input=json.dumps(ALL_COMPILED if LONG else COMPILED),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-5000:]
+    for line in run.stdout.splitlines():
+        print(line)
+        found = json.loads(line)
+        assert found["shared_bytes"] <= 160 * 1024, found  # sm_80 has 163 KiB for a program
+        assert found["stack_bytes"] <= 16, found
+
+
+def test_mask_round_trip():
+    generator = torch.Generator().manual_seed(0)
+    for num_queries in (1, 31, 32, 33, 64, 100):
+        visible = torch.rand(2, num_queries, num_queries, generator=generator) < 0.5
+        lengths, first = torch.tensor([7, 2]), torch.tensor([0, 2])
+        offsets = torch.randint(0, 9, (2, num_queries), generator=generator)
+        packed = kernels.pack_mask(visible, lengths, offsets, first)
+        assert packed.shape == (2, 1, num_queries, 3 + (num_queries + 31) // 32)
+        assert kernels.is_packed(packed)
+        found = kernels.unpack_mask(packed)
+        assert torch.equal(found.visible, visible)
+        assert torch.equal(found.lengths, lengths.int())
+        assert torch.equal(found.offsets, offsets.int())
+        assert torch.equal(found.first_slots, first.int()[:, None].expand(2, num_queries))
+    assert not kernels.is_packed(packed.float())
+    assert not kernels.is_packed(None)
+
+
+def test_left_padding():
+    key_mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]).bool()
+    assert kernels.left_padding(key_mask).tolist() == [0, 2, 4]
+    for holes in ([1, 0, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0]):
+        assert kernels.left_padding(torch.tensor([[1, 1, 1, 1], holes]).bool()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"packed": torch.zeros(1, 1, 5, 4, dtype=torch.int32)}, "packed must be"),
+        ({"packed": torch.zeros(1, 1, 4, 4)}, "packed must be"),
+        ({"keys": torch.zeros(1, 1, 9, 32)}, "keys and values must be"),
+        ({"values": torch.zeros(1, 1, 8, 64)}, "keys and values must be"),
+        ({"query": torch.zeros(1, 3, 4, 64)}, "query heads must be a multiple"),
+        ({"sinks": torch.zeros(3)}, "sinks must be one number per query head"),
+    ],
+)
+def test_wrong_shapes_are_named(changes, match):
+    arguments, _ = make(Case(4, (3,), heads=4, kv_heads=2, spare=2), unused=0.0)
+    with pytest.raises(ValueError, match=match):
+        kernels.block_attention(**arguments | changes)
+
+
+def test_compiled_step_does_not_recompile_as_the_text_grows():
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(kernels.block_attention, fullgraph=True, dynamic=False, backend="aot_eager")
+        for length in (3, 9, 0):
+            arguments, expected = make(Case(4, (length,), heads=2, dtype=F64, spare=20 - length), unused=0.0)
+            assert_close(compiled(**arguments), expected, F64)
+
+
+@pytest.mark.skipif(kernels.is_available(), reason="the kernel is there")
+def test_says_why_there_is_no_kernel():
+    assert re.search(r"triton is not installed|no CUDA device|capability|NVIDIA", kernels.unavailable_reason())
+
+
+def test_everything_but_the_kernel_works_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None  # an import of it now raises ImportError
+import torch, lade.block_attention
+from lade import kernels
+assert kernels.unavailable_reason().startswith("triton is not installed"), kernels.unavailable_reason()
+x = torch.ones(1, 1, 2, 8)
+packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]), torch.zeros(1, 2))
+assert torch.equal(kernels.block_attention(x, x, x, packed, scale=1.0), x.transpose(1, 2))
+assert "lade.kernels.triton_attention" not in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
