@@ -6,12 +6,9 @@ Knows nothing about models or tensors. Floor 0: imports nothing of lade.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from dataclasses import dataclass
 from typing import Any
-
-logger = logging.getLogger("lade")
 
 # GUESS_SET_SIZE=-1 asks for every n-gram ever seen; a block that large would never pay, so this many are kept per key.
 UNLIMITED_GUESSES = 32
@@ -42,6 +39,7 @@ class LookaheadConfig:
     debug: int = 0  # public name DEBUG
     always_forward_one: bool = True  # public name ALWAYS_FWD_ONE; False rolls the window by what was accepted
     pool_from_prompt: bool = True  # public name POOL_FROM_PROMPT
+    use_flash: bool = False  # public name USE_FLASH: blocks go through lade's own attention where they can
 
     def __post_init__(self) -> None:
         _check_integer("LEVEL", self.ngram_size, 2, 64)
@@ -95,7 +93,8 @@ def config_lade(
     LEVEL, WINDOW_SIZE, GUESS_SET_SIZE are N, W, G of the paper: the length of an n-gram (2 to 64), the columns of the
     window (1 to 1024) and the candidates per key (0 to 1024; -1 for as many as lade keeps, UNLIMITED_GUESSES).
     DEBUG=1 prints a summary after each call. ALWAYS_FWD_ONE=0 rolls the window by as many columns as were accepted.
-    POOL_FROM_PROMPT=0 starts with an empty pool. SPLIT_FLAG is accepted and ignored.
+    POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
+    CUDA, plain torch elsewhere. SPLIT_FLAG is accepted and ignored.
 
     Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
     """
@@ -111,8 +110,8 @@ def config_lade(
         changes["pool_from_prompt"] = _check_flag("POOL_FROM_PROMPT", POOL_FROM_PROMPT)
     if backend is not None and backend not in ("nccl", "gloo"):
         raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
-    if USE_FLASH is not None and _check_flag("USE_FLASH", USE_FLASH):
-        logger.warning("USE_FLASH=1: lade has no attention kernel of its own yet; the model's own attention is used.")
+    if USE_FLASH is not None:
+        changes["use_flash"] = _check_flag("USE_FLASH", USE_FLASH)
     if DIST_WORKERS is not None and _check_integer("DIST_WORKERS", DIST_WORKERS, 1, 4096) > 1:
         raise NotImplementedError(
             f"DIST_WORKERS must be 1: lookahead parallelism over several processes is not there yet, got {DIST_WORKERS}"

@@ -19,6 +19,7 @@ from lade.rules import Accepted, best_tokens, rules_for
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
 
+WEIGHTS_WANTED = "output_attentions asks for weights that the kernel never forms"
 FIRST_CAPACITY = 1024  # slots behind the prompt that are allocated at first, where that many may be needed
 
 
@@ -52,6 +53,10 @@ def lookahead_decode(
     batch_size, device = len(input_ids), input_ids.device
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
     positions = model_kwargs.get("position_ids")  # [B or 1, prompt], or more of these; None for a model that takes none
+    if config.use_flash:
+        wants_weights = "output_attentions" in recorder.model_arguments
+        stats.kernel_reason = WEIGHTS_WANTED if wants_weights else adapter.use_kernel(key_mask)
+        stats.used_kernel = stats.kernel_reason is None
     drafter = LookaheadDrafter(config, adapter.config.vocab_size, input_ids, key_mask)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])

@@ -27,6 +27,8 @@ class GenerationStats:
     block_tokens: list[int] = field(default_factory=list)  # query tokens of each step after the prefill
     accepted_lengths: Counter[int] = field(default_factory=Counter)  # accepted guesses of a step -> number of steps
     fallback_reason: str | None = None  # a sentence when the original path ran, None when lookahead did
+    used_kernel: bool = False  # whether blocks went through lade's own attention (USE_FLASH=1)
+    kernel_reason: str | None = None  # a sentence when they were to and could not
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property
@@ -43,6 +45,8 @@ class GenerationStats:
             "block_tokens": list(self.block_tokens),
             "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
             "fallback_reason": self.fallback_reason,
+            "used_kernel": self.used_kernel,
+            "kernel_reason": self.kernel_reason,
         }
 
 

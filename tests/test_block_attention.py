@@ -1,8 +1,6 @@
-"""Models in block attention mode: the logits of a block equal those under an additive 4-D mask, in float64."""
+"""Blocks through lade's own attention: their logits equal those under an additive 4-D mask, in float64."""
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 import torch
@@ -23,11 +21,10 @@ from transformers.masking_utils import eager_mask
 
 import lade
 from lade import block_attention as ours
-from lade.attention import block_mask
-from lade.block_attention import block_attention_mode
+from lade.attention import Block, Reach, block_mask
 from lade.kernels import left_padding, pack_mask
 from lade.kv_cache import LookaheadCache
-from lade.models import LlamaAdapter, adapter_for
+from lade.models.view import private_view
 
 WINDOW = 9
 SIZES = {
@@ -87,7 +84,7 @@ def gpt_oss():
 MODELS = {"llama": llama, "mistral": mistral, "gemma2": gemma2, "gpt_oss": gpt_oss}
 
 
-class Block:
+class Case:
     """A batch of prompts in a cache, and a random block behind them."""
 
     def __init__(self, model, ragged: bool, padded: bool, num_tokens: int = 40) -> None:
@@ -124,35 +121,32 @@ class Block:
         self.visible[:, :, 0] = True
         self.cache.begin_block(num_tokens, torch.device("cpu"))
 
+    @property
+    def block(self) -> Block:
+        rows = torch.arange(self.ids.shape[1])
+        return Block(self.ids, self.offsets, self.positions, self.visible, rows, self.cache.lengths, self.key_mask)
+
     def additive(self) -> torch.Tensor:
         """Logits by the model's own attention; its windows laid into the mask."""
-        full = block_mask(self.visible, self.cache.lengths, self.key_mask, torch.float64)
-        config, mask = self.model.config, full
+        full, config = block_mask(self.block, torch.float64), self.model.config
+        mask = full
         if getattr(config, "sliding_window", None):
-            windowed = self.with_window(full)
+            windowed = block_mask(self.block, torch.float64, Reach(window=WINDOW))
             types = getattr(config, "layer_types", None)
             mask = {"full_attention": full, "sliding_attention": windowed} if types else windowed
-        return self.logits(mask)
-
-    def with_window(self, full: torch.Tensor) -> torch.Tensor:
-        lengths = torch.tensor(self.cache.lengths)[:, None]
-        slot_positions = torch.arange(full.shape[-1]).repeat(2, 1)
-        slots = lengths + torch.arange(self.ids.shape[1])
-        slot_positions.scatter_(1, slots, lengths + self.offsets)
-        distance = (lengths + self.offsets)[:, :, None] - slot_positions[:, None, :]
-        return full.masked_fill((distance >= WINDOW)[:, None], torch.finfo(torch.float64).min)
+        return self.logits(self.model, mask)
 
     def packed(self, visible: torch.Tensor | None = None) -> torch.Tensor:
         """Logits by the block attention, which the layers tell their windows."""
         visible = self.visible if visible is None else visible
         first_slots = None if self.key_mask is None else left_padding(self.key_mask)
-        return self.logits(pack_mask(visible, torch.tensor(self.cache.lengths), self.offsets, first_slots))
+        mask = pack_mask(visible, torch.tensor(self.cache.lengths), self.offsets, first_slots)
+        types = getattr(self.model.config, "layer_types", None)
+        return self.logits(private_view(self.model, ours.NAME), dict.fromkeys(types, mask) if types else mask)
 
-    def logits(self, mask) -> torch.Tensor:
+    def logits(self, model, mask) -> torch.Tensor:
         with torch.no_grad():
-            return self.model(
-                input_ids=self.ids, position_ids=self.positions, attention_mask=mask, **self.arguments
-            ).logits
+            return model(input_ids=self.ids, position_ids=self.positions, attention_mask=mask, **self.arguments).logits
 
 
 @pytest.fixture
@@ -170,69 +164,18 @@ def calls(monkeypatch):
 @torch.no_grad()
 def test_block_logits_are_those_of_an_additive_mask(name, ragged, padded, calls):
     torch.manual_seed(0)
-    block = Block(MODELS[name](), ragged, padded)
-    expected = block.additive()
+    case = Case(MODELS[name](), ragged, padded)
+    expected = case.additive()
     assert not calls
-    with block_attention_mode(block.model):
-        found = block.packed()
-    assert len(calls) == block.model.config.num_hidden_layers
+    found = case.packed()
+    assert len(calls) == case.model.config.num_hidden_layers
     assert (found - expected).abs().max() < 1e-10
     assert any(call["window"] for call in calls) == (name != "llama")
     assert any(call["softcap"] for call in calls) == (name == "gemma2")
     assert any(call["sinks"] is not None for call in calls) == (name == "gpt_oss")
 
-    causal = torch.ones_like(block.visible).tril()
-    with block_attention_mode(block.model):
-        assert (block.packed(causal) - expected).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_other_forwards_go_the_models_own_way(name, calls):
-    """A prompt, or a processor's own forward, while the mode is on."""
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    block = Block(model, ragged=False, padded=True)
-    expected = model(**block.prefill).logits
-    with block_attention_mode(model):
-        assert torch.equal(model(**block.prefill).logits, expected)
-    assert not calls
-
-
-def test_the_setting_comes_back():
-    model = llama()
-    with block_attention_mode(model):
-        assert model.config._attn_implementation == ours.NAME
-        with block_attention_mode(model):
-            pass
-        assert model.config._attn_implementation == ours.NAME
-    assert model.config._attn_implementation == "sdpa"
-    with pytest.raises(KeyError), block_attention_mode(model):
-        raise KeyError
-    assert model.config._attn_implementation == "sdpa"
-    assert not ours._held
-
-
-@torch.no_grad()
-def test_threads_share_a_model():
-    model = llama()
-    block = Block(model, ragged=False, padded=False)
-    expected = block.additive()
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold():
-        with block_attention_mode(model):
-            entered.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=hold)
-    with block_attention_mode(model):
-        thread.start()
-        assert entered.wait(60)
-    assert torch.equal(block.additive(), expected)  # the other one is still in the mode
-    leave.set()
-    thread.join()
-    assert model.config._attn_implementation == "sdpa"
+    causal = torch.ones_like(case.visible).tril()
+    assert (case.packed(causal) - expected).abs().max() > 1e-3
 
 
 def test_what_cannot_go_through_it_is_named():
@@ -243,48 +186,47 @@ def test_what_cannot_go_through_it_is_named():
     chunked.config.attention_chunk_size = 8
     assert "chunks" in ours.unsupported_reason(chunked)
 
-    block = Block(llama(), ragged=False, padded=False)
-    layer = block.model.model.layers[0].self_attn
+    case = Case(llama(), ragged=False, padded=False)
+    layer = case.model.model.layers[0].self_attn
     query = torch.zeros(2, 4, 40, 12, dtype=torch.float64)
-    packed = pack_mask(block.visible, torch.tensor(block.cache.lengths), block.offsets)
+    packed = pack_mask(case.visible, torch.tensor(case.cache.lengths), case.offsets)
     with pytest.raises(NotImplementedError, match="position_bias"):
         ours.lade_block_forward(layer, query, query, query, packed, position_bias=query)
-
-
-class PackedLlama(LlamaAdapter):
-    """Blocks by the block attention."""
-
-    def forward_block(self, tokens, positions, visible, logit_rows, cache, key_mask, **arguments):
-        cache.begin_block(tokens.shape[1], tokens.device)
-        first_slots = None if key_mask is None else left_padding(key_mask)
-        offsets = positions - positions[:, :1]
-        with block_attention_mode(self.model):
-            return self.model(
-                input_ids=tokens,
-                attention_mask=pack_mask(visible, torch.tensor(cache.lengths), offsets, first_slots),
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=logit_rows,
-                **arguments,
-            )
+    with pytest.raises(NotImplementedError, match="mask of its own"):
+        ours.lade_block_forward(layer, query, query, query, None)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.4}], ids=["greedy", "sampled"])
-def test_generate_through_the_block_attention(sampling, lade_on, calls):
-    model = llama()
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_generate_through_the_block_attention(name, sampling, lade_on, calls):
+    model = MODELS[name]()
     inputs = prompt(30, batch_size=3)
     inputs["attention_mask"][1, :7] = 0
     torch.manual_seed(3)
-    expected = generate_plain(model, inputs, max_new_tokens=50, **sampling)
-    before = type(adapter_for(model))
-    lade.register_adapter("llama", PackedLlama)
-    try:
-        torch.manual_seed(3)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=50, **sampling), expected)
-    finally:
-        lade.register_adapter("llama", before)
+    expected = generate_plain(model, inputs, max_new_tokens=50, eos_token_id=None, **sampling)
+    lade.config_lade(USE_FLASH=1)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=50, eos_token_id=None, **sampling), expected)
     stats = lade.last_stats()
     assert stats.fallback_reason is None
-    assert stats.steps < 50
+    assert stats.used_kernel
+    assert stats.steps < 51
     assert len(calls) == (stats.steps - 1) * model.config.num_hidden_layers
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [({"output_attentions": True, "return_dict_in_generate": True}, "weights"), ({"hole": True}, "hides tokens")],
+)
+def test_generate_without_it_where_it_cannot(arguments, reason, lade_on, calls):
+    model, inputs = tiny_llama(attention="eager"), prompt(30)
+    if arguments.pop("hole", False):
+        inputs["attention_mask"][0, 9] = 0
+    lade.config_lade(USE_FLASH=1)
+    plain = generate_plain(model, inputs, max_new_tokens=12, **arguments)
+    found = model.generate(**inputs, max_new_tokens=12, **arguments)
+    assert torch.equal(getattr(found, "sequences", found), getattr(plain, "sequences", plain))
+    assert reason in lade.last_stats().kernel_reason
+    assert lade.last_stats().fallback_reason is None
+    assert not calls

