@@ -283,8 +283,17 @@ class Child:
 
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what it runs in the background ignore it
             os.execvpe(command[0], command, {**os.environ, **environment})
-        self.seen = ""
+        self.seen, self.is_running = "", True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_running:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
 
     def type(self, text: str) -> None:
         os.write(self.terminal, text.encode())
@@ -307,6 +316,7 @@ class Child:
     def wait(self) -> int:
         _, status = os.waitpid(self.pid, 0)
         os.close(self.terminal)
+        self.is_running = False
         return os.waitstatus_to_exitcode(status)
 
 
@@ -315,47 +325,47 @@ def test_at_a_terminal():
     """One process: commands, streaming, Ctrl-C in an answer and at the prompt, a second turn, leaving."""
     script = str(ROOT / "applications" / "chatbot.py")
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    child = Child(
+    with Child(
         *(sys.executable, script, "--chat", "--debug", "--color"),
         *("--max_new_tokens=1800", "--quant=8", "--use_ds"),
         USE_LADE="1",
         PYTHONPATH=paths,
         TERM="dumb",
-    )
-    intro = child.read_until("You: ")
-    assert "--quant is ignored" in intro
-    assert "--use_ds is ignored" in intro
-    assert "lookahead decoding is on (N=5, W=2, G=4)" in intro
+    ) as child:
+        intro = child.read_until("You: ")
+        assert "--quant is ignored" in intro
+        assert "--use_ds is ignored" in intro
+        assert "lookahead decoding is on (N=5, W=2, G=4)" in intro
 
-    child.type("/help\n")
-    assert "/reset" in child.read_until("You: ")
+        child.type("/help\n")
+        assert "/reset" in child.read_until("You: ")
 
-    # This answer runs into a loop and would not end for 1,800 tokens: what is seen of it has been streamed.
-    child.type("Write a test for json.loads.\n")
-    child.read_until(re.escape(GUESSED) + r"[^\033]+")
-    child.type("\x03")
-    stopped = child.read_until("You: ")
-    assert "[stopped]" in stopped
-    assert int(re.search(r"\[(\d+) tokens in", stopped)[1]) < 1800
+        # This answer runs into a loop and would not end for 1,800 tokens: what is seen of it has been streamed.
+        child.type("Write a test for json.loads.\n")
+        child.read_until(re.escape(GUESSED) + r"[^\033]+")
+        child.type("\x03")
+        stopped = child.read_until("You: ")
+        assert "[stopped]" in stopped
+        assert int(re.search(r"\[(\d+) tokens in", stopped)[1]) < 1800
 
-    child.type("half a line\x03")
-    child.read_until("You: ")
-    child.type("What are the arguments of shutil.copytree?\n")
-    second = child.read_until(r"tokens per step \(lookahead\).*You: ")
-    prompt, reused = map(int, re.search(r"prompt of (\d+) tokens, (\d+) of them", second).groups())
-    first_prompt = int(re.search(r"prompt of (\d+) tokens", stopped)[1])
-    assert first_prompt <= reused
-    assert prompt - reused < 40
+        child.type("half a line\x03")
+        child.read_until("You: ")
+        child.type("What are the arguments of shutil.copytree?\n")
+        second = child.read_until(r"tokens per step \(lookahead\).*You: ")
+        prompt, reused = map(int, re.search(r"prompt of (\d+) tokens, (\d+) of them", second).groups())
+        first_prompt = int(re.search(r"prompt of (\d+) tokens", stopped)[1])
+        assert first_prompt <= reused
+        assert prompt - reused < 40
 
-    child.type("/lade off\n")
-    assert "off" in child.read_until("You: ")
-    child.type("What does os.path.join do?\n")
-    assert "1.00 tokens per step (plain: " in child.read_until("from the cache.*You: ")
-    child.type("/stats\n")
-    assert "all 3 answers" in child.read_until("You: ")
-    child.type("/nonsense\n")
-    assert "unknown command /nonsense" in child.read_until("You: ")
-    child.type("/reset\n")
-    assert "a new conversation" in child.read_until("You: ")
-    child.type("/quit\n")
-    assert child.wait() == 0
+        child.type("/lade off\n")
+        assert "off" in child.read_until("You: ")
+        child.type("What does os.path.join do?\n")
+        assert "1.00 tokens per step (plain: " in child.read_until("from the cache.*You: ")
+        child.type("/stats\n")
+        assert "all 3 answers" in child.read_until("You: ")
+        child.type("/nonsense\n")
+        assert "unknown command /nonsense" in child.read_until("You: ")
+        child.type("/reset\n")
+        assert "a new conversation" in child.read_until("You: ")
+        child.type("/quit\n")
+        assert child.wait() == 0
