@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.kernels import pack_mask
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -60,17 +62,22 @@ class Reach:
     window: int | None = None
     chunk: int | None = None
 
-    def hides(self, block: Block) -> Tensor | None:
-        """Slots that are out of reach. Returns [B, q, K] bool, or None where that is none at all."""
+    def first_places(self, block: Block) -> Tensor | None:
+        """The first place in its text that each block token sees. Returns [B, q], or None where that is the first of all."""
         limit = self.window or self.chunk
-        # The farthest query lies fewer than q positions behind the longest row's root.
+        # The farthest query lies fewer than q places behind the longest row's root.
         if limit is None or block.num_slots <= limit:
             return None
-        keys, queries = block.key_positions()[:, None], (block.starts() + block.offsets)[:, :, None]
+        places = block.starts() + block.offsets
         if self.window is not None:
-            return queries - keys >= self.window
-        padding = torch.as_tensor(block.padding(), device=keys.device)[..., None]
-        return (queries - padding) // limit != (keys - padding) // limit
+            return places - limit + 1
+        padding = block.padding()
+        return (places - padding) // limit * limit + padding
+
+    def hides(self, block: Block) -> Tensor | None:
+        """Slots that are out of reach. Returns [B, q, K] bool, or None where that is none at all."""
+        first = self.first_places(block)
+        return None if first is None else block.key_positions()[:, None] < first[:, :, None]
 
 
 EVERYWHERE = Reach()
@@ -122,3 +129,16 @@ def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> T
     if too_far is not None:
         mask &= ~too_far
     return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, hidden)[:, None]
+
+
+def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERYWHERE) -> Tensor:
+    """The same for lade's own attention, see `lade.kernels.packed_mask`.
+
+    padding: [B] slots before each row's first token, None where there are none.
+    """
+    visible, first = block.visible, reach.first_places(block)
+    if first is not None:
+        places = block.starts() + block.offsets
+        visible = visible & (places[:, None] >= first[:, :, None])
+        first = first.clamp(min=0) if padding is None else torch.maximum(first, padding[:, None])
+    return pack_mask(visible, block.starts().squeeze(1), block.offsets, padding if first is None else first)

@@ -1,7 +1,8 @@
 """The block attention as a setting of transformers' attention interface, named "lade_block".
 
-A private view of a model is set to it for blocks, whose `attention_mask` is a packed mask (`lade.kernels.pack_mask`). The
-layer itself says which window, soft cap and sinks it has. Prompts go through the model and its own attention. Floor 2.
+A private view of a model is set to it for blocks, whose `attention_mask` is a packed mask (`lade.kernels.pack_mask`) with the
+layer's window or chunk in it: not all families tell their attention about these. The layer itself says which soft cap and
+sinks it has. Prompts go through the model and its own attention. Floor 2.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ def lade_block_forward(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         softcap=arguments.get("softcap"),
         sinks=arguments.get("s_aux"),
-        window=arguments.get("sliding_window"),
     )
     return output, None
 
@@ -53,9 +53,6 @@ AttentionInterface.register(NAME, lade_block_forward)
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why blocks of this model cannot go through the block attention, as a sentence; None when they can."""
-    config = model.config.get_text_config(decoder=True)
     if not model._can_set_attn_implementation():
         return f"{type(model).__name__} does not use transformers' attention interface"
-    if getattr(config, "attention_chunk_size", None):
-        return "attention in chunks is known to the mask alone, and a packed mask has no chunks"
     return None

@@ -156,7 +156,7 @@ FAMILIES = [
     family("gemma", "GemmaForCausalLM"),
     family("gemma2", "Gemma2ForCausalLM", attention="eager", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL,
            query_pre_attn_scalar=12),
-    family("gemma3_text", "Gemma3ForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL,
+    family("gemma3_text", "Gemma3ForCausalLM", spread=1.5, sliding_window=WINDOW, layer_types=SLIDING_AND_FULL,
            query_pre_attn_scalar=12),
     family("gemma3n_text", "Gemma3nForCausalLM", "the last two layers share the keys of the first two",
            num_hidden_layers=4, layer_types=SLIDING_AND_FULL * 2, num_kv_shared_layers=2, sliding_window=WINDOW,

@@ -66,6 +66,7 @@ def test_mask_over_slots(lengths, padded, reach):
     generator = torch.Generator().manual_seed(0)
     visible = torch.rand(batch_size, num_queries, num_queries, generator=generator) > 0.5
     offsets = torch.tensor([0, 1, 1]).expand(batch_size, -1)
+    visible &= offsets[:, :, None] >= offsets[:, None]
     key_mask = torch.ones(batch_size, 2, dtype=torch.bool) if padded else None
     if key_mask is not None:
         key_mask[0, 0] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ import transformers.generation.utils as generation
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
 
-from lade.attention import LAYER_REACH, Block, Reach, block_mask, layer_reaches
+from lade.attention import LAYER_REACH, Block, Reach, block_mask, layer_reaches, packed_block_mask
 from lade.block_attention import NAME as KERNEL
 from lade.block_attention import unsupported_reason as kernel_unsupported_reason
-from lade.kernels import left_padding, pack_mask
+from lade.kernels import left_padding
 from lade.kv_cache import LookaheadCache
 from lade.models.view import has_foreign_forward, private_view
 
@@ -49,7 +49,7 @@ class ModelAdapter:
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
         self.uses_kernel = False  # whether blocks go through lade's own attention
-        self._first_slots: Tensor | None = None  # for the kernel: where each row's text begins
+        self._padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
 
     def unsupported_reason(self) -> str | None:
         """Why lookahead cannot run on this model, as a sentence; None when it can."""
@@ -148,21 +148,25 @@ class ModelAdapter:
         if reason is not None:
             return reason
         if key_mask is not None:
-            self._first_slots = left_padding(key_mask)
-            if self._first_slots is None:
+            self._padding = left_padding(key_mask)
+            if self._padding is None:
                 return "the prompt's mask hides tokens other than the first ones"
         self.uses_kernel = True
         return None
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
-        """Who sees whom, in the form the model wants: one additive mask [B, 1, q, K], or a dict of them by layer type."""
-        if self.uses_kernel:  # the layers themselves tell it how far they look
-            lengths = block.starts().squeeze(1)
-            packed = pack_mask(block.visible, lengths, block.offsets, self._first_slots)
-            return packed if isinstance(self.reaches, Reach) else dict.fromkeys(self.reaches, packed)
+        """Who sees whom, in the form the model wants: one mask for all layers, or a dict of them by layer type.
+
+        Each is additive, [B, 1, q, K], or packed for lade's own attention.
+        """
+        make = (
+            partial(packed_block_mask, block, self._padding)
+            if self.uses_kernel
+            else partial(block_mask, block, self.dtype)
+        )
         if isinstance(self.reaches, Reach):
-            return block_mask(block, self.dtype, self.reaches)
-        masks = {reach: block_mask(block, self.dtype, reach) for reach in set(self.reaches.values())}
+            return make(self.reaches)
+        masks = {reach: make(reach) for reach in set(self.reaches.values())}
         return {layer_type: masks[reach] for layer_type, reach in self.reaches.items()}
 
     def forward_block(self, block: Block, cache: LookaheadCache, **arguments: Any) -> Any:
