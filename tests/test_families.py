@@ -17,7 +17,7 @@ import lade
 from lade.models import REGULAR, SPECIAL, adapter_for
 from lade.models.probe import probe
 
-PROMPT, NEW = 24, 32
+PROMPT, NEW = 24, 20
 TABLE = os.environ.get("LADE_MODELS_TABLE")
 FALLS_BACK = {
     "phi3-longrope-across": "whole cache change",
@@ -85,7 +85,7 @@ def test_family(small_block, family):
 
     expected, found = both(model, prompts(1), do_sample=True, temperature=0.6)
     assert torch.equal(found, expected)
-    batch = prompts(3, padding=5)
+    batch = prompts(2, padding=5)
     if not model(**batch).logits.isnan().any():  # eager attention in float64 gives nan where all is padding
         expected, found = both(model, batch, do_sample=False)
         assert torch.equal(found, expected)
