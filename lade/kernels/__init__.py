@@ -91,7 +91,8 @@ def _dispatch(
     sinks: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    has_kernel = query.dtype in KERNEL_DTYPES and max(keys.shape[3], values.shape[3]) <= MAX_HEAD_DIM
+    has_kernel = query.dtype == keys.dtype == values.dtype and query.dtype in KERNEL_DTYPES
+    has_kernel = has_kernel and max(keys.shape[3], values.shape[3]) <= MAX_HEAD_DIM
     if not (query.is_cuda and has_kernel and is_available()):
         return reference_block_attention(
             query, keys, values, packed, scale=scale, softcap=softcap, sinks=sinks, window=window

@@ -80,7 +80,8 @@ def _attend(
     return new_best, total, output
 
 
-@triton.jit
+# Numbers that change from step to step must not make Triton compile anew for the special values among them.
+@triton.jit(do_not_specialize=["packed_stride_b", "packed_stride_q", "num_queries", "num_splits", "window"])
 def split_kernel(
     query,
     keys,
@@ -197,7 +198,7 @@ def split_kernel(
     tl.store(partial + out_row[:, None] * VALUE_DIM + value_dim[None, :], output, mask=out_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
     partial,
     log_sums,
