@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 from lade.config import current_config, is_enabled
 from lade.decoding import lookahead_decode
 from lade.models import ModelAdapter, adapter_for, needs_trial
+from lade.models.base import Request
 from lade.models.probe import trial_reason
 from lade.stats import GenerationStats, open_stats, recording
 from lade.versions import version_problem
@@ -130,15 +131,22 @@ def fallback_reason(
         adapter.unsupported_reason()
         or unsupported_cache(cache, generation_config, callers_cache(generation_config, model_kwargs) is not None)
         or unsupported_arguments(adapter, model_kwargs)
-        or adapter.unsupported_length(prompt_length(input_ids, model_kwargs), generation_config.max_length)
-        or (trial_reason(adapter) if needs_trial(model) else None)
+        or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
+        or (trial_reason(adapter, generation_config.max_length) if needs_trial(model) else None)
     )
 
 
-def prompt_length(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
-    """Tokens of the prompt, whether given as ids, as embeddings, or in a cache."""
+def request_of(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Request:
+    """The call as an adapter sees it; a prompt may be given as ids, as embeddings, or in a cache."""
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    return max(known.shape[1] for known in (input_ids, mask, embeds) if known is not None)
+    cache = model_kwargs.get("past_key_values")
+    return Request(
+        prompt_length=max(known.shape[1] for known in (input_ids, mask, embeds) if known is not None),
+        max_length=int(generation_config.max_length),
+        cached_length=0 if cache is None else int(cache.get_seq_length()),
+        has_static_cache=isinstance(cache, StaticCache),
+        wants_attentions=bool(generation_config.output_attentions),
+    )
 
 
 def unsupported_arguments(adapter: ModelAdapter, model_kwargs: dict[str, Any]) -> str | None:

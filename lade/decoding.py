@@ -57,7 +57,8 @@ def lookahead_decode(
         wants_weights = "output_attentions" in recorder.model_arguments
         stats.kernel_reason = WEIGHTS_WANTED if wants_weights else adapter.use_kernel(key_mask)
         stats.used_kernel = stats.kernel_reason is None
-    drafter = LookaheadDrafter(config, adapter.config.vocab_size, input_ids, key_mask)
+    num_tokens = adapter.num_tokens
+    drafter = LookaheadDrafter(config, num_tokens, input_ids, key_mask)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
     cache = adapter.make_cache(input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
@@ -67,6 +68,7 @@ def lookahead_decode(
     # The prompt's own forward is a step with an empty tree.
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     if outputs.past_key_values is not cache:  # the model made one of its own for the prompt
+        cache = adapter.make_cache(cache.capacity)
         cache.adopt(outputs.past_key_values)
     cache.end_prefill(batch_size)
     first_slot = cache.lengths[0]
@@ -111,7 +113,7 @@ def lookahead_decode(
             stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
             guesses = None
             if draft.has_window:
-                guesses = best_tokens(outputs.logits[:, 1 + tree.num_nodes :]).to(device)  # [B, W]
+                guesses = best_tokens(outputs.logits[:, 1 + tree.num_nodes :, :num_tokens]).to(device)  # [B, W]
             if stats.on_step is not None:
                 stats.on_step(roots, draft, tree, layout, accepted, guesses, rules.texts)
 

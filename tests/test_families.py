@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import generate_plain
-from families import COMPOSITE, FAMILIES, RECURRENT, VOCAB
+from families import COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
 from packaging.version import Version
 
 import lade
@@ -66,7 +66,7 @@ def is_served(model):
     return model.config.model_type in REGULAR or model.config.model_type in SPECIAL
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS], ids=lambda family: family.name)
 def test_family(small_block, family):
     model = built(family)
     expected, found = both(model, prompts(1), do_sample=False)
@@ -92,7 +92,7 @@ def test_family(small_block, family):
         assert lade.last_stats().fallback_reason is None
 
     # The negative control: a block whose mask is ignored would give clearly other logits.
-    error, effect = probe(adapter_for(model))
+    error, effect = probe(adapter_for(model), 44)
     assert error < (1e-5 if model.dtype == torch.float64 else 1e-3)  # some compute a softmax or a router in float32
     assert effect > 1e-2
 

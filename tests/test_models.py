@@ -1,7 +1,10 @@
 """Adapters: models of unknown families are tried out first, and what an adapter changes stays off the user's model."""
 
+import copy
+import functools
 import re
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,9 @@ import torch
 from accelerate import dispatch_model
 from conftest import VOCAB, generate_plain, prompt, tiny_llama
 from families import FAMILIES
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
 from lade import models
@@ -51,6 +55,10 @@ class IgnoresPositions(Obedient):
         return super().forward(input_ids, attention_mask, None, past_key_values, **arguments)
 
 
+def named(name):
+    return next(family for family in FAMILIES if family.name == name).build()
+
+
 def build(kind):
     torch.manual_seed(0)
     model = kind(UnknownConfig(**SIZES)).double().eval()
@@ -84,7 +92,7 @@ def test_the_trial_happens_once_and_leaves_no_trace(monkeypatch):
     model, calls = build(Obedient), []
     before = set(vars(model))
     original = models.probe.probe
-    monkeypatch.setattr(models.probe, "probe", lambda adapter: calls.append(adapter) or original(adapter))
+    monkeypatch.setattr(models.probe, "probe", lambda *args: calls.append(args) or original(*args))
     state = torch.get_rng_state()
     for _ in range(3):
         model.generate(**prompt(), max_new_tokens=5)
@@ -96,13 +104,162 @@ def test_the_trial_happens_once_and_leaves_no_trace(monkeypatch):
 def test_a_trial_that_raises_is_a_reason(monkeypatch):
     model = build(Obedient)
 
-    def broken(adapter):
-        raise ValueError("a mask of two dimensions, please")
+    def broken(adapter, length):
+        raise AssertionError("a mask of two dimensions, please")
 
     monkeypatch.setattr(models.probe, "probe", broken)
     expected = generate_plain(model, prompt(), max_new_tokens=8)
     assert torch.equal(model.generate(**prompt(), max_new_tokens=8), expected)
     assert "two dimensions" in lade.last_stats().fallback_reason
+
+
+def test_running_out_of_memory_is_not_remembered(monkeypatch):
+    def too_large(adapter, length):
+        raise torch.OutOfMemoryError
+
+    model, original = build(Obedient), models.probe.probe
+    monkeypatch.setattr(models.probe, "probe", too_large)
+    model.generate(**prompt(), max_new_tokens=5)
+    assert "no room" in lade.last_stats().fallback_reason
+    monkeypatch.setattr(models.probe, "probe", original)
+    model.generate(**prompt(), max_new_tokens=5)
+    assert lade.last_stats().fallback_reason is None
+
+
+def assert_same(model, inputs, reason, **arguments):
+    """Plain generate()'s output, and why lookahead did not run (None: it did)."""
+    expected = generate_plain(model, inputs, **arguments)
+    found = model.generate(**inputs, **arguments)
+    assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
+    said = lade.last_stats().fallback_reason
+    assert said is None if reason is None else reason in said
+
+
+def test_a_longer_text_is_tried_out_anew():
+    """A window that the code does not use, whatever the configuration says, shows only beyond it."""
+    torch.manual_seed(0)
+    model = Obedient(UnknownConfig(**SIZES, sliding_window=100)).double().eval()
+    assert_same(model, prompt(24), None, max_new_tokens=30, eos_token_id=None)
+    for cache in (DynamicCache, lambda: DynamicCache(config=model.config)):
+        plain = generate_plain(model, prompt(120), max_new_tokens=12, eos_token_id=None, past_key_values=cache())
+        found = model.generate(**prompt(120), max_new_tokens=12, eos_token_id=None, past_key_values=cache())
+        assert torch.equal(found, plain)
+        assert lade.last_stats().fallback_reason is not None
+
+
+def deaf_attention(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **arguments):
+    return LlamaAttention.forward(self, hidden_states, position_embeddings, None, past_key_values, **arguments)
+
+
+def test_changed_parts_of_a_known_model_are_noticed():
+    """Also when they are changed after it ran, and changed back."""
+    model = tiny_llama()
+    assert_same(model, prompt(), None, max_new_tokens=20)
+    attention = model.model.layers[0].self_attn
+    attention.forward = types.MethodType(deaf_attention, attention)
+    assert_same(model, prompt(), "an ignored mask", max_new_tokens=20)
+    del attention.forward
+    assert_same(model, prompt(), None, max_new_tokens=20)
+
+
+def test_layers_with_another_attention_than_the_model_says():
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.config = copy.copy(model.config)
+        layer.self_attn.config._attn_implementation = "eager"
+    assert_same(model, prompt(), "its layers say 'eager'", max_new_tokens=20)
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "llama4_text", "lfm2", "gpt_neo", "mpt", "phi3"])
+def test_a_name_alone_does_not_make_a_family(model_type):
+    """The class is another, so its code is tried out as any other's."""
+    model = build(Obedient)
+    model.config.model_type = model_type
+    assert_same(model, prompt(), None, max_new_tokens=20)
+
+
+def test_a_hook_that_is_a_plain_function():
+    model = named("phi3")
+    original = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs))
+    assert_same(model, prompt(), "of its own", max_new_tokens=8)
+
+
+def test_guesses_have_embeddings():
+    """A head wider than the embedding: what no embedding exists for is no guess either."""
+    torch.manual_seed(0)
+    model = tiny_llama(tie_word_embeddings=False)
+    head = torch.nn.Linear(48, VOCAB + 20, bias=False).double()
+    torch.nn.init.normal_(head.weight, std=0.3)
+    model.lm_head = head
+    assert_same(model, prompt(), None, max_new_tokens=30, suppress_tokens=list(range(VOCAB, VOCAB + 20)))
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "bloom", "falcon-alibi", "mpt", "lfm2", "llama4_text"])
+def test_compiled_modules_have_no_view(name):
+    model = named(name)
+    # What module.compile() leaves behind: a call bound to the module itself.
+    for module in model.modules():
+        module._compiled_call_impl = module._call_impl
+    assert_same(model, prompt(), "dispatched or patched", max_new_tokens=12)
+
+
+@pytest.mark.parametrize(("name", "path"), [("mpt", "transformer.blocks.0.attn"), ("lfm2", "model.layers.0.conv"),
+                                            ("llama4_text", "model.layers.1.self_attn.q_proj")])  # fmt: skip
+def test_hooks_on_modules_that_a_view_replaces(name, path):
+    model, calls = named(name), []
+
+    def steer(module, args, output):
+        calls.append(module)
+        tensor, *rest = output if isinstance(output, tuple) else (output,)
+        return (tensor * 0.5 + 0.2, *rest) if rest else tensor * 0.5 + 0.2
+
+    before = model.generate(**prompt(), max_new_tokens=20)
+    handle = model.get_submodule(path).register_forward_hook(steer)
+    assert_same(model, prompt(), None, max_new_tokens=20)
+    assert len(calls) > 20
+    assert not torch.equal(model.generate(**prompt(), max_new_tokens=20), before)
+    handle.remove()
+
+
+def test_mpt_up_to_its_last_position():
+    model = named("mpt")
+    model.config.max_seq_len = 48
+    inputs = prompt(24, batch_size=3)
+    lade.config_lade(WINDOW_SIZE=7, GUESS_SET_SIZE=7)
+    assert_same(model, inputs, None, max_new_tokens=24)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("mistral-window", {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ("falcon", {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ("gpt_neo", {"cache_implementation": "static"}, "static cache"),
+    ],
+)
+def test_what_a_family_cannot_show(name, arguments, reason):
+    assert_same(named(name), prompt(24), reason, max_new_tokens=12, **arguments)
+
+
+@pytest.mark.parametrize("cached", [38, 40])
+def test_phi3_goes_over_its_boundary_from_a_cache(cached):
+    model = named("phi3-longrope-across")
+    assert model.config.original_max_position_embeddings == 40
+    texts = []
+    for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
+        cache = DynamicCache(config=model.config)
+        first = run(model, prompt(cached), max_new_tokens=1, past_key_values=cache)
+        longer = torch.cat([first, prompt(6)["input_ids"]], dim=1)
+        inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+        texts.append(run(model, inputs, max_new_tokens=12, past_key_values=cache))
+    assert torch.equal(*texts)
+
+
+def test_a_soft_cap_is_left_to_eager_attention(flash):
+    assert lade.ModelAdapter(flash)._masked_attention == "sdpa"
+    flash.config.attn_logit_softcapping = 30.0
+    assert lade.ModelAdapter(flash)._masked_attention == "eager"
 
 
 def test_the_documented_example():
@@ -231,10 +388,6 @@ def test_views_of_one_model_in_threads(flash):
     for thread in threads:
         thread.join()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-
-
-def named(name):
-    return next(family for family in FAMILIES if family.name == name).build()
 
 
 def parts_on_disk(model, tmp_path):

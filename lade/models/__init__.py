@@ -11,6 +11,7 @@ from lade.models.lfm2 import Lfm2Adapter
 from lade.models.limits import DogeAdapter, Phi3Adapter
 from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
+from lade.models.probe import foreign_code
 from lade.models.vision import GemmaVisionAdapter, QwenVisionAdapter
 
 __all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "needs_trial", "register_adapter"]
@@ -69,12 +70,13 @@ def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:
-    """The adapter registered for the model's type, or the base adapter."""
-    return _adapters.get(model.config.model_type, ModelAdapter)(model)
+    """The adapter registered for the model's type, or the base adapter; a name alone does not make a model of a family."""
+    model_type = model.config.model_type
+    is_of_family = model_type in _vouched_for or type(model).__module__.startswith("transformers.models.")
+    return (_adapters.get(model_type, ModelAdapter) if is_of_family else ModelAdapter)(model)
 
 
 def needs_trial(model: PreTrainedModel) -> bool:
-    """Whether nobody has vouched for the model: neither its family here, with transformers' own code, nor the user."""
-    if model.config.model_type in _vouched_for:
-        return False
-    return model.config.model_type not in _adapters or not type(model).__module__.startswith("transformers.models.")
+    """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user."""
+    model_type = model.config.model_type
+    return model_type not in _vouched_for and (model_type not in _adapters or foreign_code(model) is not None)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lade.attention import Block, block_mask
-from lade.models.base import ModelAdapter
-from lade.models.view import private_view
+from lade.models.base import ModelAdapter, Request
+from lade.models.view import private_view, take_hooks
 
 
 def bias_of_keys(table: Tensor, block: Block) -> Tensor:
@@ -55,7 +55,12 @@ class BloomAdapter(AlibiAdapter):
 
 
 class FalconAdapter(AlibiAdapter):
-    """With `alibi=True`; otherwise Falcon has rotary positions and needs nothing."""
+    """With `alibi=True`; otherwise Falcon has rotary positions and needs no view."""
+
+    def unsupported_request(self, request: Request) -> str | None:
+        if request.wants_attentions:
+            return "output_attentions takes Falcon through attention code of its own"
+        return super().unsupported_request(request)
 
     @property
     def needs_view(self) -> bool:  # type: ignore[override]
@@ -105,7 +110,7 @@ class MptAdapter(AlibiAdapter):
         return view
 
     def masks(self, block: Block) -> Any:
-        table = self.stock_table(self.config.max_seq_len, block.tokens.device)
+        table = self.stock_table(block.num_slots, block.tokens.device)
         self.bias = bias_of_keys(table, block)[:, :, None]  # [B, H, 1, K]
         mask = block_mask(block, self.dtype)
         return mask < 0  # MPT's layers want True where a key is hidden
@@ -121,6 +126,7 @@ class MptBlockAttention(nn.Module):
     def __init__(self, stock: Any, adapter: MptAdapter) -> None:
         super().__init__()
         self.stock, self.adapter = stock, adapter
+        take_hooks(self, stock)
 
     def forward(
         self,

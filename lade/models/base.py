@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import transformers.generation.utils as generation
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
 
-from lade.attention import LAYER_REACH, Block, Reach, block_mask, layer_reaches, packed_block_mask
+from lade.attention import EVERYWHERE, LAYER_REACH, Block, Reach, block_mask, layer_reaches, packed_block_mask
 from lade.block_attention import NAME as KERNEL
 from lade.block_attention import unsupported_reason as kernel_unsupported_reason
 from lade.kernels import left_padding
@@ -32,6 +33,17 @@ PLAIN_LAYERS = tuple(
 HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # Arguments that plain generate() passes with the prompt and never again; older versions leave that to each model.
 PROMPT_ARGUMENTS = frozenset(getattr(generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What of a `generate()` call may matter to a family. Lengths are in tokens."""
+
+    prompt_length: int
+    max_length: int
+    cached_length: int  # of the cache that the caller brings along
+    has_static_cache: bool
+    wants_attentions: bool
 
 
 class ModelAdapter:
@@ -62,6 +74,11 @@ class ModelAdapter:
         if reason:
             return reason
         attention = self.config._attn_implementation
+        found = {part.config._attn_implementation for part in model.modules() if is_part_of(self.config, part)}
+        if found - {attention}:
+            return (
+                f"the model's configuration says attention {attention!r}, its layers say {min(found - {attention})!r}"
+            )
         if self._masked_attention is None:
             return f"attention {attention!r} is not known to take a mask per block; eager and sdpa do"
         if attention not in MASKED_ATTENTION and not model._can_set_attn_implementation():
@@ -75,7 +92,7 @@ class ModelAdapter:
                 return f"{type(model).__name__}.forward takes no {name}"
         for name in HOOKS:
             function = getattr(getattr(model, name), "__func__", None)
-            is_safe = name in self.safe_hooks and function.__module__.startswith("transformers.models.")
+            is_safe = name in self.safe_hooks and getattr(function, "__module__", "").startswith("transformers.models.")
             if function is not getattr(GenerationMixin, name) and not is_safe:
                 return f"{type(model).__name__} has a {name} of its own"
         return None
@@ -90,9 +107,17 @@ class ModelAdapter:
                 return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
         return None
 
-    def unsupported_length(self, prompt_length: int, max_length: int) -> str | None:
-        """Why a text of this prompt and up to this length, in tokens, cannot be served; None when it can."""
+    def unsupported_request(self, request: Request) -> str | None:
+        """Why this call cannot be served, as a sentence; None when it can. Asked when `unsupported_reason` gave none."""
+        if request.wants_attentions and self.reaches != EVERYWHERE and self.reaches != {"full_attention": EVERYWHERE}:
+            return "output_attentions of windowed layers show the window alone, and lade's own cache keeps more"
         return None
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids that the model has an embedding for."""
+        rows = getattr(self.model.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
+        return min(int(rows), int(self.config.vocab_size))
 
     @property
     def takes_positions(self) -> bool:
@@ -220,7 +245,9 @@ class ModelAdapter:
             return str(own)
         if not any(name in own for name in MASKLESS_ATTENTION):
             return None
-        return "sdpa" if self.model._supports_sdpa else "eager"
+        # In older versions sdpa passes for supported where it ignores the soft cap.
+        has_cap = getattr(self.config, "attn_logit_softcapping", None) is not None
+        return "sdpa" if self.model._supports_sdpa and not has_cap else "eager"
 
     @property
     def needs_view(self) -> bool:
@@ -238,6 +265,11 @@ class ModelAdapter:
         ropes = getattr(self.config, "rope_parameters", None) or {}
         by_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
         return by_type or ([ropes] if ropes else [])
+
+
+def is_part_of(config: Any, module: Any) -> bool:
+    """Whether a module is built from this configuration, or from a copy of it."""
+    return type(getattr(module, "config", None)) is type(config)
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:

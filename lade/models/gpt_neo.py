@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lade.attention import Block, Reach, block_mask
-from lade.models.base import ModelAdapter
+from lade.models.base import ModelAdapter, Request
 from lade.models.view import private_view
 
 
@@ -17,6 +17,11 @@ class GPTNeoAdapter(ModelAdapter):
     """Blocks run on a view whose buffers answer for the block at hand: all slots, or those in reach of a local layer."""
 
     needs_view = True
+
+    def unsupported_request(self, request: Request) -> str | None:
+        if request.has_static_cache:
+            return "with a static cache GPT-Neo's local layers look elsewhere than with any other"
+        return super().unsupported_request(request)
 
     @cached_property
     def block_model(self) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lade.attention import LAYER_REACH, Block, Reach
 from lade.models.base import ModelAdapter
-from lade.models.view import private_view
+from lade.models.view import private_view, take_hooks
 
 
 class Lfm2Adapter(ModelAdapter):
@@ -62,6 +62,7 @@ class TreeConvolution(nn.Module):
     def __init__(self, stock: Any, adapter: Lfm2Adapter) -> None:
         super().__init__()
         self.stock, self.adapter = stock, adapter
+        take_hooks(self, stock)
 
     def forward(
         self, hidden_states: Tensor, past_key_values: Any, attention_mask: Tensor | None = None, **kwargs: Any

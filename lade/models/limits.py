@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lade.models.base import ModelAdapter
+from lade.models.base import ModelAdapter, Request
 
 
 class Phi3Adapter(ModelAdapter):
@@ -10,13 +10,17 @@ class Phi3Adapter(ModelAdapter):
 
     safe_hooks = ("prepare_inputs_for_generation",)
 
-    def unsupported_length(self, prompt_length: int, max_length: int) -> str | None:
+    def unsupported_request(self, request: Request) -> str | None:
         if not any(rope.get("rope_type") == "longrope" for rope in self._ropes):
-            return None
-        boundary = self.config.original_max_position_embeddings
-        if prompt_length <= boundary < max_length - 1:
+            return super().unsupported_request(request)
+        boundary, length = self.config.original_max_position_embeddings, request.prompt_length
+        if length <= boundary < request.max_length - 1:
             return f"the text may grow over {boundary} tokens, where the model's frequencies and its whole cache change"
-        return None
+        if length > boundary >= request.cached_length > 0:
+            return f"the cache ends below {boundary} tokens and the prompt above, so that the model computes it anew"
+        if length > boundary and (self.config.sliding_window or length) < length:
+            return "beyond its boundary the model makes the prompt's cache itself, with nothing but the window in it"
+        return super().unsupported_request(request)
 
 
 class DogeAdapter(ModelAdapter):

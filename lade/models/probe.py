@@ -3,36 +3,68 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lade.attention import Block
-from lade.models.base import ModelAdapter
+from lade.models.base import PLAIN_LAYERS, ModelAdapter
 
-PREFIX = 40  # tokens before the block; hides windows that are longer, which only the model's configuration can tell
+# The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
+LONGEST_TRIAL = 2048
+SHORTEST_TRIAL = 64
 # The block's error must be so much smaller than what an ignored mask would cause; in half precision both are rounded.
 SAFETY = {torch.float64: 1000.0, torch.float32: 1000.0}
 SAFETY_IN_HALF_PRECISION = 10.0
+KNOWN_CODE = ("torch.", "transformers.")
 
-# Reasons found so far, None for a model that passed; a model that is gone takes its entry along.
-_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
-
-
-def trial_reason(adapter: ModelAdapter) -> str | None:
-    """Why a model failed its trial, as a sentence; None when it passed. Tried once per model object, then remembered."""
-    if adapter.model not in _verdicts:
-        _verdicts[adapter.model] = _try_out(adapter)
-    return _verdicts[adapter.model]
+# What came of trials, by the code that ran and the length that was tried; a model that is gone takes its entries along.
+_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, str | None]] = weakref.WeakKeyDictionary()
 
 
-def _try_out(adapter: ModelAdapter) -> str | None:
+def foreign_code(model: PreTrainedModel) -> Hashable:
+    """What of a model's code is neither torch's nor transformers': classes, and functions put in place of their forwards.
+
+    None where there is nothing of that kind. Two equal results mean the same code.
+    """
+    found = []
+    for module in model.modules():
+        kind, own = type(module), vars(module).get("forward")
+        sources = (kind, kind.forward) if own is None else (kind, kind.forward, own)
+        if not all((getattr(source, "__module__", None) or "").startswith(KNOWN_CODE) for source in sources):
+            found.append((kind, kind.forward, None if own is None else id(own)))
+    return tuple(found) or None
+
+
+def trial_reason(adapter: ModelAdapter, max_length: int) -> str | None:
+    """Why a model failed its trial, as a sentence; None when it passed. Tried once for each model, code and length.
+
+    max_length: how long the text may get, in tokens.
+    """
+    length = SHORTEST_TRIAL
+    while length < min(max_length, LONGEST_TRIAL):
+        length *= 2
+    key = (foreign_code(adapter.model), adapter.config._attn_implementation, adapter.dtype, length)
+    verdicts = _verdicts.setdefault(adapter.model, {})
+    if key not in verdicts:
+        try:
+            verdicts[key] = _try_out(adapter, length)
+        except torch.OutOfMemoryError:
+            return "there was no room for a trial block"  # there may be for the next call
+    return verdicts[key]
+
+
+def _try_out(adapter: ModelAdapter, length: int) -> str | None:
     family = adapter.model.config.model_type
     try:
-        error, effect = probe(adapter)
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError) as problem:
+        error, effect = probe(adapter, length)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # whatever somebody's code raises when it is given a block
         return f"a trial block failed on this {family!r} model ({type(problem).__name__}: {problem})"
     if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:  # also where either is nan
         return (
@@ -43,19 +75,25 @@ def _try_out(adapter: ModelAdapter) -> str | None:
 
 
 @torch.no_grad()
-def probe(adapter: ModelAdapter) -> tuple[float, float]:
+def probe(adapter: ModelAdapter, length: int = SHORTEST_TRIAL) -> tuple[float, float]:
     """How far a block's logits are from plain decoding's, and how far they would be if the model ignored the mask.
 
-    The block holds a root, a wrong guess, and behind it a branch of two right ones: rows that a plain causal mask would change.
+    length: tokens of the text, fewer where the model's positions end before. The block holds a root, a wrong guess, and behind it a branch of two right ones: rows that a plain causal mask would change.
     """
     model, vocab_size = adapter.model, adapter.config.vocab_size
     device = model.get_input_embeddings().weight.device
     numbers = torch.Generator().manual_seed(0)
-    count = min(PREFIX, (getattr(adapter.config, "max_position_embeddings", None) or PREFIX + 8) - 8)
+    count = min(length, getattr(adapter.config, "max_position_embeddings", None) or length) - 4
     text = torch.randint(vocab_size, (1, count + 4), generator=numbers).to(device)
     prefix, (root, wrong, first, second) = text[:, :count], text[0, count:]
 
-    expected = plain_logits(adapter, prefix, torch.stack([root, first, second]))
+    tokens = torch.stack([root, first, second])
+    expected = plain_logits(adapter, prefix, tokens, DynamicCache(config=adapter.config))
+    doubt = 0.0
+    kinds = {type(layer) for layer in DynamicCache(config=adapter.config).layers}
+    if DynamicSlidingWindowLayer in kinds and kinds <= set(PLAIN_LAYERS):
+        # A caller's own cache may keep every key; only what both agree on is what the model says.
+        doubt = float((expected - plain_logits(adapter, prefix, tokens, DynamicCache())).abs().max())
     cache = adapter.make_cache(count + 8)
     positions = torch.arange(count + 4, device=device)[None]
     arguments = {"position_ids": positions[:, :count]} if adapter.takes_positions else {}
@@ -76,13 +114,13 @@ def probe(adapter: ModelAdapter) -> tuple[float, float]:
             key_mask=None,
         )
         results.append(adapter.forward_block(block, cache).logits[0].double().to(expected.device))
-    return tuple(float((result - expected).abs().max()) for result in results)  # type: ignore[return-value]
+    error, effect = (float((result - expected).abs().max()) for result in results)
+    return max(error, doubt), effect
 
 
-def plain_logits(adapter: ModelAdapter, prefix: Tensor, tokens: Tensor) -> Tensor:
+def plain_logits(adapter: ModelAdapter, prefix: Tensor, tokens: Tensor, cache: DynamicCache) -> Tensor:
     """Logits behind each of `tokens`, one forward after the other as plain generate() does. Returns [len(tokens), V]."""
     model: Any = adapter.model
-    cache = DynamicCache(config=adapter.config)
     logits = []
     start = 0
     for ids in (prefix, *tokens[:, None, None]):

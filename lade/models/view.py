@@ -10,19 +10,18 @@ import copy
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
-# Dictionaries of a module that the view must be able to change; the tensors and hooks inside are shared.
-OWN_DICTIONARIES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
+# Dictionaries of a module that the view must be able to change; the tensors and hooks inside are shared.
+OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 
 def private_view(model: PreTrainedModel, attention: str | None = None) -> Any:
@@ -33,21 +32,36 @@ def private_view(model: PreTrainedModel, attention: str | None = None) -> Any:
         for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             if part is not None:
                 part._attn_implementation = attention
-    return _view(model, known)
+    return _view(model, known, attention)
 
 
-def _view(module: M, known: dict[int, Any]) -> M:
+def _view(module: M, known: dict[int, Any], attention: str | None) -> M:
     if id(module) in known:  # tied modules stay tied
         return known[id(module)]
     view = module.__class__.__new__(module.__class__)
     known[id(module)] = view
+    config = getattr(module, "config", None)
+    if attention is not None and isinstance(config, PreTrainedConfig) and id(config) not in known:
+        known[id(config)] = copy.copy(config)  # a copy of the model's own, made by whoever built it
+        known[id(config)]._attn_implementation = attention
     for name, value in vars(module).items():
         view.__dict__[name] = value.copy() if name in OWN_DICTIONARIES else known.get(id(value), value)
     for name, child in module._modules.items():
-        view._modules[name] = None if child is None else _view(child, known)
+        view._modules[name] = None if child is None else _view(child, known, attention)
     return view
 
 
+def take_hooks(module: nn.Module, stock: nn.Module) -> None:
+    """Give a module that stands for another one in a view that one's hooks."""
+    for name in HOOKS:
+        module.__dict__[name] = stock.__dict__[name].copy()
+
+
 def has_foreign_forward(model: PreTrainedModel) -> bool:
-    """Whether a module's `forward` was replaced on the object, as accelerate's dispatch does: a view would run the original's."""
-    return any("forward" in vars(module) for module in model.modules())
+    """Whether some module runs other code than its class says, which a view would take along bound to the original's modules.
+
+    So do accelerate's dispatch, which replaces `forward` on the object, and `module.compile()`.
+    """
+    return any(
+        "forward" in vars(module) or vars(module).get("_compiled_call_impl") is not None for module in model.modules()
+    )
