@@ -341,7 +341,7 @@ def test_at_a_terminal():
         assert "/reset" in child.read_until("You: ")
 
         # This answer runs into a loop and would not end for 1,800 tokens: what is seen of it has been streamed.
-        child.type("Write a test for json.loads.\n")
+        child.type("What are the arguments of shutil.copytree?\n")
         child.read_until(re.escape(GUESSED) + r"[^\033]+")
         child.type("\x03")
         stopped = child.read_until("You: ")
@@ -350,7 +350,7 @@ def test_at_a_terminal():
 
         child.type("half a line\x03")
         child.read_until("You: ")
-        child.type("What are the arguments of shutil.copytree?\n")
+        child.type("What does json.loads do?\n")
         second = child.read_until(r"tokens per step \(lookahead\).*You: ")
         prompt, reused = map(int, re.search(r"prompt of (\d+) tokens, (\d+) of them", second).groups())
         first_prompt = int(re.search(r"prompt of (\d+) tokens", stopped)[1])
