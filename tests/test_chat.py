@@ -348,7 +348,9 @@ def test_at_a_terminal():
         assert "[stopped]" in stopped
         assert int(re.search(r"\[(\d+) tokens in", stopped)[1]) < 1800
 
-        child.type("half a line\x03")
+        child.type("half a line")
+        child.read_until("half a line")  # the echo: readline is listening
+        child.type("\x03")
         child.read_until("You: ")
         child.type("What does json.loads do?\n")
         second = child.read_until(r"tokens per step \(lookahead\).*You: ")
