@@ -13,6 +13,7 @@ from typing import Any
 # GUESS_SET_SIZE=-1 asks for every n-gram ever seen; a block that large would never pay, so this many are kept per key.
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
+MODES = ("lookahead", "tree", "auto")
 ON_VALUES = ("1", "true", "yes", "on")
 
 
@@ -40,17 +41,29 @@ class LookaheadConfig:
     always_forward_one: bool = True  # public name ALWAYS_FWD_ONE; False rolls the window by what was accepted
     pool_from_prompt: bool = True  # public name POOL_FROM_PROMPT
     use_flash: bool = False  # public name USE_FLASH: blocks go through lade's own attention where they can
+    mode: str = "auto"  # public name MODE: one of MODES
+    adaptive: bool = True  # public name ADAPTIVE: each step's block is as large as pays
+    max_block: int = 64  # public name MAX_BLOCK: tokens of a step
+    share: bool = True  # public name SHARE: calls learn from each other
 
     def __post_init__(self) -> None:
         _check_integer("LEVEL", self.ngram_size, 2, 64)
         _check_integer("WINDOW_SIZE", self.window_size, 1, 1024)
         _check_integer("GUESS_SET_SIZE", self.guess_set_size, -1, 1024, "-1 for unlimited")
-        if self.max_block_tokens > MAX_BLOCK_TOKENS:
+        _check_integer("MAX_BLOCK", self.max_block, 2, 512)
+        if self.mode not in MODES:
+            raise ValueError(f"MODE must be one of {', '.join(map(repr, MODES))}, got {self.mode!r}")
+        if self._full_block_tokens > MAX_BLOCK_TOKENS:
             raise ValueError(
                 "(LEVEL - 1) * (WINDOW_SIZE + GUESS_SET_SIZE) is the number of tokens in a step and must be <= "
-                f"{MAX_BLOCK_TOKENS}, got {self.max_block_tokens} "
+                f"{MAX_BLOCK_TOKENS}, got {self._full_block_tokens} "
                 f"(LEVEL={self.ngram_size}, WINDOW_SIZE={self.window_size}, GUESS_SET_SIZE={self.guess_set_size})"
             )
+
+    @property
+    def uses_window(self) -> bool:
+        """Whether guesses come from the paper's window and pool."""
+        return self.mode == "lookahead"
 
     @property
     def num_guesses(self) -> int:
@@ -60,6 +73,10 @@ class LookaheadConfig:
     @property
     def max_block_tokens(self) -> int:
         """Largest number of query tokens a step can have."""
+        return self._full_block_tokens if self.uses_window else self.max_block
+
+    @property
+    def _full_block_tokens(self) -> int:
         return (self.ngram_size - 1) * (self.window_size + self.num_guesses)
 
 
@@ -87,6 +104,10 @@ def config_lade(
     POOL_FROM_PROMPT: int | bool | None = None,
     backend: str | None = None,
     USE_FLASH: int | bool | None = None,
+    MODE: str | None = None,
+    ADAPTIVE: int | bool | None = None,
+    MAX_BLOCK: int | None = None,
+    SHARE: int | bool | None = None,
 ) -> None:
     """Change the settings of all later `generate()` calls; what is not given keeps its value.
 
@@ -96,12 +117,28 @@ def config_lade(
     POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
     CUDA, plain torch elsewhere. SPLIT_FLAG is accepted and ignored.
 
+    MODE says who guesses: "lookahead" is the paper's window and pool, "tree" grows a tree from everything the model has said
+    before (docs/drafting.md), and "auto", the default, leaves the choice to lade: today that is the tree. Giving LEVEL,
+    WINDOW_SIZE or GUESS_SET_SIZE without MODE means "lookahead". ADAPTIVE=0 lays out the whole block in every step instead of as
+    much of it as pays on this machine. MAX_BLOCK is the most tokens that a step of the tree may have (2 to 512). SHARE=0 lets no
+    call learn from another.
+
     Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
     """
     changes: dict[str, Any] = {}
     for field, value in (("window_size", WINDOW_SIZE), ("ngram_size", LEVEL), ("guess_set_size", GUESS_SET_SIZE)):
         if value is not None:
             changes[field] = value
+    if MODE is not None:
+        changes["mode"] = MODE
+    elif changes:
+        changes["mode"] = "lookahead"
+    if ADAPTIVE is not None:
+        changes["adaptive"] = _check_flag("ADAPTIVE", ADAPTIVE)
+    if MAX_BLOCK is not None:
+        changes["max_block"] = MAX_BLOCK
+    if SHARE is not None:
+        changes["share"] = _check_flag("SHARE", SHARE)
     if DEBUG is not None:
         changes["debug"] = _check_integer("DEBUG", int(DEBUG) if isinstance(DEBUG, bool) else DEBUG, 0, 9)
     if ALWAYS_FWD_ONE is not None:

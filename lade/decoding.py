@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingC
 
 from lade.attention import Block
 from lade.config import LookaheadConfig
-from lade.drafters import LookaheadDrafter
+from lade.drafters import Outcome, make_drafter
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.outputs import OutputRecorder
-from lade.rules import Accepted, best_tokens, rules_for
+from lade.rules import best_tokens, rules_for
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
 
@@ -58,7 +59,7 @@ def lookahead_decode(
         stats.kernel_reason = WEIGHTS_WANTED if wants_weights else adapter.use_kernel(key_mask)
         stats.used_kernel = stats.kernel_reason is None
     num_tokens = adapter.num_tokens
-    drafter = LookaheadDrafter(config, num_tokens, input_ids, key_mask)
+    drafter = make_drafter(config, model, num_tokens, input_ids, key_mask, bool(generation_config.do_sample))
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
     cache = adapter.make_cache(input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
@@ -76,18 +77,20 @@ def lookahead_decode(
     # How far positions are ahead of slots: read once, so that no step has to wait for the device to say it.
     lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - first_slot
     recorder.begin_step(outputs, None)
-    tree = TokenTree.empty(batch_size)
-    accepted = rules.verify(tree, outputs.logits[:, -1:])
-    guesses = outputs = None
+    tree, logits = TokenTree.empty(batch_size), outputs.logits[:, -1:]
+    accepted = rules.verify(tree, logits)
+    drafter.learn(Outcome(tree, logits, accepted, None, rules.texts))
+    outputs = None
     stats.batch_size, stats.steps = batch_size, 1
 
     with decode_mode(adapter.block_model):
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
-            drafter.learn(guesses, rules.texts, num_committed(accepted))
-
+            began = perf_counter()
             roots = rules.texts.roots()
             starts = first_position + torch.tensor(cache.lengths, device=device)[:, None] - first_slot  # [..., B, 1]
-            draft = drafter.propose(roots, adapter.max_guess_offset(max(cache.lengths) + lead))
+            max_offset = adapter.max_guess_offset(max(cache.lengths) + lead)
+            draft = drafter.propose(rules.texts, rules.is_finished, max_offset)
+            drafted = perf_counter()
             tree = rules.without_finished(draft.tree, draft.max_depth)
             layout = block_layout(*draft.window_shape, tree.num_nodes, device)
             offsets = layout.position_offsets(tree)
@@ -101,21 +104,30 @@ def lookahead_decode(
                 key_mask=key_mask,
             )
             outputs = adapter.forward_block(block, cache, **recorder.model_arguments)
+            wait_for(device)
+            forwarded = perf_counter()
             stats.steps += 1
             stats.block_tokens.append(layout.num_tokens)
 
             if all(rules.is_finished):  # only other processes still decode; this one keeps them company
-                accepted = [None] * batch_size
                 continue
             recorder.begin_step(outputs, cache.lengths[0])
-            accepted = rules.verify(tree, outputs.logits[:, : 1 + tree.num_nodes])
+            logits = outputs.logits[:, : 1 + tree.num_nodes]
+            accepted = rules.verify(tree, logits)
             cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
             stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
-            guesses = None
+            verified = perf_counter()
+
+            choices = None
             if draft.has_window:
-                guesses = best_tokens(outputs.logits[:, 1 + tree.num_nodes :, :num_tokens]).to(device)  # [B, W]
+                choices = best_tokens(outputs.logits[:, 1 + tree.num_nodes :, :num_tokens]).to(device)  # [B, W]
+            drafter.learn(Outcome(tree, logits, accepted, choices, rules.texts))
+            learned = perf_counter()
+            # The user's own code runs while tokens are verified: once per token, whatever the block.
+            drafter.spent(max(cache.lengths), layout.num_tokens, forwarded - began + learned - verified)
+            stats.add_times(drafted - began + learned - verified, forwarded - drafted, verified - forwarded)
             if stats.on_step is not None:
-                stats.on_step(roots, draft, tree, layout, accepted, guesses, rules.texts)
+                stats.on_step(roots, draft, tree, layout, accepted, choices, rules.texts)
 
     if streamer is not None:
         streamer.end()
@@ -125,9 +137,10 @@ def lookahead_decode(
     return recorder.result(rules.texts.padded(rules.pad_token), callers_cache)
 
 
-def num_committed(accepted: Accepted) -> list[int]:
-    """Tokens committed to each row: the accepted guesses and the one chosen after them."""
-    return [0 if path is None else len(path) + 1 for path in accepted]
+def wait_for(device: torch.device) -> None:
+    """Let the device finish, so that times are those of what ran; verification, which comes next, would wait as well."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def decode_mode(model: Any) -> Any:

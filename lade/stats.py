@@ -29,12 +29,21 @@ class GenerationStats:
     fallback_reason: str | None = None  # a sentence when the original path ran, None when lookahead did
     used_kernel: bool = False  # whether blocks went through lade's own attention (USE_FLASH=1)
     kernel_reason: str | None = None  # a sentence when they were to and could not
+    draft_seconds: float = 0.0  # proposing and learning
+    forward_seconds: float = 0.0  # laying out and running the blocks; the prompt's forward does not count
+    verify_seconds: float = 0.0  # choosing and committing tokens, with the user's processors, criteria and streamers
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property
     def tokens_per_step(self) -> float:
         """Generated tokens per forward pass and row: 1.0 is plain decoding, less in a batch some of whose rows end early."""
         return self.generated_tokens / (self.steps * self.batch_size) if self.steps else 0.0
+
+    def add_times(self, draft: float, forward: float, verify: float) -> None:
+        """Seconds of one step."""
+        self.draft_seconds += draft
+        self.forward_seconds += forward
+        self.verify_seconds += verify
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -45,6 +54,9 @@ class GenerationStats:
             "block_tokens": list(self.block_tokens),
             "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
             "fallback_reason": self.fallback_reason,
+            "draft_seconds": self.draft_seconds,
+            "forward_seconds": self.forward_seconds,
+            "verify_seconds": self.verify_seconds,
             "used_kernel": self.used_kernel,
             "kernel_reason": self.kernel_reason,
         }

@@ -48,6 +48,7 @@ def lade_on(monkeypatch):
     before = lade_config.current_config()
     monkeypatch.setenv("USE_LADE", "1")
     lade.augment_all()
+    lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
     yield
     lade.restore_all()
     lade_config._default = before

@@ -17,12 +17,25 @@ def keep_config(monkeypatch):
 
 def test_only_what_is_given_changes():
     lade.config_lade(LEVEL=4)
-    assert current_config() == LookaheadConfig(ngram_size=4)
+    assert current_config() == LookaheadConfig(ngram_size=4, mode="lookahead")
     lade.config_lade(WINDOW_SIZE=3, GUESS_SET_SIZE=-1, DEBUG=1, ALWAYS_FWD_ONE=0, POOL_FROM_PROMPT=False)
-    assert current_config() == LookaheadConfig(4, 3, -1, 1, False, False)
+    assert current_config() == LookaheadConfig(4, 3, -1, 1, False, False, mode="lookahead")
     assert current_config().num_guesses == config.UNLIMITED_GUESSES
     lade.config_lade()
     assert current_config().window_size == 3
+
+
+def test_sizes_choose_the_window_unless_a_mode_is_named():
+    assert current_config().mode == "auto"
+    assert not current_config().uses_window
+    lade.config_lade(GUESS_SET_SIZE=3)
+    assert current_config().uses_window
+    lade.config_lade(MODE="auto")
+    assert not current_config().uses_window
+    lade.config_lade(LEVEL=4, MODE="tree", MAX_BLOCK=2, ADAPTIVE=0, SHARE=0)
+    config = current_config()
+    assert (config.mode, config.max_block, config.adaptive, config.share) == ("tree", 2, False, False)
+    assert config.max_block_tokens == 2
 
 
 def test_the_originals_keywords_are_taken():
@@ -35,6 +48,8 @@ def test_the_originals_keywords_are_taken():
     [(name, value, "integer from") for name in ("LEVEL", "WINDOW_SIZE") for value in (0, -1, "5", 2.0, 10**9, True)]
     + [("LEVEL", 1, "2 to 64"), ("GUESS_SET_SIZE", -2, "-1"), ("GUESS_SET_SIZE", "all", "-1")]
     + [("DEBUG", -1, "integer"), ("DEBUG", "yes", "integer"), ("DIST_WORKERS", 0, "integer")]
+    + [("MODE", "trees", "'lookahead', 'tree', 'auto'"), ("MAX_BLOCK", 1, "2 to 512"), ("MAX_BLOCK", 513, "2 to 512")]
+    + [("ADAPTIVE", "1", "0 or 1"), ("SHARE", 3, "0 or 1")]
     + [("ALWAYS_FWD_ONE", 2, "0 or 1"), ("POOL_FROM_PROMPT", "on", "0 or 1"), ("backend", "mpi", "nccl")],
 )
 def test_wrong_values_name_parameter_rule_and_value(name, value, rule):

@@ -1,5 +1,37 @@
-"""Who proposes guesses: one contract, several drafters. Floor 2."""
+"""Who proposes guesses: one contract, several drafters. Floor 3."""
 
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lade.config import LookaheadConfig
+from lade.drafters.base import Draft, Drafter, Outcome
 from lade.drafters.lookahead import LookaheadDrafter
+from lade.drafters.pace import Pace
+from lade.drafters.recycling import RecyclingDrafter
+from lade.memory import Memory, shared_memory
+from lade.price import ModelPrices
 
-__all__ = ["LookaheadDrafter"]
+__all__ = ["Draft", "Drafter", "LookaheadDrafter", "Outcome", "RecyclingDrafter", "make_drafter"]
+
+
+# What lookahead's blocks have been worth, by model, settings and what else changes a step's price.
+_paces: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Pace]] = weakref.WeakKeyDictionary()
+
+
+def make_drafter(
+    config: LookaheadConfig, model: Any, num_tokens: int, prompt_ids: Tensor, key_mask: Tensor | None, do_sample: bool
+) -> Drafter:
+    """The drafter that the settings ask for. Arguments as for the drafters."""
+    kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids))
+    prices = ModelPrices(model, kind) if config.adaptive else None
+    if config.uses_window:
+        sizes = (config.ngram_size, config.window_size, config.num_guesses)
+        pace = _paces.setdefault(model, {}).setdefault((*kind, *sizes), Pace()) if config.adaptive else None
+        return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, prices, pace)
+    memory = shared_memory(model) if config.share else Memory()
+    return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, do_sample, config.max_block, prices)

@@ -1,42 +1,38 @@
-"""The paper's drafter: a Jacobi window that makes n-grams and a pool that remembers them. Floor 2."""
+"""The paper's drafter: a Jacobi window that makes n-grams and a pool that remembers them. Floor 3."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lade.config import LookaheadConfig
+from lade.drafters.base import ROOT_ALONE, Draft, Outcome
+from lade.drafters.pace import Pace, Part
 from lade.ngram_pool import NGramPool
+from lade.price import ModelPrices
 from lade.texts import Texts
 from lade.token_tree import TokenTree, merge_candidates
 from lade.window import JacobiWindow
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """The guesses of one step."""
-
-    tree: TokenTree
-    max_depth: int  # of the tree
-    window_shape: tuple[int, int]  # (N, W) of the window's part of the block; (2, 1) is the root alone
-    window_cells: Tensor  # [B, (N-1)*W - 1] ids
-
-    @property
-    def has_window(self) -> bool:
-        return self.window_shape != ROOT_ALONE
-
-
-ROOT_ALONE = (2, 1)
-
-
 class LookaheadDrafter:
     """Proposes the pool's tails of the root; learns from the window's rows and from the committed text."""
 
-    def __init__(self, config: LookaheadConfig, vocab_size: int, prompt_ids: Tensor, key_mask: Tensor | None) -> None:
-        """prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool, False for padding; None without."""
-        self.config = config
+    def __init__(
+        self,
+        config: LookaheadConfig,
+        vocab_size: int,
+        prompt_ids: Tensor,
+        key_mask: Tensor | None,
+        prices: ModelPrices | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool, False for padding; None without.
+
+        prices, pace: what blocks cost, and who says how much of one pays; None to lay out the whole block in every step.
+        """
+        self.config, self.prices, self.pace = config, prices, pace
+        self._part = Part.WINDOW
         prompt_ids = prompt_ids.long()
         # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
         is_foreign = (prompt_ids < 0) | (prompt_ids >= vocab_size)
@@ -57,14 +53,18 @@ class LookaheadDrafter:
                 for row, length in zip(prompt_ids, prompt_lengths, strict=True):
                     self._remember([_ngrams_of(row[len(row) - length :], config.ngram_size)])
 
-    def propose(self, roots: Tensor, max_offset: int | None) -> Draft:
-        """Guesses behind each root. roots: [B] ids. max_offset: how far beyond the root one may lie, None for anywhere."""
+    def propose(self, texts: Texts, is_finished: list[bool], max_offset: int | None) -> Draft:
+        roots = texts.roots()
         self.window.set_root(roots)
         max_depth = self.config.ngram_size - 1
+        self._part = self._choose_part(max(texts.lengths))
+        if self._part == Part.NOTHING:
+            max_depth = 0
         shape, cells = (self.config.ngram_size, self.config.window_size), self.window.cells()
+        reach = max(sum(shape) - 3, max_depth)  # (N-2) + (W-1), the window's last cell
+        if self._part != Part.WINDOW or (max_offset is not None and max_offset < reach):
+            shape, cells = ROOT_ALONE, cells[:, :0]
         if max_offset is not None:
-            if max_offset < sum(shape) - 3 or max_offset < max_depth:  # (N-2) + (W-1), the window's last cell
-                shape, cells = ROOT_ALONE, cells[:, :0]
             max_depth = min(max_depth, max_offset)
         if self.pool is None or max_depth == 0:
             tree = TokenTree.empty(len(roots))
@@ -72,15 +72,16 @@ class LookaheadDrafter:
             tree = merge_candidates([[tail[:max_depth] for tail in tails] for tails in self.pool.lookup(roots)])
         return Draft(tree, max_depth, shape, cells)
 
-    def learn(self, chosen: Tensor | None, texts: Texts, num_committed: list[int]) -> None:
-        """Take in what one step showed.
-
-        chosen: [B, W] the model's choices behind the window's last level; None after a step without a window. texts: the
-        committed text of each row, num_committed of whose last tokens are new.
-        """
+    def learn(self, outcome: Outcome) -> None:
+        chosen, num_committed = outcome.choices, outcome.num_committed
+        if self.pace is not None:
+            judged = [len(path) for path in outcome.accepted if path is not None]
+            num_cells = 1 if chosen is None else self.window.levels[0].numel()
+            num_tokens = num_cells + outcome.tree.num_nodes
+            self.pace.learn(self._part, num_tokens, sum(judged) / max(1, len(judged)))
         reach = self.config.ngram_size - 1  # an n-gram that ends in a new token begins at most so far before it
         found = [
-            _ngrams_of(texts.row(row)[0, -(count + reach) :], self.config.ngram_size)
+            _ngrams_of(outcome.texts.row(row)[0, -(count + reach) :], self.config.ngram_size)
             for row, count in enumerate(num_committed)
             if count
         ]
@@ -89,6 +90,19 @@ class LookaheadDrafter:
                 found.insert(0, self.window.ngrams(chosen))
             self.window.roll(chosen, None if self.config.always_forward_one else [max(0, n - 1) for n in num_committed])
         self._remember(found)
+
+    def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
+        if self.prices is not None:
+            self.prices.at(num_slots).observe(num_tokens, seconds)
+
+    def _choose_part(self, num_slots: int) -> Part:
+        """How much of the block pays."""
+        if self.pace is None or self.prices is None:
+            return Part.WINDOW
+        num_cells = self.window.levels[0].numel()
+        num_nodes = self.config.max_block_tokens - num_cells
+        sizes = {Part.NOTHING: 1, Part.CANDIDATES: 1 + num_nodes, Part.WINDOW: num_cells + num_nodes}
+        return self.pace.choose(self.prices.at(num_slots), sizes)
 
     def _remember(self, found: list[Tensor]) -> None:
         """Put n-grams into the pool, oldest first. found: [M, N] ids each."""

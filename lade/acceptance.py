@@ -1,0 +1,84 @@
+"""How often guesses of each kind turn out right, learned while decoding. Floor 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lade.row_table import BIN_EDGES, NUM_BINS
+from lade.suffix_index import MAX_MATCH, MIN_MATCH
+
+PRIOR_WEIGHT = 16.0  # trials that the first estimate counts for
+MAX_TRIALS = 400.0  # beyond these, older trials count half: what is guessed for changes
+TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust begins with, and slowly returns to
+TRUST_MEMORY = 0.9  # share of the past that is left after each step
+MAX_TRUST = 1.5
+FALLBACK_DISCOUNT = 0.7  # of a row that knows one token only, at first
+
+# A kind is where a guess came from and how sure that source is of it. All kinds, as ranges of integers:
+PAIR = 0  # + bin: the row of the last two tokens
+SINGLE = PAIR + NUM_BINS  # + bin: the row of the last token
+SUFFIX = SINGLE + NUM_BINS  # + match length - MIN_MATCH: what followed the longest earlier occurrence
+SECOND_SUFFIX = SUFFIX + MAX_MATCH - MIN_MATCH + 1  # likewise, of another continuation
+PROBE = SECOND_SUFFIX + MAX_MATCH - MIN_MATCH + 1  # a token whose row is unknown, guessed in order to learn it
+NUM_KINDS = PROBE + 1
+
+SOURCES = ("pair", "single", "suffix", "probe")
+
+
+def source_of(kind: int) -> str:
+    """Name of the source that a kind belongs to."""
+    return SOURCES[(kind >= SINGLE) + (kind >= SUFFIX) + (kind >= PROBE)]
+
+
+def prior_chances() -> list[float]:
+    """What is thought of each kind before anything was tried."""
+    edges = (0.0, *BIN_EDGES, 1.0)
+    by_bin = [(low + high) / 2 for low, high in pairwise(edges)]
+    by_length = [0.35 + 0.1 * step for step in range(MAX_MATCH - MIN_MATCH + 1)]
+    return [
+        *by_bin,
+        *(FALLBACK_DISCOUNT * chance for chance in by_bin),
+        *by_length,
+        *(0.3 * c for c in by_length),
+        0.02,
+    ]
+
+
+class Acceptance:
+    """Chance of each kind: hits over trials, beginning with a prior; and how far the sum of all chances is to be trusted."""
+
+    def __init__(self) -> None:
+        self.chances = prior_chances()
+        self.trials = [PRIOR_WEIGHT] * NUM_KINDS
+        self.hits = [PRIOR_WEIGHT * chance for chance in self.chances]
+        self._expected = self._accepted = TRUST_WEIGHT
+
+    @property
+    def trust(self) -> float:
+        """Guesses accepted lately over those expected to be."""
+        return min(MAX_TRUST, self._accepted / self._expected)
+
+    def learn(
+        self, kinds: Sequence[int], parents: Sequence[int], expected: Sequence[float], path: Sequence[int]
+    ) -> None:
+        """Take in the outcome of one tree.
+
+        kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its ancestors. path:
+        the accepted nodes. Only guesses behind accepted ones were judged.
+        """
+        judged = {-1, *path}
+        for node in path:
+            self.hits[kinds[node]] += 1
+        for kind, parent in zip(kinds, parents, strict=True):
+            if parent in judged:
+                self._count_trial(kind)
+        self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + sum(expected)
+        self._accepted = TRUST_MEMORY * self._accepted + (1 - TRUST_MEMORY) * TRUST_WEIGHT + len(path)
+
+    def _count_trial(self, kind: int) -> None:
+        self.trials[kind] += 1
+        if self.trials[kind] > MAX_TRIALS:
+            self.trials[kind] /= 2
+            self.hits[kind] /= 2
+        self.chances[kind] = self.hits[kind] / self.trials[kind]

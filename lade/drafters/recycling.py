@@ -1,0 +1,208 @@
+"""The tree drafter: every row of a block tells what may come next there, so all of them are remembered and used again.
+
+A row of logits that no accepted token came from still says what the model thinks of its context. Its likeliest tokens are
+kept under the last token and under the last two, and a tree is grown from them, best guess first. Source: Token Recycling
+(arXiv:2408.08696) for the table by one token; the pairs, the learned chances, the order of growth and the suffix match are
+described in docs/drafting.md. Floor 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import accumulate, islice, zip_longest
+
+import numpy as np
+from torch import Tensor
+
+from lade.acceptance import PROBE, SECOND_SUFFIX, SINGLE, SUFFIX
+from lade.drafters.base import ROOT_ALONE, Draft, Outcome
+from lade.memory import KEY_SHIFT, Memory, most_likely
+from lade.price import ModelPrices
+from lade.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
+from lade.texts import Texts
+from lade.token_tree import TokenTree
+
+MAX_DEPTH = 32
+
+Pointer = tuple[int, int, int]  # place in the text, match length, kind that match lengths are added to
+
+
+@dataclass(slots=True)
+class Growth:
+    """One row's tree, best guess first. Nodes as in TokenTree; kinds as in lade/acceptance.py."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)  # of being accepted, each with all its ancestors
+    depths: list[int] = field(default_factory=list)
+
+    def cut(self, size: int) -> None:
+        """Keep the first nodes only. Parents come first, so what is left is a tree."""
+        for column in (self.tokens, self.parents, self.kinds, self.chances, self.depths):
+            del column[size:]
+
+
+class RecyclingDrafter:
+    """Proposes the most probable tree of tokens; learns from every row of a step."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        num_tokens: int,
+        prompt_ids: Tensor,
+        key_mask: Tensor | None,
+        do_sample: bool,
+        max_block: int,
+        prices: ModelPrices | None,
+    ) -> None:
+        """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
+
+        max_block: the largest q. prices: what blocks cost; None to propose as many guesses as there is room for.
+        """
+        self.memory, self.num_tokens, self.max_block, self.prices = memory, num_tokens, max_block, prices
+        self.acceptance = memory.acceptance[do_sample]
+        self._texts = [SuffixIndex() for _ in prompt_ids]
+        for row, (index, ids) in enumerate(zip(self._texts, prompt_ids, strict=True)):
+            if key_mask is not None:
+                ids = ids[key_mask[row, key_mask.shape[1] - len(ids) :]]
+            index.extend(ids.tolist())
+        self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
+        self._growths = [Growth() for _ in self._texts]
+
+    def propose(self, texts: Texts, is_finished: list[bool], max_offset: int | None) -> Draft:
+        self._growths = [Growth() for _ in self._texts]
+        max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
+        unfinished = [row for row, done in enumerate(is_finished) if not done]
+        if max_depth:
+            self._grow_all(unfinished, max_depth, max(texts.lengths))
+        tree = TokenTree([growth.tokens for growth in self._growths], [growth.parents for growth in self._growths])
+        depth = max((max(growth.depths, default=0) for growth in self._growths), default=0)
+        return Draft(tree, depth, ROOT_ALONE, self._cells)
+
+    def learn(self, outcome: Outcome) -> None:
+        logits = outcome.logits[..., : self.num_tokens]
+        for row, (index, path, count) in enumerate(
+            zip(self._texts, outcome.accepted, outcome.num_committed, strict=True)
+        ):
+            growth = self._growths[row]
+            if path is None or growth.tokens != outcome.tree.tokens[row]:  # ended before; what goes on there is padding
+                continue
+            if index.tokens:
+                self._learn_rows(index, growth, path, logits[row])
+            self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path)
+            index.extend(outcome.texts.row(row)[0, -count:].tolist())
+
+    def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
+        if self.prices is not None:
+            self.prices.at(num_slots).observe(num_tokens, seconds)
+
+    def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
+        """Trees for some rows, all of the size that pays."""
+        if self.prices is None:
+            for row in rows:
+                self._growths[row] = self._grow(self._texts[row], max_depth, self.max_block - 1, 0.0)
+            return
+        price, trust = self.prices.at(num_slots), self.acceptance.trust
+        room, least = price.max_size(self.max_block) - 1, price.least_chance() / trust
+        for row in rows:
+            self._growths[row] = self._grow(self._texts[row], max_depth, room, least)
+        grown = [self._growths[row] for row in rows]
+        expected = [
+            trust * total
+            for total in accumulate(map(sum, zip_longest(*(g.chances for g in grown), fillvalue=0.0)), initial=0.0)
+        ]
+        size = price.choose(expected, len(rows), self.max_block)
+        for growth in grown:
+            growth.cut(size - 1)
+
+    def _grow(self, index: SuffixIndex, max_depth: int, size: int, least: float) -> Growth:
+        """The best tree of at most `size` nodes behind the text's last token, none of whose chance is below `least`."""
+        growth = Growth()
+        tokens, chances = growth.tokens, self.acceptance.chances
+        text = index.tokens
+        frontier: list[tuple[float, int, int, int, int, int, tuple[Pointer, ...]]] = []
+        order = 0
+
+        def add_children(
+            parent: int, before: int, token: int, chance: float, depth: int, places: tuple[Pointer, ...]
+        ) -> None:
+            nonlocal order
+            for guess, (kind, place) in self._guesses(before, token, places, text).items():
+                if chance * chances[kind] >= least:
+                    order += 1
+                    heappush(frontier, (-chance * chances[kind], order, guess, parent, kind, depth, place))
+
+        starts = zip(index.matches(), (SUFFIX, SECOND_SUFFIX), strict=False)
+        pointers = tuple((place, length, kind) for (place, length), kind in starts)
+        add_children(-1, text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1, pointers)
+        while frontier and len(tokens) < size:
+            negative, _, token, parent, kind, depth, place = heappop(frontier)
+            node = len(tokens)
+            tokens.append(token)
+            growth.parents.append(parent)
+            growth.kinds.append(kind)
+            growth.chances.append(-negative)
+            growth.depths.append(depth)
+            if depth < max_depth:
+                before = text[-1] if parent < 0 else tokens[parent]
+                add_children(node, before, token, -negative, depth + 1, place)
+        self._add_probes(growth, size)
+        return growth
+
+    def _guesses(
+        self, before: int, token: int, pointers: tuple[Pointer, ...], text: list[int]
+    ) -> dict[int, tuple[int, tuple[Pointer, ...]]]:
+        """What may follow two tokens, each by the source that is surest of it: token -> kind and pointers behind it."""
+        chances = self.acceptance.chances
+        found: dict[int, tuple[int, tuple[Pointer, ...]]] = {}
+        row = self.memory.pairs.get(before << KEY_SHIFT | token)
+        if row is not None:
+            for guess, kind in zip(*row, strict=True):
+                found[guess] = kind, ()
+        row = self.memory.singles.get(token)
+        if row is not None:
+            for guess, bin_index in zip(*row, strict=True):
+                kind = SINGLE + bin_index
+                if guess not in found or chances[found[guess][0]] < chances[kind]:
+                    found[guess] = kind, ()
+        for place, length, first in pointers:
+            if place >= len(text):
+                continue
+            guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
+            if not 0 <= guess < self.num_tokens:
+                continue  # beside inputs_embeds, ids may be placeholders that no embedding exists for
+            if guess in found and chances[found[guess][0]] > chances[kind]:
+                kind = found[guess][0]
+            found[guess] = kind, ((place + 1, length + 1, first),)
+        return found
+
+    def _add_probes(self, growth: Growth, size: int) -> None:
+        """Fill what is left with likely tokens whose rows are unknown: the step that tries them learns their rows."""
+        room = size - len(growth.tokens)
+        if room <= 0:
+            return
+        known = {token for token, parent in zip(growth.tokens, growth.parents, strict=True) if parent < 0}
+        for token in islice((token for token in reversed(list(self.memory.unseen)) if token not in known), room):
+            growth.tokens.append(token)
+            growth.parents.append(-1)
+            growth.kinds.append(PROBE)
+            growth.chances.append(self.acceptance.chances[PROBE])
+            growth.depths.append(1)
+
+    def _learn_rows(self, index: SuffixIndex, growth: Growth, path: list[int], logits: Tensor) -> None:
+        """Remember every row of the step, those of accepted tokens last. logits: [1 + n, V]."""
+        text = index.tokens
+        accepted = set(path)
+        nodes = [node for node in range(len(growth.tokens)) if node not in accepted]
+        order = [*nodes, -1, *path]  # -1 is the root
+        tokens = [text[-1] if node < 0 else growth.tokens[node] for node in order]
+        parents = [growth.parents[node] if node >= 0 else None for node in order]
+        root_before = text[-2] if len(text) > 1 else -1
+        previous = [
+            root_before if parent is None else text[-1] if parent < 0 else growth.tokens[parent] for parent in parents
+        ]
+        ids, bins = most_likely(logits[: 1 + len(growth.tokens)])
+        rows = np.array(order) + 1
+        self.memory.learn(previous, tokens, (ids[rows], bins[rows]), 1 + len(path))

@@ -1,0 +1,114 @@
+"""What a step costs by the size of its block, as measured while decoding, and which size is worth its price. Floor 1."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+# Sizes that are chosen from: few, so that each is well measured and kernels see few shapes.
+SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+NEAR_ENOUGH = 0.15  # how far a size may be from the one that it is counted as
+OBSERVATIONS = 9  # the latest of a size; their median is its price
+ASSUMED_SLOPE = 0.004  # of a step per token, where nothing was measured: low, so that larger blocks are tried
+EXPLORE_EVERY = 32  # steps after which a neighbour of the best size is measured again
+MIN_CONTEXT = 256  # tokens; shorter texts cost the same
+
+
+class StepPrice:
+    """Seconds of a step of q tokens: the median where measured, lines between, ASSUMED_SLOPE beyond."""
+
+    def __init__(self, similar: StepPrice | None = None) -> None:
+        """similar: the prices of a shorter or longer text, which stand in for what was not measured here."""
+        self._similar, self._scale = similar, 1.0
+        self._seen: dict[int, deque[float]] = {}
+        self._seconds: dict[int, float] = {}
+        self._num_chosen = 0
+        self._slope: float | None = None
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of q tokens took so long. The first one of a size also pays for setting kernels up and does not count."""
+        size = min(SIZES, key=lambda size: abs(size - num_tokens))
+        if abs(size - num_tokens) > NEAR_ENOUGH * num_tokens:
+            return
+        if size not in self._seen:
+            self._seen[size] = deque(maxlen=OBSERVATIONS)
+            return
+        seen = self._seen[size]
+        seen.append(seconds)
+        self._seconds[size] = sorted(seen)[len(seen) // 2]
+        self._slope = None
+        if self._similar is not None:
+            self._scale = self._seconds[size] / self._similar.seconds(size)
+
+    def seconds(self, num_tokens: int) -> float:
+        """Expected seconds of a step of q tokens; of an arbitrary unit while nothing was measured."""
+        measured = self._seconds
+        if num_tokens in measured:
+            return measured[num_tokens]
+        if self._similar is not None:
+            return self._scale * self._similar.seconds(num_tokens)
+        below = max((size for size in measured if size < num_tokens), default=None)
+        above = min((size for size in measured if size > num_tokens), default=None)
+        if below is not None and above is not None:
+            share = (num_tokens - below) / (above - below)
+            return measured[below] + share * (measured[above] - measured[below])
+        nearest = below or above
+        if nearest is None:
+            return 1 + ASSUMED_SLOPE * num_tokens
+        return measured[nearest] * (1 + ASSUMED_SLOPE * num_tokens) / (1 + ASSUMED_SLOPE * nearest)
+
+    @property
+    def largest_known(self) -> int:
+        """The largest size with a price."""
+        inherited = 0 if self._similar is None else self._similar.largest_known
+        return max(inherited, max(self._seconds, default=0))
+
+    def least_chance(self) -> float:
+        """A guess that is accepted more rarely than this is not worth its place in any block."""
+        if self._slope is None:
+            plain, sizes = self.seconds(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
+            self._slope = min((self.seconds(size) / plain - 1) / (size - 1) for size in sizes)
+        return max(0.0, self._slope / 2)  # half: lines through medians are not exact
+
+    def max_size(self, limit: int) -> int:
+        """The largest block that may be chosen: at most twice as large as what has been tried."""
+        return max((size for size in SIZES if size <= min(limit, 2 * self.largest_known)), default=1)
+
+    def choose(self, expected: Sequence[float], num_rows: int, limit: int) -> int:
+        """The size of block that commits most tokens per second; now and then a neighbour of it, to keep its price known.
+
+        expected: accepted guesses, summed over rows, that k guesses per row are good for, at index k. num_rows: rows that are not
+        finished. limit: the largest block that is allowed. Returns q, 1 for a plain step.
+        """
+        largest = self.max_size(limit)
+        sizes = [size for size in SIZES if size <= min(largest, len(expected))]
+        rates = [(num_rows + expected[size - 1]) / self.seconds(size) for size in sizes]
+        best = rates.index(max(rates))
+        self._num_chosen += 1
+        if self._num_chosen % EXPLORE_EVERY == 0:
+            best += 1 if self._num_chosen // EXPLORE_EVERY % 2 else -1
+        return sizes[min(max(best, 0), len(sizes) - 1)]
+
+
+_prices: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepPrice]] = weakref.WeakKeyDictionary()
+
+
+class ModelPrices:
+    """The prices of one model for a batch size, by the length of the text."""
+
+    def __init__(self, model: Any, kind: tuple[Any, ...]) -> None:
+        """kind: whatever else changes what a step costs, such as dtype, device and batch size."""
+        self._kind, self._all = kind, _prices.setdefault(model, {})
+
+    def at(self, num_slots: int) -> StepPrice:
+        """The prices for texts of about this many tokens."""
+        bucket = max(MIN_CONTEXT, num_slots).bit_length()
+        key = (*self._kind, bucket)
+        if key not in self._all:
+            known = [other[-1] for other in self._all if other[:-1] == self._kind]
+            nearest = min(known, key=lambda other: abs(other - bucket), default=None)
+            similar = None if nearest is None else self._all[(*self._kind, nearest)]
+            self._all[key] = StepPrice(similar)
+        return self._all[key]
