@@ -18,6 +18,7 @@ from lade.stats import GenerationStats, last_stats, log_history, save_log
 
 if TYPE_CHECKING:
     from lade.augment import augment_all, augment_generate, augment_llama, restore_all
+    from lade.memory import Memory
     from lade.models import ModelAdapter, register_adapter
     from lade.parallel import distributed, get_device
 
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GenerationStats",
     "LookaheadConfig",
+    "Memory",
     "ModelAdapter",
     "augment_all",
     "augment_generate",
@@ -43,6 +45,7 @@ __all__ = [
 
 # Public names whose modules import torch and transformers -> those modules.
 _LAZY = {
+    "Memory": "lade.memory",
     "ModelAdapter": "lade.models",
     "augment_all": "lade.augment",
     "augment_generate": "lade.augment",

@@ -12,7 +12,6 @@ PRIOR_WEIGHT = 16.0  # trials that the first estimate counts for
 MAX_TRIALS = 400.0  # beyond these, older trials count half: what is guessed for changes
 TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust begins with, and slowly returns to
 TRUST_MEMORY = 0.9  # share of the past that is left after each step
-MAX_TRUST = 1.5
 FALLBACK_DISCOUNT = 0.7  # of a row that knows one token only, at first
 
 # A kind is where a guess came from and how sure that source is of it. All kinds, as ranges of integers:
@@ -23,12 +22,14 @@ SECOND_SUFFIX = SUFFIX + MAX_MATCH - MIN_MATCH + 1  # likewise, of another conti
 PROBE = SECOND_SUFFIX + MAX_MATCH - MIN_MATCH + 1  # a token whose row is unknown, guessed in order to learn it
 NUM_KINDS = PROBE + 1
 
-SOURCES = ("pair", "single", "suffix", "probe")
 
-
-def source_of(kind: int) -> str:
-    """Name of the source that a kind belongs to."""
-    return SOURCES[(kind >= SINGLE) + (kind >= SUFFIX) + (kind >= PROBE)]
+def name_of(kind: int) -> str:
+    """The source that a kind belongs to, of suffix matches with their length."""
+    if kind < SUFFIX:
+        return "pair" if kind < SINGLE else "single"
+    if kind == PROBE:
+        return "probe"
+    return f"suffix of {MIN_MATCH + (kind - SUFFIX) % (SECOND_SUFFIX - SUFFIX)}"
 
 
 def prior_chances() -> list[float]:
@@ -56,8 +57,8 @@ class Acceptance:
 
     @property
     def trust(self) -> float:
-        """Guesses accepted lately over those expected to be."""
-        return min(MAX_TRUST, self._accepted / self._expected)
+        """Guesses accepted lately over those expected to be, at most 1."""
+        return min(1.0, self._accepted / self._expected)
 
     def learn(
         self, kinds: Sequence[int], parents: Sequence[int], expected: Sequence[float], path: Sequence[int]
@@ -75,6 +76,11 @@ class Acceptance:
                 self._count_trial(kind)
         self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + sum(expected)
         self._accepted = TRUST_MEMORY * self._accepted + (1 - TRUST_MEMORY) * TRUST_WEIGHT + len(path)
+
+    def restore(self, trials: list[float], hits: list[float]) -> None:
+        """Go on from counts that were saved. trials, hits: of each kind."""
+        self.trials, self.hits = trials, hits
+        self.chances = [hit / trial for hit, trial in zip(hits, trials, strict=True)]
 
     def _count_trial(self, kind: int) -> None:
         self.trials[kind] += 1

@@ -131,7 +131,7 @@ def lookahead_decode(
 
     if streamer is not None:
         streamer.end()
-    stats.generated_tokens = rules.num_generated
+    stats.generated_tokens, stats.sources = rules.num_generated, drafter.sources()
     if callers_cache is not None:
         cache.hand_over(callers_cache)
     return recorder.result(rules.texts.padded(rules.pad_token), callers_cache)

@@ -1,8 +1,15 @@
-"""What the recycling drafter remembers across calls. Floor 2."""
+"""What the tree drafter remembers across calls: likely next tokens, and how often such guesses were right. Floor 2."""
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,26 +17,99 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lade.acceptance import Acceptance
-from lade.price import StepPrice
+from lade.acceptance import NUM_KINDS, Acceptance
 from lade.row_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, RowTable
 
 MAX_BYTES = 16 * 2**20
+MIN_BYTES = 64 * 2**10
 MAX_UNSEEN = 256  # tokens without a row that are remembered
 KEY_SHIFT = 32  # a pair of tokens as one integer
+FORMAT = 1  # of the file
+WARM_TOKENS = 256  # of one forward; their logits are all needed at once
+NUM_SIGNS = 256  # of the embedding, by which a model is known again
+MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them, and half of them differ between strangers
 
-Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # ids and bins, [M, ROW_LENGTH] each
+Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and bins, [M, ROW_LENGTH] each
 
 
 class Memory:
-    """Rows of likely next tokens by the last token and by the last two, and how often such guesses were right."""
+    """Rows of likely next tokens by the last token and by the last two, with the learned chances of such guesses.
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        capacity = max(1, max_bytes // (2 * BYTES_PER_ROW))
+    It belongs to one model, the first that uses it. Inside `with memory.active():` the calls of this thread use it instead of
+    the one that all calls of the model share:
+
+        memory = lade.Memory(path="alice.npz")    # loaded where the file is there
+        with memory.active():
+            model.generate(...)
+        memory.save()
+
+    What is remembered never changes what a call returns, only how fast it does.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES, path: str | Path | None = None) -> None:
+        """max_bytes: about how much the tables may take. path: where save() writes, and what is loaded if it exists.
+
+        Raises ValueError for too few bytes, or a file that is not a memory; the file is left as it is.
+        """
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < MIN_BYTES:
+            raise ValueError(f"max_bytes must be an integer of at least {MIN_BYTES}, got {max_bytes!r}")
+        capacity = max_bytes // (2 * BYTES_PER_ROW)
+        self.path = None if path is None else Path(path)
         self.singles, self.pairs = RowTable(capacity), RowTable(capacity)
         self.unseen: dict[int, None] = {}  # likely tokens without a row of their own, the latest last
         self.acceptance = {False: Acceptance(), True: Acceptance()}  # by whether tokens are sampled
-        self.prices: dict[tuple[Any, ...], StepPrice] = {}
+        self.identity: dict[str, Any] | None = None  # of the model
+        if self.path is not None and self.path.exists():
+            self._load(self.path)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.singles) + len(self.pairs)
+
+    @contextmanager
+    def active(self) -> Iterator[Memory]:
+        """Let this thread's calls use this memory. A new thread begins without."""
+        token = _active.set(self)
+        try:
+            yield self
+        finally:
+            _active.reset(token)
+
+    def clear(self) -> None:
+        """Forget everything, the model too."""
+        self.singles.clear()
+        self.pairs.clear()
+        self.unseen.clear()
+        self.acceptance = {False: Acceptance(), True: Acceptance()}
+        self.identity = None
+
+    def belong_to(self, model: Any) -> None:
+        """Raises ValueError when this memory is of another model or vocabulary."""
+        identity = identity_of(model)
+        if self.identity is None:
+            self.identity = identity
+        difference = _difference(self.identity, identity)
+        if difference:
+            raise ValueError(
+                f"the memory{f' in {self.path}' if self.path else ''} belongs to another model: {difference}"
+            )
+
+    def warm(
+        self, model: Any, texts: str | Path | Iterable[str | Sequence[int] | Tensor], tokenizer: Any = None
+    ) -> None:
+        """Learn from texts as if the model had been asked about them: one forward over each, no generation.
+
+        texts: a text file, or texts as strings or ids. tokenizer: needed for strings and files.
+        """
+        self.belong_to(model)
+        if isinstance(texts, (str, Path)):
+            texts = [Path(texts).read_text(encoding="utf-8")]
+        for text in texts:
+            if isinstance(text, str):
+                if tokenizer is None:
+                    raise ValueError("tokenizer must be given where texts are strings, got None")
+                text = tokenizer(text)["input_ids"]
+            self._warm_on(model, torch.as_tensor(text).flatten().tolist())
 
     def learn(self, previous: list[int], tokens: list[int], rows: Rows, num_likely: int) -> None:
         """Remember what the model put after some tokens, later ones counting more.
@@ -51,6 +131,58 @@ class Memory:
         for token in list(unseen)[: max(0, len(unseen) - MAX_UNSEEN)]:
             unseen.pop(token, None)
 
+    def save(self, path: str | Path | None = None) -> None:
+        """Write everything to a file, all or nothing. path: None for the one given at first."""
+        target = self.path if path is None else Path(path)
+        if target is None:
+            raise ValueError("path must be given here or to Memory(), got None")
+        arrays: dict[str, Any] = {"header": np.array(json.dumps({"format": FORMAT, "model": self.identity}))}
+        for name, table in (("singles", self.singles), ("pairs", self.pairs)):
+            arrays |= {f"{name}_{key}": array for key, array in table.as_arrays().items()}
+        for do_sample, acceptance in self.acceptance.items():
+            arrays[f"chances_{int(do_sample)}"] = np.array([acceptance.trials, acceptance.hits])
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                np.savez(file, **arrays)
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def _load(self, path: Path) -> None:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            header = json.loads(str(arrays["header"]))
+            if header["format"] != FORMAT:
+                raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
+            tables = {name: _rows_from(arrays, name) for name in ("singles", "pairs")}
+            chances = {flag: arrays[f"chances_{int(flag)}"].astype(float) for flag in (False, True)}
+            if any(array.shape != (2, NUM_KINDS) or not (array[0] >= array[1]).all() for array in chances.values()):
+                raise ValueError("its learned chances are not of this version")
+            vocab_size = (header["model"] or {"vocab_size": 0})["vocab_size"]
+            if any(len(ids) and ids.max() >= vocab_size for _, ids, _ in tables.values()):
+                raise ValueError("its tables hold ids beyond the vocabulary")
+        except Exception as error:  # whatever a damaged file may lead to
+            raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
+        self.identity = header["model"]
+        for name, (keys, ids, bins) in tables.items():
+            getattr(self, name).put(keys.tolist(), ids, bins)
+        for flag, (trials, hits) in chances.items():
+            self.acceptance[flag].restore(trials.tolist(), hits.tolist())
+
+    def _warm_on(self, model: Any, ids: list[int]) -> None:
+        num_tokens = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
+        for start in range(0, len(ids), WARM_TOKENS):
+            chunk = ids[start : start + WARM_TOKENS]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([chunk], device=model.device), use_cache=False).logits[
+                    0, :, :num_tokens
+                ]
+            before = [ids[start - 1] if start else -1, *chunk[:-1]]
+            self.learn(before, chunk, most_likely(logits), len(chunk))
+
 
 def most_likely(logits: Tensor) -> Rows:
     """The ROW_LENGTH most likely tokens of each row and the bins of their probabilities. logits: [M, V]."""
@@ -65,11 +197,57 @@ def most_likely(logits: Tensor) -> Rows:
     return found[0], found[1]
 
 
+def identity_of(model: Any) -> dict[str, Any]:
+    """By what a model is known again in whatever dtype: its kind and size, and signs of its embedding where they can be read."""
+    config = model.config.get_text_config()
+    weight = model.get_input_embeddings().weight
+    signs = ""
+    if weight.is_floating_point() and weight.device.type != "meta" and weight.ndim == 2:
+        rows = torch.linspace(0, len(weight) - 1, NUM_SIGNS, device=weight.device).long()
+        columns = torch.arange(NUM_SIGNS, device=weight.device) % weight.shape[1]
+        signs = "".join("01"[sign] for sign in (weight[rows, columns] < 0).tolist())
+    return {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "signs": signs,
+    }
+
+
+def _difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """What tells two models apart, as a sentence; None when they are the same one, or fine-tuned from each other."""
+    for name in ("model_type", "vocab_size", "hidden_size"):
+        if mine[name] != other[name]:
+            return f"{name} is {other[name]!r}, not {mine[name]!r}"
+    pairs = list(zip(mine["signs"], other["signs"], strict=False))
+    if sum(a != b for a, b in pairs) > MAX_FOREIGN_SIGNS * len(pairs):
+        return "the token embeddings differ"
+    return None
+
+
+def _rows_from(arrays: dict[str, npt.NDArray[Any]], name: str) -> tuple[npt.NDArray[Any], ...]:
+    """Keys, ids and bins of a table. Raises ValueError where they cannot be one."""
+    keys, ids, bins = (arrays[f"{name}_{part}"] for part in ("keys", "ids", "bins"))
+    if ids.shape != (len(keys), ROW_LENGTH) or bins.shape != ids.shape or keys.ndim != 1:
+        raise ValueError(f"its table of {name} has a wrong shape")
+    if any(array.dtype.kind != "i" for array in (keys, ids, bins)):
+        raise ValueError(f"its table of {name} holds other things than integers")
+    if len(keys) and (ids.min() < 0 or bins.min() < 0 or bins.max() > len(BIN_EDGES)):
+        raise ValueError(f"its table of {name} holds values out of range")
+    return keys, ids, bins
+
+
 _shared: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+_active: ContextVar[Memory | None] = ContextVar("memory", default=None)
 
 
-def shared_memory(model: Any) -> Memory:
-    """The memory that all calls of a model in this process have in common."""
-    if model not in _shared:
-        _shared[model] = Memory()
-    return _shared[model]
+def memory_for(model: Any, share: bool) -> Memory:
+    """The active memory if there is one; else the one that all calls of the model share, or an empty one.
+
+    Raises ValueError when the active one belongs to another model.
+    """
+    active = _active.get()
+    if active is not None:
+        active.belong_to(model)
+        return active
+    return _shared.setdefault(model, Memory()) if share else Memory()

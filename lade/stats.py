@@ -29,6 +29,7 @@ class GenerationStats:
     fallback_reason: str | None = None  # a sentence when the original path ran, None when lookahead did
     used_kernel: bool = False  # whether blocks went through lade's own attention (USE_FLASH=1)
     kernel_reason: str | None = None  # a sentence when they were to and could not
+    sources: dict[str, list[int]] = field(default_factory=dict)  # where guesses came from -> [proposed, accepted]
     draft_seconds: float = 0.0  # proposing and learning
     forward_seconds: float = 0.0  # laying out and running the blocks; the prompt's forward does not count
     verify_seconds: float = 0.0  # choosing and committing tokens, with the user's processors, criteria and streamers
@@ -38,6 +39,11 @@ class GenerationStats:
     def tokens_per_step(self) -> float:
         """Generated tokens per forward pass and row: 1.0 is plain decoding, less in a batch some of whose rows end early."""
         return self.generated_tokens / (self.steps * self.batch_size) if self.steps else 0.0
+
+    @property
+    def plain_step_share(self) -> float:
+        """Share of the steps after the prefill that had no guesses."""
+        return self.block_tokens.count(1) / len(self.block_tokens) if self.block_tokens else 0.0
 
     def add_times(self, draft: float, forward: float, verify: float) -> None:
         """Seconds of one step."""
@@ -54,6 +60,8 @@ class GenerationStats:
             "block_tokens": list(self.block_tokens),
             "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
             "fallback_reason": self.fallback_reason,
+            "plain_step_share": self.plain_step_share,
+            "sources": {source: list(counts) for source, counts in self.sources.items()},
             "draft_seconds": self.draft_seconds,
             "forward_seconds": self.forward_seconds,
             "verify_seconds": self.verify_seconds,

@@ -13,7 +13,7 @@ from lade.drafters.base import Draft, Drafter, Outcome
 from lade.drafters.lookahead import LookaheadDrafter
 from lade.drafters.pace import Pace
 from lade.drafters.recycling import RecyclingDrafter
-from lade.memory import Memory, shared_memory
+from lade.memory import memory_for
 from lade.price import ModelPrices
 
 __all__ = ["Draft", "Drafter", "LookaheadDrafter", "Outcome", "RecyclingDrafter", "make_drafter"]
@@ -33,5 +33,6 @@ def make_drafter(
         sizes = (config.ngram_size, config.window_size, config.num_guesses)
         pace = _paces.setdefault(model, {}).setdefault((*kind, *sizes), Pace()) if config.adaptive else None
         return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, prices, pace)
-    memory = shared_memory(model) if config.share else Memory()
-    return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, do_sample, config.max_block, prices)
+    return RecyclingDrafter(
+        memory_for(model, config.share), num_tokens, prompt_ids, key_mask, do_sample, config.max_block, prices
+    )

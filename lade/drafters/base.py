@@ -62,3 +62,6 @@ class Drafter(Protocol):
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
         """What a step has cost. num_slots: tokens of the longest row. num_tokens: q. seconds: without the user's own code."""
+
+    def sources(self) -> dict[str, list[int]]:
+        """Guesses proposed and guesses accepted during the call, by where they came from."""

@@ -33,6 +33,7 @@ class LookaheadDrafter:
         """
         self.config, self.prices, self.pace = config, prices, pace
         self._part = Part.WINDOW
+        self._num_proposed = self._num_accepted = 0
         prompt_ids = prompt_ids.long()
         # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
         is_foreign = (prompt_ids < 0) | (prompt_ids >= vocab_size)
@@ -74,6 +75,9 @@ class LookaheadDrafter:
 
     def learn(self, outcome: Outcome) -> None:
         chosen, num_committed = outcome.choices, outcome.num_committed
+        for path, tokens in zip(outcome.accepted, outcome.tree.tokens, strict=True):
+            self._num_proposed += 0 if path is None else len(tokens)
+            self._num_accepted += 0 if path is None else len(path)
         if self.pace is not None:
             judged = [len(path) for path in outcome.accepted if path is not None]
             num_cells = 1 if chosen is None else self.window.levels[0].numel()
@@ -94,6 +98,9 @@ class LookaheadDrafter:
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
         if self.prices is not None:
             self.prices.at(num_slots).observe(num_tokens, seconds)
+
+    def sources(self) -> dict[str, list[int]]:
+        return {"pool": [self._num_proposed, self._num_accepted]}
 
     def _choose_part(self, num_slots: int) -> Part:
         """How much of the block pays."""

@@ -8,9 +8,10 @@ from lade.price import StepPrice
 
 MEMORY = 32  # steps that an estimate mostly rests on
 HOPE = 1.0  # accepted guesses per step that an untried part of the block is credited with
+HOPE_WEIGHT = 2  # steps that this counts for
 PLAIN_STEPS = 3  # at first: all else is measured by them
-GAIN = 1.05  # what is changed for must be better by so much
-RETRY_EVERY, RETRY_STEPS = 128, 16  # how often, and for how long, the second best is tried again
+GAIN = 1.02  # what is changed for must be better by so much
+RETRY_EVERY, RETRY_STEPS = 128, 6  # how often, and for how long, the second best is tried again
 RETRY_SHARE = 0.8  # of the best rate that it must have for that
 
 
@@ -27,6 +28,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._accepted = {Part.NOTHING: 0.0, Part.CANDIDATES: HOPE, Part.WINDOW: HOPE}
+        self._num_tried = {Part.CANDIDATES: 0, Part.WINDOW: 0}
         self._sizes = {Part.NOTHING: 1.0}  # mean block of each part
         self._part, self._num_steps = Part.NOTHING, 0
 
@@ -48,8 +50,9 @@ class Pace:
 
     def learn(self, part: Part, num_tokens: int, num_accepted: float) -> None:
         """A step laid out q tokens, of which as many guesses per row were accepted."""
-        weight = 1 / MEMORY
         if part != Part.NOTHING:
+            self._num_tried[part] += 1
+            weight = max(1 / MEMORY, 1 / (self._num_tried[part] + HOPE_WEIGHT))
             self._accepted[part] += weight * (num_accepted - self._accepted[part])
             size = self._sizes.get(part, float(num_tokens))
             self._sizes[part] = size + weight * (num_tokens - size)

@@ -8,6 +8,7 @@ described in docs/drafting.md. Floor 3.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, islice, zip_longest
@@ -15,7 +16,7 @@ from itertools import accumulate, islice, zip_longest
 import numpy as np
 from torch import Tensor
 
-from lade.acceptance import PROBE, SECOND_SUFFIX, SINGLE, SUFFIX
+from lade.acceptance import PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
 from lade.memory import KEY_SHIFT, Memory, most_likely
 from lade.price import ModelPrices
@@ -25,7 +26,7 @@ from lade.token_tree import TokenTree
 
 MAX_DEPTH = 32
 
-Pointer = tuple[int, int, int]  # place in the text, match length, kind that match lengths are added to
+Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
 
 
 @dataclass(slots=True)
@@ -70,6 +71,8 @@ class RecyclingDrafter:
             index.extend(ids.tolist())
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
         self._growths = [Growth() for _ in self._texts]
+        self._proposed: Counter[int] = Counter()  # by kind
+        self._accepted: Counter[int] = Counter()
 
     def propose(self, texts: Texts, is_finished: list[bool], max_offset: int | None) -> Draft:
         self._growths = [Growth() for _ in self._texts]
@@ -92,11 +95,21 @@ class RecyclingDrafter:
             if index.tokens:
                 self._learn_rows(index, growth, path, logits[row])
             self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path)
+            self._proposed.update(growth.kinds)
+            self._accepted.update(growth.kinds[node] for node in path)
             index.extend(outcome.texts.row(row)[0, -count:].tolist())
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
         if self.prices is not None:
             self.prices.at(num_slots).observe(num_tokens, seconds)
+
+    def sources(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for kind in sorted(self._proposed):
+            counts = found.setdefault(name_of(kind), [0, 0])
+            counts[0] += self._proposed[kind]
+            counts[1] += self._accepted[kind]
+        return found
 
     def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
         """Trees for some rows, all of the size that pays."""
@@ -135,7 +148,7 @@ class RecyclingDrafter:
                     heappush(frontier, (-chance * chances[kind], order, guess, parent, kind, depth, place))
 
         starts = zip(index.matches(), (SUFFIX, SECOND_SUFFIX), strict=False)
-        pointers = tuple((place, length, kind) for (place, length), kind in starts)
+        pointers = tuple((place, length, kind, place) for (place, length), kind in starts)
         add_children(-1, text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1, pointers)
         while frontier and len(tokens) < size:
             negative, _, token, parent, kind, depth, place = heappop(frontier)
@@ -167,15 +180,14 @@ class RecyclingDrafter:
                 kind = SINGLE + bin_index
                 if guess not in found or chances[found[guess][0]] < chances[kind]:
                     found[guess] = kind, ()
-        for place, length, first in pointers:
-            if place >= len(text):
-                continue
+        for place, length, first, start in pointers:
             guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
             if not 0 <= guess < self.num_tokens:
                 continue  # beside inputs_embeds, ids may be placeholders that no embedding exists for
             if guess in found and chances[found[guess][0]] > chances[kind]:
                 kind = found[guess][0]
-            found[guess] = kind, ((place + 1, length + 1, first),)
+            # At the text's end it goes on as if it were repeating itself.
+            found[guess] = kind, ((place + 1 if place + 1 < len(text) else start, length + 1, first, start),)
         return found
 
     def _add_probes(self, growth: Growth, size: int) -> None:

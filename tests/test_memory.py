@@ -1,0 +1,240 @@
+"""What is remembered across calls: that it helps, never changes a text, stays apart, and survives its file."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, generate_plain, prompt, tiny_llama
+
+import lade
+from lade import memory as memory_module
+from lade.memory import Memory, most_likely
+from lade.row_table import ROW_LENGTH, RowTable
+from lade.suffix_index import SuffixIndex
+
+
+@pytest.fixture(autouse=True)
+def tree(lade_on, monkeypatch):
+    monkeypatch.setattr(memory_module, "_shared", type(memory_module._shared)())
+    lade.config_lade(MODE="tree", MAX_BLOCK=16)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def generate(model, **arguments):
+    """The output, equal to plain generate()'s, and the steps."""
+    inputs = prompt(20, seed=3)
+    torch.manual_seed(1)
+    expected = generate_plain(model, inputs, max_new_tokens=40, **arguments)
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40, **arguments), expected)
+    assert lade.last_stats().fallback_reason is None
+    return lade.last_stats().steps
+
+
+SAMPLED = {"do_sample": True, "temperature": 0.5}
+
+
+def test_a_later_call_is_faster(model):
+    first = generate(model, **SAMPLED)
+    assert generate(model, **SAMPLED) < first
+    lade.config_lade(SHARE=0)
+    assert generate(model, **SAMPLED) == first == generate(model, **SAMPLED)
+
+
+def test_active_memories_stay_apart(model):
+    alice, bob = Memory(), Memory()
+    with alice.active():
+        first = generate(model, **SAMPLED)
+    assert len(alice) > 0
+    with bob.active():
+        assert generate(model, **SAMPLED) == first  # nothing of hers is used
+    with alice.active():
+        second = generate(model, **SAMPLED)
+    assert second < first
+    assert generate(model, **SAMPLED) == first  # the shared one is a third
+    alice.clear()
+    assert len(alice) == 0
+    with alice.active():
+        assert generate(model, **SAMPLED) == first
+
+
+def test_a_memory_is_not_active_in_other_threads(model):
+    memory = Memory()
+    with memory.active():
+        thread = threading.Thread(target=generate, args=(model,))
+        thread.start()
+        thread.join()
+    assert len(memory) == 0
+
+
+def test_save_and_load(model, tmp_path):
+    path = tmp_path / "memory.npz"
+    memory = Memory(path=path)
+    with memory.active():
+        first = generate(model, **SAMPLED)
+        memory.save()
+        second = generate(model, **SAMPLED)
+    assert second < first
+    loaded = Memory(path=path)
+    with loaded.active():
+        assert generate(model, **SAMPLED) == second
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(ValueError, match="path must be given"):
+        Memory().save()
+
+
+def test_a_file_of_another_model_is_refused(model, tmp_path):
+    memory = Memory(path=tmp_path / "memory.npz")
+    with memory.active():
+        generate(model)
+    memory.save()
+    fine_tuned, other = tiny_llama(torch.float32), tiny_llama()
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter)
+    for stranger, why in ((other, "embeddings differ"), (tiny_llama(vocab_size=80), "vocab_size is 80, not 61")):
+        loaded = Memory(path=memory.path)
+        with loaded.active(), pytest.raises(ValueError, match=f"memory.npz belongs to another model: .*{why}"):
+            stranger.generate(**prompt(8), max_new_tokens=4)
+    with torch.no_grad():
+        fine_tuned.get_input_embeddings().weight.add_(1e-4)
+    loaded = Memory(path=memory.path)
+    with loaded.active():
+        generate(fine_tuned)
+
+
+def damage(path, kind):
+    if kind == "cut":
+        path.write_bytes(path.read_bytes()[:200])
+    elif kind == "text":
+        path.write_text("hello")
+    elif kind == "flipped":
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 255
+        path.write_bytes(bytes(content))
+    else:
+        with np.load(path) as file:
+            arrays = dict(file)
+        change = {
+            "beyond the vocabulary": lambda: arrays["pairs_ids"].__setitem__((0, 0), VOCAB),
+            "wrong shape": lambda: arrays.__setitem__("singles_bins", arrays["singles_bins"][:, :3]),
+            "out of range": lambda: arrays["singles_bins"].__setitem__((0, 0), 99),
+            "format is 99": lambda: arrays.__setitem__("header", np.array('{"format": 99, "model": null}')),
+        }[kind]
+        change()
+        np.savez(path, **arrays)
+
+
+@pytest.mark.parametrize(
+    "kind", ["cut", "text", "flipped", "beyond the vocabulary", "wrong shape", "out of range", "format is 99"]
+)
+def test_a_damaged_file_is_refused_and_left_alone(model, tmp_path, kind):
+    path = tmp_path / "memory.npz"
+    memory = Memory(path=path)
+    with memory.active():
+        generate(model)
+    memory.save()
+    damage(path, kind)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"path must be a memory saved by lade, .*memory\.npz is not") as error:
+        Memory(path=path)
+    if " " in kind:
+        assert kind in str(error.value)
+    assert path.read_bytes() == before
+
+
+def test_saving_that_fails_leaves_the_old_file(model, tmp_path, monkeypatch):
+    memory = Memory(path=tmp_path / "memory.npz")
+    with memory.active():
+        generate(model)
+    memory.save()
+    before = memory.path.read_bytes()
+
+    def fail(file, **arrays):
+        file.write(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez", fail)
+    with pytest.raises(OSError, match="no space"):
+        memory.save()
+    assert memory.path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("value", [0, -1, 1000, "1", True, 1e9])
+def test_max_bytes_is_checked(value):
+    with pytest.raises(ValueError, match="max_bytes must be an integer of at least 65536"):
+        Memory(max_bytes=value)
+
+
+def test_warming(model, tmp_path):
+    inputs = prompt(20, seed=3)
+    text = generate_plain(model, inputs, max_new_tokens=40)[0]
+    cold = generate(model)
+    for texts in ([text], [text.tolist()], [text[None]]):
+        memory = Memory()
+        memory.warm(model, texts)
+        with memory.active():
+            assert generate(model) < cold
+
+    def tokenizer(words):
+        return {"input_ids": [int(word) for word in words.split()]}
+
+    words = " ".join(map(str, text.tolist()))
+    (tmp_path / "text.txt").write_text(words)
+    for texts in ([words], tmp_path / "text.txt", str(tmp_path / "text.txt")):
+        memory = Memory()
+        memory.warm(model, texts, tokenizer)
+        assert len(memory) > 20
+    with pytest.raises(ValueError, match="tokenizer must be given"):
+        memory.warm(model, [words])
+
+
+def test_tables_are_bounded():
+    table = RowTable(capacity=3)
+    rows = np.arange(5 * ROW_LENGTH).reshape(5, ROW_LENGTH)
+    table.put([7, 8, 7], rows[:3], rows[:3] % 3)
+    assert len(table) == 2
+    assert table.get(7) == (rows[2].tolist(), (rows[2] % 3).tolist())  # of one key the last counts
+    table.put([9, 10], rows[3:], rows[3:] % 3)
+    assert len(table) == 3
+    assert table.get(8) is None  # written longest ago
+    assert table.get(10) == (rows[4].tolist(), (rows[4] % 3).tolist())
+    arrays = table.as_arrays()
+    assert arrays["keys"].tolist() == [7, 9, 10]
+    assert arrays["ids"].tolist() == rows[[2, 3, 4]].tolist()
+
+    table = RowTable(capacity=5000)
+    for start in range(0, 9000, 100):
+        table.put(list(range(start, start + 100)), np.full((100, ROW_LENGTH), start), np.zeros((100, ROW_LENGTH)))
+    assert len(table) == 5000
+    assert table.get(3999) is None
+    assert all(table.get(key)[0] == [key // 100 * 100] * ROW_LENGTH for key in range(4000, 9000))
+
+
+def test_most_likely():
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(0)) * 3
+    ids, bins = most_likely(logits)
+    assert ids.tolist() == logits.topk(ROW_LENGTH).indices.tolist()
+    chances = logits.softmax(-1).gather(1, torch.tensor(ids))
+    edges = (*memory_module.BIN_EDGES, 1.0)
+    assert all(chance <= edges[index] for chance, index in zip(chances.flatten(), bins.flatten(), strict=True))
+    ids, bins = most_likely(logits[:, :3])  # fewer tokens than a row holds
+    assert ids.shape == bins.shape == (5, ROW_LENGTH)
+    assert ids.max() <= 2
+
+
+def test_suffix_matches():
+    index = SuffixIndex()
+    index.extend([1, 2, 3, 4, 9, 2, 3, 4, 5, 9, 9, 1, 2, 3, 4])
+    # "1 2 3 4" went on with 9 at place 4, "2 3 4" with 5 at place 8.
+    assert index.matches() == [(4, 4), (8, 3)]
+    index.extend([6])
+    assert index.matches() == []
+    loop = SuffixIndex()
+    loop.extend([1, 2, 3] * 20)
+    assert loop.matches() == [(57, 8)]  # the latest of the longest

@@ -1,0 +1,173 @@
+"""What a step costs and which block is worth it; that lade never goes on guessing in vain, nor stays small when it pays."""
+
+import pytest
+import torch
+from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import lade
+from lade.drafters.pace import Pace, Part
+from lade.price import EXPLORE_EVERY, SIZES, ModelPrices, StepPrice
+
+
+def measured(curve, sizes=SIZES[:14]):
+    price = StepPrice()
+    for size in sizes:
+        for _ in range(3):
+            price.observe(size, curve(size))
+    return price
+
+
+def test_medians_lines_between_and_a_slope_beyond():
+    price = measured(lambda q: float(q), sizes=(2, 4, 16))
+    assert [price.seconds(q) for q in (2, 4, 10, 16)] == [2, 4, 10, 16]
+    assert 16 < price.seconds(32) < 20
+    assert 1.9 < price.seconds(1) < 2
+    price.observe(4, 1000.0)  # the machine was busy
+    assert price.seconds(4) == 4
+
+
+def test_the_first_step_of_a_size_does_not_count():
+    price = StepPrice()
+    price.observe(8, 1000.0)
+    assert price.largest_known == 0
+    price.observe(8, 2.0)
+    assert price.seconds(8) == 2.0
+
+
+def test_sizes_are_tried_from_small_to_large():
+    price, sizes = StepPrice(), []
+    expected = [0.9 * k for k in range(65)]
+    for _ in range(20):
+        sizes.append(price.choose(expected, 1, 64))
+        price.observe(sizes[-1], 1.0)
+    assert sizes[0] == 1
+    assert max(sizes) == 64
+    assert all(after <= 2 * max(sizes[: index + 1]) for index, after in enumerate(sizes[1:]))
+
+
+@pytest.mark.parametrize(
+    ("slope", "chance", "best"), [(0.01, 0.5, 64), (0.2, 0.5, 64), (0.2, 0.1, 1), (0.0, 0.0, 1), (1.0, 0.9, 1)]
+)
+def test_the_best_rate_wins(slope, chance, best):
+    price = measured(lambda q: 1 + slope * (q - 1))
+    assert price.choose([chance * k for k in range(64)], 1, 64) == best
+    assert price.choose([chance * k for k in range(64)], 1, 10) == min(best, 10)
+
+
+def test_guesses_get_rarer_and_the_block_ends_there():
+    price = measured(lambda q: 1 + 0.05 * (q - 1))
+    expected = [0.0]
+    for k in range(63):
+        expected.append(expected[-1] + 0.5 * 0.8**k)
+    size = price.choose(expected, 1, 64)
+    assert 4 <= size <= 12
+    assert 0 < price.least_chance() <= 0.05
+
+
+def test_neighbours_are_measured_now_and_then():
+    price = measured(lambda q: 1 + 0.05 * (q - 1))
+    expected = [min(4.0, 0.9 * k) for k in range(64)]
+    sizes = {price.choose(expected, 1, 64) for _ in range(2 * EXPLORE_EVERY)}
+    usual = price.choose(expected, 1, 64)
+    assert sizes == {SIZES[SIZES.index(usual) + step] for step in (-1, 0, 1)}
+
+
+def test_longer_texts_start_from_the_prices_of_shorter_ones():
+    model = torch.nn.Linear(1, 1)
+    prices = ModelPrices(model, ("cpu", 1))
+    for size in (1, 4, 16):
+        for _ in range(2):
+            prices.at(100).observe(size, float(size))
+    assert prices.at(250) is prices.at(100)
+    longer = ModelPrices(model, ("cpu", 1)).at(5000)
+    assert longer.seconds(4) == 4
+    longer.observe(4, 8.0)
+    longer.observe(4, 8.0)  # everything takes twice as long here
+    assert longer.seconds(16) == 32
+    assert ModelPrices(model, ("cpu", 2)).at(100).largest_known == 0
+
+
+@pytest.mark.parametrize(("slope", "num_accepted", "part"), [(0.01, 1.0, Part.WINDOW), (0.01, 0, Part.NOTHING)])
+def test_pace(slope, num_accepted, part):
+    price, pace = StepPrice(), Pace()
+    sizes = {Part.NOTHING: 1, Part.CANDIDATES: 29, Part.WINDOW: 56}
+    parts = []
+    for _ in range(64):
+        parts.append(pace.choose(price, sizes))
+        price.observe(sizes[parts[-1]], 1 + slope * sizes[parts[-1]])
+        # Without the window there is little to accept.
+        pace.learn(parts[-1], sizes[parts[-1]], num_accepted * {Part.CANDIDATES: 0.3}.get(parts[-1], 1.0))
+    assert parts[:3] == [Part.NOTHING] * 3
+    assert parts[32:].count(part) >= 30
+
+
+class Choose(LogitsProcessor):
+    """Whatever the model says, the text goes on as told."""
+
+    def __init__(self, token_at):
+        self.token_at = token_at
+
+    def __call__(self, input_ids, scores):
+        forced = torch.full_like(scores, -100.0)
+        forced[:, self.token_at(input_ids.shape[1])] = 0.0
+        return forced
+
+
+@pytest.fixture
+def slope(request):
+    """What each further token of a step costs, in plain steps; by default as on a CPU with wide registers."""
+    return getattr(request, "param", 0.03)
+
+
+@pytest.fixture
+def priced(monkeypatch, lade_on, slope):
+    """Steps have set prices, whatever this machine is doing."""
+    observe = StepPrice.observe
+    monkeypatch.setattr(StepPrice, "observe", lambda self, q, seconds: observe(self, q, 1 + slope * (q - 1)))
+    lade.config_lade(ADAPTIVE=1)
+
+
+MODES = [{"MODE": "auto"}, {"MODE": "lookahead", "LEVEL": 5, "WINDOW_SIZE": 7, "GUESS_SET_SIZE": 7}]
+
+
+@pytest.mark.parametrize("settings", MODES, ids=lambda settings: settings["MODE"])
+def test_guesses_that_never_hit_are_given_up(priced, settings):
+    model, inputs = tiny_llama(), prompt(12)
+    lade.config_lade(**settings)
+    order = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+    processors = LogitsProcessorList([Choose(order.__getitem__)])
+    expected = generate_plain(model, inputs, max_new_tokens=160, logits_processor=processors)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=160, logits_processor=processors), expected)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert sum(stats.block_tokens[:32]) > 32  # it did try
+    later = stats.block_tokens[32 if settings["MODE"] == "auto" else 80 :]
+    assert later.count(1) >= 0.9 * len(later)
+
+
+@pytest.mark.parametrize("settings", MODES, ids=lambda settings: settings["MODE"])
+def test_guesses_that_always_hit_make_the_block_grow(priced, settings):
+    model, inputs = tiny_llama(), prompt(12)
+    lade.config_lade(**settings)
+    processors = LogitsProcessorList([Choose(lambda length: 3 + length % 7)])
+    expected = generate_plain(model, inputs, max_new_tokens=160, logits_processor=processors)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=160, logits_processor=processors), expected)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    longest = 4 if settings["MODE"] == "lookahead" else 30
+    assert max(stats.accepted_lengths) >= longest
+    assert stats.steps < 65
+
+
+@pytest.mark.parametrize("slope", [1.0], indirect=True)
+@pytest.mark.parametrize("settings", MODES, ids=lambda settings: settings["MODE"])
+def test_a_dear_machine_gets_plain_steps(priced, settings):
+    """A mixture of experts, say, where each further token costs as much as the first."""
+    model, inputs = tiny_llama(), prompt(12)
+    lade.config_lade(**settings)
+    model.generate(**inputs, max_new_tokens=100)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert stats.plain_step_share > 0.8
+    assert max(stats.block_tokens[20:]) <= 2
