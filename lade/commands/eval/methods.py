@@ -55,6 +55,12 @@ class Answerer:
     def __init__(self, model: Any, tokenizer: Any, use_chat: bool, seed: int, arguments: dict[str, Any]) -> None:
         """use_chat: through a chat template, also where a question has a text to go on with. arguments: of generate()."""
         self.model, self.tokenizer, self.use_chat = model, tokenizer, use_chat
+        config = model.generation_config
+        if (
+            config.pad_token_id is None and config.eos_token_id is not None
+        ):  # what generate() does, with a warning each time
+            eos = config.eos_token_id
+            arguments = {"pad_token_id": eos[0] if isinstance(eos, list) else eos} | arguments
         self.seed, self.arguments = seed, arguments
         context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.max_prompt_tokens = context - arguments["max_new_tokens"] if context else None
