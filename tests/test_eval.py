@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from conftest import tiny_llama
 from transformers import AutoTokenizer
 
 import lade
@@ -122,9 +123,34 @@ def first_question(task: str) -> Question:
     return TASKS[task].read(ROWS[task][0], 0)
 
 
+@pytest.fixture(scope="module")
+def random_model():
+    return tiny_llama(vocab_size=4096)
+
+
 @pytest.fixture
-def evaluate(tmp_path, lade_on, capsys):
-    """Runs `lade eval` on this file's rows of a task: (exit status, figures or None, standard error)."""
+def template():
+    """Whether the tokenizer has a chat template."""
+    return True
+
+
+@pytest.fixture
+def evaluate(tmp_path, lade_on, capsys, monkeypatch, random_model, template):
+    """Runs `lade eval` on this file's rows of a task: (exit status, figures or None, standard error).
+
+    A random model stands in for the one that is loaded, unless a --model_path is given.
+    """
+    load = lade_eval.load
+
+    def load_random(args):
+        tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+        if not template:
+            tokenizer.chat_template = None
+        return random_model, tokenizer
+
+    monkeypatch.setattr(
+        lade_eval, "load", lambda args: (load if args.model_path != str(BUNDLED) else load_random)(args)
+    )
 
     def run(task: str, *arguments: str, rows: list[dict] | None = None, tokens: int = 12):
         data = write_rows(tmp_path / f"{task}-data.jsonl", ROWS[task] if rows is None else rows)
@@ -370,7 +396,7 @@ def test_what_has_no_quality():
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run(task, evaluate, tmp_path):
     flags = ["--run_code"] if TASKS[task].quality == "pass@1" else []
-    status, figures, err = evaluate(task, *flags, tokens=32)  # enough for a guess to be right in each
+    status, figures, err = evaluate(task, *flags, tokens=80)  # enough for a guess to be right in each
     assert status == 0
     assert ("--run_code runs programs" in err) == (TASKS[task].quality == "pass@1")
     assert figures["questions"] == len(ROWS[task])
@@ -392,6 +418,15 @@ def test_a_run(task, evaluate, tmp_path):
         assert "## " in table
 
 
+def test_the_bundled_checkpoint(evaluate):
+    """Whose figures in bfloat16 may differ; stops where a continuation ends."""
+    folder = ["--model_path", os.path.relpath(BUNDLED)]
+    _, figures, _ = evaluate("humaneval", *folder, "--prompt", "text", "--limit", "1", tokens=48)
+    assert figures["methods"]["lade"]["identical_outputs"] == 1
+    assert figures["methods"]["lade"]["tokens_per_step"] > 1
+    assert figures["settings"]["prompt"] == "text"
+
+
 def test_later_turns_hold_the_earlier_ones(evaluate, tmp_path):
     evaluate("mtbench", "--lade", "on")
     lines = [json.loads(line) for line in (tmp_path / "mtbench.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -409,17 +444,10 @@ def test_later_turns_hold_the_earlier_ones(evaluate, tmp_path):
         assert len(answer["texts"]) == 2
 
 
+@pytest.mark.parametrize("template", [False])
 @pytest.mark.parametrize("task", ["humaneval", "classeval", "gsm8k", "mtbench"])
-def test_models_without_a_template(task, evaluate, monkeypatch, tmp_path):
-    load = lade_eval.load
-
-    def load_without_template(args):
-        model, tokenizer = load(args)
-        tokenizer.chat_template = None
-        return model, tokenizer
-
-    monkeypatch.setattr(lade_eval, "load", load_without_template)
-    status, figures, _ = evaluate(task, tokens=40)
+def test_models_without_a_template(task, evaluate, tmp_path):
+    status, figures, _ = evaluate(task)
     assert status == 0
     assert figures["methods"]["lade"]["identical_outputs"] == 1
     results = Results(tmp_path / f"{task}.jsonl", figures["settings"])
@@ -431,7 +459,8 @@ def test_models_without_a_template(task, evaluate, monkeypatch, tmp_path):
 
 def test_sampling_and_other_methods(evaluate):
     arguments = ["--do_sample", "--temperature", "0.8", "--compare-with", "static,prompt-lookup"]
-    _, figures, _ = evaluate("gsm8k", *arguments, tokens=24)
+    arguments += ["--model_path", os.path.relpath(BUNDLED), "--limit", "1"]
+    _, figures, _ = evaluate("gsm8k", *arguments, tokens=48)
     methods = figures["methods"]
     assert list(methods) == ["plain", "lade", "static", "prompt-lookup"]
     assert methods["lade"]["identical_outputs"] == methods["static"]["identical_outputs"] == 1
@@ -455,7 +484,7 @@ def test_prompts_without_room_are_left_out(evaluate, tmp_path):
     long = {"document": "word " * 3000, "summary": "words", "id": "long"}
     _, figures, _ = evaluate("xsum", rows=[long, *ROWS["xsum"]])
     assert figures["questions"] == 1
-    assert "the model has room for 2036" in figures["skipped"]["long"]
+    assert "the model has room for 500" in figures["skipped"]["long"]
     assert "Left out, long: a prompt of" in (tmp_path / "xsum.md").read_text(encoding="utf-8")
 
 
@@ -599,6 +628,7 @@ def test_other_files_are_left_alone(content, evaluate, tmp_path):
         (["--compare-with", "static,magic"], "must be of prompt-lookup, static, separated by commas, got 'magic'"),
         (["--code_seconds", "0"], "--code_seconds must be at least 1, got 0"),
         (["--code_megabytes", "1"], "--code_megabytes must be at least 128, got 1"),
+        (["--device", "cpu:x"], "--device must be one that torch finds here, got 'cpu:x'"),
         (["--out", "x.csv"], "--out must end with .jsonl, got x.csv"),
         (["--window", "0"], "WINDOW_SIZE must be an integer from 1"),
     ],

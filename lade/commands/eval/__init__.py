@@ -115,8 +115,14 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--top_p must be above 0 and at most 1, got {args.top_p}")
     try:
         Limits(args.code_seconds, args.code_megabytes)
-    except ValueError as error:
-        parser.error(str(error))
+        torch.empty(0, device=args.device)
+    except (
+        ValueError,
+        RuntimeError,
+        AssertionError,
+    ) as error:  # the last two: how torch says that there is no such device
+        is_limit = isinstance(error, ValueError)
+        parser.error(str(error) if is_limit else f"--device must be one that torch finds here, got {args.device!r}")
     if args.out is None:
         args.out = Path(f"eval-{args.task}-{model_name(args).replace('/', '-')}.jsonl")
     if args.out.suffix != ".jsonl":

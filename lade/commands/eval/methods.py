@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 import lade
 from lade.commands.eval.tasks import Question
@@ -63,6 +65,7 @@ class Answerer:
             arguments = {"pad_token_id": eos[0] if isinstance(eos, list) else eos} | arguments
         self.seed, self.arguments = seed, arguments
         context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._stopping_criteria: dict[tuple[str, ...], StopStringCriteria] = {}
         self.max_prompt_tokens = context - arguments["max_new_tokens"] if context else None
 
     def is_continuation(self, question: Question) -> bool:
@@ -105,7 +108,7 @@ class Answerer:
         inputs = torch.tensor([ids], device=self.model.device)
         arguments = self.arguments | METHODS[method]
         if stop:
-            arguments |= {"stop_strings": list(stop), "tokenizer": self.tokenizer}
+            arguments |= {"stopping_criteria": StoppingCriteriaList([self._stopping_criterion(stop)])}
         with use_lade(method == LADE), counting_forwards(self.model, method == "prompt-lookup") as forwards:
             synchronize(self.model)
             started = time.perf_counter()
@@ -118,6 +121,12 @@ class Answerer:
         found.seconds.append(round(seconds, 6))
         found.steps.append(self._steps(method, len(new), forwards(), found))
         return new
+
+    def _stopping_criterion(self, stop: tuple[str, ...]) -> StopStringCriteria:
+        """Made once: it reads the whole vocabulary, which is no part of decoding."""
+        if stop not in self._stopping_criteria:
+            self._stopping_criteria[stop] = StopStringCriteria(self.tokenizer, list(stop))
+        return self._stopping_criteria[stop]
 
     def _steps(self, method: str, num_tokens: int, forwards: int, found: Answer) -> int:
         if method == LADE:
