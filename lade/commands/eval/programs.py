@@ -23,6 +23,8 @@ WARNING = """warning: --run_code runs programs that the model wrote, with limits
 read and change your files and use the network. Do it in a container or in a virtual machine.
 """
 CHILD = Path(__file__).with_name("child.py")
+KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread's stack counts as memory
 FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -80,7 +82,7 @@ def run_program(program: Program, limits: Limits) -> Outcome:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=work,
-            env={"PATH": os.environ.get("PATH", ""), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ} | ONE_THREAD,
             start_new_session=True,  # so that what it starts can be ended with it
         )
         try:
