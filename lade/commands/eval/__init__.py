@@ -223,7 +223,7 @@ def progress(total: int, done: int, what: str) -> Iterator[Any]:
     """Gives a function that moves the bar by one and shows a text behind it."""
     from tqdm import tqdm  # comes with transformers
 
-    with tqdm(total=total, initial=done, desc=what, unit="", dynamic_ncols=True) as bar:
+    with tqdm(total=total, initial=done, desc=what, dynamic_ncols=True) as bar:
 
         def advance(text: str) -> None:
             bar.set_postfix_str(text, refresh=False)

@@ -20,7 +20,7 @@ SPARE_BYTES = 64 * 2**20  # address space for the report of a program that has u
 
 def set_limits(seconds: int, megabytes: int) -> None:
     """Processor time, address space and the size of files, for this process and those it starts."""
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds + 1, seconds + 2))
     resource.setrlimit(resource.RLIMIT_AS, (megabytes * 2**20, megabytes * 2**20 + SPARE_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

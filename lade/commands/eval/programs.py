@@ -88,10 +88,16 @@ def run_program(program: Program, limits: Limits) -> Outcome:
         try:
             process.communicate(json.dumps(request).encode(), timeout=limits.seconds)
         except subprocess.TimeoutExpired:
-            return Outcome("timeout", f"not finished after {limits.seconds} s")
+            return _timeout(limits)
         finally:
             _end(process)
+        if process.returncode == -signal.SIGXCPU:  # its threads together took longer than the clock
+            return _timeout(limits)
         return _read_outcome(outcome_file, process.returncode)
+
+
+def _timeout(limits: Limits) -> Outcome:
+    return Outcome("timeout", f"not finished after {limits.seconds} s")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -106,8 +112,6 @@ def _read_outcome(path: Path, status: int) -> Outcome:
         found = json.loads(path.read_text(encoding="utf-8"))
         return Outcome(found["outcome"], found["error"])
     except (OSError, ValueError, KeyError, TypeError):  # the program ended the process, or spoiled the file
-        if status == -signal.SIGXCPU:
-            return Outcome("timeout", "used up its processor time")
         return Outcome("crashed", f"the process ended with status {status} before its tests did")
 
 
