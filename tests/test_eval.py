@@ -396,7 +396,7 @@ def test_what_has_no_quality():
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run(task, evaluate, tmp_path):
     flags = ["--run_code"] if TASKS[task].quality == "pass@1" else []
-    status, figures, err = evaluate(task, *flags, tokens=80)  # enough for a guess to be right in each
+    status, figures, err = evaluate(task, *flags, tokens=48)  # enough for a guess to be right in each
     assert status == 0
     assert ("--run_code runs programs" in err) == (TASKS[task].quality == "pass@1")
     assert figures["questions"] == len(ROWS[task])
@@ -460,7 +460,7 @@ def test_models_without_a_template(task, evaluate, tmp_path):
 def test_sampling_and_other_methods(evaluate):
     arguments = ["--do_sample", "--temperature", "0.8", "--compare-with", "static,prompt-lookup"]
     arguments += ["--model_path", os.path.relpath(BUNDLED), "--limit", "1"]
-    _, figures, _ = evaluate("gsm8k", *arguments, tokens=48)
+    _, figures, _ = evaluate("gsm8k", *arguments, tokens=32)
     methods = figures["methods"]
     assert list(methods) == ["plain", "lade", "static", "prompt-lookup"]
     assert methods["lade"]["identical_outputs"] == methods["static"]["identical_outputs"] == 1
