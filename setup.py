@@ -14,5 +14,9 @@ setup(
     package_data={"lade.commands.trace": ["page.html"]},
     entry_points={"console_scripts": ["lade = lade.commands:main"]},
     install_requires=["torch>=2.6", "transformers>=5.8,<6", "accelerate>=1.0", "packaging"],
-    extras_require={"triton": ["triton"], "dev": ["pytest", "ruff", "mypy", "hypothesis"]},
+    extras_require={
+        "triton": ["triton"],
+        "eval": ["datasets", "rouge_score"],
+        "dev": ["pytest", "ruff", "mypy", "hypothesis"],
+    },
 )

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
+from lade.layout import block_layout
+from lade.token_tree import TokenTree
 
 ROOT = Path(lade.__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,3 +71,18 @@ def test_every_setting_is_described():
     for name in set(re.findall(r"environ(?:\.get\(|\[)\"(\w+)\"", sources)):
         assert f"| `{name}` |" in text
     assert "| `LEVEL` |" in text
+
+
+def test_the_picture_of_the_mask():
+    """Each cell of docs/mask.svg is filled where lade lets that query see that key."""
+    picture = (ROOT / "docs" / "mask.svg").read_text(encoding="utf-8")
+    cells = re.findall(r'class="cell (\w+)" x="(\d+)" y="(\d+)"', picture)
+    tree = TokenTree([[0] * 6], [[-1, 0, 1, -1, 3, 4]])  # two candidates of three tokens
+    visible = block_layout(4, 3, 6, torch.device("cpu")).visibility(tree)[0]
+    columns, rows = (sorted({int(cell[axis]) for cell in cells}) for axis in (1, 2))
+    drawn = torch.zeros_like(visible)
+    for kind, x, y in cells:
+        drawn[rows.index(int(y)), columns.index(int(x))] = kind != "off"
+    assert len(cells) == visible.numel() == 15 * 15
+    assert torch.equal(drawn, visible)
+    assert not torch.equal(visible, torch.ones_like(visible).tril())  # more than causal

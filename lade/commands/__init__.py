@@ -9,6 +9,7 @@ import sys
 COMMANDS = {
     "chat": "talk with a model in the terminal",
     "env": "versions, devices and settings, as text for a bug report",
+    "eval": "speed and quality on a published task, with lookahead and without",
     "trace": "watch one generation step by step, in a page or in the terminal",
 }
 LAUNCHER = "run"

@@ -17,6 +17,14 @@ DTYPES = ["auto", "float16", "bfloat16", "float32", "float64"]
 ON_CPU: dict[str, Any] = {"LEVEL": 5, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 4}
 ON_GPU: dict[str, Any] = {"LEVEL": 5, "WINDOW_SIZE": 7, "GUESS_SET_SIZE": 7}
 
+# For a tokenizer without a chat template; an answer ends where the model goes on to speak for the user.
+FALLBACK_TEMPLATE = (
+    "{{ bos_token or '' }}"
+    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+FALLBACK_STOP = "\nUser:"
+
 
 def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """The model, how it chooses tokens, and the settings of lade."""

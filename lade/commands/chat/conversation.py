@@ -15,14 +15,8 @@ from transformers import DynamicCache, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
 import lade
+from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
 
-# For a tokenizer without a chat template; an answer ends where the model goes on to speak for the user.
-FALLBACK_TEMPLATE = (
-    "{{ bos_token or '' }}"
-    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-FALLBACK_STOP = "\nUser:"
 # Entries of a configuration's `layer_types` whose layers keep keys and values and nothing else.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
