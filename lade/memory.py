@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -186,15 +187,42 @@ class Memory:
 
 def most_likely(logits: Tensor) -> Rows:
     """The ROW_LENGTH most likely tokens of each row and the bins of their probabilities. logits: [M, V]."""
-    scores = logits.float()
-    values, ids = scores.topk(min(ROW_LENGTH, scores.shape[-1]), dim=-1)
-    chances = (values - scores.logsumexp(-1, keepdim=True)).exp()
-    bins = torch.bucketize(chances, torch.tensor(BIN_EDGES, device=scores.device))
+    values, ids = _top(logits.float().softmax(dim=-1))
+    bins = torch.bucketize(values, _bin_edges(logits.device))
     found = torch.stack([ids, bins]).cpu().numpy()
     missing = ROW_LENGTH - found.shape[-1]
     if missing:  # a vocabulary of fewer tokens
         found = np.concatenate([found, np.repeat(found[..., :1], missing, axis=-1)], axis=-1)
     return found[0], found[1]
+
+
+def _top(chances: Tensor) -> tuple[Tensor, Tensor]:
+    """`topk(ROW_LENGTH)` in two rounds: the largest ones lie in the groups with the largest maxima. chances: [M, V].
+
+    A maximum over groups is several times as fast as a sort, and leaves little to sort.
+    """
+    num_rows, num_tokens = chances.shape
+    if num_tokens < 16 * ROW_LENGTH:
+        return chances.topk(min(ROW_LENGTH, num_tokens), dim=-1)
+    group_size = 32 if num_tokens <= 2**14 else 128
+    num_groups = -(-num_tokens // group_size)  # group g holds the ids g, g + num_groups, ...
+    if num_groups * group_size > num_tokens:
+        chances = torch.nn.functional.pad(chances, (0, num_groups * group_size - num_tokens), value=-1.0)
+    groups = (
+        chances.view(num_rows, group_size, num_groups)
+        .amax(dim=1)
+        .topk(min(ROW_LENGTH, num_groups), sorted=False)
+        .indices
+    )
+    members = torch.arange(group_size, device=chances.device)[:, None] * num_groups
+    ids = (groups[:, None] + members).flatten(1)  # [M, group_size * ROW_LENGTH]
+    values, places = chances.gather(1, ids).topk(ROW_LENGTH, dim=-1)
+    return values, ids.gather(1, places)
+
+
+@lru_cache(maxsize=16)
+def _bin_edges(device: torch.device) -> Tensor:
+    return torch.tensor(BIN_EDGES, device=device)
 
 
 def identity_of(model: Any) -> dict[str, Any]:

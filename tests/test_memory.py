@@ -216,8 +216,9 @@ def test_tables_are_bounded():
     assert all(table.get(key)[0] == [key // 100 * 100] * ROW_LENGTH for key in range(4000, 9000))
 
 
-def test_most_likely():
-    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(0)) * 3
+@pytest.mark.parametrize("vocab_size", [30, 127, 128, 4096, 4097, 20000])
+def test_most_likely(vocab_size):
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     ids, bins = most_likely(logits)
     assert ids.tolist() == logits.topk(ROW_LENGTH).indices.tolist()
     chances = logits.softmax(-1).gather(1, torch.tensor(ids))
