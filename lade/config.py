@@ -6,14 +6,23 @@ Knows nothing about models or tensors. Floor 0: imports nothing of lade.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("lade")
 
 # GUESS_SET_SIZE=-1 asks for every n-gram ever seen; a block that large would never pay, so this many are kept per key.
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
 ON_VALUES = ("1", "true", "yes", "on")
+NO_SETTINGS = ("note", "measured")  # what a settings file may hold besides: a sentence, and whatever was measured
 
 
 def _check_integer(name: str, value: object, low: int, high: int, also: str = "") -> int:
@@ -64,6 +73,8 @@ class LookaheadConfig:
 
 
 _default = LookaheadConfig()
+_environment_is_read = False
+_warned: set[str] = set()
 
 
 def current_config() -> LookaheadConfig:
@@ -87,6 +98,7 @@ def config_lade(
     POOL_FROM_PROMPT: int | bool | None = None,
     backend: str | None = None,
     USE_FLASH: int | bool | None = None,
+    CONFIG: str | os.PathLike[str] | None = None,
 ) -> None:
     """Change the settings of all later `generate()` calls; what is not given keeps its value.
 
@@ -94,10 +106,16 @@ def config_lade(
     window (1 to 1024) and the candidates per key (0 to 1024; -1 for as many as lade keeps, UNLIMITED_GUESSES).
     DEBUG=1 prints a summary after each call. ALWAYS_FWD_ONE=0 rolls the window by as many columns as were accepted.
     POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
-    CUDA, plain torch elsewhere. SPLIT_FLAG is accepted and ignored.
+    CUDA, plain torch elsewhere. SPLIT_FLAG is accepted and ignored. CONFIG is a JSON file of these keywords, such as
+    `lade tune` writes; a keyword that is also given here wins.
 
     Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
     """
+    given = dict(locals())  # the keywords; must stay the first statement
+    apply_environment()
+    if CONFIG is not None:
+        _config_from_file(CONFIG, {name: value for name, value in given.items() if value is not None})
+        return
     changes: dict[str, Any] = {}
     for field, value in (("window_size", WINDOW_SIZE), ("ngram_size", LEVEL), ("guess_set_size", GUESS_SET_SIZE)):
         if value is not None:
@@ -119,3 +137,73 @@ def config_lade(
 
     global _default
     _default = dataclasses.replace(_default, **changes)
+
+
+def apply_environment() -> None:
+    """Let the file that LADE_CONFIG names replace the defaults, once in a process. Called before anything else is set.
+
+    Raises ValueError as config_lade(CONFIG=...) does; then nothing has changed, and the next call tries again.
+    """
+    global _environment_is_read
+    path = os.environ.get("LADE_CONFIG", "")
+    if _environment_is_read or not path:
+        return
+    _environment_is_read = True
+    try:
+        _config_from_file(path, {}, "LADE_CONFIG")
+    except BaseException:
+        _environment_is_read = False
+        raise
+
+
+@contextmanager
+def temporary_settings(**keywords: Any) -> Iterator[None]:
+    """Other settings within a block, on top of the current ones. keywords: of `config_lade`."""
+    global _default
+    before = _default
+    try:
+        config_lade(**keywords)
+        yield
+    finally:
+        _default = before
+
+
+def _config_from_file(path: str | os.PathLike[str], given: dict[str, Any], source: str = "CONFIG") -> None:
+    """Set what the file says and `given` does not, and what `given` says. source: what named the file."""
+    found, note = read_settings(path, source)
+    settings = {name: value for name, value in found.items() if name not in given}
+    if not found and note and note not in _warned:
+        _warned.add(note)
+        logger.warning("lade: %s %s has no settings: %s", source, os.fspath(path), note)
+    try:
+        config_lade(**{**settings, **given, "CONFIG": None})
+    except (ValueError, NotImplementedError) as error:
+        if any(name in str(error) for name in settings):
+            raise type(error)(f"{error}, with {source}={os.fspath(path)!r}") from None
+        raise
+
+
+def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple[dict[str, Any], str | None]:
+    """The keywords of `config_lade` that a JSON file gives, and its note. Their values are not checked yet.
+
+    source: what named the file. Raises ValueError, naming the file and what is wrong with it.
+    """
+    name = f"{source}={os.fspath(path)!r}"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name} must be a file that can be read: {error.strerror}") from None
+    except ValueError as error:  # of the encoding too
+        raise ValueError(f"{name} must hold JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} must hold one JSON object, found {type(content).__name__}")
+    known = [keyword for keyword in inspect.signature(config_lade).parameters if keyword != "CONFIG"]
+    settings = {key: value for key, value in content.items() if key not in NO_SETTINGS}
+    unknown = [key for key in settings if key not in known]
+    if unknown:
+        raise ValueError(f"{name} has {unknown[0]!r}, which must be one of {', '.join([*known, *NO_SETTINGS])}")
+    empty = [key for key, value in settings.items() if value is None]
+    if empty:
+        raise ValueError(f"{name} has {empty[0]}=null, which must have a value or be left out")
+    note = content.get("note")
+    return settings, None if note is None else str(note)
