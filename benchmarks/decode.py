@@ -15,7 +15,12 @@ from pathlib import Path
 
 import harness
 
-from lade.commands.bench import METHODS, benchmark, chosen_methods, table
+METHODS = {
+    "plain": {},
+    "static": {"cache_implementation": "static"},  # transformers compiles this one on a GPU
+    "prompt_lookup": {"prompt_lookup_num_tokens": 5},
+    "lade": {},
+}
 
 
 def measure_overhead(model, prompts, common) -> float:
@@ -63,16 +68,42 @@ def main() -> None:
     sampling = {"do_sample": True, "temperature": args.temperature} if args.sample else {"do_sample": False}
     common = {"max_new_tokens": args.max_new_tokens, **sampling}
 
+    methods = {name: METHODS[name] for name in args.methods.split(",")}
+    runs = harness.run_methods(model, prompts, methods, args.trials, common)
+
+    plain = runs["plain"]
+    varied = [i for i, output in enumerate(plain[0].outputs) if not harness.is_looping(output)]
     figures: dict = {
         "benchmark": "decode",
+        "environment": harness.environment(model),
         "settings": harness.lookahead_settings(args) | common,
+        "prompts": len(prompts),
         "prompt_file": args.prompts.name,
-        **benchmark(model, prompts, chosen_methods(args.methods), args.trials, common),
+        "trials": args.trials,
+        "looping_outputs": len(prompts) - len(varied),
+        "methods": {},
+        "methods_without_looping_outputs": {},
     }
-    print(table(figures), end="")
-    if "lade" in figures["methods"] and model.device.type == "cpu":
+    print(
+        f"{'method':<14} {'tokens/s':>9} {'p20':>8} {'p80':>8} {'ratio':>7} {'tokens/step':>12} {'identical':>10}  no loops: ratio, tokens/step"
+    )
+    for name, trials in runs.items():
+        row = harness.compare(trials, plain)
+        row["identical_outputs"] = sum(a == b for a, b in zip(trials[0].outputs, plain[0].outputs, strict=True)) / len(
+            prompts
+        )
+        apart = harness.compare(trials, plain, varied) if varied else None
+        figures["methods"][name], figures["methods_without_looping_outputs"][name] = row, apart
+        speed = row["tokens_per_second"]
+        print(
+            f"{name:<14} {speed['median']:>9.1f} {speed['p20']:>8.1f} {speed['p80']:>8.1f} "
+            f"{row['ratio_to_plain']['median']:>7.3f} {row['tokens_per_step'] or '':>12} {row['identical_outputs']:>10.0%}"
+            + (f"  {apart['ratio_to_plain']['median']:.3f}, {apart['tokens_per_step'] or '-'}" if apart else "")
+        )
+    if "lade" in runs and model.device.type == "cpu":
         figures["host_overhead"] = round(measure_overhead(model, prompts, common), 4)
         print(f"share of a lookahead step outside of the model's forward: {figures['host_overhead']:.1%}")
+    print(f"outputs of plain generate() that end in a loop: {len(prompts) - len(varied)} of {len(prompts)}")
     harness.finish(figures, args.out)
 
 

@@ -17,15 +17,17 @@ import lade
 from lade.commands import measure
 from lade.commands.measure import (  # noqa: F401  what the benchmarks take from here
     Method,
+    Run,
     compare,
     environment,
     generate_timed,
+    is_looping,
     machine,
-    run_methods,
     spread,
     use_lade,
 )
 from lade.commands.prompts import as_inputs, read_prompts
+from lade.models import cost
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED = ROOT / "models" / "stdlib-9m"
@@ -65,6 +67,25 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
 def load_prompts(args: argparse.Namespace, tokenizer: Any) -> list[measure.Inputs]:
     """Model inputs, one batch row each. `turns` are put through the chat template where there is one."""
     return as_inputs(read_prompts(args.prompts, args.limit), tokenizer, args.device)
+
+
+def run_methods(
+    model: Any,
+    prompts: list[measure.Inputs],
+    methods: dict[str, dict[str, Any]],
+    trials: int,
+    common: dict[str, Any],
+) -> dict[str, list[Run]]:
+    """`measure.run_methods` with methods given as name -> arguments of generate().
+
+    The method named "lade" runs with lookahead on, all others with it off.
+    """
+    made = {name: Method(arguments, {} if name == "lade" else None) for name, arguments in methods.items()}
+    return measure.run_methods(model, prompts, made, trials, common)
+
+
+def synchronize(model: Any) -> None:
+    cost.synchronize(model.device)
 
 
 def finish(figures: dict[str, Any], path: Path | None) -> None:

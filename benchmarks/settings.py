@@ -35,14 +35,15 @@ def main() -> None:
     rows = []
     print(f"{'N':>3} {'W':>3} {'G':>3} {'block':>6} {'tokens/step':>12} {'ratio':>7}")
     for level, window, guess in itertools.product(args.levels, args.windows, args.guesses):
-        settings = {"LEVEL": level, "WINDOW_SIZE": window, "GUESS_SET_SIZE": guess}
-        methods = {"plain": harness.Method(), "lade": harness.Method(settings=settings)}
-        runs = harness.run_methods(model, prompts, methods, args.trials, common)
+        lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guess)
+        runs = harness.run_methods(model, prompts, {"plain": {}, "lade": {}}, args.trials, common)
         found = harness.compare(runs["lade"], runs["plain"])
         run, ratio = runs["lade"][0], found["ratio_to_plain"]
         row = {
-            **settings,
-            "mean_block_tokens": round(run.mean_block(), 2),
+            "LEVEL": level,
+            "WINDOW_SIZE": window,
+            "GUESS_SET_SIZE": guess,
+            "mean_block_tokens": round(run.block_tokens / max(1, sum(run.steps) - len(prompts)), 2),
             "tokens_per_step": found["tokens_per_step"],
             "ratio_to_plain": ratio,
         }

@@ -97,8 +97,8 @@ def config_lade(
     DIST_WORKERS: int | None = None,
     POOL_FROM_PROMPT: int | bool | None = None,
     backend: str | None = None,
-    USE_FLASH: int | bool | None = None,
     CONFIG: str | os.PathLike[str] | None = None,
+    USE_FLASH: int | bool | None = None,
 ) -> None:
     """Change the settings of all later `generate()` calls; what is not given keeps its value.
 
@@ -106,15 +106,17 @@ def config_lade(
     window (1 to 1024) and the candidates per key (0 to 1024; -1 for as many as lade keeps, UNLIMITED_GUESSES).
     DEBUG=1 prints a summary after each call. ALWAYS_FWD_ONE=0 rolls the window by as many columns as were accepted.
     POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
-    CUDA, plain torch elsewhere. SPLIT_FLAG is accepted and ignored. CONFIG is a JSON file of these keywords, such as
-    `lade tune` writes; a keyword that is also given here wins.
+    CUDA, plain torch elsewhere. SPLIT_FLAG is accepted and ignored.
 
     Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
+
+    CONFIG is a JSON file of these keywords, such as `lade tune` writes: as if they were given in a call of their own before
+    this one.
     """
     given = dict(locals())  # the keywords; must stay the first statement
     apply_environment()
     if CONFIG is not None:
-        _config_from_file(CONFIG, {name: value for name, value in given.items() if value is not None})
+        _config_from_file(CONFIG, given)
         return
     changes: dict[str, Any] = {}
     for field, value in (("window_size", WINDOW_SIZE), ("ngram_size", LEVEL), ("guess_set_size", GUESS_SET_SIZE)):
@@ -169,18 +171,22 @@ def temporary_settings(**keywords: Any) -> Iterator[None]:
 
 
 def _config_from_file(path: str | os.PathLike[str], given: dict[str, Any], source: str = "CONFIG") -> None:
-    """Set what the file says and `given` does not, and what `given` says. source: what named the file."""
-    found, note = read_settings(path, source)
-    settings = {name: value for name, value in found.items() if name not in given}
-    if not found and note and note not in _warned:
+    """Set what the file says, then the keywords `given`: all of it or nothing. source: what named the file."""
+    global _default
+    settings, note = read_settings(path, source)
+    before = _default
+    try:
+        try:
+            config_lade(**settings)
+        except (ValueError, NotImplementedError) as error:
+            raise type(error)(f"{error}, with {source}={os.fspath(path)!r}") from None
+        config_lade(**{**given, "CONFIG": None})
+    except BaseException:
+        _default = before
+        raise
+    if not settings and note and note not in _warned:
         _warned.add(note)
         logger.warning("lade: %s %s has no settings: %s", source, os.fspath(path), note)
-    try:
-        config_lade(**{**settings, **given, "CONFIG": None})
-    except (ValueError, NotImplementedError) as error:
-        if any(name in str(error) for name in settings):
-            raise type(error)(f"{error}, with {source}={os.fspath(path)!r}") from None
-        raise
 
 
 def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple[dict[str, Any], str | None]:

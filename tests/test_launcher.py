@@ -155,6 +155,12 @@ def test_options_end_where_the_program_begins(monkeypatch):
     assert (config.ngram_size, config.guess_set_size, config.window_size) == (4, -1, 7)
 
 
+def sizes() -> tuple[int, int, int]:
+    """N, W, G."""
+    current = lade.current_config()
+    return current.ngram_size, current.window_size, current.guess_set_size
+
+
 @pytest.fixture
 def settings(tmp_path, monkeypatch) -> Path:
     """A file of settings; the current ones are put back."""
@@ -167,7 +173,7 @@ def settings(tmp_path, monkeypatch) -> Path:
 
 def test_settings_from_a_file(settings, capsys):
     run.parse(["--window", "9", "--config", str(settings), "x.py"])
-    assert lade.current_config() == lade.LookaheadConfig(4, 9)
+    assert sizes() == (4, 9, 7)
     with pytest.raises(SystemExit):
         run.parse(["--config", f"{settings}.not", "x.py"])
     assert "settings.json.not' must be a file that can be read" in capsys.readouterr().err
@@ -198,7 +204,7 @@ def test_sub_commands_leave_the_users_file_alone(settings, monkeypatch, variable
     parser = argparse.ArgumentParser()
     add_model_arguments(parser, 8)
     parse(parser, ["--device", "cpu", "--guess", "5", *([] if variable else ["--config", str(settings)])])
-    assert lade.current_config() == lade.LookaheadConfig(4, 3, 5)
+    assert sizes() == (4, 3, 5)
 
 
 @pytest.mark.skipif("MODE" not in inspect.signature(lade.config_lade).parameters, reason="config_lade has no MODE yet")

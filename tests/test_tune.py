@@ -1,5 +1,6 @@
 """`lade tune` and `lade bench`: on a clock that ticks by the tokens of each forward, what they find is known beforehand."""
 
+import inspect
 import itertools
 import json
 import os
@@ -136,10 +137,11 @@ def test_what_is_slower_than_plain_is_not_recommended(clock, lade_on, tmp_path, 
     path = tmp_path / "lade.json"
     content = settings_file(findings, {})
     path.write_text(json.dumps(content))
+    before = lade.current_config()
     assert sorted(content) == ["measured", "note"]
     assert "says so, and sets nothing" in as_text(findings, path)
     lade.config_lade(CONFIG=path)
-    assert lade.current_config() == config.LookaheadConfig()
+    assert lade.current_config() == before
     assert NOTHING_PAYS in caplog.text
 
 
@@ -203,6 +205,17 @@ def test_methods_take_turns(lade_on):
 def test_a_fallback_is_not_measured(lade_on):
     with pytest.raises(RuntimeError, match="beam search"):
         measure.run_once(tiny_llama(), prompt(10), Method({"num_beams": 2}, {}), Run(), {"max_new_tokens": 4})
+
+
+@pytest.mark.skipif(
+    "SHARE" not in inspect.signature(lade.config_lade).parameters, reason="config_lade has no SHARE yet"
+)
+def test_no_run_profits_from_another(lade_on):
+    model = tiny_llama()
+    runs = run_methods(
+        model, [prompt(20)] * 3, {"plain": Method(), "lade": Method(settings={})}, 1, {"max_new_tokens": 32}
+    )
+    assert len(set(runs["lade"][0].steps)) == 1
 
 
 def test_loops_are_found():

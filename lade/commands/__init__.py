@@ -10,8 +10,8 @@ COMMANDS = {
     "bench": "tokens per second of plain generate(), its rivals and lade on your prompts",
     "chat": "talk with a model in the terminal",
     "env": "versions, devices and settings, as text for a bug report",
-    "tune": "find the settings that pay for a model on this device",
     "trace": "watch one generation step by step, in a page or in the terminal",
+    "tune": "find the settings that pay for a model on this device",
 }
 LAUNCHER = "run"
 

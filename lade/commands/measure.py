@@ -5,13 +5,14 @@ What `lade bench`, `lade tune` and the benchmarks share. Floor 7.
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ from lade.config import temporary_settings
 from lade.models.cost import synchronize
 
 Inputs = dict[str, Tensor]  # one prompt: ids and mask, [1, P]
+# The same prompts come again and again: no run may profit from what another has said.
+NOT_SHARED = {"SHARE": 0} if "SHARE" in inspect.signature(lade.config_lade).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def generate_timed(model: Any, inputs: Inputs, **arguments: Any) -> tuple[list[i
 def run_once(model: Any, inputs: Inputs, method: Method, run: Run, common: dict[str, Any]) -> None:
     """One prompt through one method, noted in `run`. Raises RuntimeError where lookahead was to run and did not."""
     is_ahead = method.settings is not None
-    with use_lade(is_ahead), temporary_settings(**method.settings) if method.settings else nullcontext():
+    with use_lade(is_ahead), temporary_settings(**{**NOT_SHARED, **(method.settings or {})}):
         tokens, seconds = generate_timed(model, inputs, **common, **method.arguments)
     run.seconds.append(seconds)
     run.outputs.append(tokens)
