@@ -163,7 +163,7 @@ def test_a_file_without_settings_says_why_once(settings_file, caplog):
     with caplog.at_level(logging.WARNING, "lade"):
         for _ in range(2):
             lade.config_lade(CONFIG=path)
-            lade.config_lade(CONFIG=settings_file({"note": "with settings", "LEVEL": 5}))
+            lade.config_lade(CONFIG=settings_file({"note": "with settings", "DEBUG": 0}))
             settings_file({"note": "nothing pays here"})
     assert [record.message for record in caplog.records] == [f"lade: CONFIG {path} has no settings: nothing pays here"]
     assert current_config() == LookaheadConfig()

@@ -1,5 +1,6 @@
 """`lade tune` and `lade bench`: on a clock that ticks by the tokens of each forward, what they find is known beforehand."""
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -18,7 +19,7 @@ from lade.commands import bench, measure
 from lade.commands.measure import Method, Run, run_methods
 from lade.commands.prompts import OWN_PROMPTS, as_inputs, read_prompts
 from lade.commands.tune.report import NOTHING_PAYS, as_text, settings_file
-from lade.commands.tune.search import PLAN, QUICK_PLAN, Plan, Row, lookahead_settings, may_pay, tune
+from lade.commands.tune.search import PLAN, QUICK_PLAN, Plan, Row, lookahead_settings, may_pay, screen, tune
 from lade.models import adapter_for, cost
 from lade.models.cost import cost_at, step_costs
 
@@ -150,6 +151,31 @@ def test_a_lucky_median_is_not_enough():
     for ratio, is_faster in ((None, False), ((1.2, 0.99, 1.3), False), ((1.1, 1.01, 1.3), True)):
         row.ratio = ratio and dict(zip(("median", "p20", "p80"), ratio, strict=True))
         assert row.is_faster() == is_faster
+
+
+def test_the_better_half_goes_on(lade_on):
+    """Where blocks are free, more tokens per step are better, and only those that got far are measured later."""
+    plan = dataclasses.replace(SMALL_PLAN, num_finalists=1)
+    model, prompts, common = tiny_llama(), [prompt(20), prompt(24, seed=1)], {"max_new_tokens": 32}
+    labels = []
+    rows = screen(
+        model, prompts, [*plan.candidates], common, plan, {1: 1.0}, lambda label: labels.append(label) or (lambda x: x)
+    )
+
+    def tokens_per_step(settings, prompts):
+        steps = 0
+        with config.temporary_settings(**measure.NOT_SHARED, **settings):
+            for inputs in prompts:
+                model.generate(**inputs, **common)
+                steps += lade.last_stats().steps
+        return round(32 * len(prompts) / steps, 4)
+
+    on_first = sorted(plan.candidates, key=lambda settings: -tokens_per_step(settings, prompts[:1]))
+    assert labels == ["tokens per step, prompt 1 of 2", "tokens per step, prompt 2 of 2"]
+    assert {str(row.settings) for row in rows[:2]} == set(map(str, on_first[:2]))
+    assert [row.tokens_per_step for row in rows[2:]] == [tokens_per_step(s, prompts[:1]) for s in on_first[2:]]
+    assert [row.tokens_per_step for row in rows[:2]] == [tokens_per_step(row.settings, prompts) for row in rows[:2]]
+    assert rows[0].predicted == rows[0].tokens_per_step >= rows[1].predicted
 
 
 def test_what_cannot_pay():

@@ -2,7 +2,8 @@
 
 1. What a step costs against the tokens in its block (`lade.models.cost`). Candidates whose window alone costs more than
    a step can ever yield are out.
-2. Tokens per step of each candidate on some of the prompts. Divided by the cost of its blocks it predicts the ratio to plain.
+2. Tokens per step of each candidate on some of the prompts, the better half going on from one to the next. Divided by the cost
+   of its blocks they predict the ratio to plain.
 3. The best by prediction run against plain generate() on all prompts, taking turns. Only this decides.
 """
 
@@ -96,11 +97,7 @@ def tune(model: Any, prompts: list[Inputs], common: dict[str, Any], plan: Plan, 
     context = int(statistics.median(lengths)) + common["max_new_tokens"] // 2
     seconds = step_costs(adapter_for(model), plan.block_sizes, context, progress=progress("cost of a step"))
     hopeful = [settings for settings in plan.candidates if may_pay(settings, seconds)]
-    rows = [
-        screen(model, prompts[: plan.num_screened], settings, common, seconds)
-        for settings in progress("tokens per step")(hopeful)
-    ]
-    rows.sort(key=lambda row: -row.predicted)
+    rows = screen(model, prompts[: plan.num_screened], hopeful, common, plan, seconds, progress)
     finalists = rows[: plan.num_finalists]
     measure_ratios(model, prompts, finalists, common, plan.trials, progress("tokens per second"))
     for row in finalists:
@@ -126,14 +123,32 @@ def may_pay(settings: Settings, seconds: dict[int, float]) -> bool:
 
 
 def screen(
-    model: Any, prompts: list[Inputs], settings: Settings, common: dict[str, Any], seconds: dict[int, float]
-) -> Row:
-    """Round 2 for one candidate. Tokens per step are the same on every machine, so that nothing is timed here."""
-    run = Run()
-    for inputs in prompts:
-        run_once(model, inputs, Method(settings=settings), run, common)
-    block, tokens_per_step = run.mean_block(), run.tokens_per_step() or 0.0
-    return Row(settings, round(block, 2), tokens_per_step, predict(tokens_per_step, block, seconds))
+    model: Any,
+    prompts: list[Inputs],
+    candidates: list[Settings],
+    common: dict[str, Any],
+    plan: Plan,
+    seconds: dict[int, float],
+    progress: Progress,
+) -> list[Row]:
+    """Round 2. Tokens per step are the same on every machine, so that nothing is timed here.
+
+    After each prompt the better half goes on to the next. Returns the candidates that got farthest first, by prediction.
+    """
+    runs = [(settings, Run()) for settings in candidates]
+
+    def row(settings: Settings, run: Run) -> Row:
+        block, tokens_per_step = run.mean_block(), run.tokens_per_step() or 0.0
+        return Row(settings, round(block, 2), tokens_per_step, predict(tokens_per_step, block, seconds))
+
+    still_in = runs
+    for number, inputs in enumerate(prompts, 1):
+        for settings, run in progress(f"tokens per step, prompt {number} of {len(prompts)}")(still_in):
+            run_once(model, inputs, Method(settings=settings), run, common)
+        still_in = sorted(still_in, key=lambda pair: -row(*pair).predicted)
+        still_in = still_in[: max(2 * plan.num_finalists, (len(still_in) + 1) // 2)]
+    runs.sort(key=lambda pair: (-len(pair[1].steps), -row(*pair).predicted))
+    return [row(*pair) for pair in runs]
 
 
 def predict(tokens_per_step: float, mean_block: float, seconds: dict[int, float]) -> float:
