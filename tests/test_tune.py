@@ -193,6 +193,15 @@ def test_plans_hold_what_config_lade_takes(plan):
         lade.config_lade(**settings)
 
 
+def test_where_no_candidate_can_pay(clock, lade_on):
+    findings = tune(clock(9.0), [prompt(20)], {"max_new_tokens": 16}, SMALL_PLAN, no_progress)
+    assert (findings.rows, findings.best, findings.hopeless) == ([], None, [*SMALL_PLAN.candidates])
+    text = as_text(findings, Path("found.json"))
+    assert "4 candidates were not tried" in text
+    assert "No candidate was faster" in text
+    assert settings_file(findings, {})["note"] == NOTHING_PAYS
+
+
 def test_report(clock, lade_on):
     findings = tune(clock(0.02), [prompt(20)], {"max_new_tokens": 32}, SMALL_PLAN, no_progress)
     text = as_text(findings, Path("found.json"))
@@ -242,6 +251,17 @@ def test_no_run_profits_from_another(lade_on):
         model, [prompt(20)] * 3, {"plain": Method(), "lade": Method(settings={})}, 1, {"max_new_tokens": 32}
     )
     assert len(set(runs["lade"][0].steps)) == 1
+
+
+def test_rivals_that_a_model_refuses(monkeypatch, lade_on):
+    model = tiny_llama()
+    assert bench.refusals(model, prompt(10), bench.METHODS, {"max_new_tokens": 4}) == {}
+    monkeypatch.setattr(type(model), "_supports_static_cache", False, raising=False)
+    monkeypatch.setattr(type(model), "_can_compile_fullgraph", False, raising=False)
+    monkeypatch.setattr(type(model), "_is_stateful", True)
+    found = bench.refusals(model, prompt(10), bench.METHODS, {"max_new_tokens": 4})
+    assert "stateful" in found["prompt_lookup"]
+    assert not {"plain", "lade"} & set(found)
 
 
 def test_loops_are_found():
@@ -300,7 +320,11 @@ def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, l
     shown, content = capsys.readouterr().out, json.loads(out.read_text())
     assert str(out) in shown
     measured = content["measured"]
-    assert (measured["model"], measured["prompts"], measured["arguments"]) == (checkpoint, 2, {"max_new_tokens": 24})
+    assert (measured["model"], measured["prompts"], measured["arguments"]) == (
+        checkpoint,
+        2,
+        {"max_new_tokens": 24, "seed": 0},
+    )
     assert measured["environment"]["dtype"] == "float32"
     assert list(measured["step_cost"]) == [str(size) for size in QUICK_PLAN.block_sizes]
     assert measured["step_cost"]["1"] == 1

@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lade.commands.measure import Inputs, Method, Run, compare, environment, is_looping, run_methods, share_identical
+from lade.commands.measure import (
+    Inputs,
+    Method,
+    Run,
+    compare,
+    environment,
+    is_looping,
+    run_methods,
+    run_once,
+    share_identical,
+)
 from lade.commands.model import add_model_arguments, how_to_choose, load, parse
 from lade.commands.progress import progress_bar
 from lade.commands.prompts import as_inputs, read_prompts
@@ -45,11 +55,13 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     model, tokenizer = load(args)
-    common = {"max_new_tokens": args.max_new_tokens, **how_to_choose(args)}
+    common = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, **how_to_choose(args)}
+    prompts = as_inputs(rows, tokenizer, args.device)
+    for name, reason in refusals(model, prompts[0], methods, common).items():
+        sys.stderr.write(f"note: {name} is left out, this model refuses it: {reason}\n")
+        del methods[name]
     try:
-        figures = benchmark(
-            model, as_inputs(rows, tokenizer, args.device), methods, args.trials, common, progress_bar("prompts")
-        )
+        figures = benchmark(model, prompts, methods, args.trials, common, progress_bar("prompts"))
     except RuntimeError as error:
         sys.stderr.write(f"lade bench: {error}\n")
         return 1
@@ -67,6 +79,18 @@ def chosen_methods(names: str) -> dict[str, Method]:
     if unknown:
         raise ValueError(f"methods must be of {', '.join(METHODS)}, got {unknown[0]!r}")
     return {name: METHODS[name] for name in chosen}
+
+
+def refusals(model: Any, inputs: Inputs, methods: dict[str, Method], common: dict[str, Any]) -> dict[str, str]:
+    """Which of transformers' own ways to be faster do not work with a model -> what they raised."""
+    found = {}
+    for name, method in methods.items():
+        if method.arguments:
+            try:
+                run_once(model, inputs, method, Run(), common)
+            except Exception as error:  # whatever a model's code makes of it; plain generate() is not asked
+                found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found
 
 
 def benchmark(

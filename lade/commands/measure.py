@@ -77,9 +77,9 @@ def use_lade(on: bool) -> Iterator[None]:
             os.environ["USE_LADE"] = before
 
 
-def generate_timed(model: Any, inputs: Inputs, **arguments: Any) -> tuple[list[int], float]:
-    """New token ids of one prompt, and seconds."""
-    torch.manual_seed(0)
+def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) -> tuple[list[int], float]:
+    """New token ids of one prompt, and seconds. arguments: of generate()."""
+    torch.manual_seed(seed)
     synchronize(model.device)
     started = time.perf_counter()
     output = model.generate(**inputs, **arguments)
@@ -112,7 +112,7 @@ def run_methods(
 ) -> dict[str, list[Run]]:
     """Each trial takes every prompt through every method in turn, so that each is compared with its neighbours in time.
 
-    common: arguments of generate() for all methods. progress: wraps the list of (trial, prompt), for a progress bar.
+    common: arguments of `generate_timed` for all methods. progress: wraps the list of (trial, prompt), for a progress bar.
     Returns `trials` runs of each method.
     """
     for method in methods.values():

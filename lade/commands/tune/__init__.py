@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     os.environ.pop("LADE_CONFIG", None)  # candidates are tried on top of the defaults
     model, tokenizer = load(args)
-    common = {"max_new_tokens": new_tokens, **how_to_choose(args)}
+    common = {"max_new_tokens": new_tokens, "seed": args.seed, **how_to_choose(args)}
     try:
         findings = tune(model, as_inputs(rows, tokenizer, args.device), common, plan, progress_bar)
     except RuntimeError as error:

@@ -38,8 +38,8 @@ def settings_file(findings: Findings, asked: dict[str, Any]) -> dict[str, Any]:
 
 def as_text(findings: Findings, path: Path) -> str:
     """The report. path: where the file of settings lies."""
-    parts = [cost_table(findings), plot(findings), candidate_table(findings), verdict(findings, path)]
-    return "\n".join(parts)
+    tried = [plot(findings), candidate_table(findings)] if findings.rows else []
+    return "\n".join([cost_table(findings), *tried, not_tried(findings) + verdict(findings, path)])
 
 
 def cost_table(findings: Findings) -> str:
@@ -98,11 +98,12 @@ def candidate_table(findings: Findings) -> str:
         )
     if len(findings.rows) > len(rows):
         lines.append(f"and {len(findings.rows) - len(rows)} more that were predicted to be slower")
-    if findings.hopeless:
-        lines.append(
-            f"{len(findings.hopeless)} candidates not tried: their window alone costs more than a step can yield"
-        )
     return "\n".join(lines) + "\n"
+
+
+def not_tried(findings: Findings) -> str:
+    count = len(findings.hopeless)
+    return f"{count} candidates were not tried: their window alone costs more than a step can yield.\n" if count else ""
 
 
 def describe(settings: Settings) -> str:

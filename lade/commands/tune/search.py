@@ -88,7 +88,7 @@ class Findings:
 
 
 def tune(model: Any, prompts: list[Inputs], common: dict[str, Any], plan: Plan, progress: Progress) -> Findings:
-    """All three rounds. common: arguments of generate(), max_new_tokens among them.
+    """All three rounds. common: arguments of `generate_timed`, max_new_tokens among them.
 
     Raises RuntimeError, with the reason, when lookahead cannot run on the model.
     """
@@ -99,7 +99,8 @@ def tune(model: Any, prompts: list[Inputs], common: dict[str, Any], plan: Plan, 
     hopeful = [settings for settings in plan.candidates if may_pay(settings, seconds)]
     rows = screen(model, prompts[: plan.num_screened], hopeful, common, plan, seconds, progress)
     finalists = rows[: plan.num_finalists]
-    measure_ratios(model, prompts, finalists, common, plan.trials, progress("tokens per second"))
+    if finalists:
+        measure_ratios(model, prompts, finalists, common, plan.trials, progress("tokens per second"))
     for row in finalists:
         row.predicted = predict(row.tokens_per_step, row.mean_block, seconds)  # from all prompts now
     finalists.sort(key=lambda row: (not row.is_faster(), -(row.ratio or {})["median"]))
