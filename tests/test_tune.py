@@ -124,7 +124,7 @@ def test_where_blocks_are_free_the_most_tokens_per_step_win(clock, lade_on):
 def test_the_best_block_follows_from_the_cost(clock, lade_on):
     """The same model and prompts, on a machine where each token of a block costs a twentieth of a step."""
     free, dear = (
-        tune(clock(slope), [prompt(20)], {"max_new_tokens": 40}, SMALL_PLAN, no_progress).best for slope in (0.0, 0.05)
+        tune(clock(slope), [prompt(20)], {"max_new_tokens": 32}, SMALL_PLAN, no_progress).best for slope in (0.0, 0.05)
     )
     assert dear.mean_block < free.mean_block
     assert dear.ratio["median"] < free.ratio["median"]
@@ -315,7 +315,7 @@ def checkpoint(tmp_path_factory):
 def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, lade_on):
     monkeypatch.setenv("LADE_CONFIG", "what was found before.json")
     out = tmp_path / "found.json"
-    arguments = ["--quick", "--model_path", checkpoint, "--device", "cpu", "--max_new_tokens", "24", "--limit", "2"]
+    arguments = ["--quick", "--model_path", checkpoint, "--device", "cpu", "--max_new_tokens", "16", "--limit", "2"]
     assert commands.main(["tune", *arguments, "--out", str(out)]) == 0
     shown, content = capsys.readouterr().out, json.loads(out.read_text())
     assert str(out) in shown
@@ -323,7 +323,7 @@ def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, l
     assert (measured["model"], measured["prompts"], measured["arguments"]) == (
         checkpoint,
         2,
-        {"max_new_tokens": 24, "seed": 0},
+        {"max_new_tokens": 16, "seed": 0},
     )
     assert measured["environment"]["dtype"] == "float32"
     assert list(measured["step_cost"]) == [str(size) for size in QUICK_PLAN.block_sizes]
