@@ -11,7 +11,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["lade", "lade.*"]),
-    package_data={"lade.commands.trace": ["page.html"]},
+    package_data={"lade.commands": ["prompts.jsonl"], "lade.commands.trace": ["page.html"]},
     entry_points={"console_scripts": ["lade = lade.commands:main"]},
     install_requires=["torch>=2.6", "transformers>=5.8,<6", "accelerate>=1.0", "packaging"],
     extras_require={

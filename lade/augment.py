@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from lade.config import current_config, is_enabled
+from lade.config import apply_environment, current_config, is_enabled
 from lade.decoding import lookahead_decode
 from lade.models import ModelAdapter, adapter_for, needs_trial
 from lade.models.base import Request
@@ -72,10 +72,12 @@ def augment_all() -> None:
     """Put lookahead decoding behind `generate()` of all models, loaded before or later. Calling it twice changes nothing.
 
     It runs while the environment says USE_LADE=1; otherwise every call is the original's.
-    Raises ImportError when the installed transformers is not one that lade was tested with.
+    Raises ImportError when the installed transformers is not one that lade was tested with, and ValueError when LADE_CONFIG
+    names no file of settings.
     """
     if _originals:
         return
+    apply_environment()
     problem = version_problem(transformers.__version__)
     if problem:
         raise ImportError(problem)

@@ -6,15 +6,24 @@ Knows nothing about models or tensors. Floor 0: imports nothing of lade.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("lade")
 
 # GUESS_SET_SIZE=-1 asks for every n-gram ever seen; a block that large would never pay, so this many are kept per key.
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
 MODES = ("lookahead", "tree", "auto")
 ON_VALUES = ("1", "true", "yes", "on")
+NO_SETTINGS = ("note", "measured")  # what a settings file may hold besides: a sentence, and whatever was measured
 
 
 def _check_integer(name: str, value: object, low: int, high: int, also: str = "") -> int:
@@ -81,6 +90,8 @@ class LookaheadConfig:
 
 
 _default = LookaheadConfig()
+_environment_is_read = False
+_warned: set[str] = set()
 
 
 def current_config() -> LookaheadConfig:
@@ -103,6 +114,7 @@ def config_lade(
     DIST_WORKERS: int | None = None,
     POOL_FROM_PROMPT: int | bool | None = None,
     backend: str | None = None,
+    CONFIG: str | os.PathLike[str] | None = None,
     USE_FLASH: int | bool | None = None,
     MODE: str | None = None,
     ADAPTIVE: int | bool | None = None,
@@ -124,7 +136,15 @@ def config_lade(
     call learn from another.
 
     Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
+
+    CONFIG is a JSON file of these keywords, such as `lade tune` writes: as if they were given in a call of their own before
+    this one.
     """
+    given = dict(locals())  # the keywords; must stay the first statement
+    apply_environment()
+    if CONFIG is not None:
+        _config_from_file(CONFIG, given)
+        return
     changes: dict[str, Any] = {}
     for field, value in (("window_size", WINDOW_SIZE), ("ngram_size", LEVEL), ("guess_set_size", GUESS_SET_SIZE)):
         if value is not None:
@@ -156,3 +176,77 @@ def config_lade(
 
     global _default
     _default = dataclasses.replace(_default, **changes)
+
+
+def apply_environment() -> None:
+    """Let the file that LADE_CONFIG names replace the defaults, once in a process. Called before anything else is set.
+
+    Raises ValueError as config_lade(CONFIG=...) does; then nothing has changed, and the next call tries again.
+    """
+    global _environment_is_read
+    path = os.environ.get("LADE_CONFIG", "")
+    if _environment_is_read or not path:
+        return
+    _environment_is_read = True
+    try:
+        _config_from_file(path, {}, "LADE_CONFIG")
+    except BaseException:
+        _environment_is_read = False
+        raise
+
+
+@contextmanager
+def temporary_settings(**keywords: Any) -> Iterator[None]:
+    """Other settings within a block, on top of the current ones. keywords: of `config_lade`."""
+    global _default
+    before = _default
+    try:
+        config_lade(**keywords)
+        yield
+    finally:
+        _default = before
+
+
+def _config_from_file(path: str | os.PathLike[str], given: dict[str, Any], source: str = "CONFIG") -> None:
+    """Set what the file says, then the keywords `given`: all of it or nothing. source: what named the file."""
+    global _default
+    settings, note = read_settings(path, source)
+    before = _default
+    try:
+        try:
+            config_lade(**settings)
+        except (ValueError, NotImplementedError) as error:
+            raise type(error)(f"{error}, with {source}={os.fspath(path)!r}") from None
+        config_lade(**{**given, "CONFIG": None})
+    except BaseException:
+        _default = before
+        raise
+    if not settings and note and note not in _warned:
+        _warned.add(note)
+        logger.warning("lade: %s %s has no settings: %s", source, os.fspath(path), note)
+
+
+def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple[dict[str, Any], str | None]:
+    """The keywords of `config_lade` that a JSON file gives, and its note. Their values are not checked yet.
+
+    source: what named the file. Raises ValueError, naming the file and what is wrong with it.
+    """
+    name = f"{source}={os.fspath(path)!r}"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name} must be a file that can be read: {error.strerror}") from None
+    except ValueError as error:  # of the encoding too
+        raise ValueError(f"{name} must hold JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} must hold one JSON object, found {type(content).__name__}")
+    known = [keyword for keyword in inspect.signature(config_lade).parameters if keyword != "CONFIG"]
+    settings = {key: value for key, value in content.items() if key not in NO_SETTINGS}
+    unknown = [key for key in settings if key not in known]
+    if unknown:
+        raise ValueError(f"{name} has {unknown[0]!r}, which must be one of {', '.join([*known, *NO_SETTINGS])}")
+    empty = [key for key, value in settings.items() if value is None]
+    if empty:
+        raise ValueError(f"{name} has {empty[0]}=null, which must have a value or be left out")
+    note = content.get("note")
+    return settings, None if note is None else str(note)

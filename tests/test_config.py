@@ -1,7 +1,11 @@
 """Settings: what is accepted, what is refused and how, and that nothing is half-applied."""
 
+import inspect
+import json
+import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,9 @@ from lade.config import LookaheadConfig, current_config, is_enabled
 @pytest.fixture(autouse=True)
 def keep_config(monkeypatch):
     monkeypatch.setattr(config, "_default", LookaheadConfig())
+    monkeypatch.setattr(config, "_environment_is_read", False)
+    monkeypatch.setattr(config, "_warned", set())
+    monkeypatch.delenv("LADE_CONFIG", raising=False)
 
 
 def test_only_what_is_given_changes():
@@ -71,6 +78,121 @@ def test_nothing_is_half_applied():
     assert current_config() == LookaheadConfig()
 
 
+@pytest.fixture
+def settings_file(tmp_path):
+    """Writes a file of settings, from what JSON is to be made of or from text as it is."""
+
+    def write(content) -> Path:
+        path = tmp_path / "settings.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return path
+
+    return write
+
+
+def sizes() -> tuple[int, int, int]:
+    """N, W, G."""
+    return current_config().ngram_size, current_config().window_size, current_config().guess_set_size
+
+
+def test_settings_from_a_file(settings_file):
+    path = settings_file({"LEVEL": 4, "POOL_FROM_PROMPT": False, "backend": "gloo", "measured": {"LEVEL": 9}})
+    lade.config_lade(WINDOW_SIZE=2)
+    lade.config_lade(CONFIG=str(path), GUESS_SET_SIZE=3)
+    assert sizes() == (4, 2, 3)
+    assert not current_config().pool_from_prompt
+    lade.config_lade(CONFIG=path, LEVEL=6)  # what is said in the call wins
+    assert sizes() == (6, 2, 3)
+    lade.config_lade(LEVEL=7)  # and so does what is said later
+    assert sizes() == (7, 2, 3)
+
+
+def test_every_keyword_may_stand_in_a_file(settings_file):
+    keywords = inspect.signature(lade.config_lade).parameters
+    with pytest.raises(ValueError, match="LEVELS") as error:
+        lade.config_lade(CONFIG=settings_file({"LEVELS": 5}))
+    assert all(name in str(error.value) for name in keywords)
+    with pytest.raises(ValueError, match="'CONFIG'"):
+        lade.config_lade(CONFIG=settings_file({"CONFIG": "another.json"}))
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("", "must hold JSON"),
+        ("{'LEVEL': 5}", "must hold JSON"),
+        ("[5, 7, 7]", "one JSON object, found list"),
+        ({"level": 5}, "'level', which must be one of"),
+        ({"LEVEL": 1}, "LEVEL must be an integer from 2 to 64, got 1"),
+        ({"LEVEL": 3, "WINDOW_SIZE": "7"}, "WINDOW_SIZE must be an integer from 1 to 1024, got '7'"),
+        ({"LEVEL": 64, "WINDOW_SIZE": 1000}, "tokens in a step"),
+        ({"LEVEL": None}, "LEVEL=null"),
+        ({"LEVEL": 3, "DIST_WORKERS": 100000}, "DIST_WORKERS must be an integer"),
+        (None, "must be a file that can be read: No such file"),
+    ],
+)
+@pytest.mark.parametrize("source", ["CONFIG", "LADE_CONFIG"])
+def test_wrong_files_are_named_and_change_nothing(settings_file, tmp_path, monkeypatch, content, rule, source):
+    path = tmp_path / "missing.json" if content is None else settings_file(content)
+    if source == "LADE_CONFIG":
+        monkeypatch.setenv("LADE_CONFIG", str(path))
+    for attempt in range(2):  # a wrong variable is as wrong the second time
+        with pytest.raises(ValueError, match="CONFIG=") as error:
+            lade.config_lade(**{"CONFIG": path, "DEBUG": attempt} if source == "CONFIG" else {"DEBUG": attempt})
+        assert rule in str(error.value)
+        assert f"{source}={str(path)!r}" in str(error.value)
+    assert current_config() == LookaheadConfig()
+
+
+def test_whose_value_is_wrong(settings_file):
+    path = settings_file({"WINDOW_SIZE": 3})
+    with pytest.raises(ValueError, match="LEVEL must be") as error:
+        lade.config_lade(CONFIG=path, LEVEL=1)
+    assert "settings.json" not in str(error.value)
+    assert current_config() == LookaheadConfig()
+
+
+def test_the_file_of_the_environment_replaces_the_defaults(settings_file, monkeypatch):
+    monkeypatch.setenv("LADE_CONFIG", str(settings_file({"LEVEL": 4, "WINDOW_SIZE": 3})))
+    lade.config_lade(LEVEL=6)
+    assert sizes() == (6, 3, 7)
+    settings_file("not read again")
+    lade.config_lade(GUESS_SET_SIZE=1)
+    assert sizes() == (6, 3, 1)
+
+
+def test_augment_all_reads_the_file_of_the_environment(settings_file, monkeypatch):
+    monkeypatch.setenv("LADE_CONFIG", str(settings_file({"LEVEL": 1})))
+    lade.restore_all()
+    with pytest.raises(ValueError, match="LADE_CONFIG"):
+        lade.augment_all()
+    assert not lade.augment._originals
+    settings_file({"LEVEL": 4})
+    lade.augment_all()
+    lade.restore_all()
+    assert sizes() == (4, 7, 7)
+
+
+def test_a_file_without_settings_says_why_once(settings_file, caplog):
+    path = settings_file({"note": "nothing pays here", "measured": {}})
+    with caplog.at_level(logging.WARNING, "lade"):
+        for _ in range(2):
+            lade.config_lade(CONFIG=path)
+            lade.config_lade(CONFIG=settings_file({"note": "with settings", "DEBUG": 0}))
+            settings_file({"note": "nothing pays here"})
+    assert [record.message for record in caplog.records] == [f"lade: CONFIG {path} has no settings: nothing pays here"]
+    assert current_config() == LookaheadConfig()
+
+
+def test_temporary_settings():
+    lade.config_lade(WINDOW_SIZE=3)
+    with config.temporary_settings(LEVEL=4):
+        assert sizes() == (4, 3, 7)
+    with pytest.raises(ValueError, match="LEVEL"), config.temporary_settings(LEVEL=1):
+        pass
+    assert sizes() == (5, 3, 7)
+
+
 @pytest.mark.parametrize("value", ["1", "true", "YES", "On", " 1 "])
 def test_switched_on(monkeypatch, value):
     monkeypatch.setenv("USE_LADE", value)
@@ -95,3 +217,17 @@ def test_wrong_transformers_version():
     assert "ImportError" in done.stderr
     assert ">=5.8,<6" in done.stderr
     assert "4.57.0" in done.stderr
+
+
+def test_import_costs_little_beside_transformers():
+    """0.05 s on two slow cores, for all of lade; the bound leaves room for a busy machine."""
+    code = """
+import time
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+started = time.perf_counter()
+import lade
+lade.augment_all()
+print(time.perf_counter() - started)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5

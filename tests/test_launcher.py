@@ -1,6 +1,8 @@
 """`python -m lade`: a program cannot tell it from `python`, but generate() runs with lookahead."""
 
+import argparse
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -14,6 +16,7 @@ import lade
 from lade import commands
 from lade.commands import env, run
 from lade.commands.after_import import call_after_import
+from lade.commands.model import add_model_arguments, parse
 
 ROOT = Path(lade.__file__).parent.parent
 NOSY = """
@@ -152,6 +155,69 @@ def test_options_end_where_the_program_begins(monkeypatch):
     assert (config.ngram_size, config.guess_set_size, config.window_size) == (4, -1, 7)
 
 
+def sizes() -> tuple[int, int, int]:
+    """N, W, G."""
+    current = lade.current_config()
+    return current.ngram_size, current.window_size, current.guess_set_size
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch) -> Path:
+    """A file of settings; the current ones are put back."""
+    monkeypatch.setattr(lade.config, "_default", lade.LookaheadConfig())
+    monkeypatch.setattr(lade.config, "_environment_is_read", False)
+    path = tmp_path / "settings.json"
+    path.write_text('{"LEVEL": 4, "WINDOW_SIZE": 3}')
+    return path
+
+
+def test_settings_from_a_file(settings, capsys):
+    run.parse(["--window", "9", "--config", str(settings), "x.py"])
+    assert sizes() == (4, 9, 7)
+    with pytest.raises(SystemExit):
+        run.parse(["--config", f"{settings}.not", "x.py"])
+    assert "settings.json.not' must be a file that can be read" in capsys.readouterr().err
+
+
+def test_the_environments_file_reaches_the_program(settings, folder):
+    (settings.parent / "shows.py").write_text("import lade; print(lade.current_config().ngram_size)")
+    shown = [
+        subprocess.run(
+            [sys.executable, "-m", "lade", *options, "shows.py"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "LADE_CONFIG": "settings.json"},
+            cwd=settings.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for options in ([], ["--level", "6"])
+    ]
+    assert shown == ["4\n", "6\n"]
+
+
+@pytest.mark.parametrize("variable", [None, "LADE_CONFIG"])
+def test_sub_commands_leave_the_users_file_alone(settings, monkeypatch, variable):
+    """Their own defaults for the device hold only where no file is given."""
+    monkeypatch.delenv("LADE_CONFIG", raising=False)
+    if variable:
+        monkeypatch.setenv(variable, str(settings))
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser, 8)
+    parse(parser, ["--device", "cpu", "--guess", "5", *([] if variable else ["--config", str(settings)])])
+    assert sizes() == (4, 3, 5)
+
+
+@pytest.mark.skipif("MODE" not in inspect.signature(lade.config_lade).parameters, reason="config_lade has no MODE yet")
+def test_auto(settings):
+    run.parse(["--auto", "--level", "4", "x.py"])
+    chosen = lade.current_config()
+    lade.config._default = lade.LookaheadConfig()
+    run.parse(["--level", "4", "x.py"])
+    assert chosen != lade.current_config()
+    lade.config_lade(MODE="auto")
+    assert chosen == lade.current_config()
+
+
 def test_the_environment_can_say_no(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -211,6 +277,28 @@ def test_env(capsys, monkeypatch, lade_on):
     monkeypatch.setattr(env, "PATCHED_METHODS", ("generate", "_sampel"))
     assert "patched in this process: no" in env.report()
     assert "MISSING _sampel" in env.report()
+
+
+def test_env_says_what_is_wrong_with_the_settings(settings, monkeypatch):
+    monkeypatch.setenv("LADE_CONFIG", str(settings))
+    assert "ngram_size=4" in env.report()
+    monkeypatch.setattr(lade.config, "_environment_is_read", False)
+    settings.write_text("{")
+    assert "WRONG: LADE_CONFIG=" in env.report()
+
+
+def test_env_takes_little_beside_importing_torch(folder):
+    """0.5 s on two slow cores, most of it for transformers' source; the bound leaves room for a busy machine."""
+    (folder / "times.py").write_text("""
+import time, sys, torch
+started = time.perf_counter()
+from lade.commands import main
+main(["env"])
+print("transformers" in sys.modules, time.perf_counter() - started)
+""")
+    has_transformers, seconds = python(folder, "times.py").stdout.splitlines()[-1].split()
+    assert has_transformers == "False"
+    assert float(seconds) < 2
 
 
 def test_version_and_help(capsys):

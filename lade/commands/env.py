@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import lade
-from lade.config import current_config
+from lade.config import apply_environment, current_config
 from lade.versions import version_problem
 
 PACKAGES = (
@@ -60,6 +60,10 @@ def report() -> str:
 def lade_lines() -> Iterable[str]:
     yield f"version: {lade.__version__}"
     yield f"python: {platform.python_version()} ({platform.python_implementation()}), {platform.platform()}"
+    try:
+        apply_environment()
+    except ValueError as error:
+        yield f"WRONG: {error}"
     yield "settings: " + ", ".join(f"{name}={value}" for name, value in asdict(current_config()).items())
 
 

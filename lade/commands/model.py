@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ FALLBACK_STOP = "\nUser:"
 
 def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """The model, how it chooses tokens, and the settings of lade."""
+    add_decoding_arguments(parser, max_new_tokens)
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="settings of lade in JSON, such as lade tune writes")
+    add("--level", type=int, metavar="N", help="length of an n-gram")
+    add("--window", type=int, metavar="W", help="columns of the window")
+    add("--guess", type=int, metavar="G", help="candidates per step")
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """The model, and how it chooses tokens."""
     add = parser.add_argument
     add("--model_path", default=str(BUNDLED), help="a hub name or a folder; default: the bundled checkpoint")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -37,22 +48,25 @@ def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) ->
     add("--temperature", type=float, help="0 is greedy; default: what the checkpoint's generation_config says")
     add("--top_p", type=float)
     add("--seed", type=int, default=0)
-    add("--level", type=int, metavar="N", help="length of an n-gram")
-    add("--window", type=int, metavar="W", help="columns of the window")
-    add("--guess", type=int, metavar="G", help="candidates per step")
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """The arguments; the settings of lade among them are applied."""
+    """The arguments of `add_model_arguments`; the settings of lade among them are applied."""
     args = parser.parse_args(arguments)
-    if args.model_path == str(BUNDLED) and not BUNDLED.is_dir():
-        parser.error("--model_path must be given: the bundled checkpoint comes only with the source of lade")
+    check_model_path(parser, args)
     try:
-        lade.config_lade(**(ON_CPU if args.device.startswith("cpu") else ON_GPU))
-        lade.config_lade(LEVEL=args.level, WINDOW_SIZE=args.window, GUESS_SET_SIZE=args.guess)
+        if not (args.config or os.environ.get("LADE_CONFIG")):
+            lade.config_lade(**(ON_CPU if args.device.startswith("cpu") else ON_GPU))
+        lade.config_lade(CONFIG=args.config, LEVEL=args.level, WINDOW_SIZE=args.window, GUESS_SET_SIZE=args.guess)
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def check_model_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program where the model is the bundled one and that is not there."""
+    if args.model_path == str(BUNDLED) and not BUNDLED.is_dir():
+        parser.error("--model_path must be given: the bundled checkpoint comes only with the source of lade")
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:

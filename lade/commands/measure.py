@@ -1,0 +1,190 @@
+"""Timing `generate()`: several methods in turn on the same prompts, in one process, after a warm-up that does not count.
+
+What `lade bench`, `lade tune` and the benchmarks share. Floor 7.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import lade
+from lade.commands.env import cpu_name
+from lade.config import temporary_settings
+from lade.models.cost import synchronize
+
+Inputs = dict[str, Tensor]  # one prompt: ids and mask, [1, P]
+# The same prompts come again and again: no run may profit from what another has said.
+NOT_SHARED = {"SHARE": 0} if "SHARE" in inspect.signature(lade.config_lade).parameters else {}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode. settings: keywords of `config_lade` on top of the current ones; None runs without lookahead."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)  # of generate()
+    settings: dict[str, Any] | None = None
+
+
+@dataclass
+class Run:
+    """One method over all prompts, once; one entry per prompt in each list."""
+
+    seconds: list[float] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # of lade only
+    block_tokens: int = 0  # over all prompts
+
+    def speed(self, chosen: list[int] | None = None) -> float:
+        """Tokens per second over all prompts, or over the chosen ones."""
+        chosen = list(range(len(self.outputs))) if chosen is None else chosen
+        return sum(len(self.outputs[i]) for i in chosen) / sum(self.seconds[i] for i in chosen)
+
+    def tokens_per_step(self, chosen: list[int] | None = None) -> float | None:
+        chosen = list(range(len(self.outputs))) if chosen is None else chosen
+        if not self.steps:
+            return None
+        return round(sum(len(self.outputs[i]) for i in chosen) / sum(self.steps[i] for i in chosen), 4)
+
+    def mean_block(self) -> float:
+        """Query tokens of a step, on average; the prompts' own steps do not count."""
+        return self.block_tokens / max(1, sum(self.steps) - len(self.steps))
+
+
+@contextmanager
+def use_lade(on: bool) -> Iterator[None]:
+    """USE_LADE as said, for a while."""
+    before = os.environ.get("USE_LADE")
+    os.environ["USE_LADE"] = "1" if on else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["USE_LADE"]
+        else:
+            os.environ["USE_LADE"] = before
+
+
+def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) -> tuple[list[int], float]:
+    """New token ids of one prompt, and seconds. arguments: of generate()."""
+    torch.manual_seed(seed)
+    synchronize(model.device)
+    started = time.perf_counter()
+    output = model.generate(**inputs, **arguments)
+    synchronize(model.device)
+    return output[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - started
+
+
+def run_once(model: Any, inputs: Inputs, method: Method, run: Run, common: dict[str, Any]) -> None:
+    """One prompt through one method, noted in `run`. Raises RuntimeError where lookahead was to run and did not."""
+    is_ahead = method.settings is not None
+    with use_lade(is_ahead), temporary_settings(**{**NOT_SHARED, **(method.settings or {})}):
+        tokens, seconds = generate_timed(model, inputs, **common, **method.arguments)
+    run.seconds.append(seconds)
+    run.outputs.append(tokens)
+    if is_ahead:
+        stats = lade.last_stats()
+        if stats is None or stats.fallback_reason is not None:
+            raise RuntimeError(f"lookahead did not run: {stats and stats.fallback_reason}")
+        run.steps.append(stats.steps)
+        run.block_tokens += sum(stats.block_tokens)
+
+
+def run_methods(
+    model: Any,
+    prompts: list[Inputs],
+    methods: dict[str, Method],
+    trials: int,
+    common: dict[str, Any],
+    progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> dict[str, list[Run]]:
+    """Each trial takes every prompt through every method in turn, so that each is compared with its neighbours in time.
+
+    common: arguments of `generate_timed` for all methods. progress: wraps the list of (trial, prompt), for a progress bar.
+    Returns `trials` runs of each method.
+    """
+    for method in methods.values():
+        for inputs in for_warm_up(prompts):
+            run_once(model, inputs, method, Run(), common)
+    runs: dict[str, list[Run]] = {name: [Run() for _ in range(trials)] for name in methods}
+    for trial, inputs in progress([(trial, inputs) for trial in range(trials) for inputs in prompts]):
+        for name, method in methods.items():
+            run_once(model, inputs, method, runs[name][trial], common)
+    return runs
+
+
+def for_warm_up(prompts: list[Inputs]) -> list[Inputs]:
+    """The longest prompt, for which a static cache is made as large as it will get, and two more."""
+    longest = max(prompts, key=lambda inputs: inputs["input_ids"].shape[1])
+    return [longest, *prompts[:2]]
+
+
+def compare(runs: list[Run], plain: list[Run], chosen: list[int] | None = None) -> dict[str, Any]:
+    """A method's figures beside plain generate()'s in the same trials. chosen: indices of the prompts that count."""
+    ratios = [run.speed(chosen) / base.speed(chosen) for run, base in zip(runs, plain, strict=True)]
+    return {
+        "tokens_per_second": spread([run.speed(chosen) for run in runs]),
+        "ratio_to_plain": spread(ratios),
+        "tokens_per_step": runs[0].tokens_per_step(chosen),
+    }
+
+
+def share_identical(run: Run, plain: Run) -> float:
+    """The share of prompts for which both gave the same tokens."""
+    return sum(a == b for a, b in zip(run.outputs, plain.outputs, strict=True)) / len(plain.outputs)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median with the 20th and 80th percentile."""
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        return ordered[round(share * (len(ordered) - 1))]
+
+    return {"median": round(statistics.median(ordered), 4), "p20": round(at(0.2), 4), "p80": round(at(0.8), 4)}
+
+
+def is_looping(tokens: list[int], last: int = 64, share: float = 0.3) -> bool:
+    """Whether more than 30 % of the last 64 tokens are one repeated n-gram of at least three tokens."""
+    tail = tokens[-last:]
+    for size in range(3, len(tail) // 2 + 1):
+        ngrams = Counter(tuple(tail[i : i + size]) for i in range(len(tail) - size + 1))
+        ngram, _ = ngrams.most_common(1)[0]
+        count, i = 0, 0
+        while i + size <= len(tail):  # occurrences that do not overlap
+            found = tuple(tail[i : i + size]) == ngram
+            count += found
+            i += size if found else 1
+        if count > 1 and count * size > share * len(tail):
+            return True
+    return False
+
+
+def environment(model: Any) -> dict[str, Any]:
+    """What the figures of a model depend on."""
+    return machine(model.device, model.dtype) | {"parameters": sum(p.numel() for p in model.parameters())}
+
+
+def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    is_cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else f"{cpu_name()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "lade": lade.__version__,
+    }

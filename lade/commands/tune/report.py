@@ -1,0 +1,121 @@
+"""What `lade tune` prints, and the file it writes. Floor 8."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lade.commands.tune.search import Findings, Row, Settings
+from lade.models.cost import cost_at
+
+PLOT_WIDTH, PLOT_HEIGHT = 60, 14
+MAX_ROWS = 12  # of the table; the file has all
+NOTHING_PAYS = "no candidate was faster than plain generate() on this device and these prompts: leave lade off"
+
+
+def settings_file(findings: Findings, asked: dict[str, Any]) -> dict[str, Any]:
+    """What `config_lade(CONFIG=...)` reads: the best settings, or none and a note, and what was measured.
+
+    asked: what the measurement was told, kept with it.
+    """
+    best = findings.best
+    costs = {str(size): round(cost_at(findings.seconds, size), 4) for size in findings.seconds}
+    measured = {
+        **asked,
+        "environment": findings.environment,
+        "prompts": findings.num_prompts,
+        "trials": findings.trials,
+        "context": findings.context,
+        "milliseconds_per_step": {str(size): round(1000 * took, 4) for size, took in findings.seconds.items()},
+        "step_cost": costs,
+        "candidates": [asdict(row) for row in findings.rows],
+        "cannot_pay": findings.hopeless,
+    }
+    return {**(best.settings if best else {"note": NOTHING_PAYS}), "measured": measured}
+
+
+def as_text(findings: Findings, path: Path) -> str:
+    """The report. path: where the file of settings lies."""
+    tried = [plot(findings), candidate_table(findings)] if findings.rows else []
+    return "\n".join([cost_table(findings), *tried, not_tried(findings) + verdict(findings, path)])
+
+
+def cost_table(findings: Findings) -> str:
+    sizes = list(findings.seconds)
+    costs = [cost_at(findings.seconds, size) for size in sizes]
+    return (
+        f"cost of a step over so many tokens, relative to one ({1000 * findings.seconds[1]:.2f} ms), behind "
+        f"{findings.context} tokens of text\n"
+        f"  tokens {''.join(f'{size:>7}' for size in sizes)}\n"
+        f"  cost   {''.join(f'{cost:>7.2f}' for cost in costs)}\n"
+    )
+
+
+def plot(findings: Findings) -> str:
+    """Tokens per step of the candidates, and the cost of a step, against the tokens of a block."""
+    rows, best = findings.rows, findings.best
+    largest = max([*findings.seconds, *(row.mean_block for row in rows)])
+    top = max([1.5, *(row.tokens_per_step for row in rows)]) * 1.1
+    canvas = [[" "] * PLOT_WIDTH for _ in range(PLOT_HEIGHT)]
+
+    def column(tokens: float) -> int:
+        return round(math.log(max(1, tokens)) / math.log(max(2, largest)) * (PLOT_WIDTH - 1))
+
+    def put(x: int, height: float, mark: str) -> None:
+        y = round((height - 1) / (top - 1) * (PLOT_HEIGHT - 1))
+        if 0 <= y < PLOT_HEIGHT:
+            canvas[PLOT_HEIGHT - 1 - y][x] = mark
+
+    for x in range(PLOT_WIDTH):
+        put(x, cost_at(findings.seconds, max(2, largest) ** (x / (PLOT_WIDTH - 1))), ".")
+    for row in reversed(rows):  # so that what matters is drawn over the others
+        put(column(row.mean_block), row.tokens_per_step, "*" if row is best else "#" if row.ratio else "o")
+    axis = [" "] * (PLOT_WIDTH + 4)
+    for size in findings.seconds:
+        axis[column(size) : column(size) + len(str(size))] = str(size)
+    lines = ["tokens per step (o predicted, # measured, * best) and cost of a step (.) by tokens in the block"]
+    for i, line in enumerate(canvas):
+        height = 1 + (top - 1) * (PLOT_HEIGHT - 1 - i) / (PLOT_HEIGHT - 1)
+        lines.append(f"{height:>6.2f} |{''.join(line)}".rstrip())
+    lines += [" " * 7 + "+" + "-" * PLOT_WIDTH, " " * 8 + "".join(axis).rstrip()]
+    return "\n".join(lines) + "\n  above the dots is faster than plain generate()\n"
+
+
+def candidate_table(findings: Findings) -> str:
+    rows = findings.rows[:MAX_ROWS]
+    names = [describe(row.settings) for row in rows]
+    width = max([len("settings"), *map(len, names)])
+    lines = [
+        f"{'settings':<{width}} {'block':>7} {'tokens/step':>12} {'predicted':>10} {'ratio to plain':>20} {'identical':>10}"
+    ]
+    for name, row in zip(names, rows, strict=True):
+        ratio = f"{row.ratio['median']:.3f} ({row.ratio['p20']:.2f} to {row.ratio['p80']:.2f})" if row.ratio else "-"
+        same = "-" if row.identical is None else f"{row.identical:.0%}"
+        lines.append(
+            f"{name:<{width}} {row.mean_block:>7.1f} {row.tokens_per_step:>12.3f} {row.predicted:>10.3f} {ratio:>20} {same:>10}"
+        )
+    if len(findings.rows) > len(rows):
+        lines.append(f"and {len(findings.rows) - len(rows)} more that were predicted to be slower")
+    return "\n".join(lines) + "\n"
+
+
+def not_tried(findings: Findings) -> str:
+    count = len(findings.hopeless)
+    return f"{count} candidates were not tried: their window alone costs more than a step can yield.\n" if count else ""
+
+
+def describe(settings: Settings) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def verdict(findings: Findings, path: Path) -> str:
+    best: Row | None = findings.best
+    if best is None or best.ratio is None:
+        return f"{NOTHING_PAYS[0].upper()}{NOTHING_PAYS[1:]}.\n{path} says so, and sets nothing.\n"
+    return (
+        f"{describe(best.settings)}: {best.ratio['median']:.2f} times plain generate() "
+        f"({best.ratio['p20']:.2f} to {best.ratio['p80']:.2f}) at {best.tokens_per_step:.2f} tokens per step.\n"
+        f"{path} has these settings: config_lade(CONFIG={str(path)!r}), LADE_CONFIG={path} or lade --config {path}.\n"
+    )
