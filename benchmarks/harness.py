@@ -27,6 +27,7 @@ from lade.commands.measure import (  # noqa: F401  what the benchmarks take from
     use_lade,
 )
 from lade.commands.prompts import as_inputs, read_prompts
+from lade.config import MODES
 from lade.models import cost
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,13 +45,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_lookahead_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--level", type=int, default=5, help="N")
+    parser.add_argument("--mode", default="auto", choices=MODES)
+    parser.add_argument("--level", type=int, default=5, help="N, with --mode lookahead")
     parser.add_argument("--window", type=int, default=2, help="W")
     parser.add_argument("--guess", type=int, default=4, help="G")
 
 
-def lookahead_settings(args: argparse.Namespace) -> dict[str, int]:
-    return {"LEVEL": args.level, "WINDOW_SIZE": args.window, "GUESS_SET_SIZE": args.guess}
+def lookahead_settings(args: argparse.Namespace) -> dict[str, Any]:
+    if args.mode != "lookahead":
+        return {"MODE": args.mode}
+    sizes = {"LEVEL": args.level, "WINDOW_SIZE": args.window, "GUESS_SET_SIZE": args.guess}
+    return {"MODE": args.mode, "ADAPTIVE": 0, **sizes}
 
 
 def set_up_lade(args: argparse.Namespace) -> None:

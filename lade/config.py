@@ -75,6 +75,13 @@ class LookaheadConfig:
         return self.mode == "lookahead"
 
     @property
+    def description(self) -> str:
+        """The settings that guesses come from, in a few words."""
+        if self.uses_window:
+            return f"N={self.ngram_size}, W={self.window_size}, G={self.guess_set_size}"
+        return f"a tree, up to {self.max_block} tokens a step"
+
+    @property
     def num_guesses(self) -> int:
         """Candidates kept per key and verified per step, with -1 resolved."""
         return UNLIMITED_GUESSES if self.guess_set_size == -1 else self.guess_set_size

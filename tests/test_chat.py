@@ -345,7 +345,7 @@ def test_at_a_terminal():
         intro = child.read_until("You: ")
         assert "--quant is ignored" in intro
         assert "--use_ds is ignored" in intro
-        assert "lookahead decoding is on (N=5, W=2, G=4)" in intro
+        assert "lookahead decoding is on (a tree, up to 64 tokens a step)" in intro
 
         child.type("/help\n")
         assert "/reset" in child.read_until("You: ")

@@ -5,7 +5,6 @@ What `lade bench`, `lade tune` and the benchmarks share. Floor 7.
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 import statistics
@@ -27,7 +26,7 @@ from lade.models.cost import synchronize
 
 Inputs = dict[str, Tensor]  # one prompt: ids and mask, [1, P]
 # The same prompts come again and again: no run may profit from what another has said.
-NOT_SHARED = {"SHARE": 0} if "SHARE" in inspect.signature(lade.config_lade).parameters else {}
+NOT_SHARED = {"SHARE": 0}
 
 
 @dataclass(frozen=True)

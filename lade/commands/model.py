@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
+from lade.config import MODES
 
 BUNDLED = Path(lade.__file__).resolve().parents[1] / "models" / "stdlib-9m"
 DTYPES = ["auto", "float16", "bfloat16", "float32", "float64"]
-# N, W, G that pay: a small block where arithmetic is dear, a large one where it is nearly free.
-ON_CPU: dict[str, Any] = {"LEVEL": 5, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 4}
-ON_GPU: dict[str, Any] = {"LEVEL": 5, "WINDOW_SIZE": 7, "GUESS_SET_SIZE": 7}
 
 # For a tokenizer without a chat template; an answer ends where the model goes on to speak for the user.
 FALLBACK_TEMPLATE = (
@@ -32,6 +29,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) ->
     add_decoding_arguments(parser, max_new_tokens)
     add = parser.add_argument
     add("--config", metavar="FILE", help="settings of lade in JSON, such as lade tune writes")
+    add("--mode", choices=MODES, help="who guesses; default: lookahead where N, W or G is given, else auto")
     add("--level", type=int, metavar="N", help="length of an n-gram")
     add("--window", type=int, metavar="W", help="columns of the window")
     add("--guess", type=int, metavar="G", help="candidates per step")
@@ -55,9 +53,9 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
     args = parser.parse_args(arguments)
     check_model_path(parser, args)
     try:
-        if not (args.config or os.environ.get("LADE_CONFIG")):
-            lade.config_lade(**(ON_CPU if args.device.startswith("cpu") else ON_GPU))
-        lade.config_lade(CONFIG=args.config, LEVEL=args.level, WINDOW_SIZE=args.window, GUESS_SET_SIZE=args.guess)
+        lade.config_lade(
+            CONFIG=args.config, MODE=args.mode, LEVEL=args.level, WINDOW_SIZE=args.window, GUESS_SET_SIZE=args.guess
+        )
     except ValueError as error:
         parser.error(str(error))
     return args

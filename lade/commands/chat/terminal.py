@@ -125,9 +125,7 @@ class Terminal:
 
 def state() -> str:
     """Whether lookahead decoding is on, and with what settings."""
-    config = current_config()
-    settings = f"N={config.ngram_size}, W={config.window_size}, G={config.num_guesses}"
-    return f"on ({settings})" if is_enabled() else "off (USE_LADE is not 1)"
+    return f"on ({current_config().description})" if is_enabled() else "off (USE_LADE is not 1)"
 
 
 def summary(answer: Answer) -> str:

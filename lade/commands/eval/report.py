@@ -9,6 +9,7 @@ from typing import Any
 from lade.commands.eval.methods import LADE, PLAIN, Answer
 from lade.commands.eval.results import Key
 from lade.commands.eval.tasks import Question
+from lade.config import LookaheadConfig
 
 
 def summarize(
@@ -100,14 +101,13 @@ def markdown(figures: dict[str, Any]) -> str:
     """Conditions, one table over all questions, and one over the categories where there are several."""
     settings = figures["settings"]
     how = "greedy" if not settings["do_sample"] else f"sampled, seed {settings['seed']}"
-    lade = settings["lade"]
+    lade = LookaheadConfig(**settings["lade"]).description
     lines = [
         f"# {settings['task']}: {settings['model']}",
         "",
         f"{figures['questions']} questions of {settings['data']}, {settings['max_new_tokens']} new tokens at most, {how}, "
         f"{settings['dtype']}, {settings['machine']}, {settings['threads']} threads, torch {settings['torch']}, "
-        f"transformers {settings['transformers']}, lade {settings['version']} with N={lade['ngram_size']} "
-        f"W={lade['window_size']} G={lade['guess_set_size']}.",
+        f"transformers {settings['transformers']}, lade {settings['version']} with {lade}.",
         "",
         *_table(figures["methods"]),
     ]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lade
 from lade.commands.model import add_model_arguments, how_to_choose, load, parse
 from lade.commands.trace.recorder import record
 from lade.commands.trace.replay import replay
@@ -20,6 +21,8 @@ def find_files(root, pattern="*", recursive=True):
     """Return a sorted list of the files below root whose names match pattern."""
 '''
 TEMPLATE = Path(__file__).with_name("page.html")
+# The page is there to show the window: without a word on who guesses, it is the one that does.
+WINDOW: dict[str, Any] = {"LEVEL": 5, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 4}
 PLACE = "/*TRACE*/null"  # where the page expects its data
 
 
@@ -34,6 +37,9 @@ def main(arguments: list[str]) -> int:
     add_model_arguments(parser, max_new_tokens=128)
     args = parse(parser, arguments)
     os.environ["USE_LADE"] = "1"
+    if args.mode is None and not args.config and not lade.current_config().uses_window:
+        lade.config_lade(**WINDOW)
+    lade.config_lade(ADAPTIVE=0)
     model, tokenizer = load(args)
     try:
         trace = record(

@@ -40,11 +40,17 @@ class Plan:
     trials: int = 5
 
 
+TREES: list[Settings] = [{"MODE": "tree"}, {"MODE": "tree", "MAX_BLOCK": 16}]
 PLAN = Plan(
-    (*lookahead_settings((3, 4, 5, 7), ((1, 1), (1, 3), (2, 4), (4, 4), (4, 8), (7, 7), (10, 10), (15, 15), (20, 20))),)
+    (
+        *TREES,
+        *lookahead_settings(
+            (3, 4, 5, 7), ((1, 1), (1, 3), (2, 4), (4, 4), (4, 8), (7, 7), (10, 10), (15, 15), (20, 20))
+        ),
+    )
 )
 QUICK_PLAN = Plan(
-    (*lookahead_settings((3, 5), ((1, 3), (2, 4), (7, 7))), *lookahead_settings((5,), ((15, 15),))),
+    (*TREES[:1], *lookahead_settings((3, 5), ((1, 3), (2, 4), (7, 7))), *lookahead_settings((5,), ((15, 15),))),
     block_sizes=(1, 4, 16, 64),
     max_new_tokens=48,
     num_screened=2,
