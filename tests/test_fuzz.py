@@ -58,6 +58,14 @@ SETTINGS = st.fixed_dictionaries(
         "GUESS_SET_SIZE": st.sampled_from([0, 1, 3, 7, -1]),
         "ALWAYS_FWD_ONE": st.booleans(),
         "POOL_FROM_PROMPT": st.booleans(),
+        "ADAPTIVE": st.booleans(),
+    }
+) | st.fixed_dictionaries(
+    {
+        "MODE": st.just("tree"),
+        "MAX_BLOCK": st.sampled_from([2, 5, 16, 64]),
+        "ADAPTIVE": st.booleans(),
+        "SHARE": st.booleans(),
     }
 )
 

@@ -1,0 +1,147 @@
+"""The tree drafter: plain generate()'s tokens whatever it guesses, from honest trees, and better guesses than by chance."""
+
+import pytest
+import torch
+from conftest import VOCAB, generate_plain, prompt, tiny_llama
+
+import lade
+from lade.layout import BlockLayout
+from lade.stats import tracing
+
+SAMPLED = {"do_sample": True, "temperature": 0.4}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(autouse=True)
+def tree(lade_on):
+    lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
+
+
+def assert_exact(model, inputs, max_new_tokens=60, **arguments):
+    torch.manual_seed(5)
+    expected = generate_plain(model, inputs, max_new_tokens=max_new_tokens, **arguments)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=max_new_tokens, **arguments), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert len(stats.block_tokens) == stats.steps - 1
+    return stats
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("max_block", [2, 3, 16, 64])
+@pytest.mark.parametrize("arguments", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [(24, 1), (1, 1), (24, 3)], ids=["one row", "one token", "a batch"])
+def test_grid(dtype, max_block, arguments, shape):
+    lade.config_lade(MAX_BLOCK=max_block)
+    length, batch_size = shape
+    stats = assert_exact(tiny_llama(dtype), prompt(length, batch_size), **arguments)
+    assert max(stats.block_tokens) == max_block
+    assert stats.steps < 60 or max_block == 2  # one guess, which all rows of a batch would have to accept
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 14))
+def test_length_cuts_inside_accepted_guesses(model, max_new_tokens):
+    assert_exact(model, prompt(30, seed=5), max_new_tokens)
+
+
+@pytest.mark.parametrize("cut", range(2, 12))
+def test_end_of_sequence_inside_accepted_guesses(model, cut):
+    inputs = prompt(30, seed=5)
+    full = generate_plain(model, inputs, max_new_tokens=60)[0, 30:].tolist()
+    assert_exact(model, inputs, eos_token_id=[full[cut], full[cut + 3], VOCAB - 1])
+
+
+def test_embeddings_without_ids(model):
+    embeds = model.get_input_embeddings()(prompt(12)["input_ids"]).detach()
+    assert assert_exact(model, {"inputs_embeds": embeds}).steps < 60
+
+
+def test_placeholders_are_never_guessed(model):
+    """Beside embeddings, ids may be ones that the model knows nothing of."""
+    inputs = prompt(20)
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    foreign = inputs["input_ids"].clone()
+    foreign[:, ::2] = -100
+    foreign[:, 1::2] = VOCAB + 7
+    assert assert_exact(model, {**inputs, "input_ids": foreign, "inputs_embeds": embeds}).steps < 60
+
+
+def test_negative_control(monkeypatch):
+    """With a plain causal mask over the same blocks the output changes: the mask is what makes the tree exact."""
+    model = tiny_llama(num_hidden_layers=1)
+
+    def causal(self, tree):
+        return torch.ones(len(tree.tokens), self.num_tokens, self.num_tokens, dtype=torch.bool).tril()
+
+    monkeypatch.setattr(BlockLayout, "visibility", causal)
+    different = 0
+    for seed in range(4):
+        inputs = prompt(20, seed=seed)
+        expected = generate_plain(model, inputs, max_new_tokens=60)
+        different += not torch.equal(model.generate(**inputs, max_new_tokens=60), expected)
+    assert different > 0
+
+
+def test_bfloat16_follows_the_models_own_argmax():
+    model, inputs = tiny_llama(torch.bfloat16), prompt(20)
+    result = model.generate(**inputs, max_new_tokens=60)
+    assert lade.last_stats().steps < 60
+    logits = model(input_ids=result).logits[0, 19:-1].float()
+    chosen = logits.gather(1, result[0, 20:, None])[:, 0]
+    # Two roundings of a bfloat16 value of this size.
+    assert (logits.max(1).values - chosen <= 2 * 2**-7 * logits.abs().max()).all()
+
+
+def test_trees_and_figures_agree(model):
+    trees, committed = [], []
+
+    def keep(roots, draft, tree, layout, accepted, choices, texts):
+        trees.append((list(tree.tokens[0]), list(tree.parents[0])))
+        committed.append(len(accepted[0]))
+        assert not draft.has_window
+        assert choices is None
+
+    with tracing(keep):
+        stats = assert_exact(model, prompt(24))
+    for tokens, parents in trees:
+        assert len(tokens) <= 15
+        assert all(parent < node for node, parent in enumerate(parents))
+        assert len(set(zip(parents, tokens, strict=True))) == len(tokens)  # no guess is paid for twice
+    assert stats.block_tokens == [1 + len(tokens) for tokens, _ in trees]
+    assert sum(proposed for proposed, _ in stats.sources.values()) == sum(len(tokens) for tokens, _ in trees)
+    assert sum(accepted for _, accepted in stats.sources.values()) == sum(committed)
+    assert {source.split(" of ")[0] for source in stats.sources} == {"pair", "single", "suffix", "probe"}
+    assert min(stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) > 0
+    assert stats.plain_step_share == 0
+    assert stats.as_dict()["sources"] == stats.sources
+
+
+def test_a_loop_is_found_and_followed_beyond_its_length(model):
+    """The text's end repeats what came five tokens before: guesses go round the loop more than once."""
+    lade.config_lade(MAX_BLOCK=32)
+
+    class Loop:
+        def __call__(self, input_ids, scores):
+            forced = torch.full_like(scores, -50.0)
+            forced[:, 3 + input_ids.shape[1] % 5] = 0.0
+            return forced
+
+    stats = assert_exact(model, prompt(12), 100, logits_processor=[Loop()])
+    assert max(stats.accepted_lengths) > 10
+
+
+def test_learning_takes_nothing_from_the_sampler(model):
+    """Guessing draws no random numbers: whatever the mode, torch's generator ends in one state."""
+    states = []
+    for mode in ("tree", "lookahead"):
+        lade.config_lade(MODE=mode)
+        assert_exact(model, prompt(24), **SAMPLED)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
