@@ -12,7 +12,8 @@ PRIOR_WEIGHT = 16.0  # trials that the first estimate counts for
 MAX_TRIALS = 400.0  # beyond these, older trials count half: what is guessed for changes
 TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust begins with, and slowly returns to
 TRUST_MEMORY = 0.9  # share of the past that is left after each step
-FALLBACK_DISCOUNT = 0.7  # of a row that knows one token only, at first
+# What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows.
+PROBE_CREDIT = 0.02
 
 # A kind is where a guess came from and how sure that source is of it. All kinds, as ranges of integers:
 PAIR = 0  # + bin: the row of the last two tokens
@@ -37,13 +38,9 @@ def prior_chances() -> list[float]:
     edges = (0.0, *BIN_EDGES, 1.0)
     by_bin = [(low + high) / 2 for low, high in pairwise(edges)]
     by_length = [0.35 + 0.1 * step for step in range(MAX_MATCH - MIN_MATCH + 1)]
-    return [
-        *by_bin,
-        *(FALLBACK_DISCOUNT * chance for chance in by_bin),
-        *by_length,
-        *(0.3 * c for c in by_length),
-        0.02,
-    ]
+    by_single = [chance * (1 - chance / 2) for chance in by_bin]  # the surer, the more rests on what came before
+    by_other_length = [0.3 * chance for chance in by_length]
+    return [*by_bin, *by_single, *by_length, *by_other_length, PROBE_CREDIT]
 
 
 class Acceptance:
@@ -69,12 +66,16 @@ class Acceptance:
         the accepted nodes. Only guesses behind accepted ones were judged.
         """
         judged = {-1, *path}
+        hoped = 0.0
+        for kind, parent, chance in zip(kinds, parents, expected, strict=True):
+            if kind != PROBE:
+                hoped += chance
+                if parent in judged:
+                    self._count_trial(kind)
         for node in path:
-            self.hits[kinds[node]] += 1
-        for kind, parent in zip(kinds, parents, strict=True):
-            if parent in judged:
-                self._count_trial(kind)
-        self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + sum(expected)
+            if kinds[node] != PROBE:
+                self._count_hit(kinds[node])
+        self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + hoped
         self._accepted = TRUST_MEMORY * self._accepted + (1 - TRUST_MEMORY) * TRUST_WEIGHT + len(path)
 
     def restore(self, trials: list[float], hits: list[float]) -> None:
@@ -88,3 +89,7 @@ class Acceptance:
             self.trials[kind] /= 2
             self.hits[kind] /= 2
         self.chances[kind] = self.hits[kind] / self.trials[kind]
+
+    def _count_hit(self, kind: int) -> None:
+        self.hits[kind] += 1
+        self.chances[kind] = min(1.0, self.hits[kind] / self.trials[kind])
