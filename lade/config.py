@@ -13,6 +13,7 @@ from typing import Any
 # GUESS_SET_SIZE=-1 asks for every n-gram ever seen; a block that large would never pay, so this many are kept per key.
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
+MAX_WORKERS = 4096
 ON_VALUES = ("1", "true", "yes", "on")
 
 
@@ -40,6 +41,8 @@ class LookaheadConfig:
     always_forward_one: bool = True  # public name ALWAYS_FWD_ONE; False rolls the window by what was accepted
     pool_from_prompt: bool = True  # public name POOL_FROM_PROMPT
     use_flash: bool = False  # public name USE_FLASH: blocks go through lade's own attention where they can
+    dist_workers: int | None = None  # public name DIST_WORKERS; None = what the environment says
+    backend: str | None = None  # for keys/values between processes; None = nccl for a model on CUDA, else gloo
 
     def __post_init__(self) -> None:
         _check_integer("LEVEL", self.ngram_size, 2, 64)
@@ -51,6 +54,15 @@ class LookaheadConfig:
                 f"{MAX_BLOCK_TOKENS}, got {self.max_block_tokens} "
                 f"(LEVEL={self.ngram_size}, WINDOW_SIZE={self.window_size}, GUESS_SET_SIZE={self.guess_set_size})"
             )
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that share each step; 1 for none but this. Raises ValueError for a wrong DIST_WORKERS variable."""
+        if self.dist_workers is not None:
+            return self.dist_workers
+        text = os.environ.get("DIST_WORKERS", "").strip()
+        value = int(text) if text.isdecimal() else text
+        return _check_integer("DIST_WORKERS in the environment", value, 1, MAX_WORKERS) if text else 1
 
     @property
     def num_guesses(self) -> int:
@@ -94,7 +106,8 @@ def config_lade(
     window (1 to 1024) and the candidates per key (0 to 1024; -1 for as many as lade keeps, UNLIMITED_GUESSES).
     DEBUG=1 prints a summary after each call. ALWAYS_FWD_ONE=0 rolls the window by as many columns as were accepted.
     POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
-    CUDA, plain torch elsewhere. SPLIT_FLAG is accepted and ignored.
+    CUDA, plain torch elsewhere. DIST_WORKERS=K splits each step over K processes, which `torchrun` or `accelerate launch`
+    start; backend ("nccl", "gloo") is how keys/values travel between them. SPLIT_FLAG is accepted and ignored.
 
     Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
     """
@@ -108,14 +121,14 @@ def config_lade(
         changes["always_forward_one"] = _check_flag("ALWAYS_FWD_ONE", ALWAYS_FWD_ONE)
     if POOL_FROM_PROMPT is not None:
         changes["pool_from_prompt"] = _check_flag("POOL_FROM_PROMPT", POOL_FROM_PROMPT)
-    if backend is not None and backend not in ("nccl", "gloo"):
-        raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
+    if backend is not None:
+        if backend not in ("nccl", "gloo"):
+            raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
+        changes["backend"] = backend
     if USE_FLASH is not None:
         changes["use_flash"] = _check_flag("USE_FLASH", USE_FLASH)
-    if DIST_WORKERS is not None and _check_integer("DIST_WORKERS", DIST_WORKERS, 1, 4096) > 1:
-        raise NotImplementedError(
-            f"DIST_WORKERS must be 1: lookahead parallelism over several processes is not there yet, got {DIST_WORKERS}"
-        )
+    if DIST_WORKERS is not None:
+        changes["dist_workers"] = _check_integer("DIST_WORKERS", DIST_WORKERS, 1, MAX_WORKERS)
 
     global _default
     _default = dataclasses.replace(_default, **changes)

@@ -12,10 +12,12 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingC
 from lade.attention import Block
 from lade.config import LookaheadConfig
 from lade.drafters import LookaheadDrafter
+from lade.drafters.lookahead import ROOT_ALONE
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.outputs import OutputRecorder
-from lade.rules import Accepted, best_tokens, rules_for
+from lade.parallel import Alone
+from lade.rules import Accepted, rules_for
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
 
@@ -37,19 +39,20 @@ def lookahead_decode(
     adapter: ModelAdapter,
     stats: GenerationStats,
     callers_cache: Cache | None,
+    team: Alone,
     **model_kwargs: Any,
 ) -> Any:
     """What `GenerationMixin._sample` returns for these arguments, in fewer forward passes.
 
     input_ids: [B, P] prompts; P is 0 when only inputs_embeds are given. callers_cache: the cache that plain generate()
-    would leave to its caller, who finds the whole text in it afterwards. Source: arXiv:2402.02057, algorithm 2.
+    would leave to its caller, who finds the whole text in it afterwards. team: the processes that share each step.
+    Source: arXiv:2402.02057, algorithm 2.
     """
     model = adapter.prompt_model
     recorder = OutputRecorder(generation_config)
     needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
-    rules = rules_for(
-        input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder, needs_equal_lengths
-    )
+    request = (input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder)
+    rules = team.rules(rules_for(*request, needs_equal_lengths), *request)
     batch_size, device = len(input_ids), input_ids.device
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
     positions = model_kwargs.get("position_ids")  # [B or 1, prompt], or more of these; None for a model that takes none
@@ -57,8 +60,8 @@ def lookahead_decode(
         wants_weights = "output_attentions" in recorder.model_arguments
         stats.kernel_reason = WEIGHTS_WANTED if wants_weights else adapter.use_kernel(key_mask)
         stats.used_kernel = stats.kernel_reason is None
-    num_tokens = adapter.num_tokens
-    drafter = LookaheadDrafter(config, num_tokens, input_ids, key_mask)
+    team.num_tokens = adapter.num_tokens
+    drafter = LookaheadDrafter(config, adapter.num_tokens, input_ids, key_mask)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
     cache = adapter.make_cache(input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
@@ -77,7 +80,8 @@ def lookahead_decode(
     lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - first_slot
     recorder.begin_step(outputs, None)
     tree = TokenTree.empty(batch_size)
-    accepted = rules.verify(tree, outputs.logits[:, -1:])
+    answers, _ = team.exchange(team.share(tree, ROOT_ALONE), outputs.logits[:, -1:], has_window=False)
+    accepted = rules.verify(tree, answers)
     guesses = outputs = None
     stats.batch_size, stats.steps = batch_size, 1
 
@@ -89,13 +93,14 @@ def lookahead_decode(
             starts = first_position + torch.tensor(cache.lengths, device=device)[:, None] - first_slot  # [..., B, 1]
             draft = drafter.propose(roots, adapter.max_guess_offset(max(cache.lengths) + lead))
             tree = rules.without_finished(draft.tree, draft.max_depth)
-            layout = block_layout(*draft.window_shape, tree.num_nodes, device)
-            offsets = layout.position_offsets(tree)
+            share = team.share(tree, draft.window_shape)
+            layout = block_layout(*draft.window_shape, share.tree.num_nodes, device, share.columns)
+            offsets = layout.position_offsets(share.tree)
             block = Block(
-                tokens=layout.tokens(roots, tree, draft.window_cells),
+                tokens=layout.tokens(roots, share.tree, draft.window_cells),
                 offsets=offsets,
                 positions=starts + offsets,
-                visible=layout.visibility(tree),
+                visible=layout.visibility(share.tree),
                 logit_rows=layout.logit_rows,
                 lengths=cache.lengths,
                 key_mask=key_mask,
@@ -108,17 +113,16 @@ def lookahead_decode(
                 accepted = [None] * batch_size
                 continue
             recorder.begin_step(outputs, cache.lengths[0])
-            accepted = rules.verify(tree, outputs.logits[:, : 1 + tree.num_nodes])
-            cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
+            answers, guesses = team.exchange(share, outputs.logits, draft.has_window)
+            accepted = rules.verify(tree, answers)
+            team.commit(cache, share, accepted)
             stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
-            guesses = None
-            if draft.has_window:
-                guesses = best_tokens(outputs.logits[:, 1 + tree.num_nodes :, :num_tokens]).to(device)  # [B, W]
             if stats.on_step is not None:
                 stats.on_step(roots, draft, tree, layout, accepted, guesses, rules.texts)
 
     if streamer is not None:
         streamer.end()
+    team.end(rules.do_sample, device)
     stats.generated_tokens = rules.num_generated
     if callers_cache is not None:
         cache.hand_over(callers_cache)

@@ -29,6 +29,8 @@ class GenerationStats:
     fallback_reason: str | None = None  # a sentence when the original path ran, None when lookahead did
     used_kernel: bool = False  # whether blocks went through lade's own attention (USE_FLASH=1)
     kernel_reason: str | None = None  # a sentence when they were to and could not
+    num_workers: int = 1  # processes that shared the steps; block_tokens are this process's
+    sent_bytes: Counter[str] = field(default_factory=Counter)  # what this process told the others, by kind
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property
@@ -47,6 +49,8 @@ class GenerationStats:
             "fallback_reason": self.fallback_reason,
             "used_kernel": self.used_kernel,
             "kernel_reason": self.kernel_reason,
+            "num_workers": self.num_workers,
+            "sent_bytes": dict(self.sent_bytes),
         }
 
 
