@@ -173,6 +173,7 @@ class Link:
         except BaseException as error:
             if not isinstance(error, WorkerError):
                 self._leave_word(f"raised {type(error).__name__}: {error}")
+                self._linger()
             forget(self)
             raise
 
@@ -184,7 +185,9 @@ class Link:
                 if self._words():
                     raise RuntimeError("another rank has given up")
         except RuntimeError as error:
-            raise WorkerError(self._explanation(error)) from error
+            explanation = self._explanation(error)
+            self._linger()
+            raise WorkerError(explanation) from error
 
     @staticmethod
     def _is_done(work: Any) -> bool:
@@ -210,7 +213,6 @@ class Link:
     def _explanation(self, cause: RuntimeError) -> str:
         """Who is to blame, as far as the others can tell."""
         self._leave_word("waited")
-        keeper = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
         try:
             end = time.monotonic() + GRACE
             while True:
@@ -220,12 +222,22 @@ class Link:
                     break
                 time.sleep(0.05)
         except RuntimeError:
+            keeper = "the launcher" if has_agent_store() else "rank 0"
             return f"DIST_WORKERS={self.size}: {keeper}, which keeps the processes together, is gone ({cause})"
         silent = [rank for rank in range(self.size) if rank not in words and rank != self.rank]
         blamed = [f"{self._name(rank)} {word}" for rank, word in raised.items()]
         if not raised:
             blamed = [f"{self._name(rank)} is gone, or has not answered for {self.timeout}" for rank in silent]
         return f"DIST_WORKERS={self.size}: {'; '.join(blamed) or 'the ranks have lost each other'} ({cause})"
+
+    def _linger(self) -> None:
+        """Where this process keeps the store: let the others read there what has happened, before it may be gone."""
+        if self.first + self.rank > 0 or has_agent_store():
+            return
+        end = time.monotonic() + GRACE
+        while len(self._words()) < self.size - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.5)
 
     def _name(self, rank: int) -> str:
         world_rank = f" (rank {self.first + rank} of all)" if self.first else ""
@@ -270,6 +282,11 @@ def world_store(size: int) -> Any:
         dist.init_process_group("gloo")
     check_world_size(size, dist.get_world_size())
     return dist.distributed_c10d._get_default_store()
+
+
+def has_agent_store() -> bool:
+    """Whether the store is kept by the launcher, and not by rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def check_world_size(size: int, world_size: int) -> None:

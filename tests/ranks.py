@@ -121,7 +121,7 @@ CASES = {
 
 def arguments_of(case):
     """Arguments of generate(), and the objects among them that can be looked at afterwards."""
-    arguments = {"max_new_tokens": 24, **CASES[case]}
+    arguments = {"max_new_tokens": 20, **CASES[case]}
     processor = CountingBias() if arguments.pop("stateful", False) else None
     countdown = arguments.pop("countdown", None)
     if processor is not None:
@@ -251,7 +251,7 @@ def differ(rank, what):
 
 def fail(rank, culprit, how):
     """One rank stops in the middle of a call. Returns how it ended, and after how long; then what the next call gives."""
-    own_group(seconds=6 if how == "hangs" else 60)
+    own_group(seconds=2 if how == "hangs" else 60)
     model, steps, began = tiny_llama(), [], time.monotonic()
 
     def before_forward(*_):
@@ -260,7 +260,7 @@ def fail(rank, culprit, how):
             if how == "dies":
                 os._exit(1)
             if how == "hangs":
-                time.sleep(20)
+                time.sleep(9)
             raise RuntimeError("no memory left")
 
     hook = model.model.register_forward_pre_hook(before_forward)
