@@ -333,26 +333,33 @@ class Team(Alone):
         """subjects: model, input_ids, generation_config, model_kwargs, synced_gpus of the call."""
         model, input_ids, generation_config, model_kwargs, synced_gpus = subjects
         reason = reason or unsupported_reason(model, generation_config, synced_gpus)
-        digests = {
-            "settings of config_lade": self._config_digest(),
-            "model": model_digest(model),
-            "prompt": digest_of(input_ids, *(model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))),
-            "generation settings": digest_of(plain_values(generation_config.to_dict())),
-        }
-        mine = torch.tensor([*digests.values(), reason is not None])
+        names = ("settings of config_lade", "model", "prompt", "generation settings")
+        mine = torch.zeros(1 + len(names), dtype=torch.long)
+        if reason is not None:
+            mine[0] = 1
+        else:
+            masks = (model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))
+            mine[1:] = torch.tensor(
+                [
+                    self._config_digest(),
+                    model_digest(model),
+                    digest_of(input_ids, *masks),
+                    digest_of(plain_values(generation_config.to_dict())),
+                ]
+            )
         everyones = torch.stack(self._link.gather(mine))  # [K, 5]
         self._count("integers", mine)
+        unable = everyones[:, 0].nonzero()[:, 0].tolist()
+        if unable:
+            return reason or f"rank {unable[0]} cannot take part, see its own fallback_reason"
         wrong = [
             f"{name} of rank {', '.join(map(str, ranks))}"
-            for name, column in zip(digests, everyones.T, strict=False)
+            for name, column in zip(names, everyones.T[1:], strict=True)
             if (ranks := (column != column[LEADER]).nonzero()[:, 0].tolist())
         ]
         if wrong:
             raise ValueError(f"DIST_WORKERS={self._link.size}: not as on rank 0: {'; '.join(wrong)}")
-        unable = everyones[:, -1].nonzero()[:, 0].tolist()
-        if unable and reason is None:
-            reason = f"rank {unable[0]} cannot take part, see its own fallback_reason"
-        return reason
+        return None
 
     def _config_digest(self) -> int:
         names = (name for name in self._config.__slots__ if name not in ("debug", "backend", "dist_workers"))
@@ -388,18 +395,18 @@ class Team(Alone):
         values = torch.zeros(batch_size * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
         table, states = values[:-size].view(batch_size, -1), values[-size:]
         num_answers = 1 + share.tree.num_nodes
-        if self._sums_choices:
-            best = best_tokens(logits[:, :num_answers]).tolist()
-            for row, nodes in enumerate(share.nodes):
-                if self._rank == LEADER:
-                    table[row, 0] = best[row][0]
-                for index, node in enumerate(nodes):
-                    if share.owners[row][node] == self._rank:
-                        table[row, 1 + node] = best[row][1 + index]
         guesses = table[:, 1 + self._max_nodes :]
+        asked = [logits[:, :num_answers]] if self._sums_choices else []
+        if has_window and share.columns is not None:
+            asked.append(logits[:, num_answers:, : self.num_tokens])
+        best = (
+            torch.cat([best_tokens(part) for part in asked], dim=1).cpu() if asked else values[:0]
+        )  # one copy to the host
+        if self._sums_choices:
+            self._fill_in(table, share, best[:, :num_answers].tolist())
         if has_window and share.columns is not None:
             first, end = share.columns
-            guesses[:, first:end] = best_tokens(logits[:, num_answers:, : self.num_tokens])
+            guesses[:, first:end] = best[:, best.shape[1] - (end - first) :]
         states[self._rank] = zlib.crc32(repr(self._tree).encode()) & 0x7FFFFFFF
         self._link.add_up(values)
         self._count("integers", values)
@@ -408,6 +415,15 @@ class Team(Alone):
             raise RuntimeError(f"DIST_WORKERS={size}: rank {astray} guesses something else than rank 0 does")
         answers = SharedAnswers(self, share, logits[:, :num_answers], table[:, : 1 + self._max_nodes])
         return answers, guesses.long().to(self._device) if has_window else None
+
+    def _fill_in(self, table: Tensor, share: Share, best: list[list[int]]) -> None:
+        """Put down what this rank is to say. table: [B, 1 + n or more]. best: behind the root and this share's nodes."""
+        for row, nodes in enumerate(share.nodes):
+            if self._rank == LEADER:
+                table[row, 0] = best[row][0]
+            for node, token in zip(nodes, best[row][1:], strict=False):
+                if share.owners[row][node] == self._rank:
+                    table[row, 1 + node] = token
 
     def commit(self, cache: LookaheadCache, share: Share, accepted: Accepted) -> None:
         """The keys/values of each path come from the rank that owns its last node, those of a root alone from the leader."""

@@ -12,8 +12,8 @@ import traceback
 from multiprocessing.connection import wait
 
 import torch
-from conftest import Recorder, prompt, tiny_llama
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from conftest import Recorder, generate_plain, prompt, tiny_llama
+from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import lade
 from lade import shares
@@ -204,19 +204,33 @@ def fall_back(rank):
     """Requests that several processes do not share; the last one only because of rank 1."""
     model, found = tiny_llama(), []
     lade.config_lade(DIST_WORKERS=2)
-    for arguments in (
-        {"num_beams": 2},
-        {"return_dict_in_generate": True, "output_scores": True},
-        {"synced_gpus": False, "use_cache": False} if rank else {"use_cache": True},
-    ):
-        try:
-            output = model.generate(**prompt(12), max_new_tokens=8, **arguments)
-        except ValueError as error:
-            found.append((None, str(error)))
-            continue
-        tokens = getattr(output, "sequences", output)
-        found.append((tokens.tolist(), lade.last_stats().fallback_reason))
+    for arguments in ({"num_beams": 2}, {"return_dict_in_generate": True, "output_scores": True}, {}):
+        if not arguments:
+            model.train(rank == 1)
+        output = model.generate(**prompt(12), max_new_tokens=8, **arguments)
+        found.append((getattr(output, "sequences", output).tolist(), lade.last_stats().fallback_reason))
     return found
+
+
+def split_layers(rank, folder):
+    """A model whose layers transformers itself has split over two processes."""
+    own_group()
+    if rank == 0:
+        tiny_llama(torch.float32, vocab_size=64).save_pretrained(folder)
+    torch.distributed.barrier()
+    model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32, attn_implementation="sdpa")
+    assert model._tp_size == 2
+    found = []
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=1)
+    for arguments in ({}, {"do_sample": True, "temperature": 0.4}):
+        torch.manual_seed(0)
+        plain = generate_plain(model, prompt(20), max_new_tokens=24, **arguments)
+        torch.manual_seed(0)
+        output = model.generate(**prompt(20), max_new_tokens=24, **arguments)
+        found.append((plain.tolist(), output.tolist(), lade.last_stats().steps))
+    lade.config_lade(DIST_WORKERS=2)
+    output = model.generate(**prompt(20), max_new_tokens=24)
+    return *found, (output.tolist(), lade.last_stats().fallback_reason)
 
 
 def two_pairs(rank):
@@ -230,6 +244,7 @@ def two_pairs(rank):
 
 def differ(rank, what):
     """Rank 1 is started with something else. Returns the error."""
+    own_group(seconds=2 if what == "workers" else 60)
     model, inputs, arguments = tiny_llama(), prompt(20), {"max_new_tokens": 8}
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
     if rank == 1:
@@ -242,6 +257,8 @@ def differ(rank, what):
             inputs = prompt(20, seed=1)
         elif what == "generation settings":
             arguments["max_new_tokens"] = 9
+        elif what == "workers":
+            lade.config_lade(DIST_WORKERS=1)
     try:
         model.generate(**inputs, **arguments)
     except Exception as error:

@@ -115,11 +115,24 @@ def test_fall_back_together(lade_on):
     model = tiny_llama()
     beams = generate_plain(model, prompt(12), max_new_tokens=8, num_beams=2).tolist()
     plain = generate_plain(model, prompt(12), max_new_tokens=8).tolist()
-    assert [found[0] for found in first[:2]] == [beams, plain]
-    assert first[:2] == second[:2]
-    assert "beam search" in first[0][1]
-    assert "output_scores" in first[1][1]
-    assert [found[2][0] for found in (first, second)] in ([plain, plain], [None, None])
+    for found in (first, second):
+        assert [tokens for tokens, _ in found] == [beams, plain, plain]
+        assert "beam search" in found[0][1]
+        assert "output_scores" in found[1][1]
+    assert "rank 1 cannot take part" in first[2][1]
+    assert "training mode" in second[2][1]
+
+
+def test_tensor_parallel_models(lade_on, tmp_path):
+    """lade's decisions are the same on all ranks of such a model, but its steps are not shared on top of that."""
+    first, second = ranks.launch(ranks.split_layers, 2, str(tmp_path))
+    assert first == second
+    greedy, sampled, shared = first
+    assert greedy[0] == greedy[1]
+    assert sampled[0] == sampled[1]
+    assert greedy[2] < 24
+    assert shared[0] == greedy[0]
+    assert "tp_plan" in shared[1]
 
 
 def test_pairs_of_a_larger_group(lade_on):
@@ -136,6 +149,13 @@ def test_what_differs_is_named(lade_on, what):
         assert "not as on rank 0" in message
         assert f"{what}" in message
         assert "of rank 1" in message
+
+
+def test_a_rank_that_stays_away_is_named(lade_on):
+    (kind, message), other = ranks.launch(ranks.differ, 2, "workers")
+    assert kind == "WorkerError"
+    assert "rank 1 has not come to a generate() call of several processes in 0:00:02" in message
+    assert other is None
 
 
 def test_a_rank_that_dies_is_named(lade_on):
