@@ -108,6 +108,8 @@ class Link:
     def __init__(self, size: int, backend: str, number: int) -> None:
         """number: how many links this process has made before."""
         self._store = world_store(size)
+        self.world = dist.group.WORLD
+        self.in_call = False
         self.size, self.rank = size, dist.get_rank() % size
         self.first = dist.get_rank() - self.rank  # of the whole world
         self.backend = backend
@@ -121,8 +123,11 @@ class Link:
             is_part = size < dist.get_world_size()
             return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=is_part)
 
-        self._control = group("gloo")
-        self._data = self._control if backend == "gloo" else group(backend)
+        try:
+            self._control = group("gloo")
+            self._data = self._control if backend == "gloo" else group(backend)
+        except RuntimeError as error:
+            raise WorkerError(self._explanation(error)) from error
 
     def _meet(self) -> None:
         """Wait until all ranks are here, with the same settings for the link itself."""
@@ -133,6 +138,7 @@ class Link:
                 self._store.wait([self._key("settings", rank)], self.timeout)
                 theirs = self._store.get(self._key("settings", rank)).decode()
             except RuntimeError as error:
+                self._store.set(self._key("settings", self.rank), "given up waiting")  # for one that comes too late
                 raise WorkerError(
                     f"{mine}: {self._name(rank)} has not come to a generate() call of several processes in {self.timeout}"
                 ) from error
@@ -168,6 +174,7 @@ class Link:
     @contextmanager
     def guarding(self) -> Iterator[None]:
         """Let the others know when this rank leaves with an exception."""
+        self.in_call = True
         try:
             yield
         except BaseException as error:
@@ -176,6 +183,8 @@ class Link:
                 self._linger()
             forget(self)
             raise
+        finally:
+            self.in_call = False
 
     def _finish(self, start: Callable[[], Any]) -> None:
         """Run one collective; in place of waiting for a rank that is gone, raise."""
@@ -254,7 +263,7 @@ def link_for(config: LookaheadConfig, device: torch.device) -> Link:
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend must be 'gloo' for prompts on {device.type}, got 'nccl'")
     key = (config.num_workers, backend)
-    if key not in _links:
+    if key not in _links or _links[key].world is not dist.group.WORLD:  # the program may have made another group since
         global _num_links
         _num_links += 1
         _links[key] = Link(*key, _num_links)
@@ -313,6 +322,9 @@ def team_for(config: LookaheadConfig, device: torch.device, stats: GenerationSta
         yield Alone(device)
         return
     link = link_for(config, device)
+    if link.in_call:  # a processor, known to the leader alone, that calls generate() itself
+        yield Alone(device)
+        return
     with link.guarding():
         yield Team(link, config, device, stats)
 

@@ -200,6 +200,32 @@ def stream(rank):
     return output.tolist(), streamer.calls, lade.last_stats().fallback_reason, int(ones)
 
 
+class Adviser(LogitsProcessor):
+    """Asks the model itself, with a generate() call of its own, and prefers what it says."""
+
+    def __init__(self, model):
+        self.model, self.workers = model, []
+
+    def __call__(self, input_ids, scores):
+        said = self.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=3)
+        self.workers.append(lade.last_stats().num_workers)
+        scores = scores.clone()
+        scores[:, said[0, -1]] += 1
+        return scores
+
+
+def nest(rank):
+    """A call inside of another one, on the leader; and a process group that is replaced between two calls."""
+    model, found = tiny_llama(), []
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    for _ in range(2):
+        adviser = Adviser(model)
+        output = model.generate(**prompt(20), max_new_tokens=8, logits_processor=LogitsProcessorList([adviser]))
+        found.append((output.tolist(), lade.last_stats().num_workers, adviser.workers))
+        torch.distributed.destroy_process_group()
+    return found
+
+
 def fall_back(rank):
     """Requests that several processes do not share; the last one only because of rank 1."""
     model, found = tiny_llama(), []

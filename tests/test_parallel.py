@@ -110,6 +110,15 @@ def test_the_leader_streams(lade_on):
     assert second == (plain.tolist(), ["end"], None, 2)
 
 
+def test_calls_inside_of_a_call_and_another_group(lade_on):
+    first, second = ranks.launch(ranks.nest, 2)
+    model = tiny_llama()
+    processors = ranks.LogitsProcessorList([ranks.Adviser(model)])
+    plain = generate_plain(model, prompt(20), max_new_tokens=8, logits_processor=processors).tolist()
+    assert first == [(plain, 2, [1] * 8)] * 2
+    assert second == [(plain, 2, [])] * 2
+
+
 def test_fall_back_together(lade_on):
     first, second = ranks.launch(ranks.fall_back, 2)
     model = tiny_llama()
