@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -198,6 +199,80 @@ def stream(rank):
     ones = torch.ones(1)
     torch.distributed.all_reduce(ones)
     return output.tolist(), streamer.calls, lade.last_stats().fallback_reason, int(ones)
+
+
+def draw(seed):
+    """Random arguments, prompt and settings, the same in every process."""
+    rng, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+    arguments = {"max_new_tokens": rng.randint(1, 36), "do_sample": rng.random() < 0.5}
+    for name, values in {
+        "temperature": (0.1, 0.7, 1.5),
+        "top_k": (1, 5, 30),
+        "top_p": (0.3, 0.9),
+        "repetition_penalty": (0.9, 1.2),
+        "no_repeat_ngram_size": (2, 4),
+        "eos_token_id": ([7, 30, 41], [50]),
+        "min_new_tokens": (1, 9),
+        "bad_words_ids": ([[5], [6, 7]],),
+        "prefill_chunk_size": (2, 9),
+        "cache_implementation": ("dynamic", "static"),
+        "max_time": (1000.0,),
+        "return_dict_in_generate": (True,),
+    }.items():
+        if rng.random() < 0.25:
+            arguments[name] = rng.choice(values)
+    batch_size, length = rng.choice((1, 1, 2, 4)), rng.randint(1, 30)
+    ids = torch.randint(3, rng.randint(4, 61), (batch_size, length), generator=numbers)
+    mask = torch.ones_like(ids)
+    for row in range(batch_size):
+        pads = rng.randrange(length)
+        ids[row, :pads], mask[row, :pads] = 0, 0
+    setting = {"LEVEL": rng.randint(2, 6), "WINDOW_SIZE": rng.randint(1, 6), "ALWAYS_FWD_ONE": rng.randint(0, 1)}
+    setting["GUESS_SET_SIZE"] = rng.choice((0, 1, 3, 7, -1))
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, **arguments}, setting
+
+
+def run_random(rank, seeds, workers):
+    """Random calls. Returns the tokens of each, the state of the generator after sampling, and whether lookahead ran."""
+    model, found = tiny_llama(), []
+    deal_backwards()
+    for seed in seeds:
+        arguments, setting = draw(seed)
+        lade.config_lade(**setting, DIST_WORKERS=workers)
+        found.append((*result_of(model.generate, seed + rank, arguments), lade.last_stats().fallback_reason))
+    return found
+
+
+def result_of(generate, seed, arguments):
+    torch.manual_seed(seed)
+    output = generate(**arguments)
+    tokens = output.sequences if arguments.get("return_dict_in_generate") else output
+    return tokens.tolist(), digest([torch.get_rng_state()]) if arguments["do_sample"] else None
+
+
+def run_families(rank, names):
+    """Models of other families: their own caches, masks and positions. Returns (name, case) -> equal to plain, reason."""
+    from families import FAMILIES
+
+    found = {}
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, DIST_WORKERS=2)
+    deal_backwards()
+    for family in FAMILIES:
+        if not family.exists or (names and family.name not in names):
+            continue
+        model = family.build()
+        for batch_size in (1, 3):
+            ids = prompt(12, batch_size, seed=batch_size)["input_ids"].repeat(1, 2)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
+            for do_sample in (False, True):
+                arguments = inputs | {"do_sample": do_sample, "temperature": 0.5 if do_sample else None}
+                os.environ["USE_LADE"] = "0"
+                plain = result_of(model.generate, 0, arguments)
+                os.environ["USE_LADE"] = "1"
+                shared = result_of(model.generate, 0, arguments)
+                stats = lade.last_stats()
+                found[family.name, batch_size, do_sample] = plain == shared, stats.fallback_reason
+    return found
 
 
 class Adviser(LogitsProcessor):

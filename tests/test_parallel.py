@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import ranks
@@ -87,6 +88,32 @@ def check_bytes(found):
             num_kept = sum(part.get("keys/values", 0) for part in sent) // per_token
             # The last token's own are never needed; where a text ends inside a path, the rest of it may go along.
             assert first["generated"] - 1 <= num_kept < first["generated"] + level
+
+
+@pytest.mark.parametrize("workers", [3])
+def test_random_combinations(lade_on, workers):
+    seeds = range(int(os.environ.get("LADE_FUZZ_EXAMPLES", "15")))
+    found = ranks.launch(ranks.run_random, workers, seeds, workers, seconds=60 + 5 * len(seeds))
+    model = tiny_llama()
+    for seed, results in zip(seeds, zip(*found, strict=True), strict=True):
+        arguments, setting = ranks.draw(seed)
+        plain = ranks.result_of(partial(generate_plain, model, {}), seed, arguments)
+        assert all(result == (*plain, None) for result in results), (arguments, setting)
+
+
+LONG = pytest.mark.skipif(os.environ.get("LADE_LONG_TESTS") != "1", reason="outside the normal run (LADE_LONG_TESTS=1)")
+FEW_FAMILIES = ["gpt2", "bloom", "gemma3_text", "deepseek_v2", "lfm2", "gpt_oss"]
+
+
+@pytest.mark.parametrize("names", [FEW_FAMILIES, pytest.param(None, marks=LONG)], ids=["few", "all"])
+def test_other_families(lade_on, names):
+    first, second = ranks.launch(ranks.run_families, 2, names, seconds=60 if names else 900)
+    assert first == second
+    assert len(first) >= 4 * len(names or range(100))
+    falls_back = ("phi3-longrope-across", "doge", "doge-window")
+    for (name, *case), (is_same, reason) in first.items():
+        assert is_same, (name, case)
+        assert reason is None or name in falls_back, (name, reason)
 
 
 def test_caches_are_the_same_to_the_bit(lade_on):
