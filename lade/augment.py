@@ -226,15 +226,14 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         stats = open_stats()
         if is_enabled():
-            config = current_config()
-            with team_for(config, input_ids.device, stats) as team:
+            with team_for(current_config(), input_ids.device, stats) as team:
                 reason = fallback_reason(self, input_ids, generation_config, model_kwargs)
                 reason = team.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
                 if reason is None:
                     return lookahead_decode(
                         *arguments,
-                        config=config,
+                        config=team.config,
                         adapter=adapter_for(self),
                         stats=stats,
                         callers_cache=callers_cache(generation_config, model_kwargs),

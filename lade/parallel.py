@@ -8,6 +8,7 @@ The only file that imports torch.distributed.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -66,9 +67,9 @@ class Alone:
 
     num_tokens = 0  # ids that the model has an embedding for; others are no guesses
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
         """device: the prompt's."""
-        self._device = device
+        self.config, self._device = config, device
 
     def agree(self, reason: str | None, *_: Any) -> str | None:
         """Why the request goes to the original code, None if it does not: the same on all ranks. reason: this rank's own."""
@@ -319,11 +320,11 @@ def world_timeout() -> datetime.timedelta:
 def team_for(config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> Iterator[Alone]:
     """Who takes part in a call: this process, or the K of which it is one."""
     if config.num_workers == 1:
-        yield Alone(device)
+        yield Alone(config, device)
         return
     link = link_for(config, device)
     if link.in_call:  # a processor, known to the leader alone, that calls generate() itself
-        yield Alone(device)
+        yield Alone(config, device)
         return
     with link.guarding():
         yield Team(link, config, device, stats)
@@ -333,18 +334,17 @@ class Team(Alone):
     """One of K ranks in one call."""
 
     def __init__(self, link: Link, config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> None:
-        super().__init__(device)
-        self._link, self._rank, self._config, self._stats = link, link.rank, config, stats
+        super().__init__(shared_settings(config), device)
+        self._link, self._rank, self._stats = link, link.rank, stats
         self._max_nodes = max(1, config.num_guesses) * (config.ngram_size - 1)
         self._sums_choices = False
-        stats.num_workers = link.size
 
     # Before the first forward.
 
     def agree(self, reason: str | None, *subjects: Any) -> str | None:
         """subjects: model, input_ids, generation_config, model_kwargs, synced_gpus of the call."""
         model, input_ids, generation_config, model_kwargs, synced_gpus = subjects
-        reason = reason or unsupported_reason(model, generation_config, synced_gpus)
+        reason = reason or unsupported_reason(self.config, model, generation_config, synced_gpus)
         names = ("settings of config_lade", "model", "prompt", "generation settings")
         mine = torch.zeros(1 + len(names), dtype=torch.long)
         if reason is not None:
@@ -374,11 +374,12 @@ class Team(Alone):
         return None
 
     def _config_digest(self) -> int:
-        names = (name for name in self._config.__slots__ if name not in ("debug", "backend", "dist_workers"))
-        return digest_of([self._link.size, self._link.backend, *(getattr(self._config, name) for name in names)])
+        names = (name for name in self.config.__slots__ if name not in ("debug", "backend", "dist_workers"))
+        return digest_of([self._link.size, self._link.backend, *(getattr(self.config, name) for name in names)])
 
     def rules(self, kind: type[Rules], *arguments: Any) -> Rules:
         """The leader's kind on all ranks: streamers, processors and criteria may be known to the leader alone."""
+        self._stats.num_workers = self._link.size
         index = torch.tensor([KINDS.index(kind)])
         self._tell("integers", index, LEADER)
         kind = KINDS[int(index)]
@@ -402,7 +403,7 @@ class Team(Alone):
 
     def exchange(self, share: Share, logits: Tensor, has_window: bool) -> tuple[Answers, Tensor | None]:
         batch_size, size = len(logits), self._link.size
-        window_size = self._config.window_size
+        window_size = self.config.window_size
         # Of one length in all steps and on all ranks, even on one that has gone astray.
         values = torch.zeros(batch_size * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
         table, states = values[:-size].view(batch_size, -1), values[-size:]
@@ -589,8 +590,18 @@ def unpack(data: Tensor, like: list[list[Tensor]]) -> list[list[Tensor]]:
     return [[next(pieces).clone().view(part.dtype).view(part.shape).to(part.device) for part in row] for row in like]
 
 
-def unsupported_reason(model: Any, generation_config: Any, synced_gpus: bool) -> str | None:
+def shared_settings(config: LookaheadConfig) -> LookaheadConfig:
+    """The settings as several processes can follow them: blocks whose size went by each one's own clock would part them."""
+    wanted: dict[str, Any] = {"adaptive": False}  # where there is such a setting
+    if getattr(config, "mode", None) == "auto":
+        wanted["mode"] = "lookahead"
+    return dataclasses.replace(config, **{name: value for name, value in wanted.items() if hasattr(config, name)})
+
+
+def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: Any, synced_gpus: bool) -> str | None:
     """Why a request that one process could serve is not shared among several."""
+    if not getattr(config, "uses_window", True):
+        return "guesses that come from all logits of a step are not shared (DIST_WORKERS); MODE='lookahead' is"
     asked = [name for name in RECORDED if getattr(generation_config, name, None)]
     if generation_config.return_dict_in_generate and asked:
         return f"{asked[0]} is not collected from several processes (DIST_WORKERS)"
