@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache, TextStreamer
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from lade.config import apply_environment, current_config, is_enabled
@@ -23,6 +23,7 @@ from lade.decoding import lookahead_decode
 from lade.models import ModelAdapter, adapter_for, needs_trial
 from lade.models.base import Request
 from lade.models.probe import trial_reason
+from lade.parallel import is_leader, team_for
 from lade.stats import GenerationStats, open_stats, recording
 from lade.versions import version_problem
 
@@ -193,12 +194,16 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             stats.fallback_reason = NOT_BEGUN if is_enabled() else NOT_ENABLED
             if is_enabled() and isinstance(kwargs.get("past_key_values"), Cache):
                 setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
+            is_leading = not is_enabled() or is_leader(current_config())
+            streamer = None if is_leading else kwargs.pop("streamer", None)  # of several processes one streams
             result = original(self, *args, **kwargs)
+            if streamer is not None and type(streamer) is not TextStreamer:  # whose end is a line feed
+                streamer.end()
             if stats.fallback_reason == NOT_BEGUN:
                 stats.fallback_reason = OTHER_LOOP
                 _warn_once(OTHER_LOOP)
         config = current_config()
-        if config.debug and stats.fallback_reason is None:
+        if config.debug and stats.fallback_reason is None and is_leading:
             _print_summary(stats)
         return result
 
@@ -223,17 +228,21 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         stats = open_stats()
         if is_enabled():
-            stats.fallback_reason = fallback_reason(self, input_ids, generation_config, model_kwargs)
-            if stats.fallback_reason is None:
-                return lookahead_decode(
-                    *arguments,
-                    config=current_config(),
-                    adapter=adapter_for(self),
-                    stats=stats,
-                    callers_cache=callers_cache(generation_config, model_kwargs),
-                    **model_kwargs,
-                )
-            _warn_once(stats.fallback_reason)
+            with team_for(current_config(), input_ids.device, stats) as team:
+                reason = fallback_reason(self, input_ids, generation_config, model_kwargs)
+                reason = team.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
+                stats.fallback_reason = reason
+                if reason is None:
+                    return lookahead_decode(
+                        *arguments,
+                        config=team.config,
+                        adapter=adapter_for(self),
+                        stats=stats,
+                        callers_cache=callers_cache(generation_config, model_kwargs),
+                        team=team,
+                        **model_kwargs,
+                    )
+            _warn_once(reason)
         return original(self, *arguments, **model_kwargs)
 
     return _sample

@@ -22,6 +22,7 @@ logger = logging.getLogger("lade")
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
 MODES = ("lookahead", "tree", "auto")
+MAX_WORKERS = 4096
 ON_VALUES = ("1", "true", "yes", "on")
 NO_SETTINGS = ("note", "measured")  # what a settings file may hold besides: a sentence, and whatever was measured
 
@@ -54,6 +55,8 @@ class LookaheadConfig:
     adaptive: bool = True  # public name ADAPTIVE: each step's block is as large as pays
     max_block: int = 64  # public name MAX_BLOCK: tokens of a step
     share: bool = True  # public name SHARE: calls learn from each other
+    dist_workers: int | None = None  # public name DIST_WORKERS; None = what the environment says
+    backend: str | None = None  # for keys/values between processes; None = nccl for a model on CUDA, else gloo
 
     def __post_init__(self) -> None:
         _check_integer("LEVEL", self.ngram_size, 2, 64)
@@ -80,6 +83,15 @@ class LookaheadConfig:
         if self.uses_window:
             return f"N={self.ngram_size}, W={self.window_size}, G={self.guess_set_size}"
         return f"a tree, up to {self.max_block} tokens a step"
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that share each step; 1 for none but this. Raises ValueError for a wrong DIST_WORKERS variable."""
+        if self.dist_workers is not None:
+            return self.dist_workers
+        text = os.environ.get("DIST_WORKERS", "").strip()
+        value = int(text) if text.isdecimal() else text
+        return _check_integer("DIST_WORKERS in the environment", value, 1, MAX_WORKERS) if text else 1
 
     @property
     def num_guesses(self) -> int:
@@ -134,7 +146,8 @@ def config_lade(
     window (1 to 1024) and the candidates per key (0 to 1024; -1 for as many as lade keeps, UNLIMITED_GUESSES).
     DEBUG=1 prints a summary after each call. ALWAYS_FWD_ONE=0 rolls the window by as many columns as were accepted.
     POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
-    CUDA, plain torch elsewhere. SPLIT_FLAG is accepted and ignored.
+    CUDA, plain torch elsewhere. DIST_WORKERS=K splits each step over K processes, which `torchrun` or `accelerate launch`
+    start; backend ("nccl", "gloo") is how keys/values travel between them. SPLIT_FLAG is accepted and ignored.
 
     MODE says who guesses: "lookahead" is the paper's window and pool, "tree" grows a tree from everything the model has said
     before (docs/drafting.md), and "auto", the default, leaves the choice to lade: today that is the tree. Giving LEVEL,
@@ -172,14 +185,14 @@ def config_lade(
         changes["always_forward_one"] = _check_flag("ALWAYS_FWD_ONE", ALWAYS_FWD_ONE)
     if POOL_FROM_PROMPT is not None:
         changes["pool_from_prompt"] = _check_flag("POOL_FROM_PROMPT", POOL_FROM_PROMPT)
-    if backend is not None and backend not in ("nccl", "gloo"):
-        raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
+    if backend is not None:
+        if backend not in ("nccl", "gloo"):
+            raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
+        changes["backend"] = backend
     if USE_FLASH is not None:
         changes["use_flash"] = _check_flag("USE_FLASH", USE_FLASH)
-    if DIST_WORKERS is not None and _check_integer("DIST_WORKERS", DIST_WORKERS, 1, 4096) > 1:
-        raise NotImplementedError(
-            f"DIST_WORKERS must be 1: lookahead parallelism over several processes is not there yet, got {DIST_WORKERS}"
-        )
+    if DIST_WORKERS is not None:
+        changes["dist_workers"] = _check_integer("DIST_WORKERS", DIST_WORKERS, 1, MAX_WORKERS)
 
     global _default
     _default = dataclasses.replace(_default, **changes)

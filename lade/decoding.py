@@ -13,10 +13,12 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingC
 from lade.attention import Block
 from lade.config import LookaheadConfig
 from lade.drafters import Outcome, make_drafter
+from lade.drafters.base import ROOT_ALONE
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.outputs import OutputRecorder
-from lade.rules import best_tokens, rules_for
+from lade.parallel import Alone
+from lade.rules import rules_for
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
 
@@ -38,19 +40,20 @@ def lookahead_decode(
     adapter: ModelAdapter,
     stats: GenerationStats,
     callers_cache: Cache | None,
+    team: Alone,
     **model_kwargs: Any,
 ) -> Any:
     """What `GenerationMixin._sample` returns for these arguments, in fewer forward passes.
 
     input_ids: [B, P] prompts; P is 0 when only inputs_embeds are given. callers_cache: the cache that plain generate()
-    would leave to its caller, who finds the whole text in it afterwards. Source: arXiv:2402.02057, algorithm 2.
+    would leave to its caller, who finds the whole text in it afterwards. team: the processes that share each step.
+    Source: arXiv:2402.02057, algorithm 2.
     """
     model = adapter.prompt_model
     recorder = OutputRecorder(generation_config)
     needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
-    rules = rules_for(
-        input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder, needs_equal_lengths
-    )
+    request = (input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder)
+    rules = team.rules(rules_for(*request, needs_equal_lengths), *request)
     batch_size, device = len(input_ids), input_ids.device
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
     positions = model_kwargs.get("position_ids")  # [B or 1, prompt], or more of these; None for a model that takes none
@@ -58,8 +61,9 @@ def lookahead_decode(
         wants_weights = "output_attentions" in recorder.model_arguments
         stats.kernel_reason = WEIGHTS_WANTED if wants_weights else adapter.use_kernel(key_mask)
         stats.used_kernel = stats.kernel_reason is None
-    num_tokens = adapter.num_tokens
-    drafter = make_drafter(config, model, num_tokens, input_ids, key_mask, bool(generation_config.do_sample))
+    team.num_tokens = adapter.num_tokens
+    do_sample = bool(generation_config.do_sample)
+    drafter = make_drafter(config, model, adapter.num_tokens, input_ids, key_mask, do_sample)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
     cache = adapter.make_cache(input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
@@ -78,7 +82,8 @@ def lookahead_decode(
     lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - first_slot
     recorder.begin_step(outputs, None)
     tree, logits = TokenTree.empty(batch_size), outputs.logits[:, -1:]
-    accepted = rules.verify(tree, logits)
+    answers, _ = team.exchange(team.share(tree, ROOT_ALONE), logits, has_window=False)
+    accepted = rules.verify(tree, answers)
     drafter.learn(Outcome(tree, logits, accepted, None, rules.texts))
     outputs = None
     stats.batch_size, stats.steps = batch_size, 1
@@ -92,13 +97,14 @@ def lookahead_decode(
             draft = drafter.propose(rules.texts, rules.is_finished, max_offset)
             drafted = perf_counter()
             tree = rules.without_finished(draft.tree, draft.max_depth)
-            layout = block_layout(*draft.window_shape, tree.num_nodes, device)
-            offsets = layout.position_offsets(tree)
+            share = team.share(tree, draft.window_shape)
+            layout = block_layout(*draft.window_shape, share.tree.num_nodes, device, share.columns)
+            offsets = layout.position_offsets(share.tree)
             block = Block(
-                tokens=layout.tokens(roots, tree, draft.window_cells),
+                tokens=layout.tokens(roots, share.tree, draft.window_cells),
                 offsets=offsets,
                 positions=starts + offsets,
-                visible=layout.visibility(tree),
+                visible=layout.visibility(share.tree),
                 logit_rows=layout.logit_rows,
                 lengths=cache.lengths,
                 key_mask=key_mask,
@@ -112,15 +118,13 @@ def lookahead_decode(
             if all(rules.is_finished):  # only other processes still decode; this one keeps them company
                 continue
             recorder.begin_step(outputs, cache.lengths[0])
-            logits = outputs.logits[:, : 1 + tree.num_nodes]
-            accepted = rules.verify(tree, logits)
-            cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
+            logits = outputs.logits[:, : 1 + share.tree.num_nodes]
+            answers, choices = team.exchange(share, outputs.logits, draft.has_window)
+            accepted = rules.verify(tree, answers)
+            team.commit(cache, share, accepted)
             stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
             verified = perf_counter()
 
-            choices = None
-            if draft.has_window:
-                choices = best_tokens(outputs.logits[:, 1 + tree.num_nodes :, :num_tokens]).to(device)  # [B, W]
             drafter.learn(Outcome(tree, logits, accepted, choices, rules.texts))
             learned = perf_counter()
             # The user's own code runs while tokens are verified: once per token, whatever the block.
@@ -131,6 +135,7 @@ def lookahead_decode(
 
     if streamer is not None:
         streamer.end()
+    team.end(rules.do_sample, device)
     stats.generated_tokens, stats.sources = rules.num_generated, drafter.sources()
     if callers_cache is not None:
         cache.hand_over(callers_cache)

@@ -132,6 +132,16 @@ class LookaheadCache(Cache):
         kept = [0 if path is None else 1 + len(path) for path in accepted]
         self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
 
+    def read(self, row: int, block_indices: list[int]) -> list[Tensor]:
+        """Keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] for each kind of layer, copied."""
+        slots = torch.tensor(block_indices, device="cpu") + self.lengths[row]
+        return [storage.read(row, slots) for storage in self._storages]
+
+    def write(self, row: int, start: int, parts: list[Tensor]) -> None:
+        """Put keys/values that `read` gave elsewhere into the slots from `start` on."""
+        for storage, part in zip(self._storages, parts, strict=True):
+            storage.write(row, start, part)
+
     def allocate(self, layer: SlotLayer, key_states: Tensor, value_states: Tensor) -> None:
         """Give a layer its `keys` and `values`, [B, H, C, D] each, all zero."""
         for name, states in (("keys", key_states), ("values", value_states)):
@@ -182,10 +192,16 @@ class _Storage:
 
     def move(self, row: int, source: Tensor, target: int) -> None:
         """Copy slots of one row in all tensors at once. source: [k] slots, which go to `target` and the ones behind it."""
-        data = self.data[: len(self.owners), row]  # [S, H, C, D]
-        # Not scatter_: on a CPU it takes a hundred times as long in half precision.
-        moved = data.index_select(2, source.to(data.device))
-        data[:, :, target : target + len(source)] = moved
+        self.write(row, target, self.read(row, source))
+
+    def read(self, row: int, slots: Tensor) -> Tensor:
+        """slots: [k]. Returns [S, H, k, D]."""
+        # Not gather and scatter_: on a CPU they take a hundred times as long in half precision.
+        return self.data[: len(self.owners), row].index_select(2, slots.to(self.data.device))
+
+    def write(self, row: int, start: int, part: Tensor) -> None:
+        """part: [S, H, k, D]."""
+        self.data[: len(self.owners), row, :, start : start + part.shape[2]] = part
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

@@ -17,17 +17,19 @@ from lade.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Layout of q = num_nodes + (N-1)*W tokens whose tree has num_nodes nodes.
+    """Layout of q = num_nodes + (N-1)*W tokens whose tree has num_nodes nodes, or fewer for a range of the W columns.
 
     offsets:    [q] position relative to the root's; a tree node's entry is 0 and gets its depth added.
     visible:    [q, q] bool, query by key; the tree's own square is empty.
     logit_rows: [1 + num_nodes + W] rows whose logits are needed: the root, the nodes, the last level of the window.
+    cells:      which of the window's cells are part of the block, as indices into `window_cells`; None for all.
     """
 
     offsets: Tensor
     visible: Tensor
     logit_rows: Tensor
     num_nodes: int
+    cells: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -37,6 +39,8 @@ class BlockLayout:
     def tokens(self, roots: Tensor, tree: TokenTree, window_cells: Tensor) -> Tensor:
         """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids."""
         nodes = torch.tensor(tree.padded_tokens(), dtype=torch.long, device=roots.device)
+        if self.cells is not None:
+            window_cells = window_cells[:, self.cells]
         return torch.cat([roots[:, None], nodes, window_cells], dim=1)
 
     def position_offsets(self, tree: TokenTree) -> Tensor:
@@ -56,23 +60,34 @@ class BlockLayout:
 
 
 @lru_cache(maxsize=256)
-def block_layout(ngram_size: int, window_size: int, num_nodes: int, device: torch.device) -> BlockLayout:
-    """The layout for (N, W) and a tree of `num_nodes` nodes; made once per shape and device."""
+def block_layout(
+    ngram_size: int, window_size: int, num_nodes: int, device: torch.device, columns: tuple[int, int] | None = None
+) -> BlockLayout:
+    """The layout for (N, W) and a tree of `num_nodes` nodes; made once per shape and device.
+
+    columns: only these of the window's columns, from the first to before the second. Of the first level, which all see, the
+    columns before them are part of the block too; the root always is.
+    """
+    first, end = columns or (0, window_size)
     cells = torch.arange((ngram_size - 1) * window_size, device=device)
+    if columns is not None:
+        level, column = cells // window_size, cells % window_size
+        cells = cells[(cells == 0) | (column < end) & ((level == 0) | (column >= first))]
     level, column = cells // window_size, cells % window_size
     window = window_visibility(level, column)  # [C, C], C = (N-1)*W
 
     num_tokens = num_nodes + len(cells)
     # Block index of each window cell: the root first, the others behind the tree.
-    place = torch.where(cells == 0, 0, cells + num_nodes)
+    place = torch.where(cells == 0, 0, torch.arange(len(cells), device=device) + num_nodes)
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
     visible[place[:, None], place] = window
     visible[1 : 1 + num_nodes, 0] = True  # a candidate sees the root
 
     offsets = torch.zeros(num_tokens, dtype=torch.long, device=device)
     offsets[place] = level + column
-    logit_rows = torch.cat([torch.arange(1 + num_nodes, device=device), place[level == ngram_size - 2]])
-    return BlockLayout(offsets, visible, logit_rows, num_nodes)
+    is_last = (level == ngram_size - 2) & (column >= first) & (column < end)
+    logit_rows = torch.cat([torch.arange(1 + num_nodes, device=device), place[is_last]])
+    return BlockLayout(offsets, visible, logit_rows, num_nodes, None if columns is None else cells[1:] - 1)
 
 
 def window_visibility(level: Tensor, column: Tensor) -> Tensor:

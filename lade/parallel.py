@@ -1,17 +1,644 @@
-"""Which device this process should use, and whether it is one of several. Floor 3."""
+"""Lookahead parallelism: each of K processes holds the whole model and computes its share of every block. Floor 3.
+
+After the forward the ranks sum up a table of integers, to which each has added what its own share says, and the rank that has
+the accepted path sends its keys/values. All ranks then have the same tables, texts, pools and caches, and take the next
+step from there. What depends on more than integers (processors, samplers, stop rules) runs on rank 0, which tells the others.
+The only file that imports torch.distributed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
 import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lade.config import LookaheadConfig, current_config
+from lade.kv_cache import LookaheadCache
+from lade.rules import Accepted, Answers, GreedyRules, LockstepRules, RowRules, Rules, best_tokens
+from lade.shares import Share, split, whole
+from lade.stats import GenerationStats
+from lade.token_tree import TokenTree
+
+LEADER = 0  # the rank that chooses where choosing is more than an argmax
+POLL = datetime.timedelta(seconds=1)  # how often a rank that waits looks whether another one has given up
+GRACE = 3.0  # seconds in which the others can say that they are still there
+KINDS: tuple[type[Rules], ...] = (GreedyRules, RowRules, LockstepRules)
+RECORDED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+SAMPLED_PARAMETERS, SAMPLED_VALUES = 8, 16  # how much of a model's weights is compared between ranks
 
 
 def distributed() -> bool:
-    """Whether lookahead is split over several processes; not yet, so always False."""
-    return False
+    """Whether lookahead is split over several processes (DIST_WORKERS > 1)."""
+    return current_config().num_workers > 1
 
 
 def get_device() -> int | str:
     """The device for this process's model: the GPU numbered LOCAL_RANK (0 when unset), or "cpu" without a GPU."""
     return int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.is_available() else "cpu"
+
+
+def is_leader(config: LookaheadConfig) -> bool:
+    """Whether this process is the one that streams and prints; the only one always is."""
+    if config.num_workers == 1:
+        return True
+    has_group = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if has_group else int(os.environ.get("RANK", "0"))
+    return rank % config.num_workers == LEADER
+
+
+class WorkerError(RuntimeError):
+    """Another rank is gone, has raised, or works on something else; the message names it."""
+
+
+class Alone:
+    """One process: its share is everything."""
+
+    num_tokens = 0  # ids that the model has an embedding for; others are no guesses
+
+    def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
+        """device: the prompt's."""
+        self.config, self._device = config, device
+
+    def agree(self, reason: str | None, *_: Any) -> str | None:
+        """Why the request goes to the original code, None if it does not: the same on all ranks. reason: this rank's own."""
+        return reason
+
+    def rules(self, kind: type[Rules], *arguments: Any) -> Rules:
+        return kind(*arguments)
+
+    def share(self, tree: TokenTree, window_shape: tuple[int, int]) -> Share:
+        """What this rank computes of a block. window_shape: (N, W)."""
+        return whole(tree)
+
+    def exchange(self, share: Share, logits: Tensor, has_window: bool) -> tuple[Answers, Tensor | None]:
+        """All ranks' answers. logits: [B, R, V] of this rank's block, as its layout's `logit_rows` say.
+
+        Returns them, and the tokens behind the window's last level, [B, W] on the prompt's device, None without a window.
+        """
+        num_answers = 1 + share.tree.num_nodes
+        guesses = best_tokens(logits[:, num_answers:, : self.num_tokens]).to(self._device) if has_window else None
+        return Answers(logits[:, :num_answers]), guesses
+
+    def commit(self, cache: LookaheadCache, share: Share, accepted: Accepted) -> None:
+        """Keep the keys/values of each row's root and accepted nodes."""
+        cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
+
+    def end(self, do_sample: bool, device: torch.device) -> None:
+        """The call is over."""
+
+
+class Link:
+    """The connection between K ranks, made once and used by all calls until a rank fails.
+
+    Integers travel between hosts through gloo, which notices a dead process at once. Keys/values and logits travel through
+    the backend that was asked for.
+    """
+
+    def __init__(self, size: int, backend: str, number: int) -> None:
+        """number: how many links this process has made before."""
+        self._store = world_store(size)
+        self.world = dist.group.WORLD
+        self.in_call = False
+        self.size, self.rank = size, dist.get_rank() % size
+        self.first = dist.get_rank() - self.rank  # of the whole world
+        self.backend = backend
+        self.timeout = world_timeout()
+        self._prefix = f"lade/{number}"
+        self._meet()
+        ranks = list(range(self.first, self.first + size))
+
+        # Groups of its own: what the program does with its group meanwhile cannot get between.
+        def group(backend: str) -> Any:
+            is_part = size < dist.get_world_size()
+            return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=is_part)
+
+        try:
+            self._control = group("gloo")
+            self._data = self._control if backend == "gloo" else group(backend)
+        except RuntimeError as error:
+            raise WorkerError(self._explanation(error)) from error
+
+    def _meet(self) -> None:
+        """Wait until all ranks are here, with the same settings for the link itself."""
+        mine = f"DIST_WORKERS={self.size} backend={self.backend!r}"
+        self._store.set(self._key("settings", self.rank), mine)
+        for rank in range(self.size):
+            try:
+                self._store.wait([self._key("settings", rank)], self.timeout)
+                theirs = self._store.get(self._key("settings", rank)).decode()
+            except RuntimeError as error:
+                self._store.set(self._key("settings", self.rank), "given up waiting")  # for one that comes too late
+                raise WorkerError(
+                    f"{mine}: {self._name(rank)} has not come to a generate() call of several processes in {self.timeout}"
+                ) from error
+            if theirs != mine:
+                raise ValueError(f"{mine} on {self._name(self.rank)}, but {theirs} on {self._name(rank)}")
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"{self._prefix}/{topic}/{self.first + rank}"
+
+    def add_up(self, values: Tensor) -> None:
+        """Sum over all ranks, in place. values: integers on the host."""
+        self._finish(lambda: dist.all_reduce(values, group=self._control, async_op=True))
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """All ranks' values. values: integers on the host, equally many everywhere."""
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        self._finish(lambda: dist.all_gather(found, values, group=self._control, async_op=True))
+        return found
+
+    def tell(self, values: Tensor, source: int) -> None:
+        """Make `values`, on the host, what they are on rank `source`."""
+        self._finish(lambda: dist.broadcast(values, self.first + source, group=self._control, async_op=True))
+
+    def tell_data(self, values: Tensor, source: int) -> Tensor:
+        """The same for a lot of data, on any device. Returns it where the backend wants it."""
+        if self.backend == "gloo":
+            values = values.cpu()
+            self.tell(values, source)
+        else:
+            dist.broadcast(values, self.first + source, group=self._data)
+        return values
+
+    @contextmanager
+    def guarding(self) -> Iterator[None]:
+        """Let the others know when this rank leaves with an exception."""
+        self.in_call = True
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, WorkerError):
+                self._leave_word(f"raised {type(error).__name__}: {error}")
+                self._linger()
+            forget(self)
+            raise
+        finally:
+            self.in_call = False
+
+    def _finish(self, start: Callable[[], Any]) -> None:
+        """Run one collective; in place of waiting for a rank that is gone, raise."""
+        try:
+            work = start()
+            while not self._is_done(work):
+                if self._words():
+                    raise RuntimeError("another rank has given up")
+        except RuntimeError as error:
+            explanation = self._explanation(error)
+            self._linger()
+            raise WorkerError(explanation) from error
+
+    @staticmethod
+    def _is_done(work: Any) -> bool:
+        try:
+            work.wait(POLL)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it ended meanwhile; if that was an error, here it comes
+        return True
+
+    def _leave_word(self, word: str) -> None:
+        try:
+            self._store.set(self._key("word", self.rank), word)
+        except RuntimeError:
+            return  # the store is gone, and with it whoever would have read this
+
+    def _words(self) -> dict[int, str]:
+        """What other ranks left behind before they gave up."""
+        keys = {rank: self._key("word", rank) for rank in range(self.size) if rank != self.rank}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+    def _explanation(self, cause: RuntimeError) -> str:
+        """Who is to blame, as far as the others can tell."""
+        self._leave_word("waited")
+        try:
+            end = time.monotonic() + GRACE
+            while True:
+                words = self._words()
+                raised = {rank: word for rank, word in words.items() if word.startswith("raised")}
+                if raised or len(words) == self.size - 1 or time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+        except RuntimeError:
+            keeper = "the launcher" if has_agent_store() else "rank 0"
+            return f"DIST_WORKERS={self.size}: {keeper}, which keeps the processes together, is gone ({cause})"
+        silent = [rank for rank in range(self.size) if rank not in words and rank != self.rank]
+        blamed = [f"{self._name(rank)} {word}" for rank, word in raised.items()]
+        if not raised:
+            blamed = [f"{self._name(rank)} is gone, or has not answered for {self.timeout}" for rank in silent]
+        return f"DIST_WORKERS={self.size}: {'; '.join(blamed) or 'the ranks have lost each other'} ({cause})"
+
+    def _linger(self) -> None:
+        """Where this process keeps the store: let the others read there what has happened, before it may be gone."""
+        if self.first + self.rank > 0 or has_agent_store():
+            return
+        end = time.monotonic() + GRACE
+        while len(self._words()) < self.size - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.5)
+
+    def _name(self, rank: int) -> str:
+        world_rank = f" (rank {self.first + rank} of all)" if self.first else ""
+        return f"rank {rank}{world_rank}"
+
+
+_links: dict[tuple[int, str], Link] = {}
+_num_links = 0
+
+
+def link_for(config: LookaheadConfig, device: torch.device) -> Link:
+    """The link for these settings, made by the first call that needs it. device: the prompt's."""
+    backend = config.backend or ("nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo")
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError(f"backend must be 'gloo' for prompts on {device.type}, got 'nccl'")
+    key = (config.num_workers, backend)
+    if key not in _links or _links[key].world is not dist.group.WORLD:  # the program may have made another group since
+        global _num_links
+        _num_links += 1
+        _links[key] = Link(*key, _num_links)
+    return _links[key]
+
+
+def forget(link: Link) -> None:
+    """The next call makes a new link: after a failure, messages of the old one may still be under way."""
+    for key in [key for key, known in _links.items() if known is link]:
+        del _links[key]
+
+
+def world_store(size: int) -> Any:
+    """torch.distributed's store, after it has been initialised with a number of processes that `size` divides."""
+    if not dist.is_available():
+        raise RuntimeError(f"DIST_WORKERS={size} needs torch.distributed, which this build of torch does not have")
+    if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"DIST_WORKERS must be 1 in a process that no launcher started, got {size}: "
+                f"use torchrun --nproc_per_node={size} ({missing[0]} is not set)"
+            )
+        check_world_size(size, int(os.environ["WORLD_SIZE"]))
+        dist.init_process_group("gloo")
+    check_world_size(size, dist.get_world_size())
+    return dist.distributed_c10d._get_default_store()
+
+
+def has_agent_store() -> bool:
+    """Whether the store is kept by the launcher, and not by rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def check_world_size(size: int, world_size: int) -> None:
+    if world_size % size:
+        raise ValueError(f"DIST_WORKERS must divide the number of processes, {world_size}, got {size}")
+
+
+def world_timeout() -> datetime.timedelta:
+    """How long the program's own process group waits."""
+    world = dist.group.WORLD
+    for device in ("cpu", "cuda"):
+        try:
+            timeout: datetime.timedelta = world._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]
+        except (RuntimeError, AttributeError):  # not for this device, or not so in this version
+            continue
+        return timeout
+    return dist.distributed_c10d.default_pg_timeout
+
+
+@contextmanager
+def team_for(config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> Iterator[Alone]:
+    """Who takes part in a call: this process, or the K of which it is one."""
+    if config.num_workers == 1:
+        yield Alone(config, device)
+        return
+    link = link_for(config, device)
+    if link.in_call:  # a processor, known to the leader alone, that calls generate() itself
+        yield Alone(config, device)
+        return
+    with link.guarding():
+        yield Team(link, config, device, stats)
+
+
+class Team(Alone):
+    """One of K ranks in one call."""
+
+    def __init__(self, link: Link, config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> None:
+        super().__init__(shared_settings(config), device)
+        self._link, self._rank, self._stats = link, link.rank, stats
+        self._max_nodes = max(1, config.num_guesses) * (config.ngram_size - 1)
+        self._sums_choices = False
+
+    # Before the first forward.
+
+    def agree(self, reason: str | None, *subjects: Any) -> str | None:
+        """subjects: model, input_ids, generation_config, model_kwargs, synced_gpus of the call."""
+        model, input_ids, generation_config, model_kwargs, synced_gpus = subjects
+        reason = reason or unsupported_reason(self.config, model, generation_config, synced_gpus)
+        names = ("settings of config_lade", "model", "prompt", "generation settings")
+        mine = torch.zeros(1 + len(names), dtype=torch.long)
+        if reason is not None:
+            mine[0] = 1
+        else:
+            masks = (model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))
+            mine[1:] = torch.tensor(
+                [
+                    self._config_digest(),
+                    model_digest(model),
+                    digest_of(input_ids, *masks),
+                    digest_of(plain_values(generation_config.to_dict())),
+                ]
+            )
+        everyones = torch.stack(self._link.gather(mine))  # [K, 5]
+        self._count("integers", mine)
+        unable = everyones[:, 0].nonzero()[:, 0].tolist()
+        if unable:
+            return reason or f"rank {unable[0]} cannot take part, see its own fallback_reason"
+        wrong = [
+            f"{name} of rank {', '.join(map(str, ranks))}"
+            for name, column in zip(names, everyones.T[1:], strict=True)
+            if (ranks := (column != column[LEADER]).nonzero()[:, 0].tolist())
+        ]
+        if wrong:
+            raise ValueError(f"DIST_WORKERS={self._link.size}: not as on rank 0: {'; '.join(wrong)}")
+        return None
+
+    def _config_digest(self) -> int:
+        names = (name for name in self.config.__slots__ if name not in ("debug", "backend", "dist_workers"))
+        return digest_of([self._link.size, self._link.backend, *(getattr(self.config, name) for name in names)])
+
+    def rules(self, kind: type[Rules], *arguments: Any) -> Rules:
+        """The leader's kind on all ranks: streamers, processors and criteria may be known to the leader alone."""
+        self._stats.num_workers = self._link.size
+        index = torch.tensor([KINDS.index(kind)])
+        self._tell("integers", index, LEADER)
+        kind = KINDS[int(index)]
+        self._sums_choices = kind is GreedyRules
+        if self._sums_choices:
+            return kind(*arguments)
+        if self._rank == LEADER:
+            rules = kind(*arguments)
+            rules.announce = self._announce
+            return rules
+        following = FollowingRowRules if kind is RowRules else FollowingLockstepRules
+        rules = following(*arguments)
+        rules.hear = self._hear
+        return rules
+
+    # In each step.
+
+    def share(self, tree: TokenTree, window_shape: tuple[int, int]) -> Share:
+        self._tree = tree
+        return split(tree, window_shape, self._link.size)[self._rank]
+
+    def exchange(self, share: Share, logits: Tensor, has_window: bool) -> tuple[Answers, Tensor | None]:
+        batch_size, size = len(logits), self._link.size
+        window_size = self.config.window_size
+        # Of one length in all steps and on all ranks, even on one that has gone astray.
+        values = torch.zeros(batch_size * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
+        table, states = values[:-size].view(batch_size, -1), values[-size:]
+        num_answers = 1 + share.tree.num_nodes
+        guesses = table[:, 1 + self._max_nodes :]
+        asked = [logits[:, :num_answers]] if self._sums_choices else []
+        if has_window and share.columns is not None:
+            asked.append(logits[:, num_answers:, : self.num_tokens])
+        best = (
+            torch.cat([best_tokens(part) for part in asked], dim=1).cpu() if asked else values[:0]
+        )  # one copy to the host
+        if self._sums_choices:
+            self._fill_in(table, share, best[:, :num_answers].tolist())
+        if has_window and share.columns is not None:
+            first, end = share.columns
+            guesses[:, first:end] = best[:, best.shape[1] - (end - first) :]
+        states[self._rank] = zlib.crc32(repr(self._tree).encode()) & 0x7FFFFFFF
+        self._link.add_up(values)
+        self._count("integers", values)
+        astray = (states != states[LEADER]).nonzero()[:, 0].tolist()
+        if astray:
+            raise RuntimeError(f"DIST_WORKERS={size}: rank {astray} guesses something else than rank 0 does")
+        answers = SharedAnswers(self, share, logits[:, :num_answers], table[:, : 1 + self._max_nodes])
+        return answers, guesses.long().to(self._device) if has_window else None
+
+    def _fill_in(self, table: Tensor, share: Share, best: list[list[int]]) -> None:
+        """Put down what this rank is to say. table: [B, 1 + n or more]. best: behind the root and this share's nodes."""
+        for row, nodes in enumerate(share.nodes):
+            if self._rank == LEADER:
+                table[row, 0] = best[row][0]
+            for node, token in zip(nodes, best[row][1:], strict=False):
+                if share.owners[row][node] == self._rank:
+                    table[row, 1 + node] = token
+
+    def commit(self, cache: LookaheadCache, share: Share, accepted: Accepted) -> None:
+        """The keys/values of each path come from the rank that owns its last node, those of a root alone from the leader."""
+        paths = {row: path for row, path in enumerate(accepted) if path is not None}
+        holders = {row: share.owners[row][path[-1]] if path else LEADER for row, path in paths.items()}
+        if paths:
+            cache.ensure_capacity(max(cache.lengths) + 1 + max(map(len, paths.values())))
+        received: list[tuple[int, int, list[Tensor]]] = []  # row, its length, what comes behind it
+        for holder in sorted(set(holders.values())):
+            rows = [row for row in paths if holders[row] == holder]
+            if holder == self._rank:
+                parts = [cache.read(row, [0, *block_indices(share, row, paths[row])]) for row in rows]
+                self._tell_data("keys/values", pack(parts), holder)
+                continue
+            like = [cache.read(row, [0] * (1 + len(paths[row]))) for row in rows]
+            found = unpack(self._tell_data("keys/values", pack(like), holder), like)
+            received += [(row, cache.lengths[row], part) for row, part in zip(rows, found, strict=True)]
+        kept: Accepted = [None] * len(accepted)
+        for row, path in paths.items():
+            is_here = holders[row] == self._rank
+            kept[row] = block_indices(share, row, path) if is_here else list(range(1, 1 + len(path)))
+        cache.commit(kept)
+        for row, start, part in received:
+            cache.write(row, start, part)
+
+    # At the end.
+
+    def end(self, do_sample: bool, device: torch.device) -> None:
+        """Leave every rank's random generator as plain generate() would leave the leader's."""
+        if not do_sample or device.type not in ("cpu", "cuda"):
+            return
+        on_gpu = device.type == "cuda"
+        state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+        self._tell("generator", state, LEADER)
+        if self._rank != LEADER:
+            torch.cuda.set_rng_state(state, device) if on_gpu else torch.set_rng_state(state)
+
+    def _announce(self, tokens: list[int], ended: list[bool]) -> None:
+        self._tell("integers", torch.tensor([*tokens, *ended]), LEADER)
+
+    def _hear(self, num_rows: int) -> tuple[list[int], list[bool]]:
+        values = torch.zeros(2 * num_rows, dtype=torch.long)
+        self._tell("integers", values, LEADER)
+        return values[:num_rows].tolist(), values[num_rows:].bool().tolist()
+
+    def logits_of(self, owner: int, logits: Tensor) -> Tensor:
+        """What `owner` has for the leader. logits: [k, V], on other ranks any of that shape."""
+        if owner == LEADER:
+            return logits
+        return self._tell_data("logits", logits.contiguous(), owner)
+
+    def _tell(self, what: str, values: Tensor, source: int) -> None:
+        if source == self._rank:
+            self._count(what, values)
+        self._link.tell(values, source)
+
+    def _tell_data(self, what: str, values: Tensor, source: int) -> Tensor:
+        if source == self._rank:
+            self._count(what, values)
+        return self._link.tell_data(values, source)
+
+    def _count(self, what: str, values: Tensor) -> None:
+        self._stats.sent_bytes[what] += values.numel() * values.element_size()
+
+
+class SharedAnswers(Answers):
+    """Each rank has the logits of its own share; likeliest tokens are known of all. Made for one step of one team.
+
+    Outside of the leader, `of_row` and `of_all` take part in getting the leader what it asks for and return nothing of use.
+    """
+
+    def __init__(self, team: Team, share: Share, logits: Tensor, best: Tensor) -> None:
+        """best: [B, 1 + n or more] ids."""
+        super().__init__(logits)
+        self._team, self._share, self._best = team, share, best
+
+    def best(self) -> list[list[int]]:
+        return self._best.tolist()
+
+    def of_row(self, row: int, node: int) -> Tensor:
+        return self._team.logits_of(self._owner(row, node), super().of_row(row, self._place(row, node)))
+
+    def of_all(self, nodes: list[int]) -> Tensor:
+        owners = [self._owner(row, node) for row, node in enumerate(nodes)]
+        logits = super().of_all([self._place(row, node) for row, node in enumerate(nodes)])
+        for owner in sorted(set(owners)):
+            rows = torch.tensor([row for row, known in enumerate(owners) if known == owner], device=logits.device)
+            logits[rows] = self._team.logits_of(owner, logits[rows]).to(logits.device)
+        return logits
+
+    def _owner(self, row: int, node: int) -> int:
+        return LEADER if node < 0 else self._share.owners[row][node]
+
+    def _place(self, row: int, node: int) -> int:
+        """Index of a node in this rank's tree; that of the root for nodes of other ranks."""
+        nodes = self._share.nodes[row]
+        return nodes.index(node) if node in nodes else -1
+
+
+class FollowingRowRules(RowRules):
+    """What the leader's `RowRules` decided."""
+
+    hear: Callable[[int], tuple[list[int], list[bool]]]
+
+    def _choose(self, answers: Answers, row: int, node: int) -> int:
+        answers.of_row(row, node)
+        tokens, self._ended = self.hear(1)
+        return tokens[0]
+
+    def _commit(self, row: int, token: int) -> bool:
+        self.texts.append([token], row)
+        self.num_generated += 1
+        self.is_finished[row] = self._ended[0]
+        return self.is_finished[row]
+
+
+class FollowingLockstepRules(LockstepRules):
+    """What the leader's `LockstepRules` decided."""
+
+    hear: Callable[[int], tuple[list[int], list[bool]]]
+
+    def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        self._answers.of_all(nodes)
+        tokens, self._ended = self.hear(len(nodes))
+        return tokens
+
+    def _commit(self, tokens: list[int]) -> bool:
+        self.texts.append_column(torch.tensor(tokens, device=self.texts.ids.device))
+        self.num_generated += self.is_finished.count(False)
+        self.is_finished = self._ended
+        return all(self.is_finished)
+
+
+def block_indices(share: Share, row: int, path: list[int]) -> list[int]:
+    """Where the nodes of a path lie in this rank's block."""
+    place = {node: index for index, node in enumerate(share.nodes[row])}
+    return [1 + place[node] for node in path]
+
+
+def pack(rows: list[list[Tensor]]) -> Tensor:
+    """Tensors of any shapes, types and devices as one row of bytes, on the device of the first."""
+    parts = [part for row in rows for part in row]
+    return torch.cat([part.reshape(-1).view(torch.uint8).to(parts[0].device) for part in parts])
+
+
+def unpack(data: Tensor, like: list[list[Tensor]]) -> list[list[Tensor]]:
+    """What `pack` made of tensors shaped as in `like`, which says where they go."""
+    sizes = [part.numel() * part.element_size() for row in like for part in row]
+    pieces = iter(data.split(sizes))
+    # A copy of its own for each piece, because another type's may begin at any byte.
+    return [[next(pieces).clone().view(part.dtype).view(part.shape).to(part.device) for part in row] for row in like]
+
+
+def shared_settings(config: LookaheadConfig) -> LookaheadConfig:
+    """The settings as several processes can follow them: blocks whose size went by each one's own clock would part them."""
+    wanted: dict[str, Any] = {"adaptive": False}  # where there is such a setting
+    if getattr(config, "mode", None) == "auto":
+        wanted["mode"] = "lookahead"
+    return dataclasses.replace(config, **{name: value for name, value in wanted.items() if hasattr(config, name)})
+
+
+def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: Any, synced_gpus: bool) -> str | None:
+    """Why a request that one process could serve is not shared among several."""
+    if not getattr(config, "uses_window", True):
+        return "guesses that come from all logits of a step are not shared (DIST_WORKERS); MODE='lookahead' is"
+    asked = [name for name in RECORDED if getattr(generation_config, name, None)]
+    if generation_config.return_dict_in_generate and asked:
+        return f"{asked[0]} is not collected from several processes (DIST_WORKERS)"
+    if synced_gpus:
+        return "synced_gpus says that no process has the whole model, which DIST_WORKERS needs"
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return "a model whose layers are split over processes (tp_plan) is not whole on each, which DIST_WORKERS needs"
+    return None
+
+
+def model_digest(model: Any) -> int:
+    """Of the model's settings, its parameters' shapes, and a sample of their values."""
+    parameters = list(model.named_parameters())
+    names = [(name, tuple(part.shape), str(part.dtype)) for name, part in parameters]
+    step = max(1, len(parameters) // SAMPLED_PARAMETERS)
+    samples = []
+    for _, part in parameters[::step]:
+        if part.device.type != "meta":  # offloaded
+            flat = part.detach().reshape(-1)
+            samples.append(flat[:: max(1, math.ceil(flat.numel() / SAMPLED_VALUES))])
+    return digest_of(names, plain_values(model.config.to_dict()), *samples)
+
+
+def plain_values(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings that mean the same in every process."""
+    kinds = (bool, int, float, str, list)
+    return {name: value for name, value in settings.items() if isinstance(value, kinds) and name != "_name_or_path"}
+
+
+def digest_of(*subjects: Any) -> int:
+    """63 bits that differ where the subjects do: tensors, or what JSON can say."""
+    digest = hashlib.sha256()
+    for subject in subjects:
+        if isinstance(subject, Tensor):
+            digest.update(f"{subject.dtype}{tuple(subject.shape)}".encode())
+            digest.update(subject.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+        else:
+            digest.update(json.dumps(subject, sort_keys=True, default=str).encode())
+        digest.update(b"|")
+    return int.from_bytes(digest.digest()[:8], "little") >> 1

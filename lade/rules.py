@@ -60,6 +60,28 @@ ROW_WISE_PROCESSORS = {
 MAX_LEAD = 32
 
 
+class Answers:
+    """What the model said behind the root and behind each node of a tree."""
+
+    def __init__(self, logits: Tensor) -> None:
+        """logits: [B, 1 + n, V]."""
+        self.logits = logits
+
+    def best(self) -> list[list[int]]:
+        """The likeliest token behind each of them, [B, 1 + n]."""
+        found: list[list[int]] = best_tokens(self.logits).tolist()
+        return found
+
+    def of_row(self, row: int, node: int) -> Tensor:
+        """Behind one node (-1 = root) of one row. Returns [1, V]."""
+        return self.logits[row : row + 1, node + 1]
+
+    def of_all(self, nodes: list[int]) -> Tensor:
+        """Behind one node of each row. Returns [B, V]."""
+        index = torch.tensor(nodes, device=self.logits.device) + 1
+        return self.logits[torch.arange(len(nodes), device=index.device), index]
+
+
 class Rules:
     """Common part: the texts, which rows have ended, and what generate() asked for."""
 
@@ -80,12 +102,12 @@ class Rules:
         self.num_generated = 0  # tokens of all rows, without what pads finished ones
         pad_token = generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
+        self.announce: Callable[[list[int], list[bool]], None] | None = None  # tells others of tokens and ended rows
 
-    def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
+    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         """Commit what the model chose along each row's tree.
 
-        logits: [B, 1 + n, V] behind the root and behind each node. Returns the accepted nodes of each row; None for a row
-        to which nothing was committed.
+        Returns the accepted nodes of each row; None for a row to which nothing was committed.
         """
         raise NotImplementedError
 
@@ -106,8 +128,8 @@ class GreedyRules(Rules):
         self._max_length = int(self.criteria.max_length or 0)
         self._eos_ids = eos_ids(self.criteria)
 
-    def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
-        choices = best_tokens(logits).tolist()
+    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
+        choices = answers.best()
         accepted: Accepted = []
         for row, children in enumerate(children_of_rows(tree)):
             if self.is_finished[row]:
@@ -140,7 +162,7 @@ class RowRules(Rules):
         self._noise: dict[int, Tensor] = {}  # length -> [B, V], drawn once per length in order
         self._scratch = torch.Generator(self.texts.ids.device)
 
-    def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
+    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         texts = self.texts
         unfinished = [length for length, done in zip(texts.lengths, self.is_finished, strict=True) if not done]
         accepted: Accepted = []
@@ -149,14 +171,14 @@ class RowRules(Rules):
             if self.is_finished[row] or is_far_ahead:
                 accepted.append(None)
             else:
-                accepted.append(walk(children, partial(self._choose, logits, row), partial(self._commit, row)))
+                accepted.append(walk(children, partial(self._choose, answers, row), partial(self._commit, row)))
         for length in [length for length in self._noise if length < min(unfinished)]:
             del self._noise[length]
         return accepted
 
-    def _choose(self, logits: Tensor, row: int, node: int) -> int:
+    def _choose(self, answers: Answers, row: int, node: int) -> int:
         device = self.texts.ids.device
-        raw = logits[row : row + 1, node + 1].to(dtype=torch.float32, copy=True, device=device)
+        raw = answers.of_row(row, node).to(dtype=torch.float32, copy=True, device=device)
         scores = self.processor(self.texts.row(row), raw)
         if not self.do_sample:
             return int(scores.argmax(dim=-1))
@@ -175,6 +197,8 @@ class RowRules(Rules):
         self.texts.append([token], row)
         self.num_generated += 1
         self.is_finished[row] = bool(self.criteria(self.texts.row(row), None).all())
+        if self.announce is not None:
+            self.announce([token], [self.is_finished[row]])
         return self.is_finished[row]
 
 
@@ -183,25 +207,20 @@ class LockstepRules(Rules):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        device = self.texts.ids.device
-        self._rows = torch.arange(len(self.is_finished), device=device)
-        self._unfinished = torch.ones_like(self._rows)
+        self._unfinished = torch.ones(len(self.is_finished), dtype=torch.long, device=self.texts.ids.device)
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
         """Plain generate() goes on with finished rows: with pad tokens, or without any change if nothing pads them."""
         return tree.with_chains(self._finished_rows, self.pad_token, max_depth) if self._pads else tree
 
-    def verify(self, tree: TokenTree, logits: Tensor) -> Accepted:
-        self._logits, self._children = logits, children_of_rows(tree)
+    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
+        self._answers, self._children = answers, children_of_rows(tree)
         return list(walk_together(self._children, self._choose, self._commit))
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         texts = self.texts
-        index = torch.tensor(nodes, device=self._logits.device) + 1
-        logits = self._logits[self._rows.to(index.device), index].to(
-            dtype=torch.float32, copy=True, device=texts.ids.device
-        )
+        logits = self._answers.of_all(nodes).to(dtype=torch.float32, copy=True, device=texts.ids.device)
         scores = self.processor(texts.all_rows(), logits)
         self.recorder.record(nodes, paths, scores, logits)
         if self.do_sample:
@@ -225,6 +244,8 @@ class LockstepRules(Rules):
             is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
             (self.streamer.put_guess if is_told else self.streamer.put)(self._tokens.cpu())
         self.is_finished = (self._unfinished == 0).tolist()
+        if self.announce is not None:
+            self.announce(self._tokens.tolist(), self.is_finished)
         return all(self.is_finished)
 
 
@@ -236,8 +257,8 @@ def rules_for(
     streamer: Any,
     recorder: OutputRecorder,
     needs_equal_lengths: bool,
-) -> Rules:
-    """The fastest rules that give plain generate()'s result.
+) -> type[Rules]:
+    """The fastest rules that give plain generate()'s result; they are made with the same arguments but the last.
 
     needs_equal_lengths: all rows must have one length, because of the model or of who gets the cache.
     """
@@ -249,12 +270,11 @@ def rules_for(
     rows_apart = (
         ends_apart and streamer is None and not recorder.is_recording and not (is_batch and needs_equal_lengths)
     )
-    kind: type[Rules] = LockstepRules
     if rows_apart and not logits_processor and not generation_config.do_sample:
-        kind = GreedyRules
-    elif rows_apart and is_batch and all(map(is_row_wise, logits_processor)):
-        kind = RowRules
-    return kind(input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder)
+        return GreedyRules
+    if rows_apart and is_batch and all(map(is_row_wise, logits_processor)):
+        return RowRules
+    return LockstepRules
 
 
 def is_row_wise(processor: Callable[..., Tensor]) -> bool:

@@ -33,6 +33,8 @@ class GenerationStats:
     draft_seconds: float = 0.0  # proposing and learning
     forward_seconds: float = 0.0  # laying out and running the blocks; the prompt's forward does not count
     verify_seconds: float = 0.0  # choosing and committing tokens, with the user's processors, criteria and streamers
+    num_workers: int = 1  # processes that shared the steps; block_tokens are this process's
+    sent_bytes: Counter[str] = field(default_factory=Counter)  # what this process told the others, by kind
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property
@@ -67,6 +69,8 @@ class GenerationStats:
             "verify_seconds": self.verify_seconds,
             "used_kernel": self.used_kernel,
             "kernel_reason": self.kernel_reason,
+            "num_workers": self.num_workers,
+            "sent_bytes": dict(self.sent_bytes),
         }
 
 

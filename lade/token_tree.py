@@ -57,6 +57,15 @@ class TokenTree:
                     row[node] |= row[parent]
         return visible
 
+    def part(self, nodes: list[list[int]]) -> TokenTree:
+        """Some of the nodes. nodes: per row, increasing, with all their ancestors."""
+        tokens, parents = [], []
+        for row, kept in enumerate(nodes):
+            place = {node: index for index, node in enumerate(kept)} | {-1: -1}
+            tokens.append([self.tokens[row][node] for node in kept])
+            parents.append([place[self.parents[row][node]] for node in kept])
+        return TokenTree(tokens, parents)
+
     def with_chains(self, rows: list[int], token: int, length: int) -> TokenTree:
         """The same tree, but in some rows a single chain of one token: what plain generate() goes on with there."""
         tokens, parents = list(self.tokens), list(self.parents)

@@ -47,7 +47,25 @@ def test_sizes_choose_the_window_unless_a_mode_is_named():
 
 def test_the_originals_keywords_are_taken():
     lade.config_lade(SPLIT_FLAG=1, DIST_WORKERS=1, backend="nccl", USE_FLASH=0)
-    assert current_config() == LookaheadConfig()
+    assert current_config() == LookaheadConfig(dist_workers=1, backend="nccl")
+
+
+def test_workers_of_the_environment(monkeypatch):
+    assert current_config().num_workers == 1
+    monkeypatch.setenv("DIST_WORKERS", "3")
+    assert current_config().num_workers == 3
+    assert lade.distributed()
+    lade.config_lade(DIST_WORKERS=1)  # what the program says wins
+    assert current_config().num_workers == 1
+    assert not lade.distributed()
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1", "2.5", "5000"])
+def test_wrong_workers_of_the_environment(monkeypatch, value):
+    monkeypatch.setenv("DIST_WORKERS", value)
+    with pytest.raises(ValueError, match="DIST_WORKERS in the environment must be an integer from 1 to 4096") as error:
+        lade.distributed()
+    assert value in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +89,8 @@ def test_nothing_is_half_applied():
         lade.config_lade(LEVEL=7, WINDOW_SIZE=2, GUESS_SET_SIZE=-7)
     with pytest.raises(ValueError, match="tokens in a step"):
         lade.config_lade(LEVEL=64, WINDOW_SIZE=1000)
-    with pytest.raises(NotImplementedError, match="DIST_WORKERS"):
-        lade.config_lade(LEVEL=7, DIST_WORKERS=2)
+    with pytest.raises(ValueError, match="DIST_WORKERS"):
+        lade.config_lade(LEVEL=7, DIST_WORKERS=0)
     with pytest.raises(TypeError, match="LEVELS"):
         lade.config_lade(LEVELS=7)
     assert current_config() == LookaheadConfig()

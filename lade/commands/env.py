@@ -30,7 +30,15 @@ PACKAGES = (
     "kernels",
     "bitsandbytes",
 )
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM", "TRITON_INTERPRET")
+VARIABLES = (
+    "DIST_WORKERS",
+    "WORLD_SIZE",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "TRITON_INTERPRET",
+)
 # The methods of transformers' GenerationMixin that augment_all() replaces.
 PATCHED_METHODS = ("generate", "_sample", "_beam_search", "_assisted_decoding")
 

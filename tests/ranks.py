@@ -1,0 +1,395 @@
+"""Processes for tests/test_parallel.py: `launch` starts K ranks, and the functions below are what they run."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import multiprocessing
+import os
+import random
+import socket
+import time
+import traceback
+from multiprocessing.connection import wait
+
+import torch
+from conftest import Recorder, generate_plain, prompt, tiny_llama
+from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import lade
+from lade import parallel, shares
+from lade.parallel import Team
+
+# Children are forked from a process that has imported these once and does nothing else.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torch.distributed", "transformers.models.llama.modeling_llama", "lade.augment", "conftest"]
+)
+
+
+def launch(function, size, *arguments, seconds=60):
+    """Run function(rank, *arguments) in `size` processes. Returns what each returned, or None for one that died."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(size):
+        receiver, sender = SERVER.Pipe(duplex=False)
+        process = SERVER.Process(target=_rank_main, args=(sender, function, rank, size, port, arguments))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    results, end = {}, time.monotonic() + seconds
+    try:
+        while len(results) < size:
+            ready = wait([p for rank, p in enumerate(pipes) if rank not in results], max(0, end - time.monotonic()))
+            assert ready, f"ranks {sorted(set(range(size)) - set(results))} did not end within {seconds} s"
+            for pipe in ready:
+                try:
+                    results[pipes.index(pipe)] = pipe.recv()
+                except EOFError:
+                    results[pipes.index(pipe)] = None
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
+            assert process.exitcode is not None, f"a rank has returned but did not exit within {seconds} s"
+    finally:
+        for process in processes:
+            process.kill()
+    for result in results.values():
+        if isinstance(result, str) and result.startswith("Traceback"):
+            raise AssertionError(result)
+    return [results[rank] for rank in range(size)]
+
+
+def _rank_main(sender, function, rank, size, port, arguments):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "USE_LADE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    lade.augment_all()
+    try:
+        sender.send(function(rank, *arguments))
+    except Exception:
+        sender.send(traceback.format_exc())
+
+
+def own_group(seconds=60):
+    """A process group that the program has made before lade needs one."""
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+
+
+def digest(tensors):
+    hashed = hashlib.sha256()
+    for tensor in tensors:
+        hashed.update(tensor.contiguous().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+# What a case needs beside its name is made in each process anew.
+class CountingBias(LogitsProcessor):
+    """Stateful: its scores depend on how often it was called."""
+
+    def __init__(self):
+        self.prefixes = []
+
+    def __call__(self, input_ids, scores):
+        self.prefixes.append(input_ids.tolist())
+        scores = scores.clone()
+        scores[:, len(self.prefixes) % scores.shape[1]] += 0.02
+        return scores
+
+
+class Countdown(StoppingCriteria):
+    """Ends after a number of calls, as a clock would: it says nothing about the text."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls -= 1
+        return torch.full((len(input_ids),), self.calls <= 0)
+
+
+CASES = {
+    "greedy": {},
+    "ends": {"eos_token_id": [17, 23, 40], "pad_token_id": 0},
+    "sampled": {"do_sample": True, "temperature": 0.3, "top_k": 20},
+    "penalty": {"repetition_penalty": 1.2},
+    "stateful": {"do_sample": True, "temperature": 0.3, "stateful": True},
+    "countdown": {"countdown": 17},
+}
+
+
+def arguments_of(case):
+    """Arguments of generate(), and the objects among them that can be looked at afterwards."""
+    arguments = {"max_new_tokens": 20, **CASES[case]}
+    processor = CountingBias() if arguments.pop("stateful", False) else None
+    countdown = arguments.pop("countdown", None)
+    if processor is not None:
+        arguments["logits_processor"] = LogitsProcessorList([processor])
+    if countdown is not None:
+        arguments["stopping_criteria"] = StoppingCriteriaList([Countdown(countdown)])
+    return arguments, processor
+
+
+def inputs_of(batch_size, seed):
+    """A prompt, or several of which one is padded."""
+    inputs = prompt(20, batch_size, seed)
+    if batch_size > 1:
+        inputs["attention_mask"][0, :4] = 0
+    return inputs
+
+
+def deal_backwards():
+    """The likeliest guesses go to the last rank instead of the leader."""
+    original = shares.split_row
+    shares.split_row = lambda parents, costs: original(parents, costs)[::-1]
+
+
+def run_cases(rank, settings, batches, workers, backwards):
+    """Every case under every setting. Returns (settings, case, batch size, seed) -> what came out."""
+    if backwards:
+        deal_backwards()
+    model, found = tiny_llama(), {}
+    for level, window, guesses in settings:
+        lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses, DIST_WORKERS=workers)
+        for case in CASES:
+            for batch_size, seed in batches:
+                arguments, processor = arguments_of(case)
+                torch.manual_seed(seed + rank)  # the leader's counts
+                output = model.generate(**inputs_of(batch_size, seed), **arguments)
+                stats = lade.last_stats()
+                found[(level, window, guesses), case, batch_size, seed] = {
+                    "tokens": output.tolist(),
+                    "generator": digest([torch.get_rng_state()]) if arguments.get("do_sample") else None,
+                    "steps": stats.steps,
+                    "generated": stats.generated_tokens,
+                    "blocks": stats.block_tokens,
+                    "sent": dict(stats.sent_bytes),
+                    "reason": stats.fallback_reason,
+                    "prefixes": processor and processor.prefixes,
+                }
+    return found
+
+
+def look_at_caches(rank, share_paths):
+    """Keys/values that calls leave behind; with share_paths=False each rank keeps what it has."""
+    deal_backwards()
+    if not share_paths:
+        Team._tell_data = lambda self, what, values, source: values
+    model, found = tiny_llama(torch.float32), []
+    lade.config_lade(LEVEL=5, WINDOW_SIZE=4, GUESS_SET_SIZE=8, DIST_WORKERS=2)
+    for seed in range(4):
+        output = model.generate(**prompt(20, seed=seed), max_new_tokens=40, return_dict_in_generate=True)
+        layers = output.past_key_values.layers
+        states = [states for layer in layers for states in (layer.keys, layer.values)]
+        sent = lade.last_stats().sent_bytes["keys/values"]
+        found.append((output.sequences.tolist(), digest(states), states[0][0, 0, :, 0].tolist(), sent))
+    return found
+
+
+def stream(rank):
+    """A streamer on every rank, a processor on the leader alone, and what each of them got."""
+    own_group()
+    model, streamer = tiny_llama(), Recorder()
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    processors = LogitsProcessorList([CountingBias()] if rank == 0 else [])
+    output = model.generate(**prompt(20), max_new_tokens=24, streamer=streamer, logits_processor=processors)
+    # The program's own group was neither replaced nor used up.
+    ones = torch.ones(1)
+    torch.distributed.all_reduce(ones)
+    return output.tolist(), streamer.calls, lade.last_stats().fallback_reason, int(ones)
+
+
+def draw(seed):
+    """Random arguments, prompt and settings, the same in every process."""
+    rng, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+    arguments = {"max_new_tokens": rng.randint(1, 36), "do_sample": rng.random() < 0.5}
+    for name, values in {
+        "temperature": (0.1, 0.7, 1.5),
+        "top_k": (1, 5, 30),
+        "top_p": (0.3, 0.9),
+        "repetition_penalty": (0.9, 1.2),
+        "no_repeat_ngram_size": (2, 4),
+        "eos_token_id": ([7, 30, 41], [50]),
+        "min_new_tokens": (1, 9),
+        "bad_words_ids": ([[5], [6, 7]],),
+        "prefill_chunk_size": (2, 9),
+        "cache_implementation": ("dynamic", "static"),
+        "max_time": (1000.0,),
+        "return_dict_in_generate": (True,),
+    }.items():
+        if rng.random() < 0.25:
+            arguments[name] = rng.choice(values)
+    batch_size, length = rng.choice((1, 1, 2, 4)), rng.randint(1, 30)
+    ids = torch.randint(3, rng.randint(4, 61), (batch_size, length), generator=numbers)
+    mask = torch.ones_like(ids)
+    for row in range(batch_size):
+        pads = rng.randrange(length)
+        ids[row, :pads], mask[row, :pads] = 0, 0
+    setting = {"LEVEL": rng.randint(2, 6), "WINDOW_SIZE": rng.randint(1, 6), "ALWAYS_FWD_ONE": rng.randint(0, 1)}
+    setting |= {"GUESS_SET_SIZE": rng.choice((0, 1, 3, 7, -1)), "USE_FLASH": rng.choice((0, 0, 1))}
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, **arguments}, setting
+
+
+def run_random(rank, seeds, workers):
+    """Random calls. Returns the tokens of each, the state of the generator after sampling, and whether lookahead ran."""
+    model, found = tiny_llama(), []
+    deal_backwards()
+    for seed in seeds:
+        arguments, setting = draw(seed)
+        lade.config_lade(**setting, DIST_WORKERS=workers)
+        found.append((*result_of(model.generate, seed + rank, arguments), lade.last_stats().fallback_reason))
+    return found
+
+
+def result_of(generate, seed, arguments):
+    torch.manual_seed(seed)
+    output = generate(**arguments)
+    tokens = output.sequences if arguments.get("return_dict_in_generate") else output
+    return tokens.tolist(), digest([torch.get_rng_state()]) if arguments["do_sample"] else None
+
+
+def run_families(rank, names):
+    """Models of other families: their own caches, masks and positions. Returns (name, case) -> equal to plain, reason."""
+    from families import FAMILIES
+
+    found = {}
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, DIST_WORKERS=2)
+    deal_backwards()
+    for family in FAMILIES:
+        if not family.exists or (names and family.name not in names):
+            continue
+        model = family.build()
+        for batch_size in (3,) if names else (1, 3):
+            ids = prompt(12, batch_size, seed=batch_size)["input_ids"].repeat(1, 2)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
+            for do_sample in (False, True):
+                arguments = inputs | {"do_sample": do_sample, "temperature": 0.5 if do_sample else None}
+                os.environ["USE_LADE"] = "0"
+                plain = result_of(model.generate, 0, arguments)
+                os.environ["USE_LADE"] = "1"
+                shared = result_of(model.generate, 0, arguments)
+                stats = lade.last_stats()
+                found[family.name, batch_size, do_sample] = plain == shared, stats.fallback_reason
+    return found
+
+
+class Adviser(LogitsProcessor):
+    """Asks the model itself, with a generate() call of its own, and prefers what it says."""
+
+    def __init__(self, model):
+        self.model, self.workers = model, []
+
+    def __call__(self, input_ids, scores):
+        said = self.model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=3)
+        self.workers.append(lade.last_stats().num_workers)
+        scores = scores.clone()
+        scores[:, said[0, -1]] += 1
+        return scores
+
+
+def nest(rank):
+    """A call inside of another one, on the leader; and a process group that is replaced between two calls."""
+    model, found = tiny_llama(), []
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    for _ in range(2):
+        adviser = Adviser(model)
+        output = model.generate(**prompt(20), max_new_tokens=8, logits_processor=LogitsProcessorList([adviser]))
+        found.append((output.tolist(), lade.last_stats().num_workers, adviser.workers))
+        torch.distributed.destroy_process_group()
+    return found
+
+
+def fall_back(rank):
+    """Requests that several processes do not share; the last one only because of rank 1."""
+    model, found = tiny_llama(), []
+    lade.config_lade(DIST_WORKERS=2)
+    for arguments in ({"num_beams": 2}, {"return_dict_in_generate": True, "output_scores": True}, {}):
+        if not arguments:
+            model.train(rank == 1)
+        output = model.generate(**prompt(12), max_new_tokens=8, **arguments)
+        found.append((getattr(output, "sequences", output).tolist(), lade.last_stats().fallback_reason))
+    return found
+
+
+def split_layers(rank, folder):
+    """A model whose layers transformers itself has split over two processes."""
+    own_group()
+    if rank == 0:
+        tiny_llama(torch.float32, vocab_size=64).save_pretrained(folder)
+    torch.distributed.barrier()
+    model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32, attn_implementation="sdpa")
+    assert model._tp_size == 2
+    found = []
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=1)
+    for arguments in ({}, {"do_sample": True, "temperature": 0.4}):
+        torch.manual_seed(0)
+        plain = generate_plain(model, prompt(20), max_new_tokens=24, **arguments)
+        torch.manual_seed(0)
+        output = model.generate(**prompt(20), max_new_tokens=24, **arguments)
+        found.append((plain.tolist(), output.tolist(), lade.last_stats().steps))
+    lade.config_lade(DIST_WORKERS=2)
+    output = model.generate(**prompt(20), max_new_tokens=24)
+    return *found, (output.tolist(), lade.last_stats().fallback_reason)
+
+
+def two_pairs(rank):
+    """Four processes, two by two, each pair with a prompt of its own."""
+    own_group()
+    model = tiny_llama()
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    output = model.generate(**prompt(20, seed=rank // 2), max_new_tokens=24)
+    return output.tolist(), lade.last_stats().num_workers, lade.last_stats().fallback_reason
+
+
+def differ(rank, what):
+    """Rank 1 is started with something else. Returns the error."""
+    own_group(seconds=2 if what == "workers" else 60)
+    model, inputs, arguments = tiny_llama(), prompt(20), {"max_new_tokens": 8}
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    if rank == 1:
+        if what == "settings":
+            lade.config_lade(WINDOW_SIZE=2)
+        elif what == "model":
+            with torch.no_grad():
+                model.model.embed_tokens.weight *= 1.01
+        elif what == "prompt":
+            inputs = prompt(20, seed=1)
+        elif what == "generation settings":
+            arguments["max_new_tokens"] = 9
+        elif what == "workers":
+            lade.config_lade(DIST_WORKERS=1)
+    try:
+        model.generate(**inputs, **arguments)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def fail(rank, culprit, how):
+    """One rank stops in the middle of a call. Returns how it ended, and after how long; then what the next call gives."""
+    own_group(seconds=2 if how == "hangs" else 60)
+    parallel.GRACE = 2.0
+    model, steps, began = tiny_llama(), [], time.monotonic()
+
+    def before_forward(*_):
+        steps.append(time.monotonic())
+        if rank == culprit and len(steps) == 5:
+            if how == "dies":
+                os._exit(1)
+            if how == "hangs":
+                time.sleep(8)
+            raise RuntimeError("no memory left")
+
+    hook = model.model.register_forward_pre_hook(before_forward)
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=3)
+    try:
+        model.generate(**prompt(20), max_new_tokens=40)
+        ended = None
+    except RuntimeError as error:
+        ended = type(error).__name__, str(error), time.monotonic() - began
+    if how != "raises":
+        return ended
+    hook.remove()
+    return *ended, model.generate(**prompt(20), max_new_tokens=8).tolist()

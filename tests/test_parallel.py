@@ -1,0 +1,295 @@
+"""Several processes share each step: the tokens of one process's plain generate(), on all of them, or a named error."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import ranks
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+
+import lade
+from lade.parallel import pack, unpack
+
+SETTINGS = {2: [(5, 7, 7), (2, 3, 0)], 3: [(5, 7, 7), (4, 1, 4)]}
+BATCHES = [(1, 0), (3, 1)]  # rows, seed
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """(Settings, case, batch size, seed) -> what plain generate() and lookahead in one process say, both in this one."""
+    known = {}
+
+    def of(settings, case, batch_size, seed):
+        key = settings, case, batch_size, seed
+        if key not in known:
+            model, inputs = tiny_llama(), ranks.inputs_of(batch_size, seed)
+            arguments, processor = ranks.arguments_of(case)
+            torch.manual_seed(seed)
+            plain = generate_plain(model, inputs, **arguments)
+            state = ranks.digest([torch.get_rng_state()])
+            level, window, guesses = settings
+            lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses, DIST_WORKERS=1)
+            torch.manual_seed(seed)
+            model.generate(**inputs, **ranks.arguments_of(case)[0])
+            known[key] = plain.tolist(), state, lade.last_stats(), processor and processor.prefixes
+        return known[key]
+
+    return of
+
+
+@pytest.mark.parametrize(("workers", "backwards"), [(2, False), (2, True), (3, False)])
+def test_same_tokens_on_all_ranks(lade_on, alone, workers, backwards):
+    settings = SETTINGS[workers][: 1 if backwards else None]
+    found = ranks.launch(ranks.run_cases, workers, settings, BATCHES, workers, backwards)
+    num_ahead = num_balanced = 0
+    for key, first in found[0].items():
+        level, window, guesses = key[0]
+        tokens, state, stats, prefixes = alone(*key)
+        for rank in range(workers):
+            result = found[rank][key]
+            assert result["reason"] is None
+            assert result["tokens"] == tokens, (rank, key)
+            assert result["steps"] == stats.steps, (rank, key)
+            assert result["generated"] == stats.generated_tokens
+            assert result["generator"] in (None, state)
+            # Processors are asked once, as in plain, and on the leader alone.
+            assert result["prefixes"] == (prefixes if rank == 0 else prefixes and [])
+        num_ahead += first["steps"] < first["generated"] / key[2]
+        blocks = [found[rank][key]["blocks"] for rank in range(workers)]
+        assert all(max(parts) <= whole for *parts, whole in zip(*blocks, stats.block_tokens, strict=True))
+        if window >= workers and guesses >= workers and not backwards:
+            # The first level is needed by all, and nodes that several paths share are computed by several ranks.
+            assert max(map(max, blocks)) <= (level - 1) * (window + guesses) / workers + window + level
+            num_balanced += max(map(max, blocks)) < max(stats.block_tokens)
+    assert num_ahead >= len(found[0]) / 4
+    assert num_balanced > 0 or backwards
+    if backwards:
+        sent = [found[1][key]["sent"] for key in found[1]]
+        assert any(part.get("keys/values") for part in sent)
+        assert any(part.get("logits") for part in sent)
+    else:
+        check_bytes(found)
+
+
+def check_bytes(found):
+    """A step sends one table of integers and the keys/values of what it committed; logits only where rules need them."""
+    config = tiny_llama().config
+    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 8
+    workers = len(found)
+    for key, first in found[0].items():
+        (level, window, guesses), case, batch_size, _ = key
+        sent = [found[rank][key]["sent"] for rank in range(workers)]
+        if case == "greedy" and batch_size == 1:
+            table = 4 * (1 + (level - 1) * max(1, guesses) + window + workers)
+            assert sent[1]["integers"] == first["steps"] * table + 5 * 8  # and once per call five numbers to compare
+            assert "logits" not in sent[0] | sent[1]
+            num_kept = sum(part.get("keys/values", 0) for part in sent) // per_token
+            # The last token's own are never needed; where a text ends inside a path, the rest of it may go along.
+            assert first["generated"] - 1 <= num_kept < first["generated"] + level
+
+
+@pytest.mark.parametrize("workers", [3])
+def test_random_combinations(lade_on, workers):
+    seeds = range(int(os.environ.get("LADE_FUZZ_EXAMPLES", "10")))
+    found = ranks.launch(ranks.run_random, workers, seeds, workers, seconds=60 + 5 * len(seeds))
+    model = tiny_llama()
+    for seed, results in zip(seeds, zip(*found, strict=True), strict=True):
+        arguments, setting = ranks.draw(seed)
+        plain = ranks.result_of(partial(generate_plain, model, {}), seed, arguments)
+        assert all(result == (*plain, None) for result in results), (arguments, setting)
+
+
+LONG = pytest.mark.skipif(os.environ.get("LADE_LONG_TESTS") != "1", reason="outside the normal run (LADE_LONG_TESTS=1)")
+FEW_FAMILIES = ["bloom", "gemma3_text", "deepseek_v2", "lfm2"]
+
+
+@pytest.mark.parametrize("names", [FEW_FAMILIES, pytest.param(None, marks=LONG)], ids=["few", "all"])
+def test_other_families(lade_on, names):
+    first, second = ranks.launch(ranks.run_families, 2, names, seconds=60 if names else 900)
+    assert first == second
+    assert len(first) >= 2 * len(names or range(200))
+    falls_back = ("phi3-longrope-across", "doge", "doge-window")
+    for (name, *case), (is_same, reason) in first.items():
+        assert is_same, (name, case)
+        assert reason is None or name in falls_back, (name, reason)
+
+
+def test_keys_of_any_type_travel_as_bytes():
+    numbers = torch.Generator().manual_seed(0)
+    shapes = [((2, 3, 4, 5), torch.float32), ((1, 1, 4, 3), torch.bfloat16), ((1, 2, 4, 0), torch.float64)]
+    rows = [
+        [torch.randn(shape, generator=numbers).to(dtype) for shape, dtype in [*shapes, shapes[0]]] for _ in range(2)
+    ]
+    for row, other in zip(rows, unpack(pack(rows), rows), strict=True):
+        for part, copy in zip(row, other, strict=True):
+            assert copy.dtype == part.dtype
+            assert torch.equal(copy, part)
+
+
+def test_caches_are_the_same_to_the_bit(lade_on):
+    first, second = ranks.launch(ranks.look_at_caches, 2, True)
+    assert [found[:3] for found in first] == [found[:3] for found in second]
+    assert sum(found[3] for found in second) > 0  # paths came from the other rank too
+    model = tiny_llama(torch.float32)
+    plain = [generate_plain(model, prompt(20, seed=seed), max_new_tokens=40).tolist() for seed in range(4)]
+    assert [found[0] for found in first] == plain
+    # Negative control: without the exchange of keys/values something is different.
+    alone = ranks.launch(ranks.look_at_caches, 2, False)
+    assert [found[:2] for found in alone[0]] != [found[:2] for found in alone[1]]
+
+
+def test_the_leader_streams(lade_on):
+    first, second = ranks.launch(ranks.stream, 2)
+    model, streamer = tiny_llama(), ranks.Recorder()
+    processors = ranks.LogitsProcessorList([ranks.CountingBias()])
+    plain = generate_plain(model, prompt(20), max_new_tokens=24, streamer=streamer, logits_processor=processors)
+    assert first == (plain.tolist(), streamer.calls, None, 2)
+    assert second == (plain.tolist(), ["end"], None, 2)
+
+
+def test_calls_inside_of_a_call_and_another_group(lade_on):
+    first, second = ranks.launch(ranks.nest, 2)
+    model = tiny_llama()
+    processors = ranks.LogitsProcessorList([ranks.Adviser(model)])
+    plain = generate_plain(model, prompt(20), max_new_tokens=8, logits_processor=processors).tolist()
+    assert first == [(plain, 2, [1] * 8)] * 2
+    assert second == [(plain, 2, [])] * 2
+
+
+def test_fall_back_together(lade_on):
+    first, second = ranks.launch(ranks.fall_back, 2)
+    model = tiny_llama()
+    beams = generate_plain(model, prompt(12), max_new_tokens=8, num_beams=2).tolist()
+    plain = generate_plain(model, prompt(12), max_new_tokens=8).tolist()
+    for found in (first, second):
+        assert [tokens for tokens, _ in found] == [beams, plain, plain]
+        assert "beam search" in found[0][1]
+        assert "output_scores" in found[1][1]
+    assert "rank 1 cannot take part" in first[2][1]
+    assert "training mode" in second[2][1]
+
+
+def test_tensor_parallel_models(lade_on, tmp_path):
+    """lade's decisions are the same on all ranks of such a model, but its steps are not shared on top of that."""
+    first, second = ranks.launch(ranks.split_layers, 2, str(tmp_path))
+    assert first == second
+    greedy, sampled, shared = first
+    assert greedy[0] == greedy[1]
+    assert sampled[0] == sampled[1]
+    assert greedy[2] < 24
+    assert shared[0] == greedy[0]
+    assert "tp_plan" in shared[1]
+
+
+def test_pairs_of_a_larger_group(lade_on):
+    found = ranks.launch(ranks.two_pairs, 4)
+    model = tiny_llama()
+    plain = [generate_plain(model, prompt(20, seed=seed), max_new_tokens=24).tolist() for seed in (0, 0, 1, 1)]
+    assert found == [(tokens, 2, None) for tokens in plain]
+
+
+@pytest.mark.parametrize("what", ["settings", "model", "prompt", "generation settings"])
+def test_what_differs_is_named(lade_on, what):
+    for kind, message in ranks.launch(ranks.differ, 2, what):
+        assert kind == "ValueError"
+        assert "not as on rank 0" in message
+        assert f"{what}" in message
+        assert "of rank 1" in message
+
+
+def test_a_rank_that_stays_away_is_named(lade_on):
+    (kind, message), other = ranks.launch(ranks.differ, 2, "workers")
+    assert kind == "WorkerError"
+    assert "rank 1 has not come to a generate() call of several processes in 0:00:02" in message
+    assert other is None
+
+
+def test_a_rank_that_dies_is_named(lade_on):
+    first, dead, third = ranks.launch(ranks.fail, 3, 1, "dies", seconds=30)
+    assert dead is None
+    for kind, message, seconds in (first, third):
+        assert kind == "WorkerError"
+        assert "rank 1 is gone" in message
+        assert "rank 0 " not in message
+        assert "rank 2 " not in message
+        assert seconds < 20
+
+
+def test_the_death_of_the_store_is_told(lade_on):
+    dead, second, third = ranks.launch(ranks.fail, 3, 0, "dies", seconds=30)
+    assert dead is None
+    for kind, message, _ in (second, third):
+        assert kind == "WorkerError"
+        assert "rank 0" in message
+        assert "is gone" in message
+
+
+def test_a_rank_that_raises_is_named_and_the_next_call_works(lade_on):
+    found = ranks.launch(ranks.fail, 3, 2, "raises", seconds=30)
+    plain = generate_plain(tiny_llama(), prompt(20), max_new_tokens=8).tolist()
+    assert [tokens for *_, tokens in found] == [plain] * 3
+    for kind, message, seconds, _ in found[:2]:
+        assert kind == "WorkerError"
+        assert "rank 2 raised RuntimeError: no memory left" in message
+        assert seconds < 10
+    assert found[2][:2] == ("RuntimeError", "no memory left")
+
+
+def test_a_rank_that_hangs_is_named(lade_on):
+    first, _, third = ranks.launch(ranks.fail, 3, 1, "hangs", seconds=40)
+    for kind, message, seconds in (first, third):
+        assert kind == "WorkerError"
+        assert "rank 1 is gone, or has not answered for 0:00:02" in message
+        assert seconds < 15
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from conftest import prompt, tiny_llama
+import lade
+out = tiny_llama().generate(**prompt(20), max_new_tokens=24)
+stats = lade.last_stats()
+print("rank", lade.get_device(), stats.num_workers, stats.fallback_reason, stats.steps, out.tolist(), flush=True)
+"""
+
+
+def test_torchrun(lade_on, tmp_path):
+    """An unmodified program under torchrun, with settings from the environment; DEBUG is printed once."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=os.path.dirname(__file__)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "lade", "--level", "4", "--window", "3", "--guess", "4", "--debug", str(script)]
+    environment = os.environ | {"DIST_WORKERS": "2", "USE_LADE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    plain = generate_plain(tiny_llama(), prompt(20), max_new_tokens=24).tolist()
+    lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
+    assert len(lines) == 2
+    for line in lines:
+        assert " 2 None " in line
+        assert line.endswith(str(plain))
+        assert int(line.split()[4]) < 24
+    assert done.stdout.count("Compression ratio") == 1
+
+
+def test_without_a_launcher(lade_on, model, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    lade.config_lade(DIST_WORKERS=2)
+    with pytest.raises(ValueError, match="torchrun --nproc_per_node=2"):
+        model.generate(**prompt(8), max_new_tokens=4)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match="must divide the number of processes, 3, got 2"):
+        model.generate(**prompt(8), max_new_tokens=4)
+    lade.config_lade(DIST_WORKERS=2, backend="nccl")
+    with pytest.raises(ValueError, match="backend must be 'gloo' for prompts on cpu, got 'nccl'"):
+        model.generate(**prompt(8), max_new_tokens=4)
+    lade.config_lade(DIST_WORKERS=1)
+    model.generate(**prompt(8), max_new_tokens=4)
+    assert lade.last_stats().fallback_reason is None
