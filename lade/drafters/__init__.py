@@ -19,6 +19,8 @@ from lade.price import ModelPrices
 __all__ = ["Draft", "Drafter", "LookaheadDrafter", "Outcome", "RecyclingDrafter", "make_drafter"]
 
 
+BLIND_BLOCK = 16  # tokens of a tree's block whose price cannot be known: they pay on most devices
+
 # What lookahead's blocks have been worth, by model, settings and what else changes a step's price.
 _paces: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Pace]] = weakref.WeakKeyDictionary()
 
@@ -27,12 +29,14 @@ def make_drafter(
     config: LookaheadConfig, model: Any, num_tokens: int, prompt_ids: Tensor, key_mask: Tensor | None, do_sample: bool
 ) -> Drafter:
     """The drafter that the settings ask for. Arguments as for the drafters."""
-    kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids))
-    prices = ModelPrices(model, kind) if config.adaptive else None
+    kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile)
+    # Processes that compute one forward together must lay out the same block, whatever each one's clock says.
+    is_split = (getattr(model, "_tp_size", None) or 1) > 1
+    prices = ModelPrices(model, kind) if config.adaptive and not is_split else None
     if config.uses_window:
         sizes = (config.ngram_size, config.window_size, config.num_guesses)
-        pace = _paces.setdefault(model, {}).setdefault((*kind, *sizes), Pace()) if config.adaptive else None
+        pace = None if prices is None else _paces.setdefault(model, {}).setdefault((*kind, *sizes), Pace())
         return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, prices, pace)
-    return RecyclingDrafter(
-        memory_for(model, config.share), num_tokens, prompt_ids, key_mask, do_sample, config.max_block, prices
-    )
+    max_block = min(config.max_block, BLIND_BLOCK) if config.adaptive and is_split else config.max_block
+    memory = memory_for(model, config.share)
+    return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, do_sample, max_block, prices)
