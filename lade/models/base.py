@@ -208,7 +208,7 @@ class ModelAdapter:
         keeps_rows = "logits_to_keep" in self._parameters
         if keeps_rows:
             arguments["logits_to_keep"] = block.logit_rows
-        outputs = self.block_model(
+        outputs = self.run_blocks(
             input_ids=block.tokens,
             attention_mask=self.masks(block),
             past_key_values=cache,
@@ -219,6 +219,10 @@ class ModelAdapter:
         if not keeps_rows:
             outputs.logits = outputs.logits[:, block.logit_rows]
         return outputs
+
+    def run_blocks(self, **arguments: Any) -> Any:
+        """The model's own forward, and nothing else."""
+        return self.block_model(**arguments)
 
     @property
     def prompt_model(self) -> Any:
