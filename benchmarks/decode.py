@@ -136,7 +136,9 @@ def chosen_methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if unknown:
         raise SystemExit(f"--methods takes names of {', '.join(METHODS)}, got {min(unknown)!r}")
     if args.methods and "prompt_lookup" in names and (args.batch > 1 or args.shape):
-        raise SystemExit("--methods prompt_lookup needs --batch 1 and no --shape: transformers' takes one prompt at a time")
+        raise SystemExit(
+            "--methods prompt_lookup needs --batch 1 and no --shape: transformers' takes one prompt at a time"
+        )
     names = [name for name in names if name != "prompt_lookup" or (args.batch == 1 and not args.shape)]
     if "plain" not in names:
         names.insert(0, "plain")  # the others are compared with it

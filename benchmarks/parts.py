@@ -1,12 +1,12 @@
 """Which part of a decoding step the time goes to: lade's own functions, watched where the loop calls them.
 
-    propose   the drafter's guesses
-    lay out   tokens, positions, masks, slots
-    forward   the model's own forward
-    verify    the walk along the token tree; processors, sampling, stop rules, streamer
-    commit    keys and values of accepted guesses move up
-    learn     n-grams into the pool, the window rolls
-    other     the loop itself
+propose   the drafter's guesses
+lay out   tokens, positions, masks, slots
+forward   the model's own forward
+verify    the walk along the token tree; processors, sampling, stop rules, streamer
+commit    keys and values of accepted guesses move up
+learn     n-grams into the pool, the window rolls
+other     the loop itself
 """
 
 from __future__ import annotations
