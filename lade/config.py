@@ -40,6 +40,8 @@ class LookaheadConfig:
     always_forward_one: bool = True  # public name ALWAYS_FWD_ONE; False rolls the window by what was accepted
     pool_from_prompt: bool = True  # public name POOL_FROM_PROMPT
     use_flash: bool = False  # public name USE_FLASH: blocks go through lade's own attention where they can
+    compile: bool = False  # public name COMPILE: blocks of fixed shapes go through torch.compile where they can
+    cuda_graph: bool | None = None  # public name CUDA_GRAPH: and are captured; None, for now, is off
 
     def __post_init__(self) -> None:
         _check_integer("LEVEL", self.ngram_size, 2, 64)
@@ -87,6 +89,8 @@ def config_lade(
     POOL_FROM_PROMPT: int | bool | None = None,
     backend: str | None = None,
     USE_FLASH: int | bool | None = None,
+    COMPILE: int | bool | None = None,
+    CUDA_GRAPH: int | bool | None = None,
 ) -> None:
     """Change the settings of all later `generate()` calls; what is not given keeps its value.
 
@@ -94,7 +98,8 @@ def config_lade(
     window (1 to 1024) and the candidates per key (0 to 1024; -1 for as many as lade keeps, UNLIMITED_GUESSES).
     DEBUG=1 prints a summary after each call. ALWAYS_FWD_ONE=0 rolls the window by as many columns as were accepted.
     POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
-    CUDA, plain torch elsewhere. SPLIT_FLAG is accepted and ignored.
+    CUDA, plain torch elsewhere. COMPILE=1 pads blocks to fixed shapes and compiles their forward; CUDA_GRAPH=1 captures it.
+    SPLIT_FLAG is accepted and ignored.
 
     Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
     """
@@ -112,6 +117,10 @@ def config_lade(
         raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
     if USE_FLASH is not None:
         changes["use_flash"] = _check_flag("USE_FLASH", USE_FLASH)
+    if COMPILE is not None:
+        changes["compile"] = _check_flag("COMPILE", COMPILE)
+    if CUDA_GRAPH is not None:
+        changes["cuda_graph"] = _check_flag("CUDA_GRAPH", CUDA_GRAPH)
     if DIST_WORKERS is not None and _check_integer("DIST_WORKERS", DIST_WORKERS, 1, 4096) > 1:
         raise NotImplementedError(
             f"DIST_WORKERS must be 1: lookahead parallelism over several processes is not there yet, got {DIST_WORKERS}"

@@ -57,6 +57,7 @@ def lookahead_decode(
         wants_weights = "output_attentions" in recorder.model_arguments
         stats.kernel_reason = WEIGHTS_WANTED if wants_weights else adapter.use_kernel(key_mask)
         stats.used_kernel = stats.kernel_reason is None
+    adapter.fix_shapes(config, stats)
     num_tokens = adapter.num_tokens
     drafter = LookaheadDrafter(config, num_tokens, input_ids, key_mask)
 
@@ -89,7 +90,7 @@ def lookahead_decode(
             starts = first_position + torch.tensor(cache.lengths, device=device)[:, None] - first_slot  # [..., B, 1]
             draft = drafter.propose(roots, adapter.max_guess_offset(max(cache.lengths) + lead))
             tree = rules.without_finished(draft.tree, draft.max_depth)
-            layout = block_layout(*draft.window_shape, tree.num_nodes, device)
+            layout = block_layout(*draft.window_shape, adapter.padded_nodes(tree.num_nodes), device)
             offsets = layout.position_offsets(tree)
             block = Block(
                 tokens=layout.tokens(roots, tree, draft.window_cells),
@@ -113,7 +114,7 @@ def lookahead_decode(
             stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
             guesses = None
             if draft.has_window:
-                guesses = best_tokens(outputs.logits[:, 1 + tree.num_nodes :, :num_tokens]).to(device)  # [B, W]
+                guesses = best_tokens(outputs.logits[:, 1 + layout.num_nodes :, :num_tokens]).to(device)  # [B, W]
             if stats.on_step is not None:
                 stats.on_step(roots, draft, tree, layout, accepted, guesses, rules.texts)
 

@@ -17,7 +17,7 @@ from lade.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Layout of q = num_nodes + (N-1)*W tokens whose tree has num_nodes nodes.
+    """Layout of q = num_nodes + (N-1)*W tokens whose tree has num_nodes nodes, or is padded to as many.
 
     offsets:    [q] position relative to the root's; a tree node's entry is 0 and gets its depth added.
     visible:    [q, q] bool, query by key; the tree's own square is empty.
@@ -36,14 +36,16 @@ class BlockLayout:
 
     def tokens(self, roots: Tensor, tree: TokenTree, window_cells: Tensor) -> Tensor:
         """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids."""
-        nodes = torch.tensor(tree.padded_tokens(), dtype=torch.long, device=roots.device)
+        nodes = torch.tensor(tree.padded_tokens(self.num_nodes), dtype=torch.long, device=roots.device)
         return torch.cat([roots[:, None], nodes, window_cells], dim=1)
 
     def position_offsets(self, tree: TokenTree) -> Tensor:
         """Returns [B, q] positions relative to each row's root."""
         offsets = self.offsets.repeat(len(tree.tokens), 1)
         if self.num_nodes:
-            offsets[:, 1 : 1 + self.num_nodes] = torch.tensor(tree.padded_depths(), device=offsets.device)
+            offsets[:, 1 : 1 + self.num_nodes] = torch.tensor(
+                tree.padded_depths(self.num_nodes), device=offsets.device
+            )
         return offsets
 
     def visibility(self, tree: TokenTree) -> Tensor:
@@ -51,7 +53,7 @@ class BlockLayout:
         visible = self.visible.repeat(len(tree.tokens), 1, 1)
         if self.num_nodes:
             nodes = slice(1, 1 + self.num_nodes)
-            visible[:, nodes, nodes] = torch.from_numpy(tree.visibility()).to(visible.device)
+            visible[:, nodes, nodes] = torch.from_numpy(tree.visibility(self.num_nodes)).to(visible.device)
         return visible
 
 

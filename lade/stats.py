@@ -29,6 +29,10 @@ class GenerationStats:
     fallback_reason: str | None = None  # a sentence when the original path ran, None when lookahead did
     used_kernel: bool = False  # whether blocks went through lade's own attention (USE_FLASH=1)
     kernel_reason: str | None = None  # a sentence when they were to and could not
+    compiled_steps: int = 0  # blocks that went through a compiled forward (COMPILE=1)
+    compile_reason: str | None = None  # a sentence when they were to and could not, or no longer could
+    captured_steps: int = 0  # blocks that replayed a CUDA graph (CUDA_GRAPH=1)
+    cuda_graph_reason: str | None = None  # a sentence when they were to and could not, or no longer could
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property
@@ -47,6 +51,10 @@ class GenerationStats:
             "fallback_reason": self.fallback_reason,
             "used_kernel": self.used_kernel,
             "kernel_reason": self.kernel_reason,
+            "compiled_steps": self.compiled_steps,
+            "compile_reason": self.compile_reason,
+            "captured_steps": self.captured_steps,
+            "cuda_graph_reason": self.cuda_graph_reason,
         }
 
 

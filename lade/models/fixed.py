@@ -1,0 +1,301 @@
+"""Blocks of fixed shapes: their forward is compiled once, or captured in a CUDA graph, and serves every length of the text. Floor 3.
+
+What a forward depends on lies in tensors whose shapes and addresses stay: tokens, positions, slots, and masks over all of the
+cache's capacity. A token tree is padded to one of a few sizes. Where anything fails, the ordinary forward goes on, and the
+call's figures say why.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from lade.attention import Block
+from lade.kv_cache import LookaheadCache
+from lade.stats import GenerationStats
+
+BACKEND: Any = "inductor"  # of torch.compile
+SMALLEST_TREE = 8  # nodes that a smaller tree is padded to; larger ones to the next power of two
+# How far a compiled forward's logits may be from the ordinary one's, relative to the largest of them.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+Forward = Callable[..., Tensor]
+Masks = Tensor | dict[str, Tensor]
+# What has been compiled for each model, by shape; a sentence where that failed. A model that is gone takes its entries along.
+_compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Forward | str]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # compiling is not for two threads at once
+
+
+def padded_nodes(num_nodes: int, full: int) -> int:
+    """How many nodes a tree is padded to. full: as many as a tree is expected to have at most."""
+    size = SMALLEST_TREE
+    while size < num_nodes:
+        size *= 2
+    return min(size, full) if num_nodes <= full else size
+
+
+def padded_capacity(num_slots: int) -> int:
+    """A power of two, so that calls of similar length share what is compiled."""
+    return 1 << (num_slots - 1).bit_length()
+
+
+class FixedLayer(CacheLayerMixin):
+    """One layer of a `LookaheadCache` as a compiled forward sees it: it writes at slots that a tensor tells."""
+
+    is_sliding = False
+    is_compileable = True
+
+    def __init__(self, keys: Tensor | None, values: Tensor | None, slots: Tensor) -> None:
+        """keys, values: [B, H, C, D] of the cache itself. slots: [B, q]."""
+        super().__init__()
+        self.keys, self.values, self.slots = keys, values, slots
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: [B, H, q, D]. Returns all slots, used or not."""
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None  # a layer that writes has written the prompt
+        if len(self.slots) == 1:
+            keys.index_copy_(2, self.slots[0], key_states)
+            values.index_copy_(2, self.slots[0], value_states)
+        else:
+            index = self.slots[:, None, :, None]  # [B, 1, q, 1]
+            keys.scatter_(2, index.expand_as(key_states), key_states)
+            values.scatter_(2, index.expand_as(value_states), value_states)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_max_length(), 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions and masks are given: nobody may ask for what changes with every step
+
+    def get_max_length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.18
+
+
+def plain_forward(
+    model: Any, keeps_rows: bool, tokens: Tensor, positions: Tensor, masks: Masks, logit_rows: Tensor, cache: Cache
+) -> Tensor:
+    """What is compiled. Returns logits [B, R, V]."""
+    arguments = {"logits_to_keep": logit_rows} if keeps_rows else {}
+    logits = model(
+        input_ids=tokens,
+        attention_mask=masks,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **arguments,
+    ).logits
+    return logits if keeps_rows else logits[:, logit_rows]
+
+
+class FixedInputs:
+    """One shape's inputs at fixed addresses, and the view of the cache that goes with them."""
+
+    def __init__(self, block: Block, masks: Masks, slots: Tensor, cache: LookaheadCache) -> None:
+        self.tokens, self.positions, self.logit_rows = (
+            x.clone(memory_format=torch.contiguous_format) for x in (block.tokens, block.positions, block.logit_rows)
+        )
+        self.masks = {name: mask.clone() for name, mask in masks.items()} if isinstance(masks, dict) else masks.clone()
+        self.slots = slots.clone()
+        layers = [
+            FixedLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
+            for layer in cache.layers
+        ]
+        self.cache = Cache(layers=layers)
+        self.replay: Callable[[], Tensor] | None = None  # of a CUDA graph that reads these inputs
+
+    def fill(self, block: Block, masks: Masks, slots: Tensor) -> None:
+        self.tokens.copy_(block.tokens)
+        self.positions.copy_(block.positions)
+        self.logit_rows.copy_(block.logit_rows)
+        self.slots.copy_(slots)
+        if isinstance(masks, dict):
+            for name, mask in masks.items():
+                self.masks[name].copy_(mask)
+        else:
+            self.masks.copy_(masks)
+
+    def call(self, forward: Forward, model: Any, keeps_rows: bool) -> Tensor:
+        return forward(model, keeps_rows, self.tokens, self.positions, self.masks, self.logit_rows, self.cache)
+
+
+class FixedBlocks:
+    """Runs one call's blocks through compiled or captured forwards, as long as that works."""
+
+    def __init__(
+        self,
+        model: Any,
+        keeps_rows: bool,
+        make_masks: Callable[[Block], Masks],
+        full_tree: int,
+        stats: GenerationStats,
+        compiles: bool,
+        captures: bool,
+    ) -> None:
+        """keeps_rows: whether the model takes `logits_to_keep`. full_tree: nodes that a tree has at most, as a rule."""
+        self.model, self.keeps_rows, self.make_masks, self.full_tree = model, keeps_rows, make_masks, full_tree
+        self.stats, self.compiles, self.captures = stats, compiles, captures
+        self._inputs: dict[Hashable, FixedInputs] = {}
+        self._cache: LookaheadCache | None = None
+        self._capacity = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self.compiles or self.captures
+
+    def padded_nodes(self, num_nodes: int) -> int:
+        return padded_nodes(num_nodes, self.full_tree)
+
+    def logits(self, block: Block, cache: LookaheadCache, ordinary: Callable[[], Tensor]) -> Tensor | None:
+        """Logits [B, R, V] of a block for which `cache` has room; None where the ordinary forward has to run.
+
+        ordinary: that forward. It is run once beside the first block of each new shape, to compare.
+        """
+        inputs = self._fixed_inputs(block, cache)
+        if self.compiles:
+            try:
+                forward = self._compiled_forward(inputs, ordinary)
+            except Exception as problem:  # whatever a compiler raises; the ordinary forward will raise what is the model's
+                forward = self._not_compiled(self._key(inputs), problem)
+        else:
+            forward = plain_forward
+        logits = None
+        if self.captures:
+            logits = self._captured(inputs, forward, ordinary)
+        if logits is not None:
+            self.stats.captured_steps += 1
+        elif self.compiles:
+            try:
+                logits = self.call(inputs, forward)
+            except Exception as problem:
+                self._not_compiled(self._key(inputs), problem)
+        if logits is not None and self.compiles:
+            self.stats.compiled_steps += 1
+        return logits
+
+    def call(self, inputs: FixedInputs, forward: Forward) -> Tensor:
+        """The forward itself, and nothing else."""
+        return inputs.call(forward, self.model, self.keeps_rows)
+
+    def _fixed_inputs(self, block: Block, cache: LookaheadCache) -> FixedInputs:
+        """The buffers of this shape, with this block in them."""
+        if self._cache is not cache or self._capacity != cache.capacity:  # old buffers hold on to the old storage
+            self._inputs.clear()
+            self._cache, self._capacity = cache, cache.capacity
+        masks = self.make_masks(replace(block, capacity=cache.capacity))
+        slots = cache.block_slots(block.tokens.shape[1], block.tokens.device)
+        key = (block.positions.shape, block.logit_rows.shape)
+        inputs = self._inputs.get(key)
+        if inputs is None:
+            inputs = self._inputs[key] = FixedInputs(block, masks, slots, cache)
+        else:
+            inputs.fill(block, masks, slots)
+        return inputs
+
+    def _key(self, inputs: FixedInputs) -> Hashable:
+        return (
+            inputs.positions.shape,
+            inputs.logit_rows.shape,
+            self._capacity,
+            self.model.dtype,
+            inputs.tokens.device,
+            self.model.config._attn_implementation,
+            BACKEND,
+        )
+
+    def _compiled_forward(self, inputs: FixedInputs, ordinary: Callable[[], Tensor]) -> Forward:
+        """Compiled for this shape, now or before, and found to agree with the ordinary forward."""
+        key = self._key(inputs)
+        with _lock:
+            known = _compiled.setdefault(self.model, {})
+            found = known.get(key)
+            if found is None:
+                found = known[key] = self._compile(inputs, ordinary)
+        if isinstance(found, str):
+            raise NotCompiled(found)
+        return found
+
+    def _compile(self, inputs: FixedInputs, ordinary: Callable[[], Tensor]) -> Forward:
+        """Compiles by running once. The cache is left as the ordinary forward leaves it, up to rounding."""
+        # torch counts compilations per code object: each shape of each model gets one of its own.
+        function = types.FunctionType(plain_forward.__code__.replace(), plain_forward.__globals__, "block_forward")
+        forward: Forward = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+        error = disagreement(self.call(inputs, forward), ordinary())
+        if error is not None:
+            raise NotCompiled(f"the compiled forward was off by {error:.2g} of the largest logit")
+        return forward
+
+    def _not_compiled(self, key: Hashable, problem: Exception) -> Forward:
+        """Remember the failure, so that no later call tries again. Returns what runs instead."""
+        reason = str(problem) if isinstance(problem, NotCompiled) else first_line(problem)
+        _compiled.setdefault(self.model, {})[key] = reason
+        self.stats.compile_reason = reason
+        self.compiles = False
+        return plain_forward
+
+    def _captured(self, inputs: FixedInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> Tensor | None:
+        """Logits by a CUDA graph, captured when this call first meets the shape; None where that is not possible."""
+        try:
+            if inputs.replay is None:
+                replay = capture(lambda: self.call(inputs, forward))
+                error = disagreement(replay(), ordinary())
+                if error is not None:
+                    raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
+                inputs.replay = replay
+            return inputs.replay()
+        except Exception as problem:
+            self.stats.cuda_graph_reason = str(problem) if isinstance(problem, NotCompiled) else first_line(problem)
+            self.captures = False
+            return None
+
+
+class NotCompiled(RuntimeError):
+    """A forward that lade itself found unfit; its text is a sentence for the user."""
+
+
+def first_line(problem: Exception) -> str:
+    lines = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def disagreement(logits: Tensor, expected: Tensor) -> float | None:
+    """How far logits are from what they should be, relative to the largest; None where that is rounding."""
+    scale = float(expected.abs().max())
+    error = float((logits - expected).abs().max()) / max(scale, torch.finfo(expected.dtype).tiny)
+    return None if error <= TOLERANCE.get(expected.dtype, 0.0) else error
+
+
+def capture(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A CUDA graph of `forward`. Returns what replays it; its result is overwritten by the next replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # libraries set themselves up in the first calls, which cannot be captured
+        for _ in range(2):
+            forward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = forward()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
