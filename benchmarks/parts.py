@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from lade import decoding, kv_cache, layout, rules, stats
-from lade.models import base
+from lade.models import base, fixed
 
 PARTS = ("propose", "lay out", "forward", "verify", "commit", "learn", "other")
 Enter = Callable[[str], AbstractContextManager]
@@ -41,6 +41,8 @@ def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
     for cls in classes("lade.models", "forward_block"):
         yield cls, "forward_block", "lay out"
     yield base.ModelAdapter, "run_blocks", "forward"
+    yield fixed.FixedBlocks, "call", "forward"
+    yield fixed.FixedBlocks, "replay", "forward"
     for cls in (rules.Rules, *rules.Rules.__subclasses__()):
         yield cls, "verify", "verify"
     yield kv_cache.LookaheadCache, "commit", "commit"

@@ -43,9 +43,7 @@ class BlockLayout:
         """Returns [B, q] positions relative to each row's root."""
         offsets = self.offsets.repeat(len(tree.tokens), 1)
         if self.num_nodes:
-            offsets[:, 1 : 1 + self.num_nodes] = torch.tensor(
-                tree.padded_depths(self.num_nodes), device=offsets.device
-            )
+            offsets[:, 1 : 1 + self.num_nodes] = torch.tensor(tree.padded_depths(self.num_nodes), device=offsets.device)
         return offsets
 
     def visibility(self, tree: TokenTree) -> Tensor:

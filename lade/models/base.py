@@ -19,6 +19,7 @@ from lade.block_attention import unsupported_reason as kernel_unsupported_reason
 from lade.config import LookaheadConfig
 from lade.kernels import left_padding
 from lade.kv_cache import LookaheadCache
+from lade.models import fixed
 from lade.models.fixed import FixedBlocks, padded_capacity
 from lade.models.view import has_foreign_forward, private_view
 from lade.stats import GenerationStats
@@ -193,9 +194,8 @@ class ModelAdapter:
         if compiles:
             stats.compile_reason = reason
         if captures:
-            on_gpu = self.model.device.type == "cuda"
-            stats.cuda_graph_reason = reason if reason or on_gpu else "CUDA graphs need a model on a CUDA device"
-            captures = on_gpu
+            captures = self.model.device.type in fixed.GRAPH_DEVICES
+            stats.cuda_graph_reason = reason if reason or captures else "CUDA graphs need a model on a CUDA device"
         if reason is None and (compiles or captures):
             full_tree = (config.ngram_size - 1) * config.num_guesses
             keeps_rows = "logits_to_keep" in self._parameters
@@ -220,8 +220,7 @@ class ModelAdapter:
 
     def padded_nodes(self, num_nodes: int) -> int:
         """How many nodes a token tree takes up in the block."""
-        is_fixed = self._fixed is not None and self._fixed.is_on
-        return self._fixed.padded_nodes(num_nodes) if is_fixed else num_nodes
+        return num_nodes if self._fixed is None else self._fixed.padded_nodes(num_nodes)
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
         """Who sees whom, in the form the model wants: one mask for all layers, or a dict of them by layer type.
@@ -247,7 +246,9 @@ class ModelAdapter:
         device = self.model.device  # ids may come from the CPU to a model elsewhere; an offloaded model is "nowhere"
         if device not in (block.tokens.device, torch.device("meta")):
             block = block.to(device)
-        if self._fixed is not None and self._fixed.is_on and not arguments:
+        if self._fixed is not None and arguments:
+            self._fixed.turn_off(f"{min(arguments)} asks for more than the compiled forward returns")
+        if self._fixed is not None and self._fixed.is_on:
             logits = self._fixed.logits(block, cache, lambda: self._forward(block, cache).logits)
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits)

@@ -24,6 +24,7 @@ from lade.kv_cache import LookaheadCache
 from lade.stats import GenerationStats
 
 BACKEND: Any = "inductor"  # of torch.compile
+GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
 SMALLEST_TREE = 8  # nodes that a smaller tree is padded to; larger ones to the next power of two
 # How far a compiled forward's logits may be from the ordinary one's, relative to the largest of them.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -54,8 +55,11 @@ class FixedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = True
 
+    keys: Any
+    values: Any
+
     def __init__(self, keys: Tensor | None, values: Tensor | None, slots: Tensor) -> None:
-        """keys, values: [B, H, C, D] of the cache itself. slots: [B, q]."""
+        """keys, values: [B, H, C, D] of the cache itself, None for a layer without any. slots: [B, q]."""
         super().__init__()
         self.keys, self.values, self.slots = keys, values, slots
         self.is_initialized = True
@@ -65,16 +69,14 @@ class FixedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """key_states, value_states: [B, H, q, D]. Returns all slots, used or not."""
-        keys, values = self.keys, self.values
-        assert keys is not None and values is not None  # a layer that writes has written the prompt
         if len(self.slots) == 1:
-            keys.index_copy_(2, self.slots[0], key_states)
-            values.index_copy_(2, self.slots[0], value_states)
+            self.keys.index_copy_(2, self.slots[0], key_states)
+            self.values.index_copy_(2, self.slots[0], value_states)
         else:
             index = self.slots[:, None, :, None]  # [B, 1, q, 1]
-            keys.scatter_(2, index.expand_as(key_states), key_states)
-            values.scatter_(2, index.expand_as(value_states), value_states)
-        return keys, values
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand_as(value_states), value_states)
+        return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_max_length(), 0
@@ -112,9 +114,12 @@ class FixedInputs:
         self.tokens, self.positions, self.logit_rows = (
             x.clone(memory_format=torch.contiguous_format) for x in (block.tokens, block.positions, block.logit_rows)
         )
-        self.masks = {name: mask.clone() for name, mask in masks.items()} if isinstance(masks, dict) else masks.clone()
+        # A model takes one mask, or a dict of them.
+        self.masks: Any = (
+            {name: mask.clone() for name, mask in masks.items()} if isinstance(masks, dict) else masks.clone()
+        )
         self.slots = slots.clone()
-        layers = [
+        layers: list[Any] = [
             FixedLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
             for layer in cache.layers
         ]
@@ -160,8 +165,17 @@ class FixedBlocks:
     def is_on(self) -> bool:
         return self.compiles or self.captures
 
+    def turn_off(self, reason: str) -> None:
+        """For the rest of this call. reason: a sentence."""
+        if self.compiles:
+            self.stats.compile_reason = reason
+        if self.captures:
+            self.stats.cuda_graph_reason = reason
+        self.compiles = self.captures = False
+
     def padded_nodes(self, num_nodes: int) -> int:
-        return padded_nodes(num_nodes, self.full_tree)
+        """How many nodes a tree takes up in the block."""
+        return padded_nodes(num_nodes, self.full_tree) if self.is_on else num_nodes
 
     def logits(self, block: Block, cache: LookaheadCache, ordinary: Callable[[], Tensor]) -> Tensor | None:
         """Logits [B, R, V] of a block for which `cache` has room; None where the ordinary forward has to run.
@@ -172,7 +186,9 @@ class FixedBlocks:
         if self.compiles:
             try:
                 forward = self._compiled_forward(inputs, ordinary)
-            except Exception as problem:  # whatever a compiler raises; the ordinary forward will raise what is the model's
+            except (
+                Exception
+            ) as problem:  # whatever a compiler raises; the ordinary forward will raise what is the model's
                 forward = self._not_compiled(self._key(inputs), problem)
         else:
             forward = plain_forward
@@ -193,6 +209,11 @@ class FixedBlocks:
     def call(self, inputs: FixedInputs, forward: Forward) -> Tensor:
         """The forward itself, and nothing else."""
         return inputs.call(forward, self.model, self.keeps_rows)
+
+    def replay(self, inputs: FixedInputs) -> Tensor:
+        """The same by a CUDA graph. The result is overwritten by the next replay."""
+        assert inputs.replay is not None
+        return inputs.replay()
 
     def _fixed_inputs(self, block: Block, cache: LookaheadCache) -> FixedInputs:
         """The buffers of this shape, with this block in them."""
@@ -244,9 +265,7 @@ class FixedBlocks:
 
     def _not_compiled(self, key: Hashable, problem: Exception) -> Forward:
         """Remember the failure, so that no later call tries again. Returns what runs instead."""
-        reason = str(problem) if isinstance(problem, NotCompiled) else first_line(problem)
-        _compiled.setdefault(self.model, {})[key] = reason
-        self.stats.compile_reason = reason
+        self.stats.compile_reason = _compiled.setdefault(self.model, {})[key] = in_short(problem)
         self.compiles = False
         return plain_forward
 
@@ -254,14 +273,13 @@ class FixedBlocks:
         """Logits by a CUDA graph, captured when this call first meets the shape; None where that is not possible."""
         try:
             if inputs.replay is None:
-                replay = capture(lambda: self.call(inputs, forward))
-                error = disagreement(replay(), ordinary())
+                inputs.replay = capture(lambda: inputs.call(forward, self.model, self.keeps_rows))
+                error = disagreement(self.replay(inputs), ordinary())
                 if error is not None:
                     raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
-                inputs.replay = replay
-            return inputs.replay()
+            return self.replay(inputs)
         except Exception as problem:
-            self.stats.cuda_graph_reason = str(problem) if isinstance(problem, NotCompiled) else first_line(problem)
+            self.stats.cuda_graph_reason = in_short(problem)
             self.captures = False
             return None
 
@@ -270,9 +288,11 @@ class NotCompiled(RuntimeError):
     """A forward that lade itself found unfit; its text is a sentence for the user."""
 
 
-def first_line(problem: Exception) -> str:
-    lines = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {lines[0] if lines else 'no message'}"
+def in_short(problem: Exception) -> str:
+    """One line for the figures: torch's errors go on for pages, and say in the second line what the first one announces."""
+    if isinstance(problem, NotCompiled):
+        return str(problem)
+    return f"{type(problem).__name__}: {' '.join(str(problem).split(chr(10))[:2]).strip()}"[:300]
 
 
 def disagreement(logits: Tensor, expected: Tensor) -> float | None:
@@ -283,7 +303,7 @@ def disagreement(logits: Tensor, expected: Tensor) -> float | None:
 
 
 def capture(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of `forward`. Returns what replays it; its result is overwritten by the next replay."""
+    """A CUDA graph of `forward`. Returns what replays it, always with the same tensor as its result."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # libraries set themselves up in the first calls, which cannot be captured
