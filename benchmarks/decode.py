@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import harness
+import parts
 import shapes
 import torch
 from transformers import CompileConfig
@@ -41,6 +44,7 @@ class Trial:
     outputs: list[list[list[int]]] = field(default_factory=list)  # of each row, without padding
     steps: list[int] = field(default_factory=list)  # of lade only
     block_tokens: list[int] = field(default_factory=list)  # of lade only, one entry per step after the prefill
+    reasons: set[str] = field(default_factory=set)  # why blocks did not go through the forward that was asked for
 
     def num_tokens(self, chosen: list[int]) -> int:
         return sum(len(row) for i in chosen for row in self.outputs[i])
@@ -101,6 +105,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Tria
             raise RuntimeError(f"lookahead did not run: {stats}")
         trial.steps.append(stats.steps)
         trial.block_tokens += stats.block_tokens
+        trial.reasons |= parts.reasons(stats)
 
 
 def run_methods(
@@ -164,30 +169,26 @@ def rows_of(trial: Trial) -> list[list[int]]:
 
 
 def measure_overhead(model: Any, inputs: list[dict[str, torch.Tensor]], common: dict[str, Any]) -> float:
-    """Share of a lookahead step that is not spent in the model's forward; from the prefill's end to the last forward's.
+    """Share of a lookahead step that is not spent in the model's forward; from the first block's end to the last one's.
 
     CPU only: elsewhere a forward returns before it is done.
     """
     spans: list[tuple[float, float]] = []  # of each forward
-    started = 0.0
 
-    def before(*_):
-        nonlocal started
+    @contextmanager
+    def timed(_: str) -> Iterator[None]:
         started = time.perf_counter()
+        yield
+        spans.append((started, time.perf_counter()))
 
-    hooks = [
-        model.register_forward_pre_hook(before),
-        model.register_forward_hook(lambda *_: spans.append((started, time.perf_counter()))),
-    ]
     inside = total = 0.0
-    for batch in inputs:
-        spans.clear()
-        generate(model, batch, "lade", Trial(), **common)
-        inside += sum(end - start for start, end in spans[1:])
-        total += spans[-1][1] - spans[0][1]
-    for hook in hooks:
-        hook.remove()
-    return 1 - inside / total
+    with parts.watched(timed, ("forward",)):
+        for batch in inputs:
+            spans.clear()
+            generate(model, batch, "lade", Trial(), **common)
+            inside += sum(end - start for start, end in spans[1:])
+            total += spans[-1][1] - spans[0][1]
+    return 1 - inside / total if total else 0.0
 
 
 def compare_speeds(
@@ -213,6 +214,8 @@ def compare_speeds(
             f"{row['ratio_to_plain']['median']:>7.3f} {row['tokens_per_step'] or '':>12} {row['identical_outputs']:>10.0%}"
             + (f"  {apart['ratio_to_plain']['median']:.3f}, {apart['tokens_per_step'] or '-'}" if apart else "")
         )
+    if "lade" in found:
+        figures["reasons"] = parts.show_reasons(found["lade"][0].reasons)
     if "lade" in found and model.device.type == "cpu":
         figures["host_overhead"] = round(measure_overhead(model, inputs, common), 4)
         print(f"share of a lookahead step outside of the model's forward: {figures['host_overhead']:.1%}")
@@ -246,8 +249,9 @@ def compare_steps(
         figures[name] = {"milliseconds_per_step": harness.spread(times), "mean_block_tokens": mean_block}
         time_ = figures[name]["milliseconds_per_step"]
         print(f"{name:<14} {time_['median']:>9.3f} {time_['p20']:>8.3f} {time_['p80']:>8.3f} {mean_block:>13}")
+    reasons = parts.show_reasons(long_runs["lade"][0].reasons) if "lade" in long_runs else []
     print("random weights: their text is nobody's, so no speed follows from these times")
-    return {"steps": figures}
+    return {"steps": figures, "reasons": reasons}
 
 
 def load(args: argparse.Namespace) -> tuple[Any, list[dict[str, torch.Tensor]]]:
@@ -270,6 +274,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_model_arguments(parser)
     harness.add_lookahead_arguments(parser)
+    parts.add_forward_arguments(parser)
     shapes.add_shape_argument(parser, "reports the time of a step, never a speed")
     parser.add_argument("--context", type=int, default=1000, help="tokens of each prompt with --shape")
     parser.add_argument("--batch", type=int, default=1, help="prompts decoded together, padded on the left")
@@ -290,12 +295,13 @@ def main() -> None:
     methods = chosen_methods(args)
     model, inputs = load(args)
     harness.set_up_lade(args)
+    parts.set_up_forward(args)
     sampling = {"do_sample": True, "temperature": args.temperature} if args.sample else {"do_sample": False}
     common = {"max_new_tokens": args.max_new_tokens, **sampling}
     figures: dict[str, Any] = {
         "benchmark": "decode",
         "environment": harness.environment(model),
-        "settings": harness.lookahead_settings(args) | common,
+        "settings": harness.lookahead_settings(args) | common | parts.forward_settings(args),
         "batch": args.batch,
         "prompts": len(inputs) * args.batch,
         "trials": args.trials,

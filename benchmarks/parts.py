@@ -11,6 +11,7 @@ other     the loop itself
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import sys
@@ -20,6 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import lade
 from lade import decoding, kv_cache, layout, rules, stats
 from lade.models import base, fixed
 
@@ -56,11 +58,11 @@ def classes(package: str, method: str) -> list[type]:
 
 
 @contextmanager
-def watched(enter: Enter) -> Iterator[None]:
+def watched(enter: Enter, which: tuple[str, ...] = PARTS) -> Iterator[None]:
     """Run each part's functions inside of `enter(part)`; the functions themselves are put back afterwards."""
     with ExitStack() as stack:
         for owner, name, part in functions_of_parts():
-            if name in vars(owner):
+            if part in which and name in vars(owner):
                 stack.enter_context(mock.patch.object(owner, name, inside(enter, part, vars(owner)[name])))
         yield
 
@@ -120,3 +122,30 @@ class PartTimer:
     def running(self) -> Iterator[PartTimer]:
         with watched(self.part), stats.tracing(self.end_step):
             yield self
+
+
+def add_forward_arguments(parser: argparse.ArgumentParser) -> None:
+    """How blocks go through the model."""
+    parser.add_argument("--kernel", action="store_true", help="through lade's own attention (USE_FLASH=1)")
+    parser.add_argument("--compile", action="store_true", help="compiled, in fixed shapes (COMPILE=1)")
+    parser.add_argument("--cuda_graph", action="store_true", help="captured in a CUDA graph (CUDA_GRAPH=1)")
+
+
+def forward_settings(args: argparse.Namespace) -> dict[str, int]:
+    """Keywords of config_lade."""
+    return {"USE_FLASH": int(args.kernel), "COMPILE": int(args.compile), "CUDA_GRAPH": int(args.cuda_graph)}
+
+
+def set_up_forward(args: argparse.Namespace) -> None:
+    lade.config_lade(**forward_settings(args))
+
+
+def reasons(found: stats.GenerationStats) -> set[str]:
+    """Why blocks did not go through the forward that was asked for."""
+    return {reason for reason in (found.kernel_reason, found.compile_reason, found.cuda_graph_reason) if reason}
+
+
+def show_reasons(found: set[str]) -> list[str]:
+    for reason in sorted(found):
+        print(f"not as asked for: {reason}")
+    return sorted(found)

@@ -25,8 +25,10 @@ import torch
 
 import lade
 from lade.attention import Block
+from lade.config import current_config
 from lade.kv_cache import LookaheadCache
 from lade.models import ModelAdapter, adapter_for
+from lade.stats import GenerationStats
 
 LEAST_SECONDS = 0.2  # of calls per figure and trial
 PREFILL_CHUNK = 1024  # prompt tokens of one forward
@@ -83,22 +85,24 @@ def milliseconds(call: Callable[[], Any], synchronize: Callable[[], None], trial
     return harness.spread(times)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[], None]) -> list[dict[str, Any]]:
     """The first table."""
     rows = []
     print(f"{'context':>8} {'q':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'to q=1':>8}")
     for context in args.contexts:
         adapter = adapter_for(model)
+        told = GenerationStats()
         if args.kernel:
-            reason = adapter.use_kernel(None)
-            if reason:
-                raise SystemExit(f"--kernel cannot be used: {reason}")
+            told.kernel_reason = adapter.use_kernel(None)
+        adapter.fix_shapes(current_config(), told)
         cache = filled_cache(adapter, context, max(args.tokens), args.batch)
         first = None
         for num_tokens in args.tokens:
             block = make_block(adapter, cache, num_tokens, args.batch)
             times = milliseconds(partial(adapter.forward_block, block, cache), synchronize, args.trials)
+            if parts.reasons(told):
+                raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.reasons(told))}")
             first = first or (times["median"] if num_tokens == 1 else None)
             ratio = round(times["median"] / first, 3) if first else None
             rows.append({"context": context, "tokens": num_tokens, "milliseconds": times, "ratio_to_one": ratio})
@@ -125,8 +129,8 @@ def part_costs(
             timer.begin()
             harness.generate_timed(model, prompt, **common)
             stats = lade.last_stats()
-            if stats is None or stats.fallback_reason is not None:
-                raise RuntimeError(f"lookahead did not run: {stats}")
+            if stats is None or stats.fallback_reason is not None or parts.reasons(stats):
+                raise RuntimeError(f"lookahead did not run, or not as asked for: {stats}")
 
     per_step: dict[str, list[float]] = {part: [] for part in parts.PARTS}  # milliseconds, one entry per trial
     undisturbed = []
@@ -185,11 +189,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_model_arguments(parser)
     harness.add_lookahead_arguments(parser)
+    parts.add_forward_arguments(parser)
     shapes.add_shape_argument(parser, "the shares are then those of a text that nobody wrote")
     parser.add_argument("--tokens", type=integers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="q, separated by commas")
     parser.add_argument("--contexts", type=integers, default=[256, 1024], help="L, separated by commas")
     parser.add_argument("--batch", type=int, default=1, help="rows of the first table's blocks")
-    parser.add_argument("--kernel", action="store_true", help="through lade's own attention (USE_FLASH=1)")
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the JSON there as well")
     args = parser.parse_args()
@@ -221,14 +225,15 @@ def main() -> None:
     args = parse()
     model, prompts = load(args)
     harness.set_up_lade(args)
-    lade.config_lade(USE_FLASH=args.kernel)
+    parts.set_up_forward(args)
     synchronize = partial(harness.synchronize, model)
     figures: dict[str, Any] = {
         "benchmark": "step_cost",
         "environment": harness.environment(model),
-        "settings": harness.lookahead_settings(args) | {"max_new_tokens": args.max_new_tokens, "do_sample": False},
+        "settings": harness.lookahead_settings(args)
+        | {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+        | parts.forward_settings(args),
         "model": args.shape or Path(args.model_path).name,
-        "kernel": args.kernel,
         "batch": args.batch,
         "prompts": len(prompts),
         "trials": args.trials,

@@ -170,8 +170,8 @@ def count_waits(model: Any, prompts: list[dict[str, torch.Tensor]], common: dict
 def decode(model: Any, prompt: dict[str, torch.Tensor], common: dict[str, Any]) -> None:
     model.generate(**prompt, **common)
     stats = lade.last_stats()
-    if stats is None or stats.fallback_reason is not None:
-        raise RuntimeError(f"lookahead did not run: {stats}")
+    if stats is None or stats.fallback_reason is not None or parts.reasons(stats):
+        raise RuntimeError(f"lookahead did not run, or not as asked for: {stats}")
 
 
 class StepProfile:
@@ -252,11 +252,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_model_arguments(parser)
     harness.add_lookahead_arguments(parser)
+    parts.add_forward_arguments(parser)
     shapes.add_shape_argument(parser, "the steps are then those of a text that nobody wrote")
     parser.set_defaults(limit=2)
     parser.add_argument("--context", type=int, default=1000, help="tokens of each prompt with --shape")
     parser.add_argument("--steps", type=int, default=8, help="how many steps to profile, at most")
-    parser.add_argument("--kernel", action="store_true", help="through lade's own attention (USE_FLASH=1)")
     parser.add_argument("--trace", type=Path, help="write a chrome trace of these steps there")
     parser.add_argument("--out", type=Path, help="write the JSON there as well")
     args = parser.parse_args()
@@ -276,7 +276,7 @@ def main() -> None:
         model, tokenizer = harness.load_model(args)
         prompts = harness.load_prompts(args, tokenizer)
     harness.set_up_lade(args)
-    lade.config_lade(USE_FLASH=args.kernel)
+    parts.set_up_forward(args)
     on_gpu = model.device.type == "cuda"
     common = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
 
@@ -290,9 +290,8 @@ def main() -> None:
     figures = {
         "benchmark": "step_profile",
         "environment": harness.environment(model),
-        "settings": harness.lookahead_settings(args) | common,
+        "settings": harness.lookahead_settings(args) | common | parts.forward_settings(args),
         "model": args.shape or Path(args.model_path).name,
-        "kernel": args.kernel,
         "profiled_steps": found.num_profiled,
         "operators": rows,
         "counted_steps": waits.num_steps,

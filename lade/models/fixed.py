@@ -183,27 +183,12 @@ class FixedBlocks:
         ordinary: that forward. It is run once beside the first block of each new shape, to compare.
         """
         inputs = self._fixed_inputs(block, cache)
-        if self.compiles:
-            try:
-                forward = self._compiled_forward(inputs, ordinary)
-            except (
-                Exception
-            ) as problem:  # whatever a compiler raises; the ordinary forward will raise what is the model's
-                forward = self._not_compiled(self._key(inputs), problem)
-        else:
-            forward = plain_forward
-        logits = None
-        if self.captures:
-            logits = self._captured(inputs, forward, ordinary)
-        if logits is not None:
-            self.stats.captured_steps += 1
-        elif self.compiles:
-            try:
-                logits = self.call(inputs, forward)
-            except Exception as problem:
-                self._not_compiled(self._key(inputs), problem)
-        if logits is not None and self.compiles:
-            self.stats.compiled_steps += 1
+        forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
+        logits = self._captured(inputs, forward, ordinary) if self.captures else None
+        self.stats.captured_steps += logits is not None
+        if logits is None and self.compiles:
+            logits = self._run_compiled(inputs, forward)
+        self.stats.compiled_steps += logits is not None and self.compiles
         return logits
 
     def call(self, inputs: FixedInputs, forward: Forward) -> Tensor:
@@ -241,17 +226,35 @@ class FixedBlocks:
             BACKEND,
         )
 
-    def _compiled_forward(self, inputs: FixedInputs, ordinary: Callable[[], Tensor]) -> Forward:
-        """Compiled for this shape, now or before, and found to agree with the ordinary forward."""
+    def _compiled(self, inputs: FixedInputs, ordinary: Callable[[], Tensor]) -> Forward:
+        """Compiled for this shape, now or before, and found to agree with the ordinary forward; that one after a failure."""
         key = self._key(inputs)
-        with _lock:
-            known = _compiled.setdefault(self.model, {})
-            found = known.get(key)
-            if found is None:
-                found = known[key] = self._compile(inputs, ordinary)
-        if isinstance(found, str):
-            raise NotCompiled(found)
+        try:
+            with _lock:
+                known = _compiled.setdefault(self.model, {})
+                found = known.get(key)
+                if found is None:
+                    found = known[key] = self._compile(inputs, ordinary)
+            if isinstance(found, str):
+                raise NotCompiled(found)
+        except (
+            Exception
+        ) as problem:  # whatever a compiler raises; what is wrong with the model, the ordinary forward will say
+            self._not_compiled(inputs, problem)
+            return plain_forward
         return found
+
+    def _run_compiled(self, inputs: FixedInputs, forward: Forward) -> Tensor | None:
+        try:
+            return self.call(inputs, forward)
+        except Exception as problem:
+            self._not_compiled(inputs, problem)
+            return None
+
+    def _not_compiled(self, inputs: FixedInputs, problem: Exception) -> None:
+        """Remember the failure, so that no later call tries again."""
+        self.stats.compile_reason = _compiled.setdefault(self.model, {})[self._key(inputs)] = in_short(problem)
+        self.compiles = False
 
     def _compile(self, inputs: FixedInputs, ordinary: Callable[[], Tensor]) -> Forward:
         """Compiles by running once. The cache is left as the ordinary forward leaves it, up to rounding."""
@@ -262,12 +265,6 @@ class FixedBlocks:
         if error is not None:
             raise NotCompiled(f"the compiled forward was off by {error:.2g} of the largest logit")
         return forward
-
-    def _not_compiled(self, key: Hashable, problem: Exception) -> Forward:
-        """Remember the failure, so that no later call tries again. Returns what runs instead."""
-        self.stats.compile_reason = _compiled.setdefault(self.model, {})[key] = in_short(problem)
-        self.compiles = False
-        return plain_forward
 
     def _captured(self, inputs: FixedInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> Tensor | None:
         """Logits by a CUDA graph, captured when this call first meets the shape; None where that is not possible."""
