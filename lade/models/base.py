@@ -19,8 +19,7 @@ from lade.block_attention import unsupported_reason as kernel_unsupported_reason
 from lade.config import LookaheadConfig
 from lade.kernels import left_padding
 from lade.kv_cache import LookaheadCache
-from lade.models import fixed
-from lade.models.fixed import FixedBlocks, padded_capacity
+from lade.models.fixed import FixedBlocks, can_capture, padded_capacity
 from lade.models.view import has_foreign_forward, private_view
 from lade.stats import GenerationStats
 
@@ -194,7 +193,7 @@ class ModelAdapter:
         if compiles:
             stats.compile_reason = reason
         if captures:
-            captures = self.model.device.type in fixed.GRAPH_DEVICES
+            captures = can_capture(self.model.device)
             stats.cuda_graph_reason = reason if reason or captures else "CUDA graphs need a model on a CUDA device"
         if reason is None and (compiles or captures):
             full_tree = (config.ngram_size - 1) * config.num_guesses

@@ -49,6 +49,10 @@ def padded_capacity(num_slots: int) -> int:
     return 1 << (num_slots - 1).bit_length()
 
 
+def can_capture(device: torch.device) -> bool:
+    return device.type in GRAPH_DEVICES
+
+
 class FixedLayer(CacheLayerMixin):
     """One layer of a `LookaheadCache` as a compiled forward sees it: it writes at slots that a tensor tells."""
 
