@@ -27,6 +27,7 @@ import torch
 from transformers import CompileConfig
 
 import lade
+from lade.config import current_config
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -117,6 +118,9 @@ def run_methods(
 ) -> dict[str, list[Trial]]:
     """Each trial takes every batch through every method in turn. methods: name -> arguments of generate()."""
     warm_up(model, inputs, methods, common)
+    if current_config().compile:  # every shape that will come
+        for batch in inputs if "lade" in methods else ():
+            generate(model, batch, "lade", Trial(), **common)
     found: dict[str, list[Trial]] = {name: [Trial() for _ in range(trials)] for name in methods}
     for i in range(trials):
         for batch in inputs:

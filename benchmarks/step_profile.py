@@ -158,7 +158,8 @@ def count_waits(model: Any, prompts: list[dict[str, torch.Tensor]], common: dict
     waits = Waits()
     counting = reported_by_cuda if model.device.type == "cuda" else counted_on_cpu
     with harness.use_lade(True):
-        decode(model, prompts[0], common)  # what is made once has been made by then
+        for prompt in prompts:  # what is made once has been made by then
+            decode(model, prompt, common)
         with lade.stats.tracing(waits.end_step), counting(waits):
             for prompt in prompts:
                 waits.begin()

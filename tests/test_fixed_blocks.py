@@ -16,7 +16,7 @@ from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForC
 
 import lade
 from lade import decoding, kv_cache
-from lade.models import fixed
+from lade.models import ModelAdapter, fixed
 
 NEW = {"max_new_tokens": 40}
 NOT_HERE = "CUDA graphs need a model on a CUDA device"
@@ -181,6 +181,15 @@ def test_sizes():
     assert [fixed.padded_capacity(n) for n in (256, 257, 1000)] == [256, 512, 1024]
 
 
+def test_disagreement():
+    expected = torch.tensor([[-4.0, 2.0, -torch.inf]])
+    assert fixed.disagreement(expected.clone(), expected) is None
+    assert fixed.disagreement(expected + 1e-3, expected) is None
+    assert fixed.disagreement(expected + 0.4, expected) == pytest.approx(0.1)
+    assert fixed.disagreement(expected.nan_to_num(neginf=0), expected) == torch.inf
+    assert fixed.disagreement(expected * torch.nan, expected) is not None
+
+
 def test_failure_is_told_once_and_costs_nothing_more(model, monkeypatch):
     tried = []
 
@@ -232,7 +241,7 @@ def test_a_model_is_let_go():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: tiny(BloomForCausalLM, BloomConfig), "this model's blocks run on a changed view of it"),
+        (lambda: tiny(BloomForCausalLM, BloomConfig), "this family's blocks run on a changed view of the model"),
         (lambda: tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary frequ"),
     ],
     ids=["view", "rope"],
@@ -247,12 +256,20 @@ def test_refused(make, reason):
     assert stats.cuda_graph_reason == stats.compile_reason
 
 
-def test_other_settings_that_it_gives_way_to(model):
-    lade.config_lade(USE_FLASH=1)
-    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert stats.used_kernel
-    assert "USE_FLASH=1" in stats.compile_reason
-    lade.config_lade(USE_FLASH=0)
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["other-attention", "kernel"])
+def test_on_a_private_view(uses_kernel, model, monkeypatch):
+    """Which is made anew for each call: what was compiled for the first one serves the next."""
+    monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
+    monkeypatch.setattr(ModelAdapter, "needs_view", True)
+    lade.config_lade(USE_FLASH=uses_kernel)
+    torch._dynamo.utils.counters.clear()
+    for seed in range(2):
+        stats = check(*both(model, prompt(seed=seed), do_sample=False))
+        assert stats.used_kernel == uses_kernel
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_requests_that_want_more_than_logits(model):
     wanted = {"output_hidden_states": True, "return_dict_in_generate": True}
     expected, found = both(model, prompt(), do_sample=False, **wanted)
     assert torch.equal(expected.sequences, found.sequences)
@@ -274,8 +291,10 @@ def test_wrong_values(keyword):
         lade.config_lade(**{keyword: 2})
 
 
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["masked", "kernel"])
 @pytest.mark.parametrize("inputs", [prompt(), padded_prompt()], ids=["one", "padded"])
-def test_captured(inputs, model, graphs):
+def test_captured(inputs, uses_kernel, model, graphs):
+    lade.config_lade(USE_FLASH=uses_kernel)
     stats = check(*both(model, inputs, do_sample=False), compiled=False, captured=True)
     assert stats.cuda_graph_reason is None
     assert len(graphs) == 1
@@ -312,10 +331,11 @@ def test_no_graphs_on_a_cpu(model):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("uses_kernel", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_captured_by_cuda(compiled, monkeypatch):
+def test_captured_by_cuda(compiled, uses_kernel, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
-    lade.config_lade(COMPILE=int(compiled), CUDA_GRAPH=1)
+    lade.config_lade(COMPILE=compiled, CUDA_GRAPH=1, USE_FLASH=uses_kernel)
     model = tiny_llama(torch.float32).cuda()
     inputs = {name: tensor.cuda() for name, tensor in prompt().items()}
     stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)

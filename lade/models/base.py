@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -199,16 +199,20 @@ class ModelAdapter:
             full_tree = (config.ngram_size - 1) * config.num_guesses
             keeps_rows = "logits_to_keep" in self._parameters
             self._fixed = FixedBlocks(
-                self.block_model, keeps_rows, self.masks, full_tree, stats, compiles=compiles, captures=captures
+                self.model,
+                self.block_model,
+                stats,
+                keeps_rows=keeps_rows,
+                full_tree=full_tree,
+                compiles=compiles,
+                captures=captures,
             )
 
     def unfixable_reason(self) -> str | None:
         """Why blocks of fixed shapes cannot go through one compiled forward, as a sentence; None when they can."""
         own = type(self)
-        if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks or self.needs_view:
-            return "this model's blocks run on a changed view of it"
-        if self.uses_kernel:
-            return "blocks go through lade's own attention (USE_FLASH=1), which is not compiled yet"
+        if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks:
+            return "this family's blocks run on a changed view of the model"
         if has_foreign_forward(self.model):
             return "the model is dispatched or patched"
         if not self.takes_positions:
@@ -248,7 +252,8 @@ class ModelAdapter:
         if self._fixed is not None and arguments:
             self._fixed.turn_off(f"{min(arguments)} asks for more than the compiled forward returns")
         if self._fixed is not None and self._fixed.is_on:
-            logits = self._fixed.logits(block, cache, lambda: self._forward(block, cache).logits)
+            masks = self.masks(replace(block, capacity=cache.capacity))
+            logits = self._fixed.logits(block, cache, masks, lambda: self._forward(block, cache).logits)
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits)
         return self._forward(block, cache, **arguments)

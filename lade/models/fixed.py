@@ -11,7 +11,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -150,17 +149,22 @@ class FixedBlocks:
 
     def __init__(
         self,
+        owner: PreTrainedModel,
         model: Any,
-        keeps_rows: bool,
-        make_masks: Callable[[Block], Masks],
-        full_tree: int,
         stats: GenerationStats,
+        *,
+        keeps_rows: bool,
+        full_tree: int,
         compiles: bool,
         captures: bool,
     ) -> None:
-        """keeps_rows: whether the model takes `logits_to_keep`. full_tree: nodes that a tree has at most, as a rule."""
-        self.model, self.keeps_rows, self.make_masks, self.full_tree = model, keeps_rows, make_masks, full_tree
-        self.stats, self.compiles, self.captures = stats, compiles, captures
+        """owner: the user's model. model: what runs the blocks, that one or a view of it. stats: are told what happened.
+
+        keeps_rows: whether the model takes `logits_to_keep`. full_tree: nodes that a tree has at most, as a rule.
+        """
+        self.owner, self.model, self.stats = owner, model, stats
+        self.keeps_rows, self.full_tree = keeps_rows, full_tree
+        self.compiles, self.captures = compiles, captures
         self._inputs: dict[Hashable, FixedInputs] = {}
         self._cache: LookaheadCache | None = None
         self._capacity = 0
@@ -181,12 +185,14 @@ class FixedBlocks:
         """How many nodes a tree takes up in the block."""
         return padded_nodes(num_nodes, self.full_tree) if self.is_on else num_nodes
 
-    def logits(self, block: Block, cache: LookaheadCache, ordinary: Callable[[], Tensor]) -> Tensor | None:
+    def logits(
+        self, block: Block, cache: LookaheadCache, masks: Masks, ordinary: Callable[[], Tensor]
+    ) -> Tensor | None:
         """Logits [B, R, V] of a block for which `cache` has room; None where the ordinary forward has to run.
 
-        ordinary: that forward. It is run once beside the first block of each new shape, to compare.
+        masks: over all of the cache's slots. ordinary: that forward; run beside the first block of each new shape, to compare.
         """
-        inputs = self._fixed_inputs(block, cache)
+        inputs = self._fixed_inputs(block, cache, masks)
         forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
         logits = self._captured(inputs, forward, ordinary) if self.captures else None
         self.stats.captured_steps += logits is not None
@@ -204,12 +210,11 @@ class FixedBlocks:
         assert inputs.replay is not None
         return inputs.replay()
 
-    def _fixed_inputs(self, block: Block, cache: LookaheadCache) -> FixedInputs:
+    def _fixed_inputs(self, block: Block, cache: LookaheadCache, masks: Masks) -> FixedInputs:
         """The buffers of this shape, with this block in them."""
         if self._cache is not cache or self._capacity != cache.capacity:  # old buffers hold on to the old storage
             self._inputs.clear()
             self._cache, self._capacity = cache, cache.capacity
-        masks = self.make_masks(replace(block, capacity=cache.capacity))
         slots = cache.block_slots(block.tokens.shape[1], block.tokens.device)
         key = (block.positions.shape, block.logit_rows.shape)
         inputs = self._inputs.get(key)
@@ -235,15 +240,13 @@ class FixedBlocks:
         key = self._key(inputs)
         try:
             with _lock:
-                known = _compiled.setdefault(self.model, {})
+                known = _compiled.setdefault(self.owner, {})
                 found = known.get(key)
                 if found is None:
                     found = known[key] = self._compile(inputs, ordinary)
             if isinstance(found, str):
                 raise NotCompiled(found)
-        except (
-            Exception
-        ) as problem:  # whatever a compiler raises; what is wrong with the model, the ordinary forward will say
+        except Exception as problem:  # whatever a compiler raises; the model's own errors will come up without it too
             self._not_compiled(inputs, problem)
             return plain_forward
         return found
@@ -257,7 +260,7 @@ class FixedBlocks:
 
     def _not_compiled(self, inputs: FixedInputs, problem: Exception) -> None:
         """Remember the failure, so that no later call tries again."""
-        self.stats.compile_reason = _compiled.setdefault(self.model, {})[self._key(inputs)] = in_short(problem)
+        self.stats.compile_reason = _compiled.setdefault(self.owner, {})[self._key(inputs)] = in_short(problem)
         self.compiles = False
 
     def _compile(self, inputs: FixedInputs, ordinary: Callable[[], Tensor]) -> Forward:
@@ -298,8 +301,10 @@ def in_short(problem: Exception) -> str:
 
 def disagreement(logits: Tensor, expected: Tensor) -> float | None:
     """How far logits are from what they should be, relative to the largest; None where that is rounding."""
-    scale = float(expected.abs().max())
-    error = float((logits - expected).abs().max()) / max(scale, torch.finfo(expected.dtype).tiny)
+    scale = float(expected.abs().masked_fill(expected.isinf(), 0).max())
+    # Equal ones first: some models make a logit minus infinity.
+    difference = (logits - expected).abs().masked_fill(logits == expected, 0)
+    error = float(difference.max()) / max(scale, torch.finfo(expected.dtype).tiny)
     return None if error <= TOLERANCE.get(expected.dtype, 0.0) else error
 
 
