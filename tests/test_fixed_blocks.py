@@ -5,12 +5,14 @@ compiler. CUDA graphs are stood in for by a trace that, like a graph, remembers 
 """
 
 import gc
+import os
 import shutil
 import weakref
 
 import pytest
 import torch
 from conftest import generate_plain, prompt, tiny_llama
+from families import FAMILIES
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -327,6 +329,20 @@ def test_no_graphs_on_a_cpu(model):
     lade.config_lade(CUDA_GRAPH=1)
     stats = check(*both(model, prompt(), do_sample=False))
     assert stats.cuda_graph_reason == NOT_HERE
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.environ.get("LADE_LONG_TESTS") != "1", reason="LADE_LONG_TESTS=1 traces every family")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_family(family):
+    """Every block is compiled, or the call says why none was; the tokens are plain generate()'s either way."""
+    if not family.exists:
+        pytest.skip(f"transformers has no {family.model_class}")
+    expected, found = both(family.build(), prompt(), do_sample=False, max_new_tokens=12)
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    if stats.fallback_reason is None:
+        assert stats.compiled_steps == (0 if stats.compile_reason else stats.steps - 1)
 
 
 @pytest.mark.gpu
