@@ -24,7 +24,7 @@ from lade.stats import GenerationStats
 
 BACKEND: Any = "inductor"  # of torch.compile
 GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
-SMALLEST_TREE = 8  # nodes that a smaller tree is padded to; larger ones to the next power of two
+SMALLEST_TREE = 8  # nodes, the root included, that a smaller tree is padded to; larger ones to the next power of two
 # How far a compiled forward's logits may be from the ordinary one's, relative to the largest of them.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
@@ -36,11 +36,11 @@ _lock = threading.Lock()  # compiling is not for two threads at once
 
 
 def padded_nodes(num_nodes: int, full: int) -> int:
-    """How many nodes a tree is padded to. full: as many as a tree is expected to have at most."""
+    """How many nodes a tree is padded to, the root not counted. full: as many as a tree is expected to have at most."""
     size = SMALLEST_TREE
-    while size < num_nodes:
+    while size < num_nodes + 1:
         size *= 2
-    return min(size, full) if num_nodes <= full else size
+    return min(size - 1, full) if num_nodes <= full else size - 1
 
 
 def padded_capacity(num_slots: int) -> int:
