@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lade import kernels
-from lade.attention import block_mask
+from lade.attention import Block, block_mask
 
 GPU_SHAPES = {"7B": (32, 32, 128), "7B, grouped": (32, 8, 128)}  # query heads, key/value heads, head dimension
 CPU_SHAPES = {"small": (8, 8, 64), "small, grouped": (8, 2, 64)}
@@ -51,7 +51,16 @@ class Problem:
         self.visible = (token[:, None] >= token) & ((token[:, None] // 4 == token // 4) | (token == 0))[None]
         self.offsets = (token % 4)[None]
         self.packed = kernels.pack_mask(self.visible, torch.tensor([context], device=device), self.offsets)
-        self.additive = block_mask(self.visible, [context], None, dtype)
+        rows = Block(
+            tokens=self.offsets,
+            offsets=self.offsets,
+            positions=context + self.offsets,
+            visible=self.visible,
+            logit_rows=token,
+            lengths=[context],
+            key_mask=None,
+        )
+        self.additive = block_mask(rows, dtype)
 
     def method(self, name: str) -> Attention:
         return {"lade": self.lade, "sdpa": self.sdpa, "flex": self.flex, "torch": self.two_parts}[name]()

@@ -1,98 +1,216 @@
-"""Tokens per second of plain generate(), transformers' prompt lookup, and lade, on the same prompts in one process.
+"""Tokens per second of plain generate(), static cache under compile, transformers' prompt lookup, and lade.
 
-    python benchmarks/decode.py --level 5 --window 2 --guess 4
+    python benchmarks/decode.py --mode lookahead --level 5 --window 2 --guess 4
     python benchmarks/decode.py --dtype float32 --sample --methods plain,lade
+    python benchmarks/decode.py --batch 4
+    python benchmarks/decode.py --shape 7b --context 1000 --mode lookahead --level 5 --window 7 --guess 7
 
-Prints a table and ends with one JSON line: hardware, versions, settings, medians with p20/p80 over the trials, share of
-prompts whose output equals plain generate()'s, and how many of those outputs are loops.
+All methods take the same batches in one process. Prints a table and ends with one JSON line: hardware, versions, settings,
+medians with p20/p80 over the trials, share of prompts whose output equals plain generate()'s, and how many of those outputs are
+loops. With --shape the weights are random: then it reports how long a step takes, and no speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import harness
+import parts
+import shapes
+import torch
+from transformers import CompileConfig
 
-METHODS = {
+import lade
+from lade.config import current_config
+
+METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "static": {"cache_implementation": "static"},  # transformers compiles this one on a GPU
+    "static": {"cache_implementation": "static"},
     "prompt_lookup": {"prompt_lookup_num_tokens": 5},
     "lade": {},
 }
 
 
-def measure_overhead(model, prompts, common) -> float:
-    """Share of a lookahead step that is not spent in the model's forward; from the prefill's end to the last forward's.
+@dataclass
+class Trial:
+    """One method over all batches, once; one entry per batch in each list."""
+
+    seconds: list[float] = field(default_factory=list)
+    outputs: list[list[list[int]]] = field(default_factory=list)  # of each row, without padding
+    steps: list[int] = field(default_factory=list)  # of lade only
+    block_tokens: list[int] = field(default_factory=list)  # of lade only, one entry per step after the prefill
+    reasons: set[str] = field(default_factory=set)  # why blocks did not go through the forward that was asked for
+
+    def num_tokens(self, chosen: list[int]) -> int:
+        return sum(len(row) for i in chosen for row in self.outputs[i])
+
+    def speed(self, chosen: list[int]) -> float:
+        """Tokens per second over the chosen batches."""
+        return self.num_tokens(chosen) / sum(self.seconds[i] for i in chosen)
+
+    def tokens_per_step(self, chosen: list[int]) -> float | None:
+        """Per row, the prefill counted as a step."""
+        if not self.steps:
+            return None
+        return round(self.num_tokens(chosen) / sum(self.steps[i] * len(self.outputs[i]) for i in chosen), 4)
+
+
+def batches(prompts: list[dict[str, torch.Tensor]], size: int, pad_token: int) -> list[dict[str, torch.Tensor]]:
+    """Prompts of similar length together, padded on the left. Each batch is full: the longest prompts may be left over."""
+    if size == 1:
+        return prompts
+    ordered = sorted((prompt["input_ids"][0] for prompt in prompts), key=len)
+    found = []
+    for start in range(0, len(ordered) - size + 1, size):
+        rows = ordered[start : start + size]
+        ids = torch.full((size, len(rows[-1])), pad_token, device=rows[0].device)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, -len(row) :], mask[i, -len(row) :] = row, 1
+        found.append({"input_ids": ids, "attention_mask": mask})
+    return found
+
+
+def end_ids(model: Any) -> set[int]:
+    ids = model.generation_config.eos_token_id
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+
+def without_padding(tokens: list[int], ends: set[int]) -> list[int]:
+    """Up to the first end-of-sequence token, that one included."""
+    end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: end + 1]
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Trial, **arguments: Any) -> None:
+    """One batch by one method; what came of it is added to the trial. Lookahead is on for the method "lade" alone."""
+    with harness.use_lade(name == "lade"):
+        torch.manual_seed(0)
+        harness.synchronize(model)
+        started = time.perf_counter()
+        output = model.generate(**inputs, **arguments)
+        harness.synchronize(model)
+        trial.seconds.append(time.perf_counter() - started)
+    ends = end_ids(model)
+    rows = output[:, inputs["input_ids"].shape[1] :].tolist()
+    trial.outputs.append([without_padding(row, ends) for row in rows])
+    if name == "lade":
+        stats = lade.last_stats()
+        if stats is None or stats.fallback_reason is not None:
+            raise RuntimeError(f"lookahead did not run: {stats}")
+        trial.steps.append(stats.steps)
+        trial.block_tokens += stats.block_tokens
+        trial.reasons |= parts.reasons(stats)
+
+
+def run_methods(
+    model: Any,
+    inputs: list[dict[str, torch.Tensor]],
+    methods: dict[str, dict[str, Any]],
+    trials: int,
+    common: dict[str, Any],
+) -> dict[str, list[Trial]]:
+    """Each trial takes every batch through every method in turn. methods: name -> arguments of generate()."""
+    warm_up(model, inputs, methods, common)
+    if current_config().compile:  # every shape that will come
+        for batch in inputs if "lade" in methods else ():
+            generate(model, batch, "lade", Trial(), **common)
+    found: dict[str, list[Trial]] = {name: [Trial() for _ in range(trials)] for name in methods}
+    for i in range(trials):
+        for batch in inputs:
+            for name, arguments in methods.items():
+                generate(model, batch, name, found[name][i], **common, **arguments)
+    return found
+
+
+def warm_up(model: Any, inputs: list[dict[str, torch.Tensor]], methods: dict[str, Any], common: dict[str, Any]) -> None:
+    """The longest batch first: a static cache keeps its largest size, and a new size would be compiled anew."""
+    longest = max(inputs, key=lambda batch: batch["input_ids"].shape[1])
+    for name, arguments in methods.items():
+        for batch in (longest, *inputs[:3]):
+            generate(model, batch, name, Trial(), **common, **arguments)
+
+
+def chosen_methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Name -> arguments of generate()."""
+    on_gpu = torch.device(args.device).type == "cuda"
+    names = args.methods.split(",") if args.methods else [name for name in METHODS if on_gpu or name != "static"]
+    unknown = set(names) - set(METHODS)
+    if unknown:
+        raise SystemExit(f"--methods takes names of {', '.join(METHODS)}, got {min(unknown)!r}")
+    if args.methods and "prompt_lookup" in names and (args.batch > 1 or args.shape):
+        raise SystemExit(
+            "--methods prompt_lookup needs --batch 1 and no --shape: transformers' takes one prompt at a time"
+        )
+    names = [name for name in names if name != "prompt_lookup" or (args.batch == 1 and not args.shape)]
+    if "plain" not in names:
+        names.insert(0, "plain")  # the others are compared with it
+    methods = {name: dict(METHODS[name]) for name in names}
+    if "static" in methods and not on_gpu:  # transformers compiles by itself on a GPU
+        methods["static"]["compile_config"] = CompileConfig(mode="default")
+        methods["static"]["compile_config"]._compile_all_devices = True
+    return methods
+
+
+def compare(trials: list[Trial], plain: list[Trial], chosen: list[int]) -> dict[str, Any]:
+    """A method's figures beside plain generate()'s in the same trials. chosen: batches."""
+    ratios = [trial.speed(chosen) / base.speed(chosen) for trial, base in zip(trials, plain, strict=True)]
+    return {
+        "tokens_per_second": harness.spread([trial.speed(chosen) for trial in trials]),
+        "ratio_to_plain": harness.spread(ratios),
+        "tokens_per_step": trials[0].tokens_per_step(chosen),
+    }
+
+
+def rows_of(trial: Trial) -> list[list[int]]:
+    return [row for batch in trial.outputs for row in batch]
+
+
+def measure_overhead(model: Any, inputs: list[dict[str, torch.Tensor]], common: dict[str, Any]) -> float:
+    """Share of a lookahead step that is not spent in the model's forward; from the first block's end to the last one's.
 
     CPU only: elsewhere a forward returns before it is done.
     """
     spans: list[tuple[float, float]] = []  # of each forward
-    started = 0.0
 
-    def before(*_):
-        nonlocal started
+    @contextmanager
+    def timed(_: str) -> Iterator[None]:
         started = time.perf_counter()
+        yield
+        spans.append((started, time.perf_counter()))
 
-    hooks = [
-        model.register_forward_pre_hook(before),
-        model.register_forward_hook(lambda *_: spans.append((started, time.perf_counter()))),
-    ]
     inside = total = 0.0
-    with harness.use_lade(True):
-        for inputs in prompts:
+    with parts.watched(timed, ("forward",)):
+        for batch in inputs:
             spans.clear()
-            harness.generate_timed(model, inputs, **common)
+            generate(model, batch, "lade", Trial(), **common)
             inside += sum(end - start for start, end in spans[1:])
             total += spans[-1][1] - spans[0][1]
-    for hook in hooks:
-        hook.remove()
-    return 1 - inside / total
+    return 1 - inside / total if total else 0.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    harness.add_model_arguments(parser)
-    harness.add_lookahead_arguments(parser)
-    parser.add_argument("--sample", action="store_true", help="sample at --temperature instead of greedy")
-    parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--methods", default="plain,prompt_lookup,lade", help=f"of {', '.join(METHODS)}")
-    parser.add_argument("--trials", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the JSON there as well")
-    args = parser.parse_args()
-
-    model, tokenizer = harness.load_model(args)
-    prompts = harness.load_prompts(args, tokenizer)
-    harness.set_up_lade(args)
-    sampling = {"do_sample": True, "temperature": args.temperature} if args.sample else {"do_sample": False}
-    common = {"max_new_tokens": args.max_new_tokens, **sampling}
-
-    methods = {name: METHODS[name] for name in args.methods.split(",")}
-    runs = harness.run_methods(model, prompts, methods, args.trials, common)
-
-    plain = runs["plain"]
-    varied = [i for i, output in enumerate(plain[0].outputs) if not harness.is_looping(output)]
-    figures: dict = {
-        "benchmark": "decode",
-        "environment": harness.environment(model),
-        "settings": harness.lookahead_settings(args) | common,
-        "prompts": len(prompts),
-        "prompt_file": args.prompts.name,
-        "trials": args.trials,
-        "looping_outputs": len(prompts) - len(varied),
-        "methods": {},
-        "methods_without_looping_outputs": {},
-    }
+def compare_speeds(
+    model: Any, inputs: list[dict[str, torch.Tensor]], found: dict[str, list[Trial]], common: dict[str, Any]
+) -> dict[str, Any]:
+    """The table of a model with real weights, and its figures."""
+    plain, everything = found["plain"], list(range(len(inputs)))
+    expected = rows_of(plain[0])
+    varied = [i for i in everything if not any(map(harness.is_looping, plain[0].outputs[i]))]
+    num_loops = sum(map(harness.is_looping, expected))
+    figures: dict[str, Any] = {"looping_outputs": num_loops, "methods": {}, "methods_without_looping_outputs": {}}
     print(
         f"{'method':<14} {'tokens/s':>9} {'p20':>8} {'p80':>8} {'ratio':>7} {'tokens/step':>12} {'identical':>10}  no loops: ratio, tokens/step"
     )
-    for name, trials in runs.items():
-        row = harness.compare(trials, plain)
-        row["identical_outputs"] = sum(a == b for a, b in zip(trials[0].outputs, plain[0].outputs, strict=True)) / len(
-            prompts
-        )
-        apart = harness.compare(trials, plain, varied) if varied else None
+    for name, trials in found.items():
+        row = compare(trials, plain, everything)
+        row["identical_outputs"] = sum(map(list.__eq__, rows_of(trials[0]), expected)) / len(expected)
+        apart = compare(trials, plain, varied) if varied else None
         figures["methods"][name], figures["methods_without_looping_outputs"][name] = row, apart
         speed = row["tokens_per_second"]
         print(
@@ -100,10 +218,105 @@ def main() -> None:
             f"{row['ratio_to_plain']['median']:>7.3f} {row['tokens_per_step'] or '':>12} {row['identical_outputs']:>10.0%}"
             + (f"  {apart['ratio_to_plain']['median']:.3f}, {apart['tokens_per_step'] or '-'}" if apart else "")
         )
-    if "lade" in runs and model.device.type == "cpu":
-        figures["host_overhead"] = round(measure_overhead(model, prompts, common), 4)
+    if "lade" in found:
+        figures["reasons"] = parts.show_reasons(found["lade"][0].reasons)
+    if "lade" in found and model.device.type == "cpu":
+        figures["host_overhead"] = round(measure_overhead(model, inputs, common), 4)
         print(f"share of a lookahead step outside of the model's forward: {figures['host_overhead']:.1%}")
-    print(f"outputs of plain generate() that end in a loop: {len(prompts) - len(varied)} of {len(prompts)}")
+    print(f"outputs of plain generate() that end in a loop: {num_loops} of {len(expected)}")
+    return figures
+
+
+def compare_steps(
+    model: Any,
+    inputs: list[dict[str, torch.Tensor]],
+    methods: dict[str, dict[str, Any]],
+    trials: int,
+    common: dict[str, Any],
+) -> dict[str, Any]:
+    """The table of a model with random weights, and its figures: what a step after the prompt's takes, and no speed.
+
+    It is the time of a whole call less that of a call for one token, over the steps between: all but the prompt's own.
+    """
+    short = common | {"max_new_tokens": 1}
+    long_runs = run_methods(model, inputs, methods, trials, common)
+    short_runs = run_methods(model, inputs, methods, trials, short)
+    figures: dict[str, Any] = {}
+    print(f"{'method':<14} {'ms/step':>9} {'p20':>8} {'p80':>8} {'tokens/block':>13}")
+    for name in methods:
+        times = []
+        for long, prompt in zip(long_runs[name], short_runs[name], strict=True):
+            steps = sum(long.steps) if long.steps else len(inputs) * common["max_new_tokens"]
+            times.append((sum(long.seconds) - sum(prompt.seconds)) * 1e3 / (steps - len(inputs)))
+        block = long_runs[name][0].block_tokens
+        mean_block = round(sum(block) / len(block), 2) if block else 1.0
+        figures[name] = {"milliseconds_per_step": harness.spread(times), "mean_block_tokens": mean_block}
+        time_ = figures[name]["milliseconds_per_step"]
+        print(f"{name:<14} {time_['median']:>9.3f} {time_['p20']:>8.3f} {time_['p80']:>8.3f} {mean_block:>13}")
+    reasons = parts.show_reasons(long_runs["lade"][0].reasons) if "lade" in long_runs else []
+    print("random weights: their text is nobody's, so no speed follows from these times")
+    return {"steps": figures, "reasons": reasons}
+
+
+def load(args: argparse.Namespace) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """The model and the batches."""
+    if args.shape:
+        longest = args.context + args.max_new_tokens + 256  # and a block behind it
+        model = shapes.random_model(args.shape, args.device, getattr(torch, args.dtype), longest)
+        return model, shapes.random_prompts(model, args.limit, args.batch, args.context)
+    model, tokenizer = harness.load_model(args)
+    prompts = [dict(prompt) for prompt in harness.load_prompts(args, tokenizer)]
+    if len(prompts) < args.batch:
+        raise SystemExit(f"--batch must be at most the number of prompts, {len(prompts)}, got {args.batch}")
+    pad_token = tokenizer.pad_token_id
+    if pad_token is None:
+        pad_token = model.generation_config.pad_token_id or 0  # masked: any id will do
+    return model, batches(prompts, args.batch, pad_token)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_model_arguments(parser)
+    harness.add_lookahead_arguments(parser)
+    parts.add_forward_arguments(parser)
+    shapes.add_shape_argument(parser, "reports the time of a step, never a speed")
+    parser.add_argument("--context", type=int, default=1000, help="tokens of each prompt with --shape")
+    parser.add_argument("--batch", type=int, default=1, help="prompts decoded together, padded on the left")
+    parser.add_argument("--sample", action="store_true", help="sample at --temperature instead of greedy")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--methods", help=f"of {','.join(METHODS)}; by default all that can run, static on a GPU only")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the JSON there as well")
+    args = parser.parse_args()
+    for name, low in (("batch", 1), ("trials", 1), ("limit", 1), ("context", 1), ("max_new_tokens", 2)):
+        if getattr(args, name) < low:
+            parser.error(f"--{name} must be at least {low}, got {getattr(args, name)}")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    methods = chosen_methods(args)
+    model, inputs = load(args)
+    harness.set_up_lade(args)
+    parts.set_up_forward(args)
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.sample else {"do_sample": False}
+    common = {"max_new_tokens": args.max_new_tokens, **sampling}
+    figures: dict[str, Any] = {
+        "benchmark": "decode",
+        "environment": harness.environment(model),
+        "settings": harness.lookahead_settings(args) | common | parts.forward_settings(args),
+        "batch": args.batch,
+        "prompts": len(inputs) * args.batch,
+        "trials": args.trials,
+    }
+    if args.shape:
+        figures |= {"shape": args.shape, "context": args.context}
+        figures |= compare_steps(model, inputs, methods, args.trials, common)
+    else:
+        figures["prompt_file"] = args.prompts.name
+        found = run_methods(model, inputs, methods, args.trials, common)
+        figures |= compare_speeds(model, inputs, found, common)
     harness.finish(figures, args.out)
 
 

@@ -18,6 +18,7 @@ class Block:
     tokens: [B, q] ids. offsets: [B, q] positions relative to the row's root. positions: the `position_ids` for the model, [B, q]
     or [k, B, q]. visible: [B, q, q] bool inside the block, query by key. logit_rows: [R] rows of the block whose logits are
     needed. lengths: committed slots of each row (L). key_mask: [B, P] bool, False for padding among the first P slots.
+    capacity: slots that masks are to cover, None for no more than are in use.
     """
 
     tokens: Tensor
@@ -27,11 +28,12 @@ class Block:
     logit_rows: Tensor
     lengths: list[int]
     key_mask: Tensor | None
+    capacity: int | None = None
 
     @property
     def num_slots(self) -> int:
-        """K: slots that a query may look at, the block's own included."""
-        return max(self.lengths) + self.tokens.shape[1]
+        """K: slots that a query may look at, the block's own included; or all of the cache's."""
+        return max(self.lengths) + self.tokens.shape[1] if self.capacity is None else self.capacity
 
     def starts(self) -> Tensor:
         """Slot of each row's root. Returns [B, 1]."""
@@ -116,7 +118,9 @@ def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> T
     too_far = reach.hides(block)
     if batch_size == 1 and block.key_mask is None:
         mask = torch.zeros(1, 1, num_queries, block.num_slots, dtype=dtype, device=device)
-        mask[0, 0, :, block.lengths[0] :].masked_fill_(~block.visible[0], hidden)
+        start, end = block.lengths[0], block.lengths[0] + num_queries
+        mask[0, 0, :, start:end].masked_fill_(~block.visible[0], hidden)
+        mask[..., end:] = hidden  # an empty slice, unless the mask covers all of the cache
         return mask if too_far is None else mask.masked_fill_(too_far[:, None], hidden)
 
     starts = block.starts()

@@ -57,6 +57,8 @@ class LookaheadConfig:
     share: bool = True  # public name SHARE: calls learn from each other
     dist_workers: int | None = None  # public name DIST_WORKERS; None = what the environment says
     backend: str | None = None  # for keys/values between processes; None = nccl for a model on CUDA, else gloo
+    compile: bool = False  # public name COMPILE: blocks of fixed shapes go through torch.compile where they can
+    cuda_graph: bool | None = None  # public name CUDA_GRAPH: and are captured; None, for now, is off
 
     def __post_init__(self) -> None:
         _check_integer("LEVEL", self.ngram_size, 2, 64)
@@ -139,6 +141,8 @@ def config_lade(
     ADAPTIVE: int | bool | None = None,
     MAX_BLOCK: int | None = None,
     SHARE: int | bool | None = None,
+    COMPILE: int | bool | None = None,
+    CUDA_GRAPH: int | bool | None = None,
 ) -> None:
     """Change the settings of all later `generate()` calls; what is not given keeps its value.
 
@@ -146,7 +150,8 @@ def config_lade(
     window (1 to 1024) and the candidates per key (0 to 1024; -1 for as many as lade keeps, UNLIMITED_GUESSES).
     DEBUG=1 prints a summary after each call. ALWAYS_FWD_ONE=0 rolls the window by as many columns as were accepted.
     POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
-    CUDA, plain torch elsewhere. DIST_WORKERS=K splits each step over K processes, which `torchrun` or `accelerate launch`
+    CUDA, plain torch elsewhere. COMPILE=1 pads blocks to fixed shapes and compiles their forward; CUDA_GRAPH=1 captures it.
+    DIST_WORKERS=K splits each step over K processes, which `torchrun` or `accelerate launch`
     start; backend ("nccl", "gloo") is how keys/values travel between them. SPLIT_FLAG is accepted and ignored.
 
     MODE says who guesses: "lookahead" is the paper's window and pool, "tree" grows a tree from everything the model has said
@@ -193,6 +198,10 @@ def config_lade(
         changes["use_flash"] = _check_flag("USE_FLASH", USE_FLASH)
     if DIST_WORKERS is not None:
         changes["dist_workers"] = _check_integer("DIST_WORKERS", DIST_WORKERS, 1, MAX_WORKERS)
+    if COMPILE is not None:
+        changes["compile"] = _check_flag("COMPILE", COMPILE)
+    if CUDA_GRAPH is not None:
+        changes["cuda_graph"] = _check_flag("CUDA_GRAPH", CUDA_GRAPH)
 
     global _default
     _default = dataclasses.replace(_default, **changes)

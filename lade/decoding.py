@@ -61,6 +61,7 @@ def lookahead_decode(
         wants_weights = "output_attentions" in recorder.model_arguments
         stats.kernel_reason = WEIGHTS_WANTED if wants_weights else adapter.use_kernel(key_mask)
         stats.used_kernel = stats.kernel_reason is None
+    adapter.fix_shapes(config, stats)
     team.num_tokens = adapter.num_tokens
     do_sample = bool(generation_config.do_sample)
     drafter = make_drafter(config, model, adapter.num_tokens, input_ids, key_mask, do_sample)
@@ -98,7 +99,8 @@ def lookahead_decode(
             drafted = perf_counter()
             tree = rules.without_finished(draft.tree, draft.max_depth)
             share = team.share(tree, draft.window_shape)
-            layout = block_layout(*draft.window_shape, share.tree.num_nodes, device, share.columns)
+            num_nodes = adapter.padded_nodes(share.tree.num_nodes)
+            layout = block_layout(*draft.window_shape, num_nodes, device, share.columns)
             offsets = layout.position_offsets(share.tree)
             block = Block(
                 tokens=layout.tokens(roots, share.tree, draft.window_cells),
@@ -118,14 +120,14 @@ def lookahead_decode(
             if all(rules.is_finished):  # only other processes still decode; this one keeps them company
                 continue
             recorder.begin_step(outputs, cache.lengths[0])
-            logits = outputs.logits[:, : 1 + share.tree.num_nodes]
-            answers, choices = team.exchange(share, outputs.logits, draft.has_window)
+            logits = layout.without_padding(outputs.logits, share.tree)
+            answers, choices = team.exchange(share, logits, draft.has_window)
             accepted = rules.verify(tree, answers)
             team.commit(cache, share, accepted)
             stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
             verified = perf_counter()
 
-            drafter.learn(Outcome(tree, logits, accepted, choices, rules.texts))
+            drafter.learn(Outcome(tree, logits[:, : 1 + tree.num_nodes], accepted, choices, rules.texts))
             learned = perf_counter()
             # The user's own code runs while tokens are verified: once per token, whatever the block.
             drafter.spent(max(cache.lengths), layout.num_tokens, forwarded - began + learned - verified)

@@ -17,7 +17,8 @@ from lade.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Layout of q = num_nodes + (N-1)*W tokens whose tree has num_nodes nodes, or fewer for a range of the W columns.
+    """Layout of q = num_nodes + (N-1)*W tokens whose tree has num_nodes nodes, or is padded to as many; of fewer tokens for a
+    range of the W columns.
 
     offsets:    [q] position relative to the root's; a tree node's entry is 0 and gets its depth added.
     visible:    [q, q] bool, query by key; the tree's own square is empty.
@@ -38,16 +39,22 @@ class BlockLayout:
 
     def tokens(self, roots: Tensor, tree: TokenTree, window_cells: Tensor) -> Tensor:
         """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids."""
-        nodes = torch.tensor(tree.padded_tokens(), dtype=torch.long, device=roots.device)
+        nodes = torch.tensor(tree.padded_tokens(self.num_nodes), dtype=torch.long, device=roots.device)
         if self.cells is not None:
             window_cells = window_cells[:, self.cells]
         return torch.cat([roots[:, None], nodes, window_cells], dim=1)
+
+    def without_padding(self, logits: Tensor, tree: TokenTree) -> Tensor:
+        """Only the rows of the root, the tree's own nodes and the window. logits: [B, R, V], as `logit_rows` say."""
+        if tree.num_nodes == self.num_nodes:
+            return logits
+        return torch.cat([logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]], dim=1)
 
     def position_offsets(self, tree: TokenTree) -> Tensor:
         """Returns [B, q] positions relative to each row's root."""
         offsets = self.offsets.repeat(len(tree.tokens), 1)
         if self.num_nodes:
-            offsets[:, 1 : 1 + self.num_nodes] = torch.tensor(tree.padded_depths(), device=offsets.device)
+            offsets[:, 1 : 1 + self.num_nodes] = torch.tensor(tree.padded_depths(self.num_nodes), device=offsets.device)
         return offsets
 
     def visibility(self, tree: TokenTree) -> Tensor:
@@ -55,7 +62,7 @@ class BlockLayout:
         visible = self.visible.repeat(len(tree.tokens), 1, 1)
         if self.num_nodes:
             nodes = slice(1, 1 + self.num_nodes)
-            visible[:, nodes, nodes] = torch.from_numpy(tree.visibility()).to(visible.device)
+            visible[:, nodes, nodes] = torch.from_numpy(tree.visibility(self.num_nodes)).to(visible.device)
         return visible
 
 

@@ -35,6 +35,10 @@ class GenerationStats:
     verify_seconds: float = 0.0  # choosing and committing tokens, with the user's processors, criteria and streamers
     num_workers: int = 1  # processes that shared the steps; block_tokens are this process's
     sent_bytes: Counter[str] = field(default_factory=Counter)  # what this process told the others, by kind
+    compiled_steps: int = 0  # blocks that went through a compiled forward (COMPILE=1)
+    compile_reason: str | None = None  # a sentence when they were to and could not, or no longer could
+    captured_steps: int = 0  # blocks that replayed a CUDA graph (CUDA_GRAPH=1)
+    cuda_graph_reason: str | None = None  # a sentence when they were to and could not, or no longer could
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property
@@ -71,6 +75,10 @@ class GenerationStats:
             "kernel_reason": self.kernel_reason,
             "num_workers": self.num_workers,
             "sent_bytes": dict(self.sent_bytes),
+            "compiled_steps": self.compiled_steps,
+            "compile_reason": self.compile_reason,
+            "captured_steps": self.captured_steps,
+            "cuda_graph_reason": self.cuda_graph_reason,
         }
 
 

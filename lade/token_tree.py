@@ -32,23 +32,25 @@ class TokenTree:
         """n, the nodes of the widest row; the other rows are padded to it."""
         return max(map(len, self.tokens))
 
-    def padded_tokens(self) -> list[list[int]]:
-        """Ids of all rows, [B, n]; padding is token 0."""
-        return [row + [0] * (self.num_nodes - len(row)) for row in self.tokens]
+    def padded_tokens(self, size: int | None = None) -> list[list[int]]:
+        """Ids of all rows, [B, size]; padding is token 0. size: n or more, None for n."""
+        size = self.num_nodes if size is None else size
+        return [row + [0] * (size - len(row)) for row in self.tokens]
 
-    def padded_depths(self) -> list[list[int]]:
-        """Distance from the root, 1 for its children, [B, n]; 0 for padding."""
+    def padded_depths(self, size: int | None = None) -> list[list[int]]:
+        """Distance from the root, 1 for its children, [B, size]; 0 for padding."""
+        size = self.num_nodes if size is None else size
         rows = []
         for parents in self.parents:
             depths: list[int] = []
             for parent in parents:
                 depths.append(1 if parent < 0 else depths[parent] + 1)
-            rows.append(depths + [0] * (self.num_nodes - len(depths)))
+            rows.append(depths + [0] * (size - len(depths)))
         return rows
 
-    def visibility(self) -> npt.NDArray[np.bool_]:
-        """Which node sees which: itself and its ancestors. Returns [B, n, n], query by key; padding sees itself."""
-        size = self.num_nodes
+    def visibility(self, size: int | None = None) -> npt.NDArray[np.bool_]:
+        """Which node sees which: itself and its ancestors. Returns [B, size, size], query by key; padding sees itself."""
+        size = self.num_nodes if size is None else size
         visible = np.zeros((len(self.parents), size, size), dtype=bool)
         visible[:, range(size), range(size)] = True
         for row, parents in zip(visible, self.parents, strict=True):

@@ -103,7 +103,19 @@ def _dispatch(
 
 
 # For torch.compile one opaque operation: it need not look into how a kernel is chosen and launched.
-_compiled_block_attention = torch.library.custom_op("lade::block_attention", _dispatch, mutates_args=())
+@torch.library.custom_op("lade::block_attention", mutates_args=())
+def _compiled_block_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    output = _dispatch(query, keys, values, packed, scale, softcap, sinks, window)
+    return output.contiguous()  # as `_result_like` promises, whichever way it came
 
 
 @_compiled_block_attention.register_fake

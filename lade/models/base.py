@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,13 +11,17 @@ import torch
 import transformers.generation.utils as generation
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attention import EVERYWHERE, LAYER_REACH, Block, Reach, block_mask, layer_reaches, packed_block_mask
 from lade.block_attention import NAME as KERNEL
 from lade.block_attention import unsupported_reason as kernel_unsupported_reason
+from lade.config import LookaheadConfig
 from lade.kernels import left_padding
 from lade.kv_cache import LookaheadCache
+from lade.models.fixed import FixedBlocks, can_capture, padded_capacity
 from lade.models.view import has_foreign_forward, private_view
+from lade.stats import GenerationStats
 
 # Their attention takes the 4-D mask that a block needs.
 MASKED_ATTENTION = ("eager", "sdpa")
@@ -62,6 +66,7 @@ class ModelAdapter:
         self.dtype = model.dtype
         self.uses_kernel = False  # whether blocks go through lade's own attention
         self._padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
+        self._fixed: FixedBlocks | None = None  # runs blocks of fixed shapes, where that is asked for and possible
 
     def unsupported_reason(self) -> str | None:
         """Why lookahead cannot run on this model, as a sentence; None when it can."""
@@ -157,6 +162,8 @@ class ModelAdapter:
     def make_cache(self, capacity: int) -> LookaheadCache:
         """capacity: slots to start with."""
         devices = set((getattr(self.model, "hf_device_map", None) or {}).values())
+        if self._fixed is not None:
+            capacity = padded_capacity(capacity)
         return LookaheadCache(self.config.num_hidden_layers, capacity, uniform=len(devices) <= 1)
 
     def use_kernel(self, key_mask: Tensor | None) -> str | None:
@@ -178,6 +185,45 @@ class ModelAdapter:
                 return "the prompt's mask hides tokens other than the first ones"
         self.uses_kernel = True
         return None
+
+    def fix_shapes(self, config: LookaheadConfig, stats: GenerationStats) -> None:
+        """Let blocks be compiled or captured, where the settings ask for it; `stats` says why not."""
+        compiles, captures = config.compile, bool(config.cuda_graph)
+        reason = self.unfixable_reason() if compiles or captures else None
+        if compiles:
+            stats.compile_reason = reason
+        if captures:
+            captures = can_capture(self.model.device)
+            stats.cuda_graph_reason = reason if reason or captures else "CUDA graphs need a model on a CUDA device"
+        if reason is None and (compiles or captures):
+            full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
+            keeps_rows = "logits_to_keep" in self._parameters
+            self._fixed = FixedBlocks(
+                self.model,
+                self.block_model,
+                stats,
+                keeps_rows=keeps_rows,
+                full_tree=full_tree,
+                compiles=compiles,
+                captures=captures,
+            )
+
+    def unfixable_reason(self) -> str | None:
+        """Why blocks of fixed shapes cannot go through one compiled forward, as a sentence; None when they can."""
+        own = type(self)
+        if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks:
+            return "this family's blocks run on a changed view of the model"
+        if has_foreign_forward(self.model):
+            return "the model is dispatched or patched"
+        if not self.takes_positions:
+            return f"{type(self.model).__name__}.forward takes no position_ids"
+        if self.needs_equal_lengths:
+            return "rotary frequencies of this model depend on the length of the text"
+        return None
+
+    def padded_nodes(self, num_nodes: int) -> int:
+        """How many nodes a token tree takes up in the block."""
+        return num_nodes if self._fixed is None else self._fixed.padded_nodes(num_nodes)
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
         """Who sees whom, in the form the model wants: one mask for all layers, or a dict of them by layer type.
@@ -203,12 +249,23 @@ class ModelAdapter:
         device = self.model.device  # ids may come from the CPU to a model elsewhere; an offloaded model is "nowhere"
         if device not in (block.tokens.device, torch.device("meta")):
             block = block.to(device)
+        if self._fixed is not None and arguments:
+            self._fixed.turn_off(f"{min(arguments)} asks for more than the compiled forward returns")
+        if self._fixed is not None and self._fixed.is_on:
+            masks = self.masks(replace(block, capacity=cache.capacity))
+            logits = self._fixed.logits(block, cache, masks, lambda: self._forward(block, cache).logits)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits)
+        return self._forward(block, cache, **arguments)
+
+    def _forward(self, block: Block, cache: LookaheadCache, **arguments: Any) -> Any:
+        """The model's ordinary forward over a block that `cache` has room for."""
         if self.takes_positions:
             arguments["position_ids"] = block.positions
         keeps_rows = "logits_to_keep" in self._parameters
         if keeps_rows:
             arguments["logits_to_keep"] = block.logit_rows
-        outputs = self.block_model(
+        outputs = self.run_blocks(
             input_ids=block.tokens,
             attention_mask=self.masks(block),
             past_key_values=cache,
@@ -219,6 +276,10 @@ class ModelAdapter:
         if not keeps_rows:
             outputs.logits = outputs.logits[:, block.logit_rows]
         return outputs
+
+    def run_blocks(self, **arguments: Any) -> Any:
+        """The model's own forward, and nothing else."""
+        return self.block_model(**arguments)
 
     @property
     def prompt_model(self) -> Any:

@@ -1,0 +1,152 @@
+"""Which part of a decoding step the time goes to: lade's own functions, watched where the loop calls them.
+
+propose   the drafter's guesses
+lay out   tokens, positions, masks, slots
+forward   the model's own forward
+verify    the walk along the token tree; processors, sampling, stop rules, streamer
+commit    keys and values of accepted guesses move up
+learn     n-grams into the pool, the window rolls
+other     the loop itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import lade
+from lade import decoding, kv_cache, layout, rules, stats
+from lade.models import base, fixed
+
+PARTS = ("propose", "lay out", "forward", "verify", "commit", "learn", "other")
+Enter = Callable[[str], AbstractContextManager]
+
+
+def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
+    """Where each part is found: an object, the name of its function, the part."""
+    for cls in classes("lade.drafters", "propose"):
+        yield cls, "propose", "propose"
+        yield cls, "learn", "learn"
+    yield decoding, "best_tokens", "learn"  # what the model chose behind the window
+    yield decoding, "block_layout", "lay out"
+    yield decoding, "Block", "lay out"
+    for name in ("tokens", "position_offsets", "visibility"):
+        yield layout.BlockLayout, name, "lay out"
+    # What it does around the model's own forward: masks, slots.
+    for cls in classes("lade.models", "forward_block"):
+        yield cls, "forward_block", "lay out"
+    yield base.ModelAdapter, "run_blocks", "forward"
+    yield fixed.FixedBlocks, "call", "forward"
+    yield fixed.FixedBlocks, "replay", "forward"
+    for cls in (rules.Rules, *rules.Rules.__subclasses__()):
+        yield cls, "verify", "verify"
+    yield kv_cache.LookaheadCache, "commit", "commit"
+
+
+def classes(package: str, method: str) -> list[type]:
+    """Classes of a package of lade that define a method themselves."""
+    modules = [module for name, module in sys.modules.items() if name == package or name.startswith(f"{package}.")]
+    found = {value for module in modules for value in vars(module).values() if inspect.isclass(value)}
+    return [cls for cls in found if cls.__module__.startswith(package) and method in vars(cls)]
+
+
+@contextmanager
+def watched(enter: Enter, which: tuple[str, ...] = PARTS) -> Iterator[None]:
+    """Run each part's functions inside of `enter(part)`; the functions themselves are put back afterwards."""
+    with ExitStack() as stack:
+        for owner, name, part in functions_of_parts():
+            if part in which and name in vars(owner):
+                stack.enter_context(mock.patch.object(owner, name, inside(enter, part, vars(owner)[name])))
+        yield
+
+
+def inside(enter: Enter, part: str, function: Callable) -> Callable:
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with enter(part):
+            return function(*args, **kwargs)
+
+    return call
+
+
+class PartTimer:
+    """Seconds of each part in each step after the prefill's. A part inside of another one is counted by itself.
+
+    synchronize: called before each clock read, so that on a GPU a part has done what it launched.
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._synchronize = synchronize
+        self._open: list[str] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """To be called before each generate(): the prefill's step, and what comes before it, does not count."""
+        self._is_prefill = True
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._tick()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._tick()
+            self._open.pop()
+
+    def end_step(self, *_: Any) -> None:
+        """For `lade.stats.tracing`."""
+        self._tick()
+        if not self._is_prefill:
+            self.steps.append(self._seconds)
+        self._is_prefill = False
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+
+    def _tick(self) -> None:
+        self._synchronize()
+        now = time.perf_counter()
+        self._seconds[self._open[-1] if self._open else "other"] += now - self._since
+        self._since = now
+
+    @contextmanager
+    def running(self) -> Iterator[PartTimer]:
+        with watched(self.part), stats.tracing(self.end_step):
+            yield self
+
+
+def add_forward_arguments(parser: argparse.ArgumentParser) -> None:
+    """How blocks go through the model."""
+    parser.add_argument("--kernel", action="store_true", help="through lade's own attention (USE_FLASH=1)")
+    parser.add_argument("--compile", action="store_true", help="compiled, in fixed shapes (COMPILE=1)")
+    parser.add_argument("--cuda_graph", action="store_true", help="captured in a CUDA graph (CUDA_GRAPH=1)")
+
+
+def forward_settings(args: argparse.Namespace) -> dict[str, int]:
+    """Keywords of config_lade."""
+    return {"USE_FLASH": int(args.kernel), "COMPILE": int(args.compile), "CUDA_GRAPH": int(args.cuda_graph)}
+
+
+def set_up_forward(args: argparse.Namespace) -> None:
+    # Prompts come up again in every trial: no call may learn from another.
+    lade.config_lade(SHARE=0, **forward_settings(args))
+
+
+def reasons(found: stats.GenerationStats) -> set[str]:
+    """Why blocks did not go through the forward that was asked for."""
+    return {reason for reason in (found.kernel_reason, found.compile_reason, found.cuda_graph_reason) if reason}
+
+
+def show_reasons(found: set[str]) -> list[str]:
+    for reason in sorted(found):
+        print(f"not as asked for: {reason}")
+    return sorted(found)

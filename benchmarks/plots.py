@@ -1,0 +1,178 @@
+"""Draws the committed results: one picture for each file of benchmarks/results that shows something.
+
+    python benchmarks/plots.py
+    python benchmarks/plots.py --results FOLDER --out FOLDER
+
+Needs matplotlib (pip install matplotlib), which nothing else here does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LABELS = {
+    "plain": "plain",
+    "static": "static cache,\ncompiled",
+    "prompt_lookup": "prompt lookup\n(transformers)",
+    "lade": "lade",
+}
+Figures = dict[str, Any]
+
+
+def error_bars(spreads: list[Figures]) -> list[list[float]]:
+    """Distances from the medians down to p20 and up to p80, as matplotlib wants them."""
+    return [[s["median"] - s["p20"] for s in spreads], [s["p80"] - s["median"] for s in spreads]]
+
+
+def draw_decode(axes: Any, figures: Figures) -> None:
+    """Speed of each method over plain generate(); the time of a step where the weights were random."""
+    if "steps" in figures:
+        names, spreads = list(figures["steps"]), [row["milliseconds_per_step"] for row in figures["steps"].values()]
+        axes.set_ylabel(f"milliseconds per step ({figures['shape']} shape, random weights)")
+    else:
+        names, spreads = list(figures["methods"]), [row["ratio_to_plain"] for row in figures["methods"].values()]
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set_ylabel("tokens per second, over plain generate()")
+    medians = [spread["median"] for spread in spreads]
+    bars = axes.bar([LABELS.get(name, name) for name in names], medians, yerr=error_bars(spreads), capsize=4)
+    axes.bar_label(bars, fmt="%.2f", label_type="center", color="white")
+
+
+def draw_settings(axes: Any, figures: Figures) -> None:
+    """Speed over plain generate() by the tokens of a block."""
+    rows = figures["rows"]
+    axes.scatter(
+        [row["mean_block_tokens"] for row in rows],
+        [row["ratio_to_plain"]["median"] for row in rows],
+        c=[row["LEVEL"] for row in rows],
+    )
+    best = max(rows, key=lambda row: row["ratio_to_plain"]["median"])
+    axes.annotate(
+        f"N={best['LEVEL']} W={best['WINDOW_SIZE']} G={best['GUESS_SET_SIZE']}",
+        (best["mean_block_tokens"], best["ratio_to_plain"]["median"]),
+    )
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_xlabel("tokens of a block, mean")
+    axes.set_ylabel("tokens per second, over plain generate()")
+
+
+def draw_step_cost(axes: Any, figures: Figures) -> None:
+    """The forward's time by the block's tokens, one line per context."""
+    for context in sorted({row["context"] for row in figures["forward"]}):
+        rows = [row for row in figures["forward"] if row["context"] == context]
+        times = [row["milliseconds"] for row in rows]
+        axes.errorbar(
+            [row["tokens"] for row in rows],
+            [time["median"] for time in times],
+            yerr=error_bars(times),
+            marker="o",
+            capsize=3,
+            label=f"{context} tokens before",
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens of a block")
+    axes.set_ylabel("milliseconds of the forward")
+    axes.legend()
+
+
+def draw_parts(axes: Any, figures: Figures) -> None:
+    """Share of each part of a step."""
+    shares = {name: row["share"] for name, row in figures["parts"].items()}
+    bars = axes.barh(list(shares), [100 * share for share in shares.values()])
+    axes.bar_label(bars, fmt="%.1f %%", padding=2)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 115)
+    axes.set_xlabel("share of a step, %")
+
+
+def draw_attention(axes: Any, figures: Figures) -> None:
+    """Time by context of the first shape, one line per method."""
+    heads = [(row["heads"], row["kv_heads"]) for row in figures["rows"]]
+    rows = [row for row, shape in zip(figures["rows"], heads, strict=True) if shape == heads[0]]
+    for name in rows[0]["methods"]:
+        found = [
+            (row["context"], row["methods"][name]["milliseconds"])
+            for row in rows
+            if "milliseconds" in row["methods"][name]
+        ]
+        if found:
+            contexts, times = zip(*found, strict=True)
+            medians = [time["median"] for time in times]
+            axes.errorbar(contexts, medians, yerr=error_bars(times), marker="o", capsize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens before the block")
+    axes.set_ylabel(f"milliseconds, {heads[0][0]} query heads, {heads[0][1]} key/value heads")
+    axes.legend()
+
+
+# benchmark -> what is drawn, with the ending of the picture's name
+DRAWINGS: dict[str, list[tuple[str, Callable[[Any, Figures], None]]]] = {
+    "decode": [("", draw_decode)],
+    "settings": [("", draw_settings)],
+    "step_cost": [("", draw_step_cost), ("-parts", draw_parts)],
+    "attention": [("", draw_attention)],
+}
+
+
+def caption(figures: Figures) -> str:
+    """What a picture needs to say for itself."""
+    machine = figures["environment"]
+    words = [machine["device"], f"{machine['threads']} threads", machine["dtype"]]
+    if "parameters" in machine:
+        words.append(f"{machine['parameters'] / 1e6:,.1f} M parameters")
+    settings = figures.get("settings", {})
+    if "LEVEL" in settings:
+        words.append("N={LEVEL} W={WINDOW_SIZE} G={GUESS_SET_SIZE}".format(**settings))
+    if "do_sample" in settings:
+        words.append("sampled" if settings["do_sample"] else "greedy")
+    if figures.get("batch", 1) > 1:
+        words.append(f"batch {figures['batch']}")
+    return ", ".join(words)
+
+
+def draw_file(pyplot: Any, path: Path, folder: Path) -> list[Path]:
+    """The pictures of one result. Returns their paths; none for a benchmark that is not drawn."""
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    written = []
+    for ending, draw in DRAWINGS.get(figures.get("benchmark"), []):
+        picture, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+        draw(axes, figures)
+        axes.set_title(caption(figures), fontsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+        written.append(folder / f"{path.stem}{ending}.svg")
+        picture.savefig(written[-1], metadata={"Date": None})
+        pyplot.close(picture)
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="a folder of JSON files")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "img", help="the folder for the pictures")
+    args = parser.parse_args()
+    files = sorted(args.results.glob("*.json"))
+    if not files:
+        raise SystemExit(f"--results must be a folder with JSON files, got {args.results}")
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("plots.py needs matplotlib, which is not installed: pip install matplotlib") from None
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "lade"  # the same picture for the same figures, byte for byte
+    import matplotlib.pyplot as pyplot
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        for picture in draw_file(pyplot, path, args.out):
+            print(picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""What a decoding step costs: the forward over q tokens behind L committed ones, and the share of each part of a step.
+
+    python benchmarks/step_cost.py
+    python benchmarks/step_cost.py --shape 7b --contexts 1000,4000,16000 --mode lookahead --level 5 --window 7 --guess 7
+
+First table: milliseconds of the model's forward through lade's cache and masks, and their ratio to q = 1 at that length. Logits
+are computed for all q tokens; a step of lade needs fewer. Second table: real decoding with lade, its functions timed one by
+one; on a GPU the device is synchronised around each of them, so that the sum is more than an undisturbed step, whose time
+stands beside it. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import parts
+import shapes
+import torch
+
+import lade
+from lade.attention import Block
+from lade.config import current_config
+from lade.kv_cache import LookaheadCache
+from lade.models import ModelAdapter, adapter_for
+from lade.stats import GenerationStats
+
+LEAST_SECONDS = 0.2  # of calls per figure and trial
+PREFILL_CHUNK = 1024  # prompt tokens of one forward
+
+
+def integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def make_block(adapter: ModelAdapter, cache: LookaheadCache, num_tokens: int, batch_size: int) -> Block:
+    """A block of q random tokens, one behind the other, all of whose logits are wanted."""
+    device, length = adapter.model.device, cache.lengths[0]
+    offsets = torch.arange(num_tokens, device=device).repeat(batch_size, 1)
+    numbers = torch.Generator().manual_seed(0)
+    return Block(
+        tokens=torch.randint(3, adapter.num_tokens, offsets.shape, generator=numbers).to(device),
+        offsets=offsets,
+        positions=length + offsets,
+        visible=torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril().repeat(batch_size, 1, 1),
+        logit_rows=torch.arange(num_tokens, device=device),
+        lengths=cache.lengths,
+        key_mask=None,
+    )
+
+
+def filled_cache(adapter: ModelAdapter, context: int, room: int, batch_size: int) -> LookaheadCache:
+    """A cache with `context` committed random tokens in each row, and room for a block."""
+    cache, device = adapter.make_cache(context + room), adapter.model.device
+    numbers = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, adapter.num_tokens, (batch_size, context), generator=numbers).to(device)
+    for start in range(0, context, PREFILL_CHUNK):
+        chunk = ids[:, start : start + PREFILL_CHUNK]
+        places = torch.arange(start, start + chunk.shape[1], device=device)[None]
+        arguments: dict[str, Any] = {"position_ids": places} if adapter.takes_positions else {}
+        adapter.prompt_model(input_ids=chunk, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+    cache.end_prefill(batch_size)
+    return cache
+
+
+def milliseconds(call: Callable[[], Any], synchronize: Callable[[], None], trials: int) -> dict[str, float]:
+    """Spread over the trials of one call's time."""
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(trials):
+        repeats = 0
+        synchronize()
+        started = time.perf_counter()
+        while repeats < 3 or time.perf_counter() - started < LEAST_SECONDS:
+            call()
+            synchronize()
+            repeats += 1
+        times.append((time.perf_counter() - started) * 1e3 / repeats)
+    return harness.spread(times)
+
+
+@torch.no_grad()
+def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[], None]) -> list[dict[str, Any]]:
+    """The first table."""
+    rows = []
+    print(f"{'context':>8} {'q':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'to q=1':>8}")
+    for context in args.contexts:
+        adapter = adapter_for(model)
+        told = GenerationStats()
+        if args.kernel:
+            told.kernel_reason = adapter.use_kernel(None)
+        adapter.fix_shapes(current_config(), told)
+        cache = filled_cache(adapter, context, max(args.tokens), args.batch)
+        first = None
+        for num_tokens in args.tokens:
+            block = make_block(adapter, cache, num_tokens, args.batch)
+            times = milliseconds(partial(adapter.forward_block, block, cache), synchronize, args.trials)
+            if parts.reasons(told):
+                raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.reasons(told))}")
+            first = first or (times["median"] if num_tokens == 1 else None)
+            ratio = round(times["median"] / first, 3) if first else None
+            rows.append({"context": context, "tokens": num_tokens, "milliseconds": times, "ratio_to_one": ratio})
+            print(
+                f"{context:>8} {num_tokens:>5} {times['median']:>9.3f} {times['p20']:>9.3f} {times['p80']:>9.3f} "
+                f"{ratio or '-':>8}",
+                flush=True,
+            )
+    return rows
+
+
+def part_costs(
+    model: Any,
+    prompts: list[dict[str, torch.Tensor]],
+    args: argparse.Namespace,
+    synchronize: Callable[[], None],
+) -> dict[str, Any]:
+    """The second table: each trial decodes all prompts once watched and once undisturbed."""
+    common = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    timer = parts.PartTimer(synchronize)
+
+    def decode() -> None:
+        for prompt in prompts:
+            timer.begin()
+            harness.generate_timed(model, prompt, **common)
+            stats = lade.last_stats()
+            if stats is None or stats.fallback_reason is not None or parts.reasons(stats):
+                raise RuntimeError(f"lookahead did not run, or not as asked for: {stats}")
+
+    per_step: dict[str, list[float]] = {part: [] for part in parts.PARTS}  # milliseconds, one entry per trial
+    undisturbed = []
+    with harness.use_lade(True):
+        decode()
+        for _ in range(args.trials):
+            undisturbed.append(undisturbed_step(model, prompts, common) * 1e3)
+            timer.steps.clear()
+            with timer.running():
+                decode()
+            for part, times in per_step.items():
+                times.append(sum(step[part] for step in timer.steps) * 1e3 / max(1, len(timer.steps)))
+    return show_parts(per_step, undisturbed)
+
+
+def undisturbed_step(model: Any, prompts: list[dict[str, torch.Tensor]], common: dict[str, Any]) -> float:
+    """Mean seconds of a step after the first one of each call; nothing is watched but the end of each step."""
+    ends: list[float] = []
+    seconds, steps = 0.0, 0
+    for prompt in prompts:
+        ends.clear()
+        with lade.stats.tracing(lambda *_: ends.append(time.perf_counter())):
+            harness.generate_timed(model, prompt, **common)
+        if len(ends) > 1:
+            seconds, steps = seconds + ends[-1] - ends[0], steps + len(ends) - 1
+    if not steps:
+        raise SystemExit(f"no prompt took more than one step; --max_new_tokens is {common['max_new_tokens']}")
+    return seconds / steps
+
+
+def show_parts(per_step: dict[str, list[float]], undisturbed: list[float]) -> dict[str, Any]:
+    """Prints the second table. per_step, undisturbed: milliseconds of a step in each trial."""
+    totals = [sum(trial) for trial in zip(*per_step.values(), strict=True)]
+    figures: dict[str, Any] = {}
+    print(f"\n{'part':<10} {'ms/step':>9} {'p20':>9} {'p80':>9} {'share':>7}")
+    for part, times in per_step.items():
+        spread = harness.spread(times)
+        share = harness.spread([time / total for time, total in zip(times, totals, strict=True)])["median"]
+        figures[part] = {"milliseconds": spread, "share": share}
+        print(f"{part:<10} {spread['median']:>9.4f} {spread['p20']:>9.4f} {spread['p80']:>9.4f} {share:>7.1%}")
+    overhead = round(1 - figures["forward"]["share"], 4)
+    undisturbed_spread = harness.spread(undisturbed)
+    print(
+        f"outside of the model's forward: {overhead:.1%} of a watched step; "
+        f"a step that is not watched: {undisturbed_spread['median']:.3f} ms"
+    )
+    return {
+        "parts": figures,
+        "host_overhead": overhead,
+        "milliseconds_per_step": undisturbed_spread,
+        "milliseconds_per_watched_step": harness.spread(totals),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_model_arguments(parser)
+    harness.add_lookahead_arguments(parser)
+    parts.add_forward_arguments(parser)
+    shapes.add_shape_argument(parser, "the shares are then those of a text that nobody wrote")
+    parser.add_argument("--tokens", type=integers, default=[1, 2, 4, 8, 16, 32, 64, 128], help="q, separated by commas")
+    parser.add_argument("--contexts", type=integers, default=[256, 1024], help="L, separated by commas")
+    parser.add_argument("--batch", type=int, default=1, help="rows of the first table's blocks")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the JSON there as well")
+    args = parser.parse_args()
+    for name in ("tokens", "contexts"):
+        if min(getattr(args, name)) < 1:
+            parser.error(f"--{name} must be integers of at least 1, got {min(getattr(args, name))}")
+    for name in ("batch", "trials", "limit"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
+def load(args: argparse.Namespace) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """The model, and prompts for the second table."""
+    longest = max(args.contexts) + max(args.tokens)
+    if args.shape:
+        length = min(args.contexts)
+        longest = max(longest, length + args.max_new_tokens + 256)  # and a block behind it
+        model = shapes.random_model(args.shape, args.device, getattr(torch, args.dtype), longest)
+        return model, shapes.random_prompts(model, args.limit, 1, length)
+    model, tokenizer = harness.load_model(args)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise SystemExit(f"--contexts and --tokens must end within the model's {limit} positions, got {longest}")
+    return model, harness.load_prompts(args, tokenizer)
+
+
+def main() -> None:
+    args = parse()
+    model, prompts = load(args)
+    harness.set_up_lade(args)
+    parts.set_up_forward(args)
+    synchronize = partial(harness.synchronize, model)
+    figures: dict[str, Any] = {
+        "benchmark": "step_cost",
+        "environment": harness.environment(model),
+        "settings": harness.lookahead_settings(args)
+        | {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+        | parts.forward_settings(args),
+        "model": args.shape or Path(args.model_path).name,
+        "batch": args.batch,
+        "prompts": len(prompts),
+        "trials": args.trials,
+    }
+    figures["forward"] = forward_costs(model, args, synchronize)
+    figures |= part_costs(model, prompts, args, synchronize)
+    harness.finish(figures, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Blocks of fixed shapes: their forward is compiled once, or captured in a CUDA graph, and serves every length of the text. Floor 3.
+
+What a forward depends on lies in tensors whose shapes and addresses stay: tokens, positions, slots, and masks over all of the
+cache's capacity. A token tree is padded to one of a few sizes. Where anything fails, the ordinary forward goes on, and the
+call's figures say why.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from lade.attention import Block
+from lade.kv_cache import LookaheadCache
+from lade.stats import GenerationStats
+
+BACKEND: Any = "inductor"  # of torch.compile
+GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
+SMALLEST_TREE = 8  # nodes, the root included, that a smaller tree is padded to; larger ones to the next power of two
+# How far a compiled forward's logits may be from the ordinary one's, relative to the largest of them.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+Forward = Callable[..., Tensor]
+Masks = Tensor | dict[str, Tensor]
+# What has been compiled for each model, by shape; a sentence where that failed. A model that is gone takes its entries along.
+_compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Forward | str]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # compiling is not for two threads at once
+
+
+def padded_nodes(num_nodes: int, full: int) -> int:
+    """How many nodes a tree is padded to, the root not counted. full: as many as a tree is expected to have at most."""
+    size = SMALLEST_TREE
+    while size < num_nodes + 1:
+        size *= 2
+    return min(size - 1, full) if num_nodes <= full else size - 1
+
+
+def padded_capacity(num_slots: int) -> int:
+    """A power of two, so that calls of similar length share what is compiled."""
+    return 1 << (num_slots - 1).bit_length()
+
+
+def can_capture(device: torch.device) -> bool:
+    return device.type in GRAPH_DEVICES
+
+
+class FixedLayer(CacheLayerMixin):
+    """One layer of a `LookaheadCache` as a compiled forward sees it: it writes at slots that a tensor tells."""
+
+    is_sliding = False
+    is_compileable = True
+
+    keys: Any
+    values: Any
+
+    def __init__(self, keys: Tensor | None, values: Tensor | None, slots: Tensor) -> None:
+        """keys, values: [B, H, C, D] of the cache itself, None for a layer without any. slots: [B, q]."""
+        super().__init__()
+        self.keys, self.values, self.slots = keys, values, slots
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: [B, H, q, D]. Returns all slots, used or not."""
+        if len(self.slots) == 1:
+            self.keys.index_copy_(2, self.slots[0], key_states)
+            self.values.index_copy_(2, self.slots[0], value_states)
+        else:
+            index = self.slots[:, None, :, None]  # [B, 1, q, 1]
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand_as(value_states), value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_max_length(), 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions and masks are given: nobody may ask for what changes with every step
+
+    def get_max_length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.18
+
+
+def plain_forward(
+    model: Any, keeps_rows: bool, tokens: Tensor, positions: Tensor, masks: Masks, logit_rows: Tensor, cache: Cache
+) -> Tensor:
+    """What is compiled. Returns logits [B, R, V]."""
+    arguments = {"logits_to_keep": logit_rows} if keeps_rows else {}
+    logits = model(
+        input_ids=tokens,
+        attention_mask=masks,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **arguments,
+    ).logits
+    return logits if keeps_rows else logits[:, logit_rows]
+
+
+class FixedInputs:
+    """One shape's inputs at fixed addresses, and the view of the cache that goes with them."""
+
+    def __init__(self, block: Block, masks: Masks, slots: Tensor, cache: LookaheadCache) -> None:
+        self.tokens, self.positions, self.logit_rows = (
+            x.clone(memory_format=torch.contiguous_format) for x in (block.tokens, block.positions, block.logit_rows)
+        )
+        # A model takes one mask, or a dict of them.
+        self.masks: Any = (
+            {name: mask.clone() for name, mask in masks.items()} if isinstance(masks, dict) else masks.clone()
+        )
+        self.slots = slots.clone()
+        layers: list[Any] = [
+            FixedLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
+            for layer in cache.layers
+        ]
+        self.cache = Cache(layers=layers)
+        self.replay: Callable[[], Tensor] | None = None  # of a CUDA graph that reads these inputs
+
+    def fill(self, block: Block, masks: Masks, slots: Tensor) -> None:
+        self.tokens.copy_(block.tokens)
+        self.positions.copy_(block.positions)
+        self.logit_rows.copy_(block.logit_rows)
+        self.slots.copy_(slots)
+        if isinstance(masks, dict):
+            for name, mask in masks.items():
+                self.masks[name].copy_(mask)
+        else:
+            self.masks.copy_(masks)
+
+    def call(self, forward: Forward, model: Any, keeps_rows: bool) -> Tensor:
+        return forward(model, keeps_rows, self.tokens, self.positions, self.masks, self.logit_rows, self.cache)
+
+
+class FixedBlocks:
+    """Runs one call's blocks through compiled or captured forwards, as long as that works."""
+
+    def __init__(
+        self,
+        owner: PreTrainedModel,
+        model: Any,
+        stats: GenerationStats,
+        *,
+        keeps_rows: bool,
+        full_tree: int,
+        compiles: bool,
+        captures: bool,
+    ) -> None:
+        """owner: the user's model. model: what runs the blocks, that one or a view of it. stats: are told what happened.
+
+        keeps_rows: whether the model takes `logits_to_keep`. full_tree: nodes that a tree has at most, as a rule.
+        """
+        self.owner, self.model, self.stats = owner, model, stats
+        self.keeps_rows, self.full_tree = keeps_rows, full_tree
+        self.compiles, self.captures = compiles, captures
+        self._inputs: dict[Hashable, FixedInputs] = {}
+        self._cache: LookaheadCache | None = None
+        self._capacity = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self.compiles or self.captures
+
+    def turn_off(self, reason: str) -> None:
+        """For the rest of this call. reason: a sentence."""
+        if self.compiles:
+            self.stats.compile_reason = reason
+        if self.captures:
+            self.stats.cuda_graph_reason = reason
+        self.compiles = self.captures = False
+
+    def padded_nodes(self, num_nodes: int) -> int:
+        """How many nodes a tree takes up in the block."""
+        return padded_nodes(num_nodes, self.full_tree) if self.is_on else num_nodes
+
+    def logits(
+        self, block: Block, cache: LookaheadCache, masks: Masks, ordinary: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """Logits [B, R, V] of a block for which `cache` has room; None where the ordinary forward has to run.
+
+        masks: over all of the cache's slots. ordinary: that forward; run beside the first block of each new shape, to compare.
+        """
+        inputs = self._fixed_inputs(block, cache, masks)
+        forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
+        logits = self._captured(inputs, forward, ordinary) if self.captures else None
+        self.stats.captured_steps += logits is not None
+        if logits is None and self.compiles:
+            logits = self._run_compiled(inputs, forward)
+        self.stats.compiled_steps += logits is not None and self.compiles
+        return logits
+
+    def call(self, inputs: FixedInputs, forward: Forward) -> Tensor:
+        """The forward itself, and nothing else."""
+        return inputs.call(forward, self.model, self.keeps_rows)
+
+    def replay(self, inputs: FixedInputs) -> Tensor:
+        """The same by a CUDA graph. The result is overwritten by the next replay."""
+        assert inputs.replay is not None
+        return inputs.replay()
+
+    def _fixed_inputs(self, block: Block, cache: LookaheadCache, masks: Masks) -> FixedInputs:
+        """The buffers of this shape, with this block in them."""
+        if self._cache is not cache or self._capacity != cache.capacity:  # old buffers hold on to the old storage
+            self._inputs.clear()
+            self._cache, self._capacity = cache, cache.capacity
+        slots = cache.block_slots(block.tokens.shape[1], block.tokens.device)
+        key = (block.positions.shape, block.logit_rows.shape)
+        inputs = self._inputs.get(key)
+        if inputs is None:
+            inputs = self._inputs[key] = FixedInputs(block, masks, slots, cache)
+        else:
+            inputs.fill(block, masks, slots)
+        return inputs
+
+    def _key(self, inputs: FixedInputs) -> Hashable:
+        return (
+            inputs.positions.shape,
+            inputs.logit_rows.shape,
+            self._capacity,
+            self.model.dtype,
+            inputs.tokens.device,
+            self.model.config._attn_implementation,
+            BACKEND,
+        )
+
+    def _compiled(self, inputs: FixedInputs, ordinary: Callable[[], Tensor]) -> Forward:
+        """Compiled for this shape, now or before, and found to agree with the ordinary forward; that one after a failure."""
+        key = self._key(inputs)
+        try:
+            with _lock:
+                known = _compiled.setdefault(self.owner, {})
+                found = known.get(key)
+                if found is None:
+                    found = known[key] = self._compile(inputs, ordinary)
+            if isinstance(found, str):
+                raise NotCompiled(found)
+        except Exception as problem:  # whatever a compiler raises; the model's own errors will come up without it too
+            self._not_compiled(inputs, problem)
+            return plain_forward
+        return found
+
+    def _run_compiled(self, inputs: FixedInputs, forward: Forward) -> Tensor | None:
+        try:
+            return self.call(inputs, forward)
+        except Exception as problem:
+            self._not_compiled(inputs, problem)
+            return None
+
+    def _not_compiled(self, inputs: FixedInputs, problem: Exception) -> None:
+        """Remember the failure, so that no later call tries again."""
+        self.stats.compile_reason = _compiled.setdefault(self.owner, {})[self._key(inputs)] = in_short(problem)
+        self.compiles = False
+
+    def _compile(self, inputs: FixedInputs, ordinary: Callable[[], Tensor]) -> Forward:
+        """Compiles by running once. The cache is left as the ordinary forward leaves it, up to rounding."""
+        # torch counts compilations per code object: each shape of each model gets one of its own.
+        function = types.FunctionType(plain_forward.__code__.replace(), plain_forward.__globals__, "block_forward")
+        forward: Forward = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+        error = disagreement(self.call(inputs, forward), ordinary())
+        if error is not None:
+            raise NotCompiled(f"the compiled forward was off by {error:.2g} of the largest logit")
+        return forward
+
+    def _captured(self, inputs: FixedInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> Tensor | None:
+        """Logits by a CUDA graph, captured when this call first meets the shape; None where that is not possible."""
+        try:
+            if inputs.replay is None:
+                inputs.replay = capture(lambda: inputs.call(forward, self.model, self.keeps_rows))
+                error = disagreement(self.replay(inputs), ordinary())
+                if error is not None:
+                    raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
+            return self.replay(inputs)
+        except Exception as problem:
+            self.stats.cuda_graph_reason = in_short(problem)
+            self.captures = False
+            return None
+
+
+class NotCompiled(RuntimeError):
+    """A forward that lade itself found unfit; its text is a sentence for the user."""
+
+
+def in_short(problem: Exception) -> str:
+    """One line for the figures: torch's errors go on for pages, and say in the second line what the first one announces."""
+    if isinstance(problem, NotCompiled):
+        return str(problem)
+    return f"{type(problem).__name__}: {' '.join(str(problem).split(chr(10))[:2]).strip()}"[:300]
+
+
+def disagreement(logits: Tensor, expected: Tensor) -> float | None:
+    """How far logits are from what they should be, relative to the largest; None where that is rounding."""
+    scale = float(expected.abs().masked_fill(expected.isinf(), 0).max())
+    # Equal ones first: some models make a logit minus infinity.
+    difference = (logits - expected).abs().masked_fill(logits == expected, 0)
+    error = float(difference.max()) / max(scale, torch.finfo(expected.dtype).tiny)
+    return None if error <= TOLERANCE.get(expected.dtype, 0.0) else error
+
+
+def capture(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A CUDA graph of `forward`. Returns what replays it, always with the same tensor as its result."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # libraries set themselves up in the first calls, which cannot be captured
+        for _ in range(2):
+            forward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = forward()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay

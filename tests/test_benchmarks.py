@@ -1,0 +1,200 @@
+"""The benchmark commands run, and what they count is right. Figures are not looked at: other machines, other figures."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def command(lade_on, monkeypatch, capsys):
+    """Runs a benchmark's main() with arguments. Returns what its last line says."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+    def run(name: str, *arguments: str) -> dict:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        importlib.import_module(name).main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture
+def module(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+SMALL = ("--limit", "2", "--max_new_tokens", "12", "--dtype", "float32")
+
+
+def test_decode(command, tmp_path):
+    out = tmp_path / "figures.json"
+    figures = command("decode", *SMALL, "--trials", "2", "--out", str(out))
+    assert figures == json.loads(out.read_text(encoding="utf-8"))
+    assert list(figures["methods"]) == ["plain", "prompt_lookup", "lade"]  # by default, on a CPU
+    assert figures["methods"]["lade"]["identical_outputs"] == 1.0
+    assert figures["methods"]["lade"]["tokens_per_step"] > 1
+
+
+def test_decode_in_batches(command):
+    figures = command("decode", "--batch", "2", *SMALL, "--limit", "5", "--trials", "1")
+    assert list(figures["methods"]) == ["plain", "lade"]  # transformers' prompt lookup takes one prompt
+    assert figures["prompts"] == 4  # full batches only
+    assert figures["methods"]["lade"]["identical_outputs"] == 1.0
+    assert figures["methods"]["lade"]["tokens_per_step"] > 1
+
+
+def test_batches_are_padded_on_the_left(module):
+    prompts = [{"input_ids": torch.tensor([row])} for row in ([5, 6, 7], [8], [9, 9], [4, 4, 4, 4], [3, 3, 3, 3, 3])]
+    first, second = module("decode").batches(prompts, 2, 0)
+    assert first["input_ids"].tolist() == [[0, 8], [9, 9]]
+    assert first["attention_mask"].tolist() == [[0, 1], [1, 1]]
+    assert second["input_ids"].tolist() == [[0, 5, 6, 7], [4, 4, 4, 4]]
+
+
+def test_tokens_behind_the_end_are_not_counted(module):
+    decode = module("decode")
+    assert decode.without_padding([5, 6, 2, 0, 0], {2}) == [5, 6, 2]
+    assert decode.without_padding([5, 6], {2}) == [5, 6]
+
+
+def test_decode_with_random_weights_reports_no_speed(command):
+    figures = command("decode", "--shape", "tiny", "--context", "30", *SMALL, "--batch", "2", "--trials", "1")
+    assert list(figures["steps"]) == ["plain", "lade"]
+    assert figures["steps"]["plain"]["mean_block_tokens"] == 1
+    assert figures["steps"]["lade"]["mean_block_tokens"] > 1
+    assert "methods" not in figures
+    assert "tokens_per_second" not in json.dumps(figures)
+
+
+def test_static_cache_is_compiled_on_a_cpu_too(module, monkeypatch):
+    decode = module("decode")
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--methods", "static", "--device", "cpu"])
+    methods = decode.chosen_methods(decode.parse())
+    assert list(methods) == ["plain", "static"]
+    model = tiny_llama()
+    compiled = []
+    monkeypatch.setattr(model, "get_compiled_call", lambda settings: compiled.append(settings) or model.__call__)
+    ids = torch.tensor([[5, 6, 7]])
+    for arguments in methods.values():
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, **arguments)
+    # generate() asks for a compiled call only where it has found that it may have one.
+    assert [settings is not None and settings._compile_all_devices for settings in compiled] == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "plain,magic"], "--methods takes names of .* got 'magic'"),
+        (["--methods", "prompt_lookup", "--batch", "4"], "--methods prompt_lookup needs --batch 1"),
+        (["--limit", "2", "--batch", "3"], "--batch must be at most the number of prompts, 2, got 3"),
+    ],
+)
+def test_decode_refuses(arguments, message, module, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["decode.py", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        module("decode").main()
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [("1b", 1_235_814_400), ("7b", 6_738_415_616), ("13b", 13_015_864_320), ("70b", 68_976_648_192)],
+)
+def test_shapes_are_the_real_ones(shape, parameters, module):
+    model = module("shapes").random_model(shape, "meta", torch.bfloat16)
+    assert sum(weight.numel() for weight in model.parameters()) == parameters
+
+
+def test_step_cost(command):
+    figures = command(
+        "step_cost", *SMALL, "--trials", "2", "--tokens", "1,4", "--contexts", "20,40", "--level", "4", "--guess", "3"
+    )
+    assert [(row["context"], row["tokens"]) for row in figures["forward"]] == [(20, 1), (20, 4), (40, 1), (40, 4)]
+    assert figures["forward"][0]["ratio_to_one"] == 1
+    shares = {part: row["share"] for part, row in figures["parts"].items()}
+    assert list(shares) == ["propose", "lay out", "forward", "verify", "commit", "learn", "other"]
+    assert min(shares.values()) > 0  # every part was found
+    assert max(shares, key=shares.get) == "forward"
+    assert abs(sum(shares.values()) - 1) < 0.2  # medians of two trials
+
+
+def test_watching_a_step_changes_no_token_and_is_undone(module, lade_on):
+    parts = module("parts")
+    before = {(owner, name): vars(owner).get(name) for owner, name, _ in parts.functions_of_parts()}
+    model, ids = tiny_llama(), torch.arange(3, 30)[None]
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
+    expected = model.generate(ids, **arguments)
+    timer = parts.PartTimer(lambda: None)
+    with timer.running():
+        assert torch.equal(model.generate(ids, **arguments), expected)
+    assert len(timer.steps) > 1
+    assert {(owner, name): vars(owner).get(name) for owner, name, _ in parts.functions_of_parts()} == before
+
+
+def test_step_profile(command, tmp_path):
+    trace = tmp_path / "trace.json"
+    figures = command("step_profile", *SMALL, "--max_new_tokens", "32", "--steps", "3", "--trace", str(trace))
+    assert figures["profiled_steps"] == 3
+    labels = {event["name"] for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
+    assert {f"lade: {part}" for part in ("propose", "lay out", "forward", "verify", "commit", "learn")} <= labels
+    # One copy of what the model chose in every step.
+    choices = [row for row in figures["waits"] if "rules.py" in row["where"] and row["what"] == "tolist"]
+    assert [row["per_step"] for row in choices] == [1.0]
+
+
+def test_waits_are_counted_where_they_are(module):
+    step_profile = module("step_profile")
+    waits = step_profile.Waits()
+    with step_profile.counted_on_cpu(waits):
+        torch.ones(2).tolist()  # before the first step has ended
+        waits.end_step()
+        value = torch.tensor([3])
+        assert int(value) == 3
+        assert value.tolist() == [3]
+        bool(value.any())
+        value.nonzero()
+        value + 1
+        waits.end_step()
+    counted = sorted(what for what, _ in waits.places.elements())
+    assert counted == ["local_scalar_dense", "local_scalar_dense", "nonzero", "tolist", "torch.tensor"]
+    assert all(where.startswith("test_benchmarks.py:") for _, where in waits.places)
+    assert waits.num_steps == 1
+
+
+def test_attention(command):
+    figures = command("attention", "--contexts", "16", "--block", "12", "--trials", "1")
+    for row in figures["rows"]:
+        assert all(method["error"] < 1e-5 for method in row["methods"].values())
+
+
+def test_plots(module, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["plots.py", "--out", str(tmp_path)])
+    module("plots").main()
+    assert (tmp_path / "cpu-bfloat16-greedy.svg").exists()
+
+
+def test_plots_say_what_they_need(module, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["plots.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="needs matplotlib, which is not installed"):
+        module("plots").main()
+
+
+def test_no_file_stands_in_the_way_of_the_standard_library():
+    """Scripts find their own folder first: a profile.py there would break cProfile, which torch imports."""
+    names = {path.stem for path in FOLDER.glob("*.py")}
+    assert not names & sys.stdlib_module_names
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import cProfile, profile; print(profile.__file__)"
+    done = subprocess.run([sys.executable, "-c", code, str(FOLDER)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).parent != FOLDER

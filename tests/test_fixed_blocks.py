@@ -1,0 +1,358 @@
+"""COMPILE=1 and CUDA_GRAPH=1: blocks of fixed shapes give the same tokens, are compiled once, and never get in the way.
+
+Most tests take a backend that compiles nothing, so that only the tracing is tested; one takes torch's own where there is a C++
+compiler. CUDA graphs are stood in for by a trace that, like a graph, remembers tensors and no Python.
+"""
+
+import gc
+import os
+import shutil
+import weakref
+
+import pytest
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+from families import FAMILIES
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import lade
+from lade import decoding, kv_cache
+from lade.models import ModelAdapter, fixed
+
+NEW = {"max_new_tokens": 40}
+NOT_HERE = "CUDA graphs need a model on a CUDA device"
+
+
+@pytest.fixture(autouse=True)
+def small_block(lade_on, monkeypatch):
+    """One size of tree: (N-1) * G is less than the smallest size to pad to."""
+    monkeypatch.setattr(fixed, "BACKEND", "eager")
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=1)
+    yield
+    torch._dynamo.reset()
+    fixed._compiled.clear()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Captures work on the CPU. The list has one entry per capture."""
+    captured = []
+
+    def trace(forward):
+        captured.append(make_fx(forward)())
+        graph, output = captured[-1], captured[-1]()
+
+        def replay():
+            return output.copy_(graph())
+
+        return replay
+
+    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setattr(fixed, "capture", trace)
+    lade.config_lade(COMPILE=0, CUDA_GRAPH=1)
+    return captured
+
+
+def padded_prompt():
+    inputs = prompt(24, batch_size=3)
+    inputs["attention_mask"][0, :9] = 0
+    inputs["attention_mask"][2, :2] = 0
+    inputs["input_ids"][inputs["attention_mask"] == 0] = 0
+    return inputs
+
+
+def both(model, inputs, **arguments):
+    """The output without lade and with it, sampled ones from the same seed."""
+    torch.manual_seed(3)
+    expected = generate_plain(model, inputs, **NEW | arguments)
+    torch.manual_seed(3)
+    return expected, model.generate(**inputs, **NEW | arguments)
+
+
+def check(expected, found, compiled=True, captured=False):
+    """Equal, with fewer steps than tokens, and every block went the way it was to go."""
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    assert stats.fallback_reason is None
+    assert stats.steps < expected.shape[1]
+    assert stats.compiled_steps == (stats.steps - 1 if compiled else 0)
+    assert stats.captured_steps == (stats.steps - 1 if captured else 0)
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("inputs", "attention", "arguments"),
+    [
+        (prompt(), "sdpa", {"do_sample": False}),
+        (prompt(), "eager", {"do_sample": True, "top_k": 20}),
+        (prompt(batch_size=3), "sdpa", {"do_sample": True, "top_k": 20}),
+        (padded_prompt(), "sdpa", {"do_sample": False}),
+        (padded_prompt(), "eager", {"do_sample": False}),
+    ],
+    ids=["one", "sampled", "batch-sampled", "padded", "padded-eager-attention"],
+)
+def test_same_tokens(inputs, attention, arguments, monkeypatch):
+    monkeypatch.setattr(fixed, "BACKEND", "aot_eager" if attention == "sdpa" else "eager")
+    # Eager attention's softmax is float32's: the smallest float64, which masks what is hidden, would be minus infinity there.
+    model = tiny_llama(torch.float64 if attention == "sdpa" else torch.float32, attention=attention)
+    stats = check(*both(model, inputs, **arguments))
+    assert stats.compile_reason is None
+    assert set(stats.block_tokens) == {3 * 3 + 3 * 2}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with a C++ compiler")
+def test_same_tokens_compiled_by_torch(monkeypatch):
+    monkeypatch.setattr(fixed, "BACKEND", "inductor")
+    check(*both(tiny_llama(torch.float32, num_hidden_layers=1), prompt(), do_sample=False))
+
+
+def tiny(model_class, config_class, dtype=torch.float64, **settings):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48, "pad_token_id": 0}
+    model = model_class(config_class(**sizes | settings)).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_windows_by_layer():
+    sizes = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 8}
+    # Its attention is the eager one.
+    check(*both(tiny(Gemma2ForCausalLM, Gemma2Config, torch.float32, **sizes), prompt(), do_sample=False))
+
+
+def test_learned_positions():
+    check(*both(tiny(GPT2LMHeadModel, GPT2Config, n_positions=128), prompt(), do_sample=False))
+
+
+def test_nothing_is_compiled_anew_while_the_text_grows(model):
+    """Nor by the next call."""
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2):
+            stats = check(*both(model, prompt(seed=seed), do_sample=False, max_new_tokens=150))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert stats.steps > 10
+
+
+def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
+    """The control of the test above: a cache that says how long the text is."""
+    torch._dynamo.utils.counters.clear()
+
+    def call(self, inputs, forward):
+        inputs.cache.layers[0].length = self._cache.lengths[0]
+        return inputs.call(forward, self.model, self.keeps_rows)
+
+    def update(self, *args, original=fixed.FixedLayer.update, **kwargs):
+        assert getattr(self, "length", 1) > 0
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(fixed.FixedBlocks, "call", call)
+    monkeypatch.setattr(fixed.FixedLayer, "update", update)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        expected, found = both(model, prompt(), do_sample=False)
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    assert "RecompileError" in stats.compile_reason
+    assert 0 < stats.compiled_steps < stats.steps - 1  # what came before was compiled, the rest went on
+
+
+def test_trees_of_several_sizes(model):
+    lade.config_lade(GUESS_SET_SIZE=7)
+    torch._dynamo.utils.counters.clear()
+    ids = torch.randint(3, 12, (1, 120), generator=torch.Generator().manual_seed(0))  # few ids: many tails for each
+    stats = check(*both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, do_sample=False))
+    sizes = {tokens - 9 for tokens in stats.block_tokens}
+    assert len(sizes) > 1
+    assert sizes <= {7, 15, 21}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(sizes)
+
+
+def test_a_cache_that_grows(model, monkeypatch):
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    torch._dynamo.utils.counters.clear()
+    check(*both(model, prompt(), do_sample=False, max_new_tokens=80))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # 64 and 128 slots
+
+
+def test_sizes():
+    assert [fixed.padded_nodes(n, 28) for n in (0, 7, 8, 16, 28)] == [7, 7, 15, 28, 28]
+    assert [fixed.padded_nodes(n, 6) for n in (0, 6, 7, 40)] == [6, 6, 7, 63]
+    assert [fixed.padded_capacity(n) for n in (256, 257, 1000)] == [256, 512, 1024]
+
+
+def test_disagreement():
+    expected = torch.tensor([[-4.0, 2.0, -torch.inf]])
+    assert fixed.disagreement(expected.clone(), expected) is None
+    assert fixed.disagreement(expected + 1e-3, expected) is None
+    assert fixed.disagreement(expected + 0.4, expected) == pytest.approx(0.1)
+    assert fixed.disagreement(expected.nan_to_num(neginf=0), expected) == torch.inf
+    assert fixed.disagreement(expected * torch.nan, expected) is not None
+
+
+def test_failure_is_told_once_and_costs_nothing_more(model, monkeypatch):
+    tried = []
+
+    def broken(graph, inputs):
+        tried.append(graph)
+        raise ValueError("no such machine\nand more")
+
+    monkeypatch.setattr(fixed, "BACKEND", broken)
+    for _ in range(2):
+        stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+        assert "no such machine" in stats.compile_reason
+        assert "\n" not in stats.compile_reason
+    assert len(tried) == 1
+
+
+def test_a_wrong_result_is_noticed(model, monkeypatch):
+    def wrong(graph, inputs):
+        return lambda *args: [output + 1 for output in graph(*args)]
+
+    monkeypatch.setattr(fixed, "BACKEND", wrong)
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert stats.compile_reason.startswith("the compiled forward was off by ")
+
+
+def test_wrong_slots_are_noticed(model, monkeypatch):
+    """The fixed cache decides about the result: without it the tests above would prove nothing."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.keys.index_copy_(2, self.slots[0] + 1, key_states)
+        self.values.index_copy_(2, self.slots[0] + 1, value_states)
+        return self.keys, self.values
+
+    monkeypatch.setattr(fixed.FixedLayer, "update", update)
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert stats.compile_reason.startswith("the compiled forward was off by ")
+
+
+def test_a_model_is_let_go():
+    model = tiny_llama()
+    model.generate(**prompt(), max_new_tokens=8)
+    assert lade.last_stats().compiled_steps > 0
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not len(fixed._compiled)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: tiny(BloomForCausalLM, BloomConfig), "this family's blocks run on a changed view of the model"),
+        (lambda: tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary frequ"),
+    ],
+    ids=["view", "rope"],
+)  # fmt: skip
+def test_refused(make, reason):
+    lade.config_lade(CUDA_GRAPH=1)
+    model = make()
+    model.generate(**prompt(), max_new_tokens=8, do_sample=False)
+    stats = lade.last_stats()
+    assert (stats.fallback_reason, stats.compiled_steps, stats.captured_steps) == (None, 0, 0)
+    assert stats.compile_reason.startswith(reason)
+    assert stats.cuda_graph_reason == stats.compile_reason
+
+
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["other-attention", "kernel"])
+def test_on_a_private_view(uses_kernel, model, monkeypatch):
+    """Which is made anew for each call: what was compiled for the first one serves the next."""
+    monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
+    monkeypatch.setattr(ModelAdapter, "needs_view", True)
+    lade.config_lade(USE_FLASH=uses_kernel)
+    torch._dynamo.utils.counters.clear()
+    for seed in range(2):
+        stats = check(*both(model, prompt(seed=seed), do_sample=False))
+        assert stats.used_kernel == uses_kernel
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_requests_that_want_more_than_logits(model):
+    wanted = {"output_hidden_states": True, "return_dict_in_generate": True}
+    expected, found = both(model, prompt(), do_sample=False, **wanted)
+    assert torch.equal(expected.sequences, found.sequences)
+    stats = lade.last_stats()
+    assert stats.compile_reason == "output_hidden_states asks for more than the compiled forward returns"
+    assert stats.compiled_steps == 0
+    assert set(stats.block_tokens[1:]) != {15}  # and nothing is padded
+
+
+def test_off_by_default(model):
+    lade.config_lade(COMPILE=0)
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert (stats.compile_reason, stats.cuda_graph_reason) == (None, None)
+
+
+@pytest.mark.parametrize("keyword", ["COMPILE", "CUDA_GRAPH"])
+def test_wrong_values(keyword):
+    with pytest.raises(ValueError, match=f"{keyword} must be 0 or 1, got 2"):
+        lade.config_lade(**{keyword: 2})
+
+
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["masked", "kernel"])
+@pytest.mark.parametrize("inputs", [prompt(), padded_prompt()], ids=["one", "padded"])
+def test_captured(inputs, uses_kernel, model, graphs):
+    lade.config_lade(USE_FLASH=uses_kernel)
+    stats = check(*both(model, inputs, do_sample=False), compiled=False, captured=True)
+    assert stats.cuda_graph_reason is None
+    assert len(graphs) == 1
+
+
+def test_captured_anew_where_the_cache_has_grown(model, graphs, monkeypatch):
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    check(*both(model, prompt(), do_sample=False, max_new_tokens=80), compiled=False, captured=True)
+    assert len(graphs) == 2
+
+
+def test_a_graph_that_cannot_be_captured(model, graphs, monkeypatch):
+    def refuse(forward):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(fixed, "capture", refuse)
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert stats.cuda_graph_reason == "RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_a_graph_that_remembers_too_much_is_noticed(model, graphs, monkeypatch):
+    """A replay of one and the same result, as if the inputs lay elsewhere by then."""
+    monkeypatch.setattr(fixed, "capture", lambda forward: (lambda output: lambda: output)(forward() + 1))
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert stats.cuda_graph_reason.startswith("the captured forward was off by ")
+
+
+def test_no_graphs_on_a_cpu(model):
+    lade.config_lade(CUDA_GRAPH=1)
+    stats = check(*both(model, prompt(), do_sample=False))
+    assert stats.cuda_graph_reason == NOT_HERE
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.environ.get("LADE_LONG_TESTS") != "1", reason="LADE_LONG_TESTS=1 traces every family")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_family(family):
+    """Every block is compiled, or the call says why none was; the tokens are plain generate()'s either way."""
+    if not family.exists:
+        pytest.skip(f"transformers has no {family.model_class}")
+    expected, found = both(family.build(), prompt(), do_sample=False, max_new_tokens=12)
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    if stats.fallback_reason is None:
+        assert stats.compiled_steps == (0 if stats.compile_reason else stats.steps - 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("uses_kernel", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_by_cuda(compiled, uses_kernel, monkeypatch):
+    monkeypatch.setattr(fixed, "BACKEND", "inductor")
+    lade.config_lade(COMPILE=compiled, CUDA_GRAPH=1, USE_FLASH=uses_kernel)
+    model = tiny_llama(torch.float32).cuda()
+    inputs = {name: tensor.cuda() for name, tensor in prompt().items()}
+    stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)
+    assert stats.cuda_graph_reason is None
