@@ -10,20 +10,26 @@ from typing import Any
 # Sizes that are chosen from: few, so that each is well measured and kernels see few shapes.
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 NEAR_ENOUGH = 0.15  # how far a size may be from the one that it is counted as
-OBSERVATIONS = 9  # the latest of a size; their median is its price
+OBSERVATIONS = 9  # the latest of a size
+QUIET_SHARE = 0.25  # the quantile of them that is its price: what disturbs a step only ever makes it longer
 ASSUMED_SLOPE = 0.004  # of a step per token, where nothing was measured: low, so that larger blocks are tried
 EXPLORE_EVERY = 32  # steps after which a neighbour of the best size is measured again
 MIN_CONTEXT = 256  # tokens; shorter texts cost the same
 
 
 class StepPrice:
-    """Seconds of a step of q tokens: the median where measured, lines between, ASSUMED_SLOPE beyond."""
+    """Seconds of a step of q tokens: measured, or on lines between what was, or a guess beyond.
+
+    A smaller block never costs more than a larger one: a size that was only seen while the machine was busy with other things has
+    the price of the next larger one.
+    """
 
     def __init__(self, similar: StepPrice | None = None) -> None:
         """similar: the prices of a shorter or longer text, which stand in for what was not measured here."""
         self._similar, self._scale = similar, 1.0
         self._seen: dict[int, deque[float]] = {}
-        self._seconds: dict[int, float] = {}
+        self._measured: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}  # the same, never falling with the size
         self._num_chosen = 0
         self._slope: float | None = None
 
@@ -37,8 +43,10 @@ class StepPrice:
             return
         seen = self._seen[size]
         seen.append(seconds)
-        self._seconds[size] = sorted(seen)[len(seen) // 2]
-        self._slope = None
+        self._measured[size] = sorted(seen)[int(QUIET_SHARE * len(seen))]
+        lowest, self._slope = float("inf"), None
+        for known in sorted(self._measured, reverse=True):
+            self._seconds[known] = lowest = min(lowest, self._measured[known])
         if self._similar is not None:
             self._scale = self._seconds[size] / self._similar.seconds(size)
 
@@ -70,7 +78,7 @@ class StepPrice:
         if self._slope is None:
             plain, sizes = self.seconds(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
             self._slope = min((self.seconds(size) / plain - 1) / (size - 1) for size in sizes)
-        return max(0.0, self._slope / 2)  # half: lines through medians are not exact
+        return max(0.0, self._slope / 2)  # half: measured lines are not exact
 
     def max_size(self, limit: int) -> int:
         """The largest block that may be chosen: at most twice as large as what has been tried."""

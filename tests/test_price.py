@@ -18,7 +18,7 @@ def measured(curve, sizes=SIZES[:14]):
     return price
 
 
-def test_medians_lines_between_and_a_slope_beyond():
+def test_lines_between_and_a_slope_beyond():
     price = measured(lambda q: float(q), sizes=(2, 4, 16))
     assert [price.seconds(q) for q in (2, 4, 10, 16)] == [2, 4, 10, 16]
     assert 16 < price.seconds(32) < 20
@@ -33,6 +33,21 @@ def test_the_first_step_of_a_size_does_not_count():
     assert price.largest_known == 0
     price.observe(8, 2.0)
     assert price.seconds(8) == 2.0
+
+
+def test_a_busy_moment_does_not_stick():
+    """Whatever was measured while the machine stood still, larger blocks that went faster say better."""
+    price = StepPrice()
+    for size, seconds in ((1, 300.0), (2, 400.0), (4, 12.0), (8, 10.0), (16, 13.0)):
+        price.observe(size, seconds)
+        price.observe(size, seconds)
+    assert [price.seconds(size) for size in (1, 2, 3, 4, 8, 16)] == [10, 10, 10, 10, 10, 13]
+    for _ in range(2):
+        price.observe(1, 5.0)
+    assert price.seconds(1) == 5
+    for _ in range(4):  # and a busy moment later on changes nothing
+        price.observe(1, 300.0)
+    assert price.seconds(1) == 5
 
 
 def test_sizes_are_tried_from_small_to_large():
