@@ -264,7 +264,9 @@ def link_for(config: LookaheadConfig, device: torch.device) -> Link:
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend must be 'gloo' for prompts on {device.type}, got 'nccl'")
     key = (config.num_workers, backend)
-    if key not in _links or _links[key].world is not dist.group.WORLD:  # the program may have made another group since
+    if key in _links and _links[key].world is not dist.group.WORLD:  # the program has made another group since
+        del _links[key]
+    if key not in _links:
         global _num_links
         _num_links += 1
         _links[key] = Link(*key, _num_links)

@@ -289,14 +289,16 @@ class Adviser(LogitsProcessor):
         return scores
 
 
-def nest(rank):
+def nest(rank, folder):
     """A call inside of another one, on the leader; and a process group that is replaced between two calls."""
     model, found = tiny_llama(), []
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
-    for _ in range(2):
+    for name in ("first", "second"):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
         adviser = Adviser(model)
         output = model.generate(**prompt(20), max_new_tokens=8, logits_processor=LogitsProcessorList([adviser]))
         found.append((output.tolist(), lade.last_stats().num_workers, adviser.workers))
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     return found
 

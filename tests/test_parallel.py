@@ -150,8 +150,8 @@ def test_the_leader_streams(lade_on):
     assert second == (plain.tolist(), ["end"], None, 2)
 
 
-def test_calls_inside_of_a_call_and_another_group(lade_on):
-    first, second = ranks.launch(ranks.nest, 2)
+def test_calls_inside_of_a_call_and_another_group(lade_on, tmp_path):
+    first, second = ranks.launch(ranks.nest, 2, str(tmp_path))
     model = tiny_llama()
     processors = ranks.LogitsProcessorList([ranks.Adviser(model)])
     plain = generate_plain(model, prompt(20), max_new_tokens=8, logits_processor=processors).tolist()
