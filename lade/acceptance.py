@@ -12,6 +12,8 @@ PRIOR_WEIGHT = 16.0  # trials that the first estimate counts for
 MAX_TRIALS = 400.0  # beyond these, older trials count half: what is guessed for changes
 TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust begins with, and slowly returns to
 TRUST_MEMORY = 0.9  # share of the past that is left after each step
+FORGET_SHARE = 0.8  # of what was learned that is left after FORGET_EVERY steps without a guess
+FORGET_EVERY = 16
 # What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows.
 PROBE_CREDIT = 0.02
 
@@ -51,6 +53,7 @@ class Acceptance:
         self.trials = [PRIOR_WEIGHT] * NUM_KINDS
         self.hits = [PRIOR_WEIGHT * chance for chance in self.chances]
         self._expected = self._accepted = TRUST_WEIGHT
+        self._num_idle = 0  # steps without a guess
 
     @property
     def trust(self) -> float:
@@ -58,13 +61,22 @@ class Acceptance:
         return min(1.0, self._accepted / self._expected)
 
     def learn(
-        self, kinds: Sequence[int], parents: Sequence[int], expected: Sequence[float], path: Sequence[int]
+        self,
+        kinds: Sequence[int],
+        parents: Sequence[int],
+        expected: Sequence[float],
+        path: Sequence[int],
+        hits: Sequence[int],
     ) -> None:
         """Take in the outcome of one tree.
 
         kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its ancestors. path:
-        the accepted nodes. Only guesses behind accepted ones were judged.
+        the accepted nodes; only guesses behind them were judged. hits: the nodes that were right.
         """
+        self._num_idle = 0 if kinds else self._num_idle + 1
+        if self._num_idle == FORGET_EVERY:
+            self._num_idle = 0
+            self.forget()
         judged = {-1, *path}
         hoped = 0.0
         for kind, parent, chance in zip(kinds, parents, expected, strict=True):
@@ -72,11 +84,18 @@ class Acceptance:
                 hoped += chance
                 if parent in judged:
                     self._count_trial(kind)
-        for node in path:
+        for node in hits:
             if kinds[node] != PROBE:
                 self._count_hit(kinds[node])
         self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + hoped
-        self._accepted = TRUST_MEMORY * self._accepted + (1 - TRUST_MEMORY) * TRUST_WEIGHT + len(path)
+        self._accepted = TRUST_MEMORY * self._accepted + (1 - TRUST_MEMORY) * TRUST_WEIGHT + len(hits)
+
+    def forget(self) -> None:
+        """Move a little back towards the prior: what is not guessed is not learned, and the text may have become easy."""
+        for kind, prior in enumerate(prior_chances()):
+            self.trials[kind] = PRIOR_WEIGHT + FORGET_SHARE * (self.trials[kind] - PRIOR_WEIGHT)
+            self.hits[kind] = PRIOR_WEIGHT * prior + FORGET_SHARE * (self.hits[kind] - PRIOR_WEIGHT * prior)
+            self.chances[kind] = self.hits[kind] / self.trials[kind]
 
     def restore(self, trials: list[float], hits: list[float]) -> None:
         """Go on from counts that were saved. trials, hits: of each kind."""

@@ -64,7 +64,7 @@ def lookahead_decode(
     adapter.fix_shapes(config, stats)
     team.num_tokens = adapter.num_tokens
     do_sample = bool(generation_config.do_sample)
-    drafter = make_drafter(config, model, adapter.num_tokens, input_ids, key_mask, do_sample)
+    drafter = make_drafter(config, adapter.model, adapter.num_tokens, input_ids, key_mask, do_sample)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
     cache = adapter.make_cache(input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
@@ -95,7 +95,7 @@ def lookahead_decode(
             roots = rules.texts.roots()
             starts = first_position + torch.tensor(cache.lengths, device=device)[:, None] - first_slot  # [..., B, 1]
             max_offset = adapter.max_guess_offset(max(cache.lengths) + lead)
-            draft = drafter.propose(rules.texts, rules.is_finished, max_offset)
+            draft = drafter.propose(rules.texts, rules.is_idle, max_offset)
             drafted = perf_counter()
             tree = rules.without_finished(draft.tree, draft.max_depth)
             share = team.share(tree, draft.window_shape)
@@ -130,7 +130,7 @@ def lookahead_decode(
             drafter.learn(Outcome(tree, logits[:, : 1 + tree.num_nodes], accepted, choices, rules.texts))
             learned = perf_counter()
             # The user's own code runs while tokens are verified: once per token, whatever the block.
-            drafter.spent(max(cache.lengths), layout.num_tokens, forwarded - began + learned - verified)
+            drafter.spent(max(rules.texts.lengths), layout.num_tokens, forwarded - began + learned - verified)
             stats.add_times(drafted - began + learned - verified, forwarded - drafted, verified - forwarded)
             if stats.on_step is not None:
                 stats.on_step(roots, draft, tree, layout, accepted, choices, rules.texts)

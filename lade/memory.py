@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -29,6 +29,8 @@ FORMAT = 1  # of the file
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
 NUM_SIGNS = 256  # of the embedding, by which a model is known again
 MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them, and half of them differ between strangers
+
+IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
 
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and bins, [M, ROW_LENGTH] each
 
@@ -96,7 +98,7 @@ class Memory:
             )
 
     def warm(
-        self, model: Any, texts: str | Path | Iterable[str | Sequence[int] | Tensor], tokenizer: Any = None
+        self, model: Any, texts: str | Path | Sequence[str | Sequence[int] | Tensor], tokenizer: Any = None
     ) -> None:
         """Learn from texts as if the model had been asked about them: one forward over each, no generation.
 
@@ -105,6 +107,8 @@ class Memory:
         self.belong_to(model)
         if isinstance(texts, (str, Path)):
             texts = [Path(texts).read_text(encoding="utf-8")]
+        if not isinstance(texts, (list, tuple)) or any(isinstance(text, int) for text in texts):
+            raise ValueError(f"texts must be a file, or a list of texts as strings or ids, got {texts!r:.80}")
         for text in texts:
             if isinstance(text, str):
                 if tokenizer is None:
@@ -137,6 +141,9 @@ class Memory:
         target = self.path if path is None else Path(path)
         if target is None:
             raise ValueError("path must be given here or to Memory(), got None")
+        target = target.resolve()  # a link stays one
+        if not target.parent.is_dir():
+            raise ValueError(f"path must be in a folder that exists, got {str(target)!r}")
         arrays: dict[str, Any] = {"header": np.array(json.dumps({"format": FORMAT, "model": self.identity}))}
         for name, table in (("singles", self.singles), ("pairs", self.pairs)):
             arrays |= {f"{name}_{key}": array for key, array in table.as_arrays().items()}
@@ -160,14 +167,20 @@ class Memory:
                 raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
             tables = {name: _rows_from(arrays, name) for name in ("singles", "pairs")}
             chances = {flag: arrays[f"chances_{int(flag)}"].astype(float) for flag in (False, True)}
-            if any(array.shape != (2, NUM_KINDS) or not (array[0] >= array[1]).all() for array in chances.values()):
-                raise ValueError("its learned chances are not of this version")
-            vocab_size = (header["model"] or {"vocab_size": 0})["vocab_size"]
+            for array in chances.values():
+                if array.shape != (2, NUM_KINDS) or not np.isfinite(array).all():
+                    raise ValueError("its learned chances are not of this version")
+                if (array[0] <= 0).any() or (array[1] < 0).any() or (array[1] > array[0] + 1).any():
+                    raise ValueError("its learned chances are out of range")
+            identity = header["model"]
+            if identity is not None:
+                identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
+            vocab_size = identity["vocab_size"] if identity else 0
             if any(len(ids) and ids.max() >= vocab_size for _, ids, _ in tables.values()):
                 raise ValueError("its tables hold ids beyond the vocabulary")
         except Exception as error:  # whatever a damaged file may lead to
             raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
-        self.identity = header["model"]
+        self.identity = identity
         for name, (keys, ids, bins) in tables.items():
             getattr(self, name).put(keys.tolist(), ids, bins)
         for flag, (trials, hits) in chances.items():
@@ -278,4 +291,8 @@ def memory_for(model: Any, share: bool) -> Memory:
     if active is not None:
         active.belong_to(model)
         return active
-    return _shared.setdefault(model, Memory()) if share else Memory()
+    if not share:
+        return Memory()
+    if model not in _shared:
+        _shared[model] = Memory()
+    return _shared[model]

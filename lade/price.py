@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -9,10 +10,13 @@ from typing import Any
 
 # Sizes that are chosen from: few, so that each is well measured and kernels see few shapes.
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-NEAR_ENOUGH = 0.15  # how far a size may be from the one that it is counted as
 OBSERVATIONS = 9  # the latest of a size
 QUIET_SHARE = 0.25  # the quantile of them that is its price: what disturbs a step only ever makes it longer
 ASSUMED_SLOPE = 0.004  # of a step per token, where nothing was measured: low, so that larger blocks are tried
+# What trying new sizes may cost: as much as some plain steps, and this share of all time. Beyond that, larger blocks are assumed to
+# cost what the line through the last two says.
+FREE_TRIALS, TRIAL_SHARE = 4.0, 0.02
+MAX_LEAST_CHANCE = 0.05  # a price that is wrong must not keep the sizes from being tried that would put it right
 EXPLORE_EVERY = 32  # steps after which a neighbour of the best size is measured again
 MIN_CONTEXT = 256  # tokens; shorter texts cost the same
 
@@ -28,27 +32,36 @@ class StepPrice:
         """similar: the prices of a shorter or longer text, which stand in for what was not measured here."""
         self._similar, self._scale = similar, 1.0
         self._seen: dict[int, deque[float]] = {}
+        self._lock = threading.Lock()
         self._measured: dict[int, float] = {}
-        self._seconds: dict[int, float] = {}  # the same, never falling with the size
+        self._seconds: dict[int, float] = {}  # the same, never falling with the size; replaced, never changed
         self._num_chosen = 0
+        self._spent = self._lost = (
+            0.0  # seconds of all steps; of those that tried a new size, beyond those of plain steps
+        )
         self._slope: float | None = None
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of q tokens took so long. The first one of a size also pays for setting kernels up and does not count."""
         size = min(SIZES, key=lambda size: abs(size - num_tokens))
-        if abs(size - num_tokens) > NEAR_ENOUGH * num_tokens:
-            return
-        if size not in self._seen:
-            self._seen[size] = deque(maxlen=OBSERVATIONS)
-            return
-        seen = self._seen[size]
-        seen.append(seconds)
-        self._measured[size] = sorted(seen)[int(QUIET_SHARE * len(seen))]
-        lowest, self._slope = float("inf"), None
-        for known in sorted(self._measured, reverse=True):
-            self._seconds[known] = lowest = min(lowest, self._measured[known])
+        if size != num_tokens:
+            seconds *= self.seconds(size) / self.seconds(num_tokens)
+        self._spent += seconds
+        if size not in self._measured:
+            self._lost += max(0.0, seconds - self._seconds.get(1, seconds))
+        with self._lock:  # calls in several threads share the prices
+            if size not in self._seen:
+                self._seen[size] = deque(maxlen=OBSERVATIONS)
+                return
+            seen = self._seen[size]
+            seen.append(seconds)
+            self._measured[size] = sorted(seen)[int(QUIET_SHARE * len(seen))]
+            prices, lowest = {}, float("inf")
+            for known in sorted(self._measured, reverse=True):
+                prices[known] = lowest = min(lowest, self._measured[known])
+            self._seconds, self._slope = prices, None
         if self._similar is not None:
-            self._scale = self._seconds[size] / self._similar.seconds(size)
+            self._scale = self.seconds(size) / self._similar.seconds(size)
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step of q tokens; of an arbitrary unit while nothing was measured."""
@@ -65,7 +78,18 @@ class StepPrice:
         nearest = below or above
         if nearest is None:
             return 1 + ASSUMED_SLOPE * num_tokens
-        return measured[nearest] * (1 + ASSUMED_SLOPE * num_tokens) / (1 + ASSUMED_SLOPE * nearest)
+        assumed = measured[nearest] * (1 + ASSUMED_SLOPE * num_tokens) / (1 + ASSUMED_SLOPE * nearest)
+        if below is None or len(measured) == 1 or self._may_try:
+            return assumed
+        *_, before, last = sorted(measured)
+        return max(
+            assumed, measured[last] + (num_tokens - last) * (measured[last] - measured[before]) / (last - before)
+        )
+
+    @property
+    def _may_try(self) -> bool:
+        """Whether trying sizes that nobody has measured has cost little so far."""
+        return self._lost <= FREE_TRIALS * self._seconds.get(1, 0.0) + TRIAL_SHARE * self._spent
 
     @property
     def largest_known(self) -> int:
@@ -78,11 +102,12 @@ class StepPrice:
         if self._slope is None:
             plain, sizes = self.seconds(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
             self._slope = min((self.seconds(size) / plain - 1) / (size - 1) for size in sizes)
-        return max(0.0, self._slope / 2)  # half: measured lines are not exact
+        return min(MAX_LEAST_CHANCE, max(0.0, self._slope / 2))  # half: measured lines are not exact
 
-    def max_size(self, limit: int) -> int:
-        """The largest block that may be chosen: at most twice as large as what has been tried."""
-        return max((size for size in SIZES if size <= min(limit, 2 * self.largest_known)), default=1)
+    def sizes(self, limit: int) -> list[int]:
+        """What may be chosen: sizes up to the largest that is allowed, and at most twice as large as what has been tried."""
+        reach = max(1, 2 * self.largest_known)
+        return [size for size in SIZES if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
 
     def choose(self, expected: Sequence[float], num_rows: int, limit: int) -> int:
         """The size of block that commits most tokens per second; now and then a neighbour of it, to keep its price known.
@@ -90,8 +115,7 @@ class StepPrice:
         expected: accepted guesses, summed over rows, that k guesses per row are good for, at index k. num_rows: rows that are not
         finished. limit: the largest block that is allowed. Returns q, 1 for a plain step.
         """
-        largest = self.max_size(limit)
-        sizes = [size for size in SIZES if size <= min(largest, len(expected))]
+        sizes = [size for size in self.sizes(limit) if size <= len(expected)]
         rates = [(num_rows + expected[size - 1]) / self.seconds(size) for size in sizes]
         best = rates.index(max(rates))
         self._num_chosen += 1
@@ -115,7 +139,7 @@ class ModelPrices:
         bucket = max(MIN_CONTEXT, num_slots).bit_length()
         key = (*self._kind, bucket)
         if key not in self._all:
-            known = [other[-1] for other in self._all if other[:-1] == self._kind]
+            known = [other[-1] for other in list(self._all) if other[:-1] == self._kind]
             nearest = min(known, key=lambda other: abs(other - bucket), default=None)
             similar = None if nearest is None else self._all[(*self._kind, nearest)]
             self._all[key] = StepPrice(similar)

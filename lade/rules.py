@@ -116,6 +116,11 @@ class Rules:
         return tree.with_chains(self._finished_rows, self.pad_token, length=0)
 
     @property
+    def is_idle(self) -> list[bool]:
+        """Rows that need no guesses."""
+        return self.is_finished
+
+    @property
     def _finished_rows(self) -> list[int]:
         return [row for row, is_finished in enumerate(self.is_finished) if is_finished]
 
@@ -213,6 +218,11 @@ class LockstepRules(Rules):
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
         """Plain generate() goes on with finished rows: with pad tokens, or without any change if nothing pads them."""
         return tree.with_chains(self._finished_rows, self.pad_token, max_depth) if self._pads else tree
+
+    @property
+    def is_idle(self) -> list[bool]:
+        """Rows that need no guesses: what pads them is known, but where nothing does, all rows go on as one."""
+        return self.is_finished if self._pads else [False] * len(self.is_finished)
 
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         self._answers, self._children = answers, children_of_rows(tree)

@@ -5,6 +5,7 @@ import torch
 from conftest import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
+from lade.acceptance import FORGET_EVERY, SECOND_SUFFIX, SUFFIX, Acceptance
 from lade.layout import BlockLayout
 from lade.stats import tracing
 
@@ -145,3 +146,51 @@ def test_learning_takes_nothing_from_the_sampler(model):
         assert_exact(model, prompt(24), **SAMPLED)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+def test_a_row_that_ended_without_padding_holds_nobody_up(model):
+    """Where nothing pads ended rows, plain generate() goes on with them, and all rows have to accept a guess."""
+
+    class Loop:
+        def __call__(self, input_ids, scores):
+            forced = torch.full_like(scores, -50.0)
+            forced[:, 3 + input_ids.shape[1] % 5] = 0.0
+            return forced
+
+    class FirstEnds:
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([input_ids.shape[1] > 16] + [False] * (len(input_ids) - 1))
+
+    arguments = {"logits_processor": [Loop()], "stopping_criteria": [FirstEnds()]}
+    assert assert_exact(model, prompt(12, 2), 100, **arguments).steps < 40
+
+
+def test_chances_are_those_of_the_row(model):
+    """In a batch where another row always misses, what was right is counted as right although it was not accepted."""
+
+    class OneEasyRow:
+        def __init__(self):
+            self.order = torch.randint(3, VOCAB, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+
+        def __call__(self, input_ids, scores):
+            forced = torch.full_like(scores, -50.0)
+            forced[0, 3 + input_ids.shape[1] % 5] = 0.0
+            forced[1, self.order[input_ids.shape[1]]] = 0.0
+            return forced
+
+    memory = lade.Memory()
+    with memory.active():
+        assert_exact(model, prompt(12, 2), 100, logits_processor=[OneEasyRow()], num_return_sequences=1)
+    longest = memory.acceptance[False].chances[SECOND_SUFFIX - 1]
+    assert longest > 0.9
+
+
+def test_chances_return_when_nothing_is_guessed():
+    acceptance = Acceptance()
+    for _ in range(300):
+        acceptance.learn([SUFFIX], [-1], [0.5], [], [])
+    assert acceptance.chances[SUFFIX] < 0.05
+    for _ in range(40 * FORGET_EVERY):
+        acceptance.learn([], [], [], [], [])
+    assert acceptance.chances[SUFFIX] > 0.3
+    assert acceptance.trust > 0.9

@@ -86,6 +86,12 @@ def test_save_and_load(model, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     with pytest.raises(ValueError, match="path must be given"):
         Memory().save()
+    with pytest.raises(ValueError, match="path must be in a folder that exists"):
+        memory.save(tmp_path / "missing" / "memory.npz")
+    link = tmp_path / "link.npz"
+    link.symlink_to(path)
+    memory.save(link)
+    assert link.is_symlink()
 
 
 def test_a_file_of_another_model_is_refused(model, tmp_path):
@@ -123,6 +129,9 @@ def damage(path, kind):
             "beyond the vocabulary": lambda: arrays["pairs_ids"].__setitem__((0, 0), VOCAB),
             "wrong shape": lambda: arrays.__setitem__("singles_bins", arrays["singles_bins"][:, :3]),
             "out of range": lambda: arrays["singles_bins"].__setitem__((0, 0), 99),
+            "chances are out of range": lambda: arrays["chances_0"].__setitem__((0, 3), 0.0),
+            "chances are not": lambda: arrays["chances_1"].__setitem__((1, 3), float("nan")),
+            "model_type": lambda: arrays.__setitem__("header", np.array('{"format": 1, "model": {"vocab_size": 61}}')),
             "format is 99": lambda: arrays.__setitem__("header", np.array('{"format": 99, "model": null}')),
         }[kind]
         change()
@@ -130,7 +139,19 @@ def damage(path, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["cut", "text", "flipped", "beyond the vocabulary", "wrong shape", "out of range", "format is 99"]
+    "kind",
+    [
+        "cut",
+        "text",
+        "flipped",
+        "beyond the vocabulary",
+        "wrong shape",
+        "out of range",
+        "chances are out of range",
+        "chances are not",
+        "model_type",
+        "format is 99",
+    ],
 )
 def test_a_damaged_file_is_refused_and_left_alone(model, tmp_path, kind):
     path = tmp_path / "memory.npz"
@@ -192,6 +213,9 @@ def test_warming(model, tmp_path):
         assert len(memory) > 20
     with pytest.raises(ValueError, match="tokenizer must be given"):
         memory.warm(model, [words])
+    for wrong in ([5, 6, 7], {"text": words}, 7):
+        with pytest.raises(ValueError, match="texts must be a file, or a list of texts"):
+            memory.warm(model, wrong)
 
 
 def test_tables_are_bounded():

@@ -1,5 +1,8 @@
 """What a step costs and which block is worth it; that lade never goes on guessing in vain, nor stays small when it pays."""
 
+import sys
+import threading
+
 import pytest
 import torch
 from conftest import VOCAB, generate_plain, prompt, tiny_llama
@@ -114,7 +117,57 @@ def test_pace(slope, num_accepted, part):
         # Without the window there is little to accept.
         pace.learn(parts[-1], sizes[parts[-1]], num_accepted * {Part.CANDIDATES: 0.3}.get(parts[-1], 1.0))
     assert parts[:3] == [Part.NOTHING] * 3
-    assert parts[32:].count(part) >= 30
+    assert parts[32:].count(part) >= 29
+
+
+def test_one_slow_step_does_not_end_guessing():
+    """Without the sizes in between being tried again nobody would learn that it was chance."""
+    price = StepPrice()
+    for _ in range(3):
+        price.observe(1, 1.0)
+    for _ in range(2):
+        price.observe(2, 5.0)
+    expected = [0.9 * k for k in range(65)]
+    sizes = []
+    for _ in range(200):
+        grown = [total for total in expected if total <= 0.9 * 64]
+        sizes.append(price.choose(grown, 1, 64))
+        price.observe(sizes[-1], 1 + 0.01 * sizes[-1])
+    assert price.least_chance() <= 0.05
+    assert sizes[-10:].count(64) >= 9
+
+
+def test_trying_is_paid_for_from_a_small_share_of_all_time():
+    price, tokens = StepPrice(), 0.0
+    for _ in range(2000):
+        size = price.choose([0.99 * k for k in range(65)], 1, 64)
+        tokens += 1 + 0.99 * (size - 1)
+        price.observe(size, float(size))
+    assert price._spent <= 1.05 * tokens  # a plain call would have taken as many seconds as tokens
+
+
+def test_threads_share_prices():
+    price, errors = StepPrice(), []
+
+    def use():
+        try:
+            for step in range(300):
+                price.observe(SIZES[step % 12], 1.0 + step % 7)
+                price.choose([0.1 * k for k in range(40)], 1, 40)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
 
 
 class Choose(LogitsProcessor):
@@ -158,7 +211,7 @@ def test_guesses_that_never_hit_are_given_up(priced, settings):
     assert stats.fallback_reason is None
     assert sum(stats.block_tokens[:32]) > 32  # it did try
     later = stats.block_tokens[32 if settings["MODE"] == "auto" else 80 :]
-    assert later.count(1) >= 0.9 * len(later)
+    assert later.count(1) >= (0.9 if settings["MODE"] == "auto" else 0.8) * len(later)
 
 
 @pytest.mark.parametrize("settings", MODES, ids=lambda settings: settings["MODE"])
@@ -185,4 +238,36 @@ def test_a_dear_machine_gets_plain_steps(priced, settings):
     stats = lade.last_stats()
     assert stats.fallback_reason is None
     assert stats.plain_step_share > 0.8
-    assert max(stats.block_tokens[20:]) <= 2
+    later = stats.block_tokens[0 if settings["MODE"] == "auto" else 10 :]
+    assert sum(later) <= 1.2 * 100  # a plain call would have cost 100
+
+
+def test_embeddings_alone_are_guessed_behind(priced):
+    """Their text begins empty while the cache does not: prices are looked up where they were noted."""
+    model = tiny_llama()
+    lade.config_lade(MODE="auto")
+    embeds = model.get_input_embeddings()(prompt(300)["input_ids"]).detach()
+    processors = LogitsProcessorList([Choose(lambda length: 3 + length % 7)])
+    arguments = {"max_new_tokens": 100, "logits_processor": processors}
+    expected = generate_plain(model, {"inputs_embeds": embeds}, **arguments)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **arguments), expected)
+    assert lade.last_stats().steps < 60
+
+
+def test_lookahead_is_tried_again_when_the_text_becomes_easy(priced):
+    """And without SHARE nothing of a call is left for the next."""
+    model, inputs = tiny_llama(), prompt(12)
+    lade.config_lade(LEVEL=5, WINDOW_SIZE=2, GUESS_SET_SIZE=4)
+    order = torch.randint(3, VOCAB, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
+    hard = LogitsProcessorList([Choose(order.__getitem__)])
+    easy = LogitsProcessorList([Choose(lambda length: 3 + length % 7)])
+    steps = {}
+    for share in (0, 1):
+        lade.config_lade(SHARE=share)
+        model.generate(**inputs, max_new_tokens=400, logits_processor=hard)
+        model.generate(**inputs, max_new_tokens=100, logits_processor=easy)
+        steps[share] = lade.last_stats().steps
+    fresh = tiny_llama()
+    fresh.generate(**inputs, max_new_tokens=100, logits_processor=easy)
+    assert steps[1] < 80
+    assert steps[0] <= lade.last_stats().steps + 3

@@ -35,7 +35,8 @@ def make_drafter(
     prices = ModelPrices(model, kind) if config.adaptive and not is_split else None
     if config.uses_window:
         sizes = (config.ngram_size, config.window_size, config.num_guesses)
-        pace = None if prices is None else _paces.setdefault(model, {}).setdefault((*kind, *sizes), Pace())
+        paces = _paces.setdefault(model, {}) if config.share else {}
+        pace = None if prices is None else paces.setdefault((*kind, *sizes), Pace())
         return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, prices, pace)
     max_block = min(config.max_block, BLIND_BLOCK) if config.adaptive and is_split else config.max_block
     memory = memory_for(model, config.share)

@@ -11,8 +11,11 @@ HOPE = 1.0  # accepted guesses per step that an untried part of the block is cre
 HOPE_WEIGHT = 2  # steps that this counts for
 PLAIN_STEPS = 3  # at first: all else is measured by them
 GAIN = 1.02  # what is changed for must be better by so much
-RETRY_EVERY, RETRY_STEPS = 128, 6  # how often, and for how long, the second best is tried again
-RETRY_SHARE = 0.8  # of the best rate that it must have for that
+RETRY_EVERY, RETRY_STEPS = 128, 6  # how often, and for how long, something else is tried
+RETRY_SHARE = (
+    0.8  # of the best rate, for the second best to be what is tried; otherwise the candidates, which cost little
+)
+FORGET = 1 / 1024  # how fast what was found about an untried part gives way to hope: the text may have become easy
 
 
 class Part(IntEnum):
@@ -41,15 +44,17 @@ class Pace:
             part: (1 + self._accepted[part]) / price.seconds(round(self._sizes.get(part, sizes[part]))) for part in Part
         }
         best, second, _ = sorted(Part, key=rates.__getitem__, reverse=True)
-        is_retry = self._num_steps > RETRY_EVERY and self._num_steps % RETRY_EVERY < RETRY_STEPS
-        if is_retry and rates[second] > RETRY_SHARE * rates[best]:
-            return second
+        if PLAIN_STEPS < self._num_steps % RETRY_EVERY <= PLAIN_STEPS + RETRY_STEPS:
+            return second if rates[second] > RETRY_SHARE * rates[best] else Part.CANDIDATES
         if rates[best] > GAIN * rates[self._part]:
             self._part = best
         return self._part
 
     def learn(self, part: Part, num_tokens: int, num_accepted: float) -> None:
         """A step laid out q tokens, of which as many guesses per row were accepted."""
+        for other in (Part.CANDIDATES, Part.WINDOW):
+            if other != part:
+                self._accepted[other] += FORGET * (HOPE - self._accepted[other])
         if part != Part.NOTHING:
             self._num_tried[part] += 1
             weight = max(1 / MEMORY, 1 / (self._num_tried[part] + HOPE_WEIGHT))

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, islice, zip_longest
 
-import numpy as np
 from torch import Tensor
 
 from lade.acceptance import PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
-from lade.memory import KEY_SHIFT, Memory, most_likely
+from lade.memory import KEY_SHIFT, Memory, Rows, most_likely
 from lade.price import ModelPrices
 from lade.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
 from lade.texts import Texts
 from lade.token_tree import TokenTree
 
 MAX_DEPTH = 32
+FOREIGN = -1
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
 
@@ -38,6 +38,17 @@ class Growth:
     kinds: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)  # of being accepted, each with all its ancestors
     depths: list[int] = field(default_factory=list)
+
+    def hits(self, path: list[int], last: int) -> list[int]:
+        """Nodes that were right: the accepted ones, and one more that may hold the last committed token.
+
+        Such a one is not accepted where another row of the batch missed, or the text ended.
+        """
+        end = path[-1] if path else -1
+        for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True)):
+            if parent == end and token == last:
+                return [*path, node]
+        return path
 
     def cut(self, size: int) -> None:
         """Keep the first nodes only. Parents come first, so what is left is a tree."""
@@ -68,7 +79,8 @@ class RecyclingDrafter:
         for row, (index, ids) in enumerate(zip(self._texts, prompt_ids, strict=True)):
             if key_mask is not None:
                 ids = ids[key_mask[row, key_mask.shape[1] - len(ids) :]]
-            index.extend(ids.tolist())
+            # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
+            index.extend(token if 0 <= token < num_tokens else FOREIGN for token in ids.tolist())
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
         self._growths = [Growth() for _ in self._texts]
         self._proposed: Counter[int] = Counter()  # by kind
@@ -86,18 +98,20 @@ class RecyclingDrafter:
 
     def learn(self, outcome: Outcome) -> None:
         logits = outcome.logits[..., : self.num_tokens]
-        for row, (index, path, count) in enumerate(
-            zip(self._texts, outcome.accepted, outcome.num_committed, strict=True)
-        ):
-            growth = self._growths[row]
+        ids, bins = most_likely(logits.flatten(0, 1))  # of all rows at once: one copy to the host
+        shape = (*logits.shape[:2], ids.shape[-1])
+        ids, bins = ids.reshape(shape), bins.reshape(shape)
+        for row, (index, growth, path) in enumerate(zip(self._texts, self._growths, outcome.accepted, strict=True)):
             if path is None or growth.tokens != outcome.tree.tokens[row]:  # ended before; what goes on there is padding
                 continue
+            committed = outcome.texts.row(row)[0, -len(path) - 1 :].tolist()
             if index.tokens:
-                self._learn_rows(index, growth, path, logits[row])
-            self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path)
+                self._learn_rows(index, growth, path, (ids[row], bins[row]))
+            hits = growth.hits(path, committed[-1])
+            self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path, hits)
             self._proposed.update(growth.kinds)
             self._accepted.update(growth.kinds[node] for node in path)
-            index.extend(outcome.texts.row(row)[0, -count:].tolist())
+            index.extend(committed)
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
         if self.prices is not None:
@@ -118,7 +132,7 @@ class RecyclingDrafter:
                 self._growths[row] = self._grow(self._texts[row], max_depth, self.max_block - 1, 0.0)
             return
         price, trust = self.prices.at(num_slots), self.acceptance.trust
-        room, least = price.max_size(self.max_block) - 1, price.least_chance() / trust
+        room, least = price.sizes(self.max_block)[-1] - 1, price.least_chance() / trust
         for row in rows:
             self._growths[row] = self._grow(self._texts[row], max_depth, room, least)
         grown = [self._growths[row] for row in rows]
@@ -182,8 +196,8 @@ class RecyclingDrafter:
                     found[guess] = kind, ()
         for place, length, first, start in pointers:
             guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
-            if not 0 <= guess < self.num_tokens:
-                continue  # beside inputs_embeds, ids may be placeholders that no embedding exists for
+            if guess == FOREIGN:
+                continue
             if guess in found and chances[found[guess][0]] > chances[kind]:
                 kind = found[guess][0]
             # At the text's end it goes on as if it were repeating itself.
@@ -203,18 +217,14 @@ class RecyclingDrafter:
             growth.chances.append(self.acceptance.chances[PROBE])
             growth.depths.append(1)
 
-    def _learn_rows(self, index: SuffixIndex, growth: Growth, path: list[int], logits: Tensor) -> None:
-        """Remember every row of the step, those of accepted tokens last. logits: [1 + n, V]."""
-        text = index.tokens
-        accepted = set(path)
-        nodes = [node for node in range(len(growth.tokens)) if node not in accepted]
-        order = [*nodes, -1, *path]  # -1 is the root
-        tokens = [text[-1] if node < 0 else growth.tokens[node] for node in order]
-        parents = [growth.parents[node] if node >= 0 else None for node in order]
-        root_before = text[-2] if len(text) > 1 else -1
-        previous = [
-            root_before if parent is None else text[-1] if parent < 0 else growth.tokens[parent] for parent in parents
-        ]
-        ids, bins = most_likely(logits[: 1 + len(growth.tokens)])
-        rows = np.array(order) + 1
-        self.memory.learn(previous, tokens, (ids[rows], bins[rows]), 1 + len(path))
+    def _learn_rows(self, index: SuffixIndex, growth: Growth, path: list[int], rows: Rows) -> None:
+        """Remember every row of the step, those of accepted tokens last. rows: of the root and the nodes."""
+        root, before = index.tokens[-1], index.tokens[-2] if len(index.tokens) > 1 else -1
+        # With the root in front, as the rows are.
+        tokens = [root, *growth.tokens]
+        previous = [before, *(root if parent < 0 else growth.tokens[parent] for parent in growth.parents)]
+        accepted = [0, *(node + 1 for node in path)]
+        order = [place for place in range(len(tokens)) if place not in accepted] + accepted
+        ids, bins = rows
+        chosen = [tokens[place] for place in order]
+        self.memory.learn([previous[place] for place in order], chosen, (ids[order], bins[order]), len(accepted))
