@@ -27,14 +27,17 @@ import torch
 from transformers import CompileConfig
 
 import lade
-from lade.config import current_config
+from lade.config import current_config, temporary_settings
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "static": {"cache_implementation": "static"},
     "prompt_lookup": {"prompt_lookup_num_tokens": 5},
     "lade": {},
+    "lookahead": {},  # lade with the paper's window and pool, of the sizes in --level --window --guess
 }
+# Settings of lade on top of the command line's, for the methods that are its own.
+OWN: dict[str, dict[str, Any]] = {"lade": {}, "lookahead": {}}
 
 
 @dataclass
@@ -89,8 +92,9 @@ def without_padding(tokens: list[int], ends: set[int]) -> list[int]:
 
 
 def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Trial, **arguments: Any) -> None:
-    """One batch by one method; what came of it is added to the trial. Lookahead is on for the method "lade" alone."""
-    with harness.use_lade(name == "lade"):
+    """One batch by one method; what came of it is added to the trial. lade is on for its own methods alone."""
+    is_ahead = name in OWN
+    with harness.use_lade(is_ahead), temporary_settings(**OWN.get(name, {})):
         torch.manual_seed(0)
         harness.synchronize(model)
         started = time.perf_counter()
@@ -100,7 +104,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Tria
     ends = end_ids(model)
     rows = output[:, inputs["input_ids"].shape[1] :].tolist()
     trial.outputs.append([without_padding(row, ends) for row in rows])
-    if name == "lade":
+    if is_ahead:
         stats = lade.last_stats()
         if stats is None or stats.fallback_reason is not None:
             raise RuntimeError(f"lookahead did not run: {stats}")
@@ -119,8 +123,9 @@ def run_methods(
     """Each trial takes every batch through every method in turn. methods: name -> arguments of generate()."""
     warm_up(model, inputs, methods, common)
     if current_config().compile:  # every shape that will come
-        for batch in inputs if "lade" in methods else ():
-            generate(model, batch, "lade", Trial(), **common)
+        for name in OWN.keys() & methods.keys():
+            for batch in inputs:
+                generate(model, batch, name, Trial(), **common)
     found: dict[str, list[Trial]] = {name: [Trial() for _ in range(trials)] for name in methods}
     for i in range(trials):
         for batch in inputs:
@@ -141,6 +146,7 @@ def chosen_methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Name -> arguments of generate()."""
     on_gpu = torch.device(args.device).type == "cuda"
     names = args.methods.split(",") if args.methods else [name for name in METHODS if on_gpu or name != "static"]
+    OWN["lookahead"] = {"MODE": "lookahead"} | harness.sizes(args)
     unknown = set(names) - set(METHODS)
     if unknown:
         raise SystemExit(f"--methods takes names of {', '.join(METHODS)}, got {min(unknown)!r}")

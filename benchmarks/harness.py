@@ -54,8 +54,12 @@ def add_lookahead_arguments(parser: argparse.ArgumentParser) -> None:
 def lookahead_settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.mode != "lookahead":
         return {"MODE": args.mode}
-    sizes = {"LEVEL": args.level, "WINDOW_SIZE": args.window, "GUESS_SET_SIZE": args.guess}
-    return {"MODE": args.mode, "ADAPTIVE": 0, **sizes}
+    return {"MODE": args.mode, "ADAPTIVE": 0, **sizes(args)}
+
+
+def sizes(args: argparse.Namespace) -> dict[str, int]:
+    """N, W, G."""
+    return {"LEVEL": args.level, "WINDOW_SIZE": args.window, "GUESS_SET_SIZE": args.guess}
 
 
 def set_up_lade(args: argparse.Namespace) -> None:

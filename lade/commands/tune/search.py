@@ -151,7 +151,9 @@ def screen(
     still_in = runs
     for number, inputs in enumerate(prompts, 1):
         for settings, run in progress(f"tokens per step, prompt {number} of {len(prompts)}")(still_in):
-            run_once(model, inputs, Method(settings=settings), run, common)
+            # The window's blocks whole, whatever they cost here; the tree's size is a matter of their price.
+            whole = settings if "MODE" in settings else settings | {"ADAPTIVE": 0}
+            run_once(model, inputs, Method(settings=whole), run, common)
         still_in = sorted(still_in, key=lambda pair: -row(*pair).predicted)
         still_in = still_in[: max(2 * plan.num_finalists, (len(still_in) + 1) // 2)]
     runs.sort(key=lambda pair: (-len(pair[1].steps), -row(*pair).predicted))
