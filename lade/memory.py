@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lade.acceptance import NUM_KINDS, Acceptance
+from lade.price import SavedPrices, saved_prices
 from lade.row_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, RowTable
 
 MAX_BYTES = 16 * 2**20
@@ -62,6 +63,8 @@ class Memory:
         self.unseen: dict[int, None] = {}  # likely tokens without a row of their own, the latest last
         self.acceptance = {False: Acceptance(), True: Acceptance()}  # by whether tokens are sampled
         self.identity: dict[str, Any] | None = None  # of the model
+        self.prices: SavedPrices = {}  # what steps of it cost, as the file said
+        self._model: weakref.ref[Any] | None = None
         if self.path is not None and self.path.exists():
             self._load(self.path)
 
@@ -84,11 +87,12 @@ class Memory:
         self.pairs.clear()
         self.unseen.clear()
         self.acceptance = {False: Acceptance(), True: Acceptance()}
-        self.identity = None
+        self.identity, self.prices, self._model = None, {}, None
 
     def belong_to(self, model: Any) -> None:
         """Raises ValueError when this memory is of another model or vocabulary."""
         identity = identity_of(model)
+        self._model = weakref.ref(model)
         if self.identity is None:
             self.identity = identity
         difference = _difference(self.identity, identity)
@@ -144,7 +148,10 @@ class Memory:
         target = target.resolve()  # a link stays one
         if not target.parent.is_dir():
             raise ValueError(f"path must be in a folder that exists, got {str(target)!r}")
-        arrays: dict[str, Any] = {"header": np.array(json.dumps({"format": FORMAT, "model": self.identity}))}
+        model = None if self._model is None else self._model()
+        prices = self.prices if model is None else self.prices | saved_prices(model)
+        header = {"format": FORMAT, "model": self.identity, "prices": prices}
+        arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
         for name, table in (("singles", self.singles), ("pairs", self.pairs)):
             arrays |= {f"{name}_{key}": array for key, array in table.as_arrays().items()}
         for do_sample, acceptance in self.acceptance.items():
@@ -175,12 +182,18 @@ class Memory:
             identity = header["model"]
             if identity is not None:
                 identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
+            prices = {
+                str(name): {str(int(size)): float(cost) for size, cost in seconds.items()}
+                for name, seconds in header["prices"].items()
+            }
+            if not all(0 < cost < float("inf") for seconds in prices.values() for cost in seconds.values()):
+                raise ValueError("its prices are out of range")
             vocab_size = identity["vocab_size"] if identity else 0
             if any(len(ids) and ids.max() >= vocab_size for _, ids, _ in tables.values()):
                 raise ValueError("its tables hold ids beyond the vocabulary")
         except Exception as error:  # whatever a damaged file may lead to
             raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
-        self.identity = identity
+        self.identity, self.prices = identity, prices
         for name, (keys, ids, bins) in tables.items():
             getattr(self, name).put(keys.tolist(), ids, bins)
         for flag, (trials, hits) in chances.items():

@@ -91,6 +91,18 @@ class StepPrice:
         """Whether trying sizes that nobody has measured has cost little so far."""
         return self._lost <= FREE_TRIALS * self._seconds.get(1, 0.0) + TRIAL_SHARE * self._spent
 
+    @classmethod
+    def of(cls, seconds: dict[int, float]) -> StepPrice:
+        """What was measured earlier, as `measured` told it."""
+        price = cls()
+        price._measured, price._seconds = dict(seconds), dict(seconds)
+        return price
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """Seconds by size, of the sizes that were measured."""
+        return dict(self._seconds)
+
     @property
     def largest_known(self) -> int:
         """The largest size with a price."""
@@ -124,15 +136,21 @@ class StepPrice:
         return sizes[min(max(best, 0), len(sizes) - 1)]
 
 
+SavedPrices = dict[str, dict[str, float]]  # what else a price depends on -> size -> seconds
+
 _prices: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepPrice]] = weakref.WeakKeyDictionary()
 
 
 class ModelPrices:
     """The prices of one model for a batch size, by the length of the text."""
 
-    def __init__(self, model: Any, kind: tuple[Any, ...]) -> None:
-        """kind: whatever else changes what a step costs, such as dtype, device and batch size."""
+    def __init__(self, model: Any, kind: tuple[Any, ...], saved: SavedPrices | None = None) -> None:
+        """kind: whatever else changes what a step costs, such as dtype, device and batch size.
+
+        saved: `saved_prices` of an earlier process, to begin with where nothing was measured in this one.
+        """
         self._kind, self._all = kind, _prices.setdefault(model, {})
+        self._saved = saved or {}
 
     def at(self, num_slots: int) -> StepPrice:
         """The prices for texts of about this many tokens."""
@@ -142,5 +160,20 @@ class ModelPrices:
             known = [other[-1] for other in list(self._all) if other[:-1] == self._kind]
             nearest = min(known, key=lambda other: abs(other - bucket), default=None)
             similar = None if nearest is None else self._all[(*self._kind, nearest)]
+            saved = self._saved.get(_name_of(key))
+            if similar is None and saved:
+                similar = StepPrice.of({int(size): seconds for size, seconds in saved.items()})
             self._all[key] = StepPrice(similar)
         return self._all[key]
+
+
+def saved_prices(model: Any) -> SavedPrices:
+    """All prices of a model, in a form for JSON."""
+    found = {key: price.measured for key, price in list(_prices.get(model, {}).items())}
+    return {
+        _name_of(key): {str(size): cost for size, cost in seconds.items()} for key, seconds in found.items() if seconds
+    }
+
+
+def _name_of(key: tuple[Any, ...]) -> str:
+    return " ".join(map(str, key))

@@ -113,6 +113,23 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
         generate(fine_tuned)
 
 
+def test_prices_are_saved_too(tmp_path):
+    """A process that begins with them needs no small steps to find out what larger ones cost."""
+    lade.config_lade(ADAPTIVE=1, MAX_BLOCK=64)
+    blocks = []
+    for _ in range(2):
+        model = tiny_llama()
+        memory = Memory(path=tmp_path / "memory.npz")
+        with memory.active():
+            generate(model)
+        memory.save()
+        blocks.append(lade.last_stats().block_tokens)
+        assert memory.identity is not None
+    assert blocks[0][:2] == [1, 1]
+    assert len(Memory(path=tmp_path / "memory.npz").prices) == 1
+    assert blocks[1][:2] != [1, 1]
+
+
 def damage(path, kind):
     if kind == "cut":
         path.write_bytes(path.read_bytes()[:200])
@@ -133,6 +150,9 @@ def damage(path, kind):
             "chances are not": lambda: arrays["chances_1"].__setitem__((1, 3), float("nan")),
             "model_type": lambda: arrays.__setitem__("header", np.array('{"format": 1, "model": {"vocab_size": 61}}')),
             "format is 99": lambda: arrays.__setitem__("header", np.array('{"format": 99, "model": null}')),
+            "prices are out of range": lambda: arrays.__setitem__(
+                "header", np.array(str(arrays["header"]).replace('"prices": {', '"prices": {"cpu": {"1": -1.0}'))
+            ),
         }[kind]
         change()
         np.savez(path, **arrays)
@@ -151,6 +171,7 @@ def damage(path, kind):
         "chances are not",
         "model_type",
         "format is 99",
+        "prices are out of range",
     ],
 )
 def test_a_damaged_file_is_refused_and_left_alone(model, tmp_path, kind):

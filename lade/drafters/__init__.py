@@ -32,12 +32,13 @@ def make_drafter(
     kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile)
     # Processes that compute one forward together must lay out the same block, whatever each one's clock says.
     is_split = (getattr(model, "_tp_size", None) or 1) > 1
-    prices = ModelPrices(model, kind) if config.adaptive and not is_split else None
-    if config.uses_window:
+    memory = None if config.uses_window else memory_for(model, config.share)
+    saved = None if memory is None else memory.prices
+    prices = ModelPrices(model, kind, saved) if config.adaptive and not is_split else None
+    if memory is None:
         sizes = (config.ngram_size, config.window_size, config.num_guesses)
         paces = _paces.setdefault(model, {}) if config.share else {}
         pace = None if prices is None else paces.setdefault((*kind, *sizes), Pace())
         return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, prices, pace)
     max_block = min(config.max_block, BLIND_BLOCK) if config.adaptive and is_split else config.max_block
-    memory = memory_for(model, config.share)
     return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, do_sample, max_block, prices)
