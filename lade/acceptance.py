@@ -14,6 +14,9 @@ TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust begins with, and 
 TRUST_MEMORY = 0.9  # share of the past that is left after each step
 FORGET_SHARE = 0.8  # of what was learned that is left after FORGET_EVERY steps without a guess
 FORGET_EVERY = 16
+# How often what followed a match of 3, 4, .. 8 tokens follows again, at first. Greedy text that repeats itself goes on doing so.
+GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
+SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7)
 # What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows.
 PROBE_CREDIT = 0.02
 
@@ -35,11 +38,11 @@ def name_of(kind: int) -> str:
     return f"suffix of {MIN_MATCH + (kind - SUFFIX) % (SECOND_SUFFIX - SUFFIX)}"
 
 
-def prior_chances() -> list[float]:
+def prior_chances(do_sample: bool) -> list[float]:
     """What is thought of each kind before anything was tried."""
     edges = (0.0, *BIN_EDGES, 1.0)
     by_bin = [(low + high) / 2 for low, high in pairwise(edges)]
-    by_length = [0.35 + 0.1 * step for step in range(MAX_MATCH - MIN_MATCH + 1)]
+    by_length = SAMPLED_MATCHES if do_sample else GREEDY_MATCHES
     by_single = [chance * (1 - chance / 2) for chance in by_bin]  # the surer, the more rests on what came before
     by_other_length = [0.3 * chance for chance in by_length]
     return [*by_bin, *by_single, *by_length, *by_other_length, PROBE_CREDIT]
@@ -48,8 +51,9 @@ def prior_chances() -> list[float]:
 class Acceptance:
     """Chance of each kind: hits over trials, beginning with a prior; and how far the sum of all chances is to be trusted."""
 
-    def __init__(self) -> None:
-        self.chances = prior_chances()
+    def __init__(self, do_sample: bool) -> None:
+        self._prior = prior_chances(do_sample)
+        self.chances = list(self._prior)
         self.trials = [PRIOR_WEIGHT] * NUM_KINDS
         self.hits = [PRIOR_WEIGHT * chance for chance in self.chances]
         self._expected = self._accepted = TRUST_WEIGHT
@@ -92,7 +96,7 @@ class Acceptance:
 
     def forget(self) -> None:
         """Move a little back towards the prior: what is not guessed is not learned, and the text may have become easy."""
-        for kind, prior in enumerate(prior_chances()):
+        for kind, prior in enumerate(self._prior):
             self.trials[kind] = PRIOR_WEIGHT + FORGET_SHARE * (self.trials[kind] - PRIOR_WEIGHT)
             self.hits[kind] = PRIOR_WEIGHT * prior + FORGET_SHARE * (self.hits[kind] - PRIOR_WEIGHT * prior)
             self.chances[kind] = self.hits[kind] / self.trials[kind]

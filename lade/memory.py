@@ -61,7 +61,7 @@ class Memory:
         self.path = None if path is None else Path(path)
         self.singles, self.pairs = RowTable(capacity), RowTable(capacity)
         self.unseen: dict[int, None] = {}  # likely tokens without a row of their own, the latest last
-        self.acceptance = {False: Acceptance(), True: Acceptance()}  # by whether tokens are sampled
+        self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}  # by whether tokens are sampled
         self.identity: dict[str, Any] | None = None  # of the model
         self.prices: SavedPrices = {}  # what steps of it cost, as the file said
         self._model: weakref.ref[Any] | None = None
@@ -86,7 +86,7 @@ class Memory:
         self.singles.clear()
         self.pairs.clear()
         self.unseen.clear()
-        self.acceptance = {False: Acceptance(), True: Acceptance()}
+        self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}
         self.identity, self.prices, self._model = None, {}, None
 
     def belong_to(self, model: Any) -> None:
