@@ -18,6 +18,10 @@ class GPTNeoAdapter(ModelAdapter):
 
     needs_view = True
 
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._local, self._everything = SlotMask(), SlotMask()
+
     def unsupported_request(self, request: Request) -> str | None:
         if request.has_static_cache:
             return "with a static cache GPT-Neo's local layers look elsewhere than with any other"
@@ -26,7 +30,6 @@ class GPTNeoAdapter(ModelAdapter):
     @cached_property
     def block_model(self) -> Any:
         view = private_view(self.model)
-        self._local, self._everything = SlotMask(), SlotMask()
         for layer in view.transformer.h:
             attention = layer.attn.attention
             del attention._buffers["bias"]
