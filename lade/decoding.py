@@ -63,8 +63,8 @@ def lookahead_decode(
         stats.used_kernel = stats.kernel_reason is None
     adapter.fix_shapes(config, stats)
     team.num_tokens = adapter.num_tokens
-    do_sample = bool(generation_config.do_sample)
-    drafter = make_drafter(config, adapter.model, adapter.num_tokens, input_ids, key_mask, do_sample)
+    temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
+    drafter = make_drafter(config, adapter.model, adapter.num_tokens, input_ids, key_mask, temperature)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
     cache = adapter.make_cache(input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)

@@ -211,9 +211,10 @@ class Memory:
             self.learn(before, chunk, most_likely(logits), len(chunk))
 
 
-def most_likely(logits: Tensor) -> Rows:
+def most_likely(logits: Tensor, temperature: float = 1.0) -> Rows:
     """The ROW_LENGTH most likely tokens of each row and the bins of their probabilities. logits: [M, V]."""
-    values, ids = _top(logits.float().softmax(dim=-1))
+    scores = logits.float()
+    values, ids = _top((scores if temperature == 1.0 else scores / temperature).softmax(dim=-1))
     bins = torch.bucketize(values, _bin_edges(logits.device))
     found = torch.stack([ids, bins]).cpu().numpy()
     missing = ROW_LENGTH - found.shape[-1]

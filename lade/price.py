@@ -17,7 +17,7 @@ ASSUMED_SLOPE = 0.004  # of a step per token, where nothing was measured: low, s
 # cost what the line through the last two says.
 FREE_TRIALS, TRIAL_SHARE = 4.0, 0.02
 MAX_LEAST_CHANCE = 0.05  # a price that is wrong must not keep the sizes from being tried that would put it right
-EXPLORE_EVERY = 32  # steps after which a neighbour of the best size is measured again
+EXPLORE_EVERY = 16  # steps after which another size is measured again: the next larger, the next smaller, 1, in turn
 MIN_CONTEXT = 256  # tokens; shorter texts cost the same
 
 
@@ -122,7 +122,7 @@ class StepPrice:
         return [size for size in SIZES if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
 
     def choose(self, expected: Sequence[float], num_rows: int, limit: int) -> int:
-        """The size of block that commits most tokens per second; now and then a neighbour of it, to keep its price known.
+        """The size of block that commits most tokens per second; now and then another one, to keep its price known.
 
         expected: accepted guesses, summed over rows, that k guesses per row are good for, at index k. num_rows: rows that are not
         finished. limit: the largest block that is allowed. Returns q, 1 for a plain step.
@@ -132,7 +132,7 @@ class StepPrice:
         best = rates.index(max(rates))
         self._num_chosen += 1
         if self._num_chosen % EXPLORE_EVERY == 0:
-            best += 1 if self._num_chosen // EXPLORE_EVERY % 2 else -1
+            best = (best + 1, best - 1, 0)[self._num_chosen // EXPLORE_EVERY % 3]
         return sizes[min(max(best, 0), len(sizes) - 1)]
 
 

@@ -26,7 +26,12 @@ _paces: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Pace]] = weakref.We
 
 
 def make_drafter(
-    config: LookaheadConfig, model: Any, num_tokens: int, prompt_ids: Tensor, key_mask: Tensor | None, do_sample: bool
+    config: LookaheadConfig,
+    model: Any,
+    num_tokens: int,
+    prompt_ids: Tensor,
+    key_mask: Tensor | None,
+    temperature: float | None,
 ) -> Drafter:
     """The drafter that the settings ask for. Arguments as for the drafters."""
     kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile)
@@ -41,4 +46,4 @@ def make_drafter(
         pace = None if prices is None else paces.setdefault((*kind, *sizes), Pace())
         return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, prices, pace)
     max_block = min(config.max_block, BLIND_BLOCK) if config.adaptive and is_split else config.max_block
-    return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, do_sample, max_block, prices)
+    return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, temperature, max_block, prices)

@@ -65,16 +65,17 @@ class RecyclingDrafter:
         num_tokens: int,
         prompt_ids: Tensor,
         key_mask: Tensor | None,
-        do_sample: bool,
+        temperature: float | None,
         max_block: int,
         prices: ModelPrices | None,
     ) -> None:
         """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
 
-        max_block: the largest q. prices: what blocks cost; None to propose as many guesses as there is room for.
+        temperature: of sampling, None for greedy. max_block: the largest q. prices: what blocks cost; None to propose as many guesses as there is room for.
         """
         self.memory, self.num_tokens, self.max_block, self.prices = memory, num_tokens, max_block, prices
-        self.acceptance = memory.acceptance[do_sample]
+        self.acceptance = memory.acceptance[temperature is not None]
+        self._temperature = 1.0 if temperature is None else temperature
         self._texts = [SuffixIndex() for _ in prompt_ids]
         for row, (index, ids) in enumerate(zip(self._texts, prompt_ids, strict=True)):
             if key_mask is not None:
@@ -98,7 +99,7 @@ class RecyclingDrafter:
 
     def learn(self, outcome: Outcome) -> None:
         logits = outcome.logits[..., : self.num_tokens]
-        ids, bins = most_likely(logits.flatten(0, 1))  # of all rows at once: one copy to the host
+        ids, bins = most_likely(logits.flatten(0, 1), self._temperature)  # of all rows at once: one copy to the host
         shape = (*logits.shape[:2], ids.shape[-1])
         ids, bins = ids.reshape(shape), bins.reshape(shape)
         for row, (index, growth, path) in enumerate(zip(self._texts, self._growths, outcome.accepted, strict=True)):
