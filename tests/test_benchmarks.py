@@ -40,14 +40,14 @@ def test_decode(command, tmp_path):
     out = tmp_path / "figures.json"
     figures = command("decode", *SMALL, "--trials", "2", "--out", str(out))
     assert figures == json.loads(out.read_text(encoding="utf-8"))
-    assert list(figures["methods"]) == ["plain", "prompt_lookup", "lade"]  # by default, on a CPU
+    assert list(figures["methods"]) == ["plain", "prompt_lookup", "lade", "lookahead"]  # by default, on a CPU
     assert figures["methods"]["lade"]["identical_outputs"] == 1.0
     assert figures["methods"]["lade"]["tokens_per_step"] > 1
 
 
 def test_decode_in_batches(command):
     figures = command("decode", "--batch", "2", *SMALL, "--limit", "5", "--trials", "1")
-    assert list(figures["methods"]) == ["plain", "lade"]  # transformers' prompt lookup takes one prompt
+    assert list(figures["methods"]) == ["plain", "lade", "lookahead"]  # transformers' prompt lookup takes one prompt
     assert figures["prompts"] == 4  # full batches only
     assert figures["methods"]["lade"]["identical_outputs"] == 1.0
     assert figures["methods"]["lade"]["tokens_per_step"] > 1
@@ -69,7 +69,7 @@ def test_tokens_behind_the_end_are_not_counted(module):
 
 def test_decode_with_random_weights_reports_no_speed(command):
     figures = command("decode", "--shape", "tiny", "--context", "30", *SMALL, "--batch", "2", "--trials", "1")
-    assert list(figures["steps"]) == ["plain", "lade"]
+    assert list(figures["steps"]) == ["plain", "lade", "lookahead"]
     assert figures["steps"]["plain"]["mean_block_tokens"] == 1
     assert figures["steps"]["lade"]["mean_block_tokens"] > 1
     assert "methods" not in figures

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 import lade
 from lade.commands.eval.tasks import Question
+from lade.commands.measure import use_lade
 from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
 
 PLAIN, LADE = "plain", "lade"
@@ -149,19 +149,6 @@ class Answerer:
 
     def _alone(self, new: list[int]) -> str:
         return self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-@contextmanager
-def use_lade(on: bool) -> Iterator[None]:
-    before = os.environ.get("USE_LADE")
-    os.environ["USE_LADE"] = "1" if on else "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["USE_LADE"]
-        else:
-            os.environ["USE_LADE"] = before
 
 
 @contextmanager
