@@ -34,8 +34,10 @@ def test_plain_and_lookahead_print_the_same_text():
     assert heading.sub("", plain) == heading.sub("", ahead)
 
 
-def test_compare():
-    out = run("--compare", "--dtype", "float32")
+def test_compare(tmp_path):
+    settings = tmp_path / "lade.json"
+    settings.write_text('{"ADAPTIVE": 0, "MAX_BLOCK": 16}')  # on a busy machine plain steps may be what pays
+    out = run("--compare", "--dtype", "float32", LADE_CONFIG=str(settings))
     assert len(re.findall(r"outputs identical: +yes", out)) == 2
     assert float(re.search(r"tokens per step: +([\d.]+)", out)[1]) > 1
     assert "did not run" not in out
