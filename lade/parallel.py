@@ -594,15 +594,13 @@ def unpack(data: Tensor, like: list[list[Tensor]]) -> list[list[Tensor]]:
 
 def shared_settings(config: LookaheadConfig) -> LookaheadConfig:
     """The settings as several processes can follow them: blocks whose size went by each one's own clock would part them."""
-    wanted: dict[str, Any] = {"adaptive": False}  # where there is such a setting
-    if getattr(config, "mode", None) == "auto":
-        wanted["mode"] = "lookahead"
-    return dataclasses.replace(config, **{name: value for name, value in wanted.items() if hasattr(config, name)})
+    mode = "lookahead" if config.mode == "auto" else config.mode
+    return dataclasses.replace(config, adaptive=False, mode=mode)
 
 
 def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: Any, synced_gpus: bool) -> str | None:
     """Why a request that one process could serve is not shared among several."""
-    if not getattr(config, "uses_window", True):
+    if not config.uses_window:
         return "guesses that come from all logits of a step are not shared (DIST_WORKERS); MODE='lookahead' is"
     asked = [name for name in RECORDED if getattr(generation_config, name, None)]
     if generation_config.return_dict_in_generate and asked:

@@ -1,6 +1,7 @@
 """Several processes share each step: the tokens of one process's plain generate(), on all of them, or a named error."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -267,12 +268,10 @@ def test_torchrun(lade_on, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     plain = generate_plain(tiny_llama(), prompt(20), max_new_tokens=24).tolist()
-    lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
-    assert len(lines) == 2
-    for line in lines:
-        assert " 2 None " in line
-        assert line.endswith(str(plain))
-        assert int(line.split()[4]) < 24
+    # Not by lines: where processes write to one pipe, a line feed may come after another process's text.
+    found = re.findall(r"rank \S+ 2 None (\d+) (\[\[.*?\]\])", done.stdout)
+    assert [tokens for _, tokens in found] == [str(plain)] * 2
+    assert all(int(steps) < 24 for steps, _ in found)
     assert done.stdout.count("Compression ratio") == 1
 
 
