@@ -117,10 +117,12 @@ def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> T
     device = block.visible.device
     too_far = reach.hides(block)
     if batch_size == 1 and block.key_mask is None:
-        mask = torch.zeros(1, 1, num_queries, block.num_slots, dtype=dtype, device=device)
-        start, end = block.lengths[0], block.lengths[0] + num_queries
-        mask[0, 0, :, start:end].masked_fill_(~block.visible[0], hidden)
-        mask[..., end:] = hidden  # an empty slice, unless the mask covers all of the cache
+        start, num_slots = block.lengths[0], block.num_slots
+        mask = torch.zeros(1, 1, num_queries, num_slots, dtype=dtype, device=device)
+        if num_queries > 1:
+            mask.narrow(3, start, num_queries).masked_fill_(~block.visible[:, None], hidden)
+        if start + num_queries < num_slots:  # the mask covers all of the cache
+            mask[..., start + num_queries :] = hidden
         return mask if too_far is None else mask.masked_fill_(too_far[:, None], hidden)
 
     starts = block.starts()

@@ -77,10 +77,9 @@ def lookahead_decode(
         cache = adapter.make_cache(cache.capacity)
         cache.adopt(outputs.past_key_values)
     cache.end_prefill(batch_size)
-    first_slot = cache.lengths[0]
-    first_position = first_slot if positions is None else positions[..., -1:] + 1
-    # How far positions are ahead of slots: read once, so that no step has to wait for the device to say it.
-    lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - first_slot
+    # How far positions are ahead of slots, [..., B or 1, 1]; the most of all rows is read once, so that no step has to wait for it.
+    ahead = 0 if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
+    lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - cache.lengths[0]
     recorder.begin_step(outputs, None)
     tree, logits = TokenTree.empty(batch_size), outputs.logits[:, -1:]
     answers, _ = team.exchange(team.share(tree, ROOT_ALONE), logits, has_window=False)
@@ -93,7 +92,6 @@ def lookahead_decode(
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             began = perf_counter()
             roots = rules.texts.roots()
-            starts = first_position + torch.tensor(cache.lengths, device=device)[:, None] - first_slot  # [..., B, 1]
             max_offset = adapter.max_guess_offset(max(cache.lengths) + lead)
             draft = drafter.propose(rules.texts, rules.is_idle, max_offset)
             drafted = perf_counter()
@@ -101,11 +99,12 @@ def lookahead_decode(
             share = team.share(tree, draft.window_shape)
             num_nodes = adapter.padded_nodes(share.tree.num_nodes)
             layout = block_layout(*draft.window_shape, num_nodes, device, share.columns)
+            starts = torch.tensor([[length] for length in cache.lengths], device=device)  # [B, 1]
             offsets = layout.position_offsets(share.tree)
             block = Block(
                 tokens=layout.tokens(roots, share.tree, draft.window_cells),
                 offsets=offsets,
-                positions=starts + offsets,
+                positions=ahead + starts + offsets,
                 visible=layout.visibility(share.tree),
                 logit_rows=layout.logit_rows,
                 lengths=cache.lengths,

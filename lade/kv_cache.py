@@ -42,20 +42,22 @@ class SlotLayer(CacheLayerMixin):
         if not cache.in_block:
             cache.ensure_capacity(self.prefilled + num_tokens)
             end = self.prefilled + num_tokens
-            self.keys[:, :, self.prefilled : end] = key_states
-            self.values[:, :, self.prefilled : end] = value_states
+            self._write(self.prefilled, key_states, value_states)
             self.prefilled = end
         elif cache.slots is None:  # all rows have the same length
-            start = cache.lengths[0]
-            end = start + num_tokens
-            self.keys[:, :, start:end] = key_states
-            self.values[:, :, start:end] = value_states
+            end = cache.lengths[0] + num_tokens
+            self._write(cache.lengths[0], key_states, value_states)
         else:
             end = max(cache.lengths) + num_tokens
             index = cache.slots[:, None, :, None].to(key_states.device)  # [B, 1, q, 1]
             self.keys.scatter_(2, index.expand_as(key_states), key_states)
             self.values.scatter_(2, index.expand_as(value_states), value_states)
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+
+    def _write(self, start: int, key_states: Tensor, value_states: Tensor) -> None:
+        # In every layer of every step: `narrow` takes a third of the time of an index with slices.
+        self.keys.narrow(2, start, key_states.shape[2]).copy_(key_states)
+        self.values.narrow(2, start, value_states.shape[2]).copy_(value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

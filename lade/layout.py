@@ -21,7 +21,7 @@ class BlockLayout:
     range of the W columns.
 
     offsets:    [q] position relative to the root's; a tree node's entry is 0 and gets its depth added.
-    visible:    [q, q] bool, query by key; the tree's own square is empty.
+    visible:    [q, q] bool, query by key; the square of the root and the tree is left to each tree.
     logit_rows: [1 + num_nodes + W] rows whose logits are needed: the root, the nodes, the last level of the window.
     cells:      which of the window's cells are part of the block, as indices into `window_cells`; None for all.
     """
@@ -37,12 +37,19 @@ class BlockLayout:
         """q."""
         return len(self.offsets)
 
+    @property
+    def has_window(self) -> bool:
+        """Whether there is more than the root and the tree."""
+        return self.num_tokens > 1 + self.num_nodes
+
     def tokens(self, roots: Tensor, tree: TokenTree, window_cells: Tensor) -> Tensor:
         """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids."""
-        nodes = torch.tensor(tree.padded_tokens(self.num_nodes), dtype=torch.long, device=roots.device)
-        if self.cells is not None:
-            window_cells = window_cells[:, self.cells]
-        return torch.cat([roots[:, None], nodes, window_cells], dim=1)
+        parts = [roots[:, None]]
+        if self.num_nodes:
+            parts.append(torch.tensor(tree.padded_tokens(self.num_nodes), dtype=torch.long, device=roots.device))
+        if self.has_window:
+            parts.append(window_cells if self.cells is None else window_cells[:, self.cells])
+        return torch.cat(parts, dim=1)
 
     def without_padding(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Only the rows of the root, the tree's own nodes and the window. logits: [B, R, V], as `logit_rows` say."""
@@ -52,17 +59,21 @@ class BlockLayout:
 
     def position_offsets(self, tree: TokenTree) -> Tensor:
         """Returns [B, q] positions relative to each row's root."""
-        offsets = self.offsets.repeat(len(tree.tokens), 1)
-        if self.num_nodes:
-            offsets[:, 1 : 1 + self.num_nodes] = torch.tensor(tree.padded_depths(self.num_nodes), device=offsets.device)
+        depths = [[0, *row] for row in tree.padded_depths(self.num_nodes)]  # [B, 1 + n]
+        offsets = torch.tensor(depths, dtype=torch.long, device=self.offsets.device)
+        if self.has_window:
+            offsets = torch.cat([offsets, self.offsets[1 + self.num_nodes :].expand(len(depths), -1)], dim=1)
         return offsets
 
     def visibility(self, tree: TokenTree) -> Tensor:
         """Returns [B, q, q] bool, query by key."""
+        if not self.num_nodes:
+            return self.visible.expand(len(tree.tokens), -1, -1)
+        among_nodes = torch.from_numpy(tree.visibility(self.num_nodes)).to(self.visible.device)  # [B, 1 + n, 1 + n]
+        if not self.has_window:
+            return among_nodes
         visible = self.visible.repeat(len(tree.tokens), 1, 1)
-        if self.num_nodes:
-            nodes = slice(1, 1 + self.num_nodes)
-            visible[:, nodes, nodes] = torch.from_numpy(tree.visibility(self.num_nodes)).to(visible.device)
+        visible[:, : 1 + self.num_nodes, : 1 + self.num_nodes] = among_nodes
         return visible
 
 
@@ -88,7 +99,6 @@ def block_layout(
     place = torch.where(cells == 0, 0, torch.arange(len(cells), device=device) + num_nodes)
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
     visible[place[:, None], place] = window
-    visible[1 : 1 + num_nodes, 0] = True  # a candidate sees the root
 
     offsets = torch.zeros(num_tokens, dtype=torch.long, device=device)
     offsets[place] = level + column

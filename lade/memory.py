@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,13 @@ MAX_UNSEEN = 256  # tokens without a row that are remembered
 KEY_SHIFT = 32  # a pair of tokens as one integer
 FORMAT = 1  # of the file
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
+MAX_SORTED = 2**15  # probabilities that are sorted as they are: for few of them nothing is faster
 NUM_SIGNS = 256  # of the embedding, by which a model is known again
 MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them, and half of them differ between strangers
 
 IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
+
+_BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
 
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and bins, [M, ROW_LENGTH] each
 
@@ -137,7 +139,7 @@ class Memory:
                 if token not in self.singles:
                     unseen.pop(token, None)
                     unseen[token] = None
-        for token in list(unseen)[: max(0, len(unseen) - MAX_UNSEEN)]:
+        for token in list(unseen)[:-MAX_UNSEEN] if len(unseen) > MAX_UNSEEN else ():
             unseen.pop(token, None)
 
     def save(self, path: str | Path | None = None) -> None:
@@ -214,13 +216,13 @@ class Memory:
 def most_likely(logits: Tensor, temperature: float = 1.0) -> Rows:
     """The ROW_LENGTH most likely tokens of each row and the bins of their probabilities. logits: [M, V]."""
     scores = logits.float()
-    values, ids = _top((scores if temperature == 1.0 else scores / temperature).softmax(dim=-1))
-    bins = torch.bucketize(values, _bin_edges(logits.device))
-    found = torch.stack([ids, bins]).cpu().numpy()
-    missing = ROW_LENGTH - found.shape[-1]
+    chances = (scores if temperature == 1.0 else scores / temperature).softmax(dim=-1)
+    values, ids = _top(chances) if chances.numel() > MAX_SORTED else chances.topk(min(ROW_LENGTH, chances.shape[1]))
+    found, bins = ids.cpu().numpy(), np.searchsorted(_BIN_EDGES, values.cpu().numpy())
+    missing = ROW_LENGTH - found.shape[1]
     if missing:  # a vocabulary of fewer tokens
-        found = np.concatenate([found, np.repeat(found[..., :1], missing, axis=-1)], axis=-1)
-    return found[0], found[1]
+        found, bins = (np.concatenate([x, np.repeat(x[:, :1], missing, axis=1)], axis=1) for x in (found, bins))
+    return found, bins
 
 
 def _top(chances: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,21 +237,12 @@ def _top(chances: Tensor) -> tuple[Tensor, Tensor]:
     num_groups = -(-num_tokens // group_size)  # group g holds the ids g, g + num_groups, ...
     if num_groups * group_size > num_tokens:
         chances = torch.nn.functional.pad(chances, (0, num_groups * group_size - num_tokens), value=-1.0)
-    groups = (
-        chances.view(num_rows, group_size, num_groups)
-        .amax(dim=1)
-        .topk(min(ROW_LENGTH, num_groups), sorted=False)
-        .indices
-    )
+    maxima = chances.view(num_rows, group_size, num_groups).amax(dim=1)
+    groups = maxima.topk(min(ROW_LENGTH, num_groups), sorted=False).indices
     members = torch.arange(group_size, device=chances.device)[:, None] * num_groups
     ids = (groups[:, None] + members).flatten(1)  # [M, group_size * ROW_LENGTH]
     values, places = chances.gather(1, ids).topk(ROW_LENGTH, dim=-1)
     return values, ids.gather(1, places)
-
-
-@lru_cache(maxsize=16)
-def _bin_edges(device: torch.device) -> Tensor:
-    return torch.tensor(BIN_EDGES, device=device)
 
 
 def identity_of(model: Any) -> dict[str, Any]:

@@ -566,7 +566,7 @@ class FollowingLockstepRules(LockstepRules):
         return tokens
 
     def _commit(self, tokens: list[int]) -> bool:
-        self.texts.append_column(torch.tensor(tokens, device=self.texts.ids.device))
+        self.texts.append_column(tokens)
         self.num_generated += self.is_finished.count(False)
         self.is_finished = self._ended
         return all(self.is_finished)

@@ -240,22 +240,22 @@ class LockstepRules(Rules):
             tokens = torch.argmax(scores, dim=-1)
         if self._pads:
             tokens = tokens * self._unfinished + self.pad_token * (1 - self._unfinished)
-        self._tokens, chosen = tokens, tokens.tolist()
+        chosen: list[int] = tokens.tolist()
         edges = zip(self._children, zip(nodes, chosen, strict=True), strict=True)
         self._was_guessed = all(edge in children for children, edge in edges)
         return chosen
 
-    def _commit(self, _: list[int]) -> bool:
-        self.texts.append_column(self._tokens)
+    def _commit(self, tokens: list[int]) -> bool:
+        self.texts.append_column(tokens)
         self.num_generated += self.is_finished.count(False)
         self._unfinished = self._unfinished & ~self.criteria(self.texts.all_rows(), self.recorder.scores)
         if self.streamer is not None:
             # A streamer class that tells guesses apart has a method for them.
             is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
-            (self.streamer.put_guess if is_told else self.streamer.put)(self._tokens.cpu())
+            (self.streamer.put_guess if is_told else self.streamer.put)(torch.tensor(tokens, device="cpu"))
         self.is_finished = (self._unfinished == 0).tolist()
         if self.announce is not None:
-            self.announce(self._tokens.tolist(), self.is_finished)
+            self.announce(tokens, self.is_finished)
         return all(self.is_finished)
 
 

@@ -49,15 +49,22 @@ class TokenTree:
         return rows
 
     def visibility(self, size: int | None = None) -> npt.NDArray[np.bool_]:
-        """Which node sees which: itself and its ancestors. Returns [B, size, size], query by key; padding sees itself."""
-        size = self.num_nodes if size is None else size
-        visible = np.zeros((len(self.parents), size, size), dtype=bool)
-        visible[:, range(size), range(size)] = True
-        for row, parents in zip(visible, self.parents, strict=True):
-            for node, parent in enumerate(parents):
-                if parent >= 0:
-                    row[node] |= row[parent]
-        return visible
+        """Who sees whom, the root in front: each node the root, its ancestors and itself; padding the root and itself.
+
+        Returns [B, 1 + size, 1 + size], query by key.
+        """
+        size = 1 + (self.num_nodes if size is None else size)
+        num_bytes = -(-size // 8)
+        packed = bytearray()  # a bit per key: an integer holds what a node sees, and its children see that too
+        for parents in self.parents:
+            seen = [1]
+            for node, parent in enumerate(parents, 1):
+                seen.append(seen[parent + 1] | 1 << node)
+            seen += [1 | 1 << node for node in range(len(seen), size)]
+            for bits in seen:
+                packed += bits.to_bytes(num_bytes, "little")
+        rows = np.frombuffer(packed, np.uint8).reshape(len(self.parents), size, num_bytes)
+        return np.unpackbits(rows, axis=2, count=size, bitorder="little").view(np.bool_)
 
     def part(self, nodes: list[list[int]]) -> TokenTree:
         """Some of the nodes. nodes: per row, increasing, with all their ancestors."""

@@ -48,16 +48,18 @@ def test_merging(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_visibility_is_ancestors_and_self(seed):
+def test_visibility_is_the_root_ancestors_and_self(seed):
     rows = random_rows(seed)
     tree = merge_candidates(rows)
-    visible = tree.visibility()
+    size = 1 + tree.num_nodes + seed % 3
+    visible = tree.visibility(size - 1)
+    assert visible.shape == (len(rows), size, size)
     for row, candidates in enumerate(rows):
-        paths = distinct_prefixes(candidates)
-        for query in range(tree.num_nodes):
-            for key in range(tree.num_nodes):
+        paths = [[], *distinct_prefixes(candidates)]
+        for query in range(size):
+            for key in range(size):
                 is_path = query < len(paths) and key < len(paths)
-                expected = paths[query][: len(paths[key])] == paths[key] if is_path else query == key
+                expected = paths[query][: len(paths[key])] == paths[key] if is_path else key in (0, query)
                 assert visible[row, query, key] == expected
 
 
@@ -70,4 +72,4 @@ def test_chains():
 
 def test_no_candidates():
     assert merge_candidates([[], []]).num_nodes == 0
-    assert TokenTree.empty(3).visibility().shape == (3, 0, 0)
+    assert TokenTree.empty(3).visibility().tolist() == [[[True]]] * 3

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, islice, zip_longest
 
+import torch
 from torch import Tensor
 
 from lade.acceptance import PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
-from lade.memory import KEY_SHIFT, Memory, Rows, most_likely
+from lade.memory import KEY_SHIFT, Memory, most_likely
 from lade.price import ModelPrices
 from lade.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
 from lade.texts import Texts
@@ -25,6 +26,7 @@ from lade.token_tree import TokenTree
 
 MAX_DEPTH = 32
 FOREIGN = -1
+ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
 
@@ -56,6 +58,25 @@ class Growth:
             del column[size:]
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Rows of logits and the two tokens before each; of one text and one step."""
+
+    logits: Tensor  # [M, V]
+    previous: list[int]
+    tokens: list[int]
+    is_accepted: list[bool]
+
+    @classmethod
+    def of_step(cls, roots: list[int], growth: Growth, path: list[int], logits: Tensor) -> Seen:
+        """roots: the last two tokens of the text. path: accepted nodes. logits: [1 + n, V] behind the root and each node."""
+        tokens = [roots[-1], *growth.tokens]
+        previous = [tokens[parent + 1] for parent in growth.parents]
+        accepted = {0, *(node + 1 for node in path)}
+        before = roots[0] if len(roots) > 1 else -1
+        return cls(logits, [before, *previous], tokens, [place in accepted for place in range(len(tokens))])
+
+
 class RecyclingDrafter:
     """Proposes the most probable tree of tokens; learns from every row of a step."""
 
@@ -84,6 +105,7 @@ class RecyclingDrafter:
             index.extend(token if 0 <= token < num_tokens else FOREIGN for token in ids.tolist())
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
         self._growths = [Growth() for _ in self._texts]
+        self._seen: list[Seen] = []  # not yet learned from
         self._proposed: Counter[int] = Counter()  # by kind
         self._accepted: Counter[int] = Counter()
 
@@ -99,20 +121,23 @@ class RecyclingDrafter:
 
     def learn(self, outcome: Outcome) -> None:
         logits = outcome.logits[..., : self.num_tokens]
-        ids, bins = most_likely(logits.flatten(0, 1), self._temperature)  # of all rows at once: one copy to the host
-        shape = (*logits.shape[:2], ids.shape[-1])
-        ids, bins = ids.reshape(shape), bins.reshape(shape)
+        num_rows = sum(len(seen.tokens) for seen in self._seen) + logits.shape[0] * logits.shape[1]
         for row, (index, growth, path) in enumerate(zip(self._texts, self._growths, outcome.accepted, strict=True)):
             if path is None or growth.tokens != outcome.tree.tokens[row]:  # ended before; what goes on there is padding
                 continue
-            committed = outcome.texts.row(row)[0, -len(path) - 1 :].tolist()
+            committed = outcome.texts.generated[row][-len(path) - 1 :]
             if index.tokens:
-                self._learn_rows(index, growth, path, (ids[row], bins[row]))
+                rows = logits[row, : 1 + len(growth.tokens)]
+                if num_rows < ROWS_AT_ONCE:  # they are kept, and the next forward may write where they lie
+                    rows = rows.clone()
+                self._seen.append(Seen.of_step(index.tokens[-2:], growth, path, rows))
             hits = growth.hits(path, committed[-1])
             self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path, hits)
             self._proposed.update(growth.kinds)
             self._accepted.update(growth.kinds[node] for node in path)
             index.extend(committed)
+        if num_rows >= ROWS_AT_ONCE and self._seen:
+            self._learn_rows()
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
         if self.prices is not None:
@@ -218,14 +243,14 @@ class RecyclingDrafter:
             growth.chances.append(self.acceptance.chances[PROBE])
             growth.depths.append(1)
 
-    def _learn_rows(self, index: SuffixIndex, growth: Growth, path: list[int], rows: Rows) -> None:
-        """Remember every row of the step, those of accepted tokens last. rows: of the root and the nodes."""
-        root, before = index.tokens[-1], index.tokens[-2] if len(index.tokens) > 1 else -1
-        # With the root in front, as the rows are.
-        tokens = [root, *growth.tokens]
-        previous = [before, *(root if parent < 0 else growth.tokens[parent] for parent in growth.parents)]
-        accepted = [0, *(node + 1 for node in path)]
-        order = [place for place in range(len(tokens)) if place not in accepted] + accepted
-        ids, bins = rows
-        chosen = [tokens[place] for place in order]
-        self.memory.learn([previous[place] for place in order], chosen, (ids[order], bins[order]), len(accepted))
+    def _learn_rows(self) -> None:
+        """Remember the rows seen, those of accepted tokens last: later ones count more."""
+        logits = torch.cat([seen.logits for seen in self._seen]) if len(self._seen) > 1 else self._seen[0].logits
+        ids, bins = most_likely(logits, self._temperature)
+        previous = [token for seen in self._seen for token in seen.previous]
+        tokens = [token for seen in self._seen for token in seen.tokens]
+        is_accepted = [flag for seen in self._seen for flag in seen.is_accepted]
+        order = sorted(range(len(tokens)), key=is_accepted.__getitem__)  # stable
+        rows = ids[order], bins[order]
+        self.memory.learn([previous[i] for i in order], [tokens[i] for i in order], rows, sum(is_accepted))
+        self._seen = []
