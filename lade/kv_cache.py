@@ -6,6 +6,7 @@ No concatenation, no copy of the prefix: `update` writes in place and returns vi
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: LookaheadCache) -> None:
         super().__init__()
-        self._cache = cache
+        self._cache = weakref.proxy(cache)  # without a cycle, the memory is free as soon as the call is over
         self.prefilled = 0  # slots written by prompt forwards
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

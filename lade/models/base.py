@@ -20,7 +20,7 @@ from lade.config import LookaheadConfig
 from lade.kernels import left_padding
 from lade.kv_cache import LookaheadCache
 from lade.models.fixed import FixedBlocks, can_capture, padded_capacity
-from lade.models.view import has_foreign_forward, private_view
+from lade.models.view import has_foreign_forward, parts_of, private_view
 from lade.stats import GenerationStats
 
 # Their attention takes the 4-D mask that a block needs.
@@ -79,7 +79,8 @@ class ModelAdapter:
         if reason:
             return reason
         attention = self.config._attn_implementation
-        found = {part.config._attn_implementation for part in model.modules() if is_part_of(self.config, part)}
+        configs = {id(config): config for part in parts_of(model) if (config := vars(part).get("config")) is not None}
+        found = {other._attn_implementation for other in configs.values() if type(other) is type(self.config)}
         if found - {attention}:
             return (
                 f"the model's configuration says attention {attention!r}, its layers say {min(found - {attention})!r}"
@@ -326,11 +327,6 @@ class ModelAdapter:
         ropes = getattr(self.config, "rope_parameters", None) or {}
         by_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
         return by_type or ([ropes] if ropes else [])
-
-
-def is_part_of(config: Any, module: Any) -> bool:
-    """Whether a module is built from this configuration, or from a copy of it."""
-    return type(getattr(module, "config", None)) is type(config)
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:

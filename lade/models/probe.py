@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lade.attention import Block
 from lade.models.base import PLAIN_LAYERS, ModelAdapter
+from lade.models.view import parts_of
 
 # The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
 LONGEST_TRIAL = 2048
@@ -32,7 +33,7 @@ def foreign_code(model: PreTrainedModel) -> Hashable:
     None where there is nothing of that kind. Two equal results mean the same code.
     """
     found = []
-    for module in model.modules():
+    for module in parts_of(model):
         kind, own = type(module), vars(module).get("forward")
         sources = (kind, kind.forward) if own is None else (kind, kind.forward, own)
         if not all((getattr(source, "__module__", None) or "").startswith(KNOWN_CODE) for source in sources):
