@@ -152,9 +152,9 @@ SAMPLING = {
     "all": {"temperature": 0.5, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "eos_token_id": end_ids()},
 }
 CASES = {f"length-{name}": case for name, case in LENGTHS.items()}
-CASES |= {f"processor-{name}": {"max_new_tokens": 40} | case for name, case in PROCESSORS.items()}
-CASES |= {f"sampling-{name}": {"max_new_tokens": 30, "do_sample": True} | case for name, case in SAMPLING.items()}
-CASES |= {f"sampled-processor-{name}": {"max_new_tokens": 25, "do_sample": True, "temperature": 0.4} | PROCESSORS[name]
+CASES |= {f"processor-{name}": {"max_new_tokens": 28} | case for name, case in PROCESSORS.items()}
+CASES |= {f"sampling-{name}": {"max_new_tokens": 24, "do_sample": True} | case for name, case in SAMPLING.items()}
+CASES |= {f"sampled-processor-{name}": {"max_new_tokens": 20, "do_sample": True, "temperature": 0.4} | PROCESSORS[name]
           for name in ("stateful", "repetition_penalty", "watermark", "prefix_allowed")}  # fmt: skip
 OUTPUTS = {
     "return_dict_in_generate": True,
@@ -258,13 +258,13 @@ def test_batch(model, case, once):
 @pytest.mark.parametrize("ends", [None, [4, 9, 17]])
 def test_ragged_greedy_batches(model, batch_size, ends, once):
     inputs = padded(batch_size)
-    arguments = {"max_new_tokens": 64, "eos_token_id": ends}
+    arguments = {"max_new_tokens": 48, "eos_token_id": ends}
     expected = once(lambda: generate_plain(model, inputs, **arguments))
     assert torch.equal(model.generate(**inputs, **arguments), expected)
     stats = assert_ran()
     if ends is None:
         assert stats.tokens_per_step > 1.15
-        assert stats.steps < 64
+        assert stats.steps < 48
 
 
 def test_rows_accept_their_own_number_of_tokens(model):
