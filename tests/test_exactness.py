@@ -45,8 +45,11 @@ def plain():
     return of
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("settings", GRID, ids=str)
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [(settings, torch.float32) for settings in GRID] + [(settings, torch.float64) for settings in GRID[::3]],
+    ids=str,
+)
 def test_grid(lade_on, plain, settings, dtype):
     level, window, guesses = settings
     model, inputs, greedy, sampled, state = plain(dtype, level)
@@ -68,11 +71,11 @@ def test_grid(lade_on, plain, settings, dtype):
 def test_settings_change_nothing(lade_on, forward_one, from_prompt, attention):
     model = tiny_llama(torch.float32, attention)
     lade.config_lade(LEVEL=4, WINDOW_SIZE=5, GUESS_SET_SIZE=4, ALWAYS_FWD_ONE=forward_one, POOL_FROM_PROMPT=from_prompt)
-    for seed in range(3):
+    for seed in range(2):
         inputs = prompt(30, seed=seed)
-        expected = generate_plain(model, inputs, max_new_tokens=60)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=60), expected)
-        assert_ran(num_steps_below=60)
+        expected = generate_plain(model, inputs, max_new_tokens=48)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=48), expected)
+        assert_ran(num_steps_below=48)
 
 
 def test_pool_from_prompt_hits_on_the_first_step(lade_on, model):
