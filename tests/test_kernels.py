@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import beside, python
 
 from lade import kernels
 
@@ -303,8 +304,11 @@ def test_says_why_there_is_no_kernel():
     assert re.search(r"triton is not installed|no CUDA device|capability|NVIDIA", kernels.unavailable_reason())
 
 
-def test_everything_but_the_kernel_works_without_triton():
-    code = """
+@beside
+def without_triton():
+    return python(
+        "-c",
+        """
 import sys
 sys.modules["triton"] = None  # an import of it now raises ImportError
 import torch, lade.block_attention
@@ -314,6 +318,9 @@ x = torch.ones(1, 1, 2, 8)
 packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]), torch.zeros(1, 2))
 assert torch.equal(kernels.block_attention(x, x, x, packed, scale=1.0), x.transpose(1, 2))
 assert "lade.kernels.triton_attention" not in sys.modules
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+""",
+    )
+
+
+def test_everything_but_the_kernel_works_without_triton(without_triton):
+    assert without_triton.returncode == 0, without_triton.stderr

@@ -1,39 +1,23 @@
 """What a new user runs first: minimal.py on the bundled checkpoint, and the README's lines on a folder of one's own."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
+from conftest import ROOT, beside, python, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 
-ROOT = Path(__file__).parent.parent
 SHORT = ("--max_new_tokens", "24")
 
 
-@pytest.fixture(scope="module")
+@beside
 def plain():
-    """The text that the script prints in a process of its own, as a user starts it; it runs beside the first tests."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("USE_LADE", "LOAD_LADE")}
-    command = [sys.executable, str(ROOT / "minimal.py"), *SHORT, "--dtype", "float32"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean, cwd="/"
-    ) as process:
-
-        def text() -> str:
-            out, err = process.communicate()
-            assert process.returncode == 0, err
-            return out
-
-        yield text
-        process.kill()
+    """The script in a process of its own, as a user starts it."""
+    return python(str(ROOT / "minimal.py"), *SHORT, "--dtype", "float32")
 
 
 @pytest.fixture
@@ -55,7 +39,8 @@ def run(lade_on, monkeypatch, capsys):
 
 
 def test_plain_and_lookahead_print_the_same_text(plain, run):
-    ahead, alone = run("--dtype", "float32"), plain()
+    assert plain.returncode == 0, plain.stderr
+    ahead, alone = run("--dtype", "float32"), plain.stdout
     for mode in ("greedy", "sampled"):
         assert re.search(rf"{mode}: \d+ tokens, [\d.]+ tokens/s -----", alone)
         assert re.search(rf"{mode}: \d+ tokens, [\d.]+ tokens/s, [\d.]+ tokens/step -----", ahead)
