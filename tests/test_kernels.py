@@ -202,19 +202,20 @@ def test_one_captured_graph_serves_all_lengths():
         assert_close(output, kernels.reference_block_attention(**arguments).double().cpu(), F16)
 
 
+@beside
+def interpreted():
+    if not HAS_TRITON or kernels.is_available():
+        return None
+    chosen = ("-p", "no:cacheprovider", "-k", "test_kernel_is or test_kernel_on")
+    return python("-m", "pytest", *chosen, __file__, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG)))
+
+
 @needs_triton
 @pytest.mark.skipif(kernels.is_available(), reason="the kernel's tests run by themselves")
-def test_kernel_in_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "test_kernel_is or test_kernel_on", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert run.returncode == 0, run.stdout[-5000:]
-    assert "skipped" not in run.stdout
+def test_kernel_in_the_interpreter(interpreted):
+    passed = re.search(r"(\d+) passed", interpreted.stdout)
+    assert interpreted.returncode == 0, interpreted.stdout[-5000:]
+    assert "skipped" not in interpreted.stdout
     assert int(passed[1]) == len(CASES + GRID * LONG) + 1
 
 

@@ -4,11 +4,13 @@ import json
 import os
 from functools import partial
 from multiprocessing import forkserver
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import ranks
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from conftest import beside, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.parallel import pack, unpack
@@ -275,32 +277,43 @@ with open(os.path.join(folder, os.environ["RANK"]), "w") as file:
 """
 
 
-def test_torchrun(lade_on, tmp_path):
-    """An unmodified program under torchrun, with settings from the environment; DEBUG is printed once."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    options = [
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "lade",
-        "--level",
-        "4",
-        "--window",
-        "3",
-        "--guess",
-        "4",
-        "--debug",
-    ]
-    log = tmp_path / "log"
-    status = ranks.torchrun(log, *options, str(script), str(tmp_path), os.path.dirname(__file__))
-    assert status == 0, log.read_text()
+OPTIONS = [
+    "--standalone",
+    "--nproc_per_node=2",
+    "-m",
+    "lade",
+    "--level",
+    "4",
+    "--window",
+    "3",
+    "--guess",
+    "4",
+    "--debug",
+]
+
+
+@beside
+def torchrun():
+    """An unmodified program under torchrun, with settings from the environment: its status, what is printed, what ranks found."""
+    with TemporaryDirectory() as folder:
+        script, log = Path(folder, "script.py"), Path(folder, "log")
+        script.write_text(SCRIPT)
+        status = ranks.torchrun(log, *OPTIONS, str(script), folder, os.path.dirname(__file__))
+        # From files: torchrun's processes write unbuffered to one pipe, piece by piece.
+        found = [json.loads(file.read_text()) for rank in range(2) if (file := Path(folder, str(rank))).exists()]
+        return status, log.read_text(), found
+
+
+def test_torchrun(torchrun, lade_on):
+    """DEBUG is printed once."""
+    status, printed, found = torchrun
+    assert status == 0, printed
     plain = generate_plain(tiny_llama(), prompt(20), max_new_tokens=24).tolist()
-    for rank in range(2):  # from files: torchrun's processes write unbuffered to one pipe, piece by piece
-        workers, reason, steps, tokens = json.loads((tmp_path / str(rank)).read_text())
+    assert len(found) == 2
+    for workers, reason, steps, tokens in found:
         assert (workers, reason, tokens) == (2, None, plain)
         assert steps < 24
-    assert log.read_text().count("Compression ratio") == 1
+    assert printed.count("Compression ratio") == 1
 
 
 def test_without_a_launcher(lade_on, model, monkeypatch):
