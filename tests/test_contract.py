@@ -527,7 +527,7 @@ def test_iterator_streamer_in_a_thread(model):
     inputs = prompt(24)
 
     def pieces(on):
-        streamer = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=60)
+        streamer = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=300)
         arguments = inputs | {"max_new_tokens": 40, "streamer": streamer}
         call = model.generate if on else lambda **kw: generate_plain(model, {}, **kw)
         thread = threading.Thread(target=call, kwargs=arguments)
