@@ -1,8 +1,12 @@
-"""Tiny random models and the switch that puts lade on for one test."""
+"""Tiny random models, the switch that puts lade on for one test, and programs that run beside the tests."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,51 @@ from lade import config as lade_config
 
 torch.set_num_threads(1)  # tiny models gain nothing from more
 VOCAB = 61
+ROOT = Path(lade.__file__).parent.parent
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if not name.startswith(("USE_LADE", "LOAD_LADE", "LADE_"))
+}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+_programs, _results = {}, {}
+
+
+def beside(program):
+    """A fixture: what program() returns. It runs in a thread, one after another, while the tests before it go on.
+
+    For programs in processes of their own, which take seconds to import torch and transformers. What they do in this process must
+    not depend on what a test has changed, nor change anything itself.
+    """
+    _programs[program.__name__] = program
+
+    @pytest.fixture(name=program.__name__)
+    def result():
+        return _results[program.__name__].result()
+
+    return result
+
+
+def pytest_runtestloop(session):
+    """Start the programs that the chosen tests need, in the order of the tests."""
+    if session.config.option.collectonly:
+        return
+    thread = ThreadPoolExecutor(1)
+    for item in session.items:
+        for name in getattr(item, "fixturenames", ()):
+            if name in _programs and name not in _results:
+                _results[name] = thread.submit(_programs[name])
+
+
+def pytest_sessionfinish(session):
+    for result in _results.values():
+        result.cancel()  # where the tests have ended early
+
+
+def python(*arguments: str, folder: str | Path = "/", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, without lade's variables."""
+    command, environment = [sys.executable, *arguments], ENVIRONMENT | environment
+    return subprocess.run(
+        command, input="typed", capture_output=True, text=True, check=False, env=environment, cwd=folder
+    )
 
 
 def tiny_llama(dtype: torch.dtype = torch.float64, attention: str = "sdpa", **changes) -> LlamaForCausalLM:

@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 
 import torch
 from conftest import Recorder, generate_plain, prompt, tiny_llama
+from torch.distributed import run
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import lade
@@ -23,43 +24,79 @@ from lade.parallel import Team
 # Children are forked from a process that has imported these once and does nothing else.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch.distributed", "transformers.models.llama.modeling_llama", "lade.augment", "conftest"]
+    ["torch.distributed.run", "transformers.models.llama.modeling_llama", "lade.augment", "conftest"]
 )
+PATIENCE = 300  # seconds that nothing takes unless it hangs, however busy the machine is
 
 
-def launch(function, size, *arguments, seconds=60):
-    """Run function(rank, *arguments) in `size` processes. Returns what each returned, or None for one that died."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes, processes = [], []
-    for rank in range(size):
-        receiver, sender = SERVER.Pipe(duplex=False)
-        process = SERVER.Process(target=_rank_main, args=(sender, function, rank, size, port, arguments))
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    results, end = {}, time.monotonic() + seconds
-    try:
-        while len(results) < size:
-            ready = wait([p for rank, p in enumerate(pipes) if rank not in results], max(0, end - time.monotonic()))
-            assert ready, f"ranks {sorted(set(range(size)) - set(results))} did not end within {seconds} s"
-            for pipe in ready:
-                try:
-                    results[pipes.index(pipe)] = pipe.recv()
-                except EOFError:
-                    results[pipes.index(pipe)] = None
-        for process in processes:
-            process.join(max(0, end - time.monotonic()))
-            assert process.exitcode is not None, f"a rank has returned but did not exit within {seconds} s"
-    finally:
-        for process in processes:
+def reserved_port() -> int:
+    """A port that no other process is given by chance: for a minute it belongs to a connection that has just ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        server.accept()[0].close()  # the side that closes first keeps the port, which only a server may take over
+        return server.getsockname()[1]
+
+
+class Ranks:
+    """Processes that run function(rank, *arguments), each with its rank."""
+
+    def __init__(self, function, size, *arguments, patience=PATIENCE):
+        self._patience = patience
+        self._pipes, self._processes, port = [], [], reserved_port()
+        for rank in range(size):
+            receiver, sender = SERVER.Pipe(duplex=False)
+            process = SERVER.Process(target=_rank_main, args=(sender, function, rank, size, port, arguments))
+            process.start()
+            sender.close()
+            self._pipes.append(receiver)
+            self._processes.append(process)
+
+    def results(self):
+        """What each returned, or None for one that died."""
+        found, end = {}, time.monotonic() + self._patience
+        try:
+            while missing := {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}:
+                ready = wait(list(missing), max(0, end - time.monotonic()))
+                assert ready, f"ranks {sorted(missing.values())} did not end within {self._patience} s"
+                for pipe in ready:
+                    try:
+                        found[missing[pipe]] = pipe.recv()
+                    except EOFError:
+                        found[missing[pipe]] = None
+            for process in self._processes:
+                process.join(max(0, end - time.monotonic()))
+                assert process.exitcode is not None, f"a rank has returned but did not exit within {self._patience} s"
+        finally:
+            self.kill()
+        for result in found.values():
+            if isinstance(result, str) and result.startswith("Traceback"):
+                raise AssertionError(result)
+        return [found[rank] for rank in range(len(found))]
+
+    def kill(self):
+        for process in self._processes:
             process.kill()
-    for result in results.values():
-        if isinstance(result, str) and result.startswith("Traceback"):
-            raise AssertionError(result)
-    return [results[rank] for rank in range(size)]
+
+
+def launch(function, size, *arguments, patience=PATIENCE):
+    """Run function(rank, *arguments) in `size` processes. Returns what each returned, or None for one that died."""
+    return Ranks(function, size, *arguments, patience=patience).results()
+
+
+def torchrun(log, *arguments):
+    """`torchrun` with these arguments, in a process of its own that need not import torch. Returns its exit status."""
+    process = SERVER.Process(target=_torchrun_main, args=(log, arguments))
+    process.start()
+    process.join(PATIENCE)
+    process.kill()
+    return process.exitcode
+
+
+def _torchrun_main(log, arguments):
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= {"DIST_WORKERS": "2", "USE_LADE": "1", "OMP_NUM_THREADS": "1"}
+    run.main(list(arguments))
 
 
 def _rank_main(sender, function, rank, size, port, arguments):
@@ -73,9 +110,11 @@ def _rank_main(sender, function, rank, size, port, arguments):
         sender.send(traceback.format_exc())
 
 
-def own_group(seconds=60):
-    """A process group that the program has made before lade needs one."""
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+def own_group(seconds=PATIENCE):
+    """A process group that the program has made before lade needs one. seconds: that it waits once all ranks are there."""
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
+    torch.distributed.barrier()
+    torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
 
 
 def digest(tensors):
@@ -147,14 +186,18 @@ def deal_backwards():
 
 
 def run_cases(rank, settings, batches, workers, backwards):
-    """Every case under every setting. Returns (settings, case, batch size, seed) -> what came out."""
+    """Every case under every setting. Returns (settings, case, batch size, seed) -> what came out.
+
+    Under the first settings each case gets all batches, under the others the cases take turns with them.
+    """
     if backwards:
         deal_backwards()
     model, found = tiny_llama(), {}
     for level, window, guesses in settings:
         lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses, DIST_WORKERS=workers)
-        for case in CASES:
-            for batch_size, seed in batches:
+        is_first = (level, window, guesses) == settings[0]
+        for index, case in enumerate(CASES):
+            for batch_size, seed in batches if is_first else [batches[index % len(batches)]]:
                 arguments, processor = arguments_of(case)
                 torch.manual_seed(seed + rank)  # the leader's counts
                 output = model.generate(**inputs_of(batch_size, seed), **arguments)
@@ -347,8 +390,8 @@ def two_pairs(rank):
 
 def differ(rank, what):
     """Rank 1 is started with something else. Returns the error."""
-    own_group(seconds=2 if what == "workers" else 60)
     model, inputs, arguments = tiny_llama(), prompt(20), {"max_new_tokens": 8}
+    own_group(seconds=2 if what == "workers" else PATIENCE)
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
     if rank == 1:
         if what == "settings":
@@ -371,9 +414,11 @@ def differ(rank, what):
 
 def fail(rank, culprit, how):
     """One rank stops in the middle of a call. Returns how it ended, and after how long; then what the next call gives."""
-    own_group(seconds=2 if how == "hangs" else 60)
-    parallel.GRACE = 2.0
-    model, steps, began = tiny_llama(), [], time.monotonic()
+    model, steps = tiny_llama(), []
+    own_group(seconds=4 if how == "hangs" else PATIENCE)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    parallel.POLL, parallel.GRACE = datetime.timedelta(seconds=0.2), 2.0
+    began = time.monotonic()
 
     def before_forward(*_):
         steps.append(time.monotonic())
@@ -381,7 +426,7 @@ def fail(rank, culprit, how):
             if how == "dies":
                 os._exit(1)
             if how == "hangs":
-                time.sleep(8)
+                store.wait([f"ended/{other}" for other in range(3) if other != culprit])
             raise RuntimeError("no memory left")
 
     hook = model.model.register_forward_pre_hook(before_forward)
@@ -391,6 +436,10 @@ def fail(rank, culprit, how):
         ended = None
     except RuntimeError as error:
         ended = type(error).__name__, str(error), time.monotonic() - began
+    if how == "hangs":
+        store.set(f"ended/{rank}", "")
+        if rank == 0:  # which keeps the store
+            store.wait([f"ended/{other}" for other in range(1, 3)])
     if how != "raises":
         return ended
     hook.remove()

@@ -4,7 +4,9 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ SMALL = ("--limit", "2", "--max_new_tokens", "12", "--dtype", "float32")
 
 def test_decode(command, tmp_path):
     out = tmp_path / "figures.json"
-    figures = command("decode", *SMALL, "--trials", "2", "--out", str(out))
+    figures = command("decode", *SMALL, "--limit", "1", "--trials", "2", "--out", str(out))
     assert figures == json.loads(out.read_text(encoding="utf-8"))
     assert list(figures["methods"]) == ["plain", "prompt_lookup", "lade", "lookahead"]  # by default, on a CPU
     assert figures["methods"]["lade"]["identical_outputs"] == 1.0
@@ -46,9 +48,9 @@ def test_decode(command, tmp_path):
 
 
 def test_decode_in_batches(command):
-    figures = command("decode", "--batch", "2", *SMALL, "--limit", "5", "--trials", "1")
+    figures = command("decode", "--batch", "2", *SMALL, "--limit", "3", "--trials", "1")
     assert list(figures["methods"]) == ["plain", "lade", "lookahead"]  # transformers' prompt lookup takes one prompt
-    assert figures["prompts"] == 4  # full batches only
+    assert figures["prompts"] == 2  # full batches only
     assert figures["methods"]["lade"]["identical_outputs"] == 1.0
     assert figures["methods"]["lade"]["tokens_per_step"] > 1
 
@@ -114,7 +116,9 @@ def test_shapes_are_the_real_ones(shape, parameters, module):
     assert sum(weight.numel() for weight in model.parameters()) == parameters
 
 
-def test_step_cost(command):
+def test_step_cost(command, module, monkeypatch):
+    # The processor's time: where this process stood still between two readings says nothing about a part.
+    monkeypatch.setattr(module("parts"), "time", SimpleNamespace(perf_counter=time.thread_time))
     figures = command(
         "step_cost", *SMALL, "--trials", "2", "--tokens", "1,4", "--contexts", "20,40", "--level", "4", "--guess", "3"
     )

@@ -22,10 +22,15 @@ def tree(lade_on):
     lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
 
 
-def assert_exact(model, inputs, max_new_tokens=60, **arguments):
+def plain_of(model, inputs, max_new_tokens=60, **arguments):
+    """What plain generate() says, and how it leaves the generator."""
     torch.manual_seed(5)
-    expected = generate_plain(model, inputs, max_new_tokens=max_new_tokens, **arguments)
-    state = torch.get_rng_state()
+    return generate_plain(model, inputs, max_new_tokens=max_new_tokens, **arguments), torch.get_rng_state()
+
+
+def assert_exact(model, inputs, max_new_tokens=60, plain=None, **arguments):
+    """plain: plain_of() the same, where it is known."""
+    expected, state = plain or plain_of(model, inputs, max_new_tokens, **arguments)
     torch.manual_seed(5)
     assert torch.equal(model.generate(**inputs, max_new_tokens=max_new_tokens, **arguments), expected)
     assert torch.equal(torch.get_rng_state(), state)
@@ -35,14 +40,30 @@ def assert_exact(model, inputs, max_new_tokens=60, **arguments):
     return stats
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("max_block", [2, 3, 16, 64])
+@pytest.fixture(scope="module")
+def plain():
+    """(Number type, prompt length, batch size, sampled) -> the model, the prompt, and what plain generate() says."""
+    known = {}
+
+    def of(*key):
+        if key not in known:
+            dtype, length, batch_size, is_sampled = key
+            model, inputs = tiny_llama(dtype), prompt(length, batch_size)
+            known[key] = model, inputs, plain_of(model, inputs, **SAMPLED if is_sampled else {})
+        return known[key]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("max_block", "dtype"), [(2, torch.float32), (3, torch.float64), (16, torch.float64), (64, torch.float32)]
+)
 @pytest.mark.parametrize("arguments", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [(24, 1), (1, 1), (24, 3)], ids=["one row", "one token", "a batch"])
-def test_grid(dtype, max_block, arguments, shape):
+def test_grid(plain, dtype, max_block, arguments, shape):
     lade.config_lade(MAX_BLOCK=max_block)
-    length, batch_size = shape
-    stats = assert_exact(tiny_llama(dtype), prompt(length, batch_size), **arguments)
+    model, inputs, known = plain(dtype, *shape, bool(arguments))
+    stats = assert_exact(model, inputs, plain=known, **arguments)
     assert max(stats.block_tokens) == max_block
     assert stats.steps < 60 or max_block == 2  # one guess, which all rows of a batch would have to accept
 

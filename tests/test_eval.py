@@ -9,10 +9,11 @@ import sys
 import time
 from decimal import Decimal
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from conftest import tiny_llama
+from conftest import ENVIRONMENT, ROOT, beside, tiny_llama
 from transformers import AutoTokenizer
 
 import lade
@@ -26,9 +27,8 @@ from lade.commands.eval.report import markdown, summarize
 from lade.commands.eval.results import Results
 from lade.commands.eval.tasks import TASKS, Question
 
-ROOT = Path(lade.__file__).parent.parent
 BUNDLED = ROOT / "models" / "stdlib-9m"
-LIMITS = Limits(seconds=20, megabytes=512)
+LIMITS = Limits(seconds=100, megabytes=512)
 
 # Rows in the published layouts.
 ROWS = {
@@ -269,18 +269,18 @@ def test_the_hub(monkeypatch, tmp_path):
 )
 def test_programs_run_with_limits(source, kind, error):
     started = time.monotonic()
-    outcome = run_program(Program(source), Limits(seconds=1 if kind == "timeout" else 20, megabytes=256))
+    outcome = run_program(Program(source), Limits(seconds=1 if kind == "timeout" else 40, megabytes=256))
     assert outcome.kind == kind
     assert error in outcome.error
     assert bool(error) == bool(outcome.error)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 50  # and not the 60 s of those that sleep
 
 
 def test_what_a_program_leaves_running_is_ended(tmp_path):
-    source = f"import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))"
+    source = f"import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))"
     assert run_program(Program(source), LIMITS).kind == "passed"
     state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
-    deadline = time.monotonic() + 5  # whoever inherits it may take a moment to notice
+    deadline = time.monotonic() + 60  # whoever inherits it may take a moment to notice
     while state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z" and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
@@ -640,22 +640,27 @@ def test_bad_arguments(arguments, message, lade_on, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_ctrl_c_in_the_application(tmp_path):
-    """The file in applications/, stopped by a real signal."""
-    rows = [{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in range(200)]
-    file = tmp_path / "out.jsonl"
-    command = [sys.executable, str(ROOT / "applications" / "eval.py"), "--task", "gsm8k", "--out", str(file)]
-    command += ["--data", write_rows(tmp_path / "d.jsonl", rows), "--max_new_tokens", "8"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment) as process:
-        deadline = time.monotonic() + 60
-        while not (file.exists() and file.read_bytes().count(b"\n") > 3) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+@beside
+def stopped():
+    """The file in applications/, stopped by a real signal: its status, what it says of that, and the lines it wrote."""
+    with TemporaryDirectory() as folder:
+        rows = [{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in range(200)]
+        file = Path(folder, "out.jsonl")
+        command = [sys.executable, str(ROOT / "applications" / "eval.py"), "--task", "gsm8k", "--out", str(file)]
+        command += ["--data", write_rows(Path(folder, "d.jsonl"), rows), "--max_new_tokens", "8"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=ENVIRONMENT) as process:
+            deadline = time.monotonic() + 300
+            while not (file.exists() and file.read_bytes().count(b"\n") > 3) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=300)
+        return process.returncode, err, file.read_bytes().splitlines()
+
+
+def test_ctrl_c_in_the_application(stopped):
+    status, err, lines = stopped
+    assert status == 130, err
     assert b"the same command goes on from" in err
     assert b"Traceback" not in err
-    lines = file.read_bytes().splitlines()
     assert 3 < len(lines) < 401
     assert all(json.loads(line) for line in lines)

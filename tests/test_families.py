@@ -17,7 +17,7 @@ import lade
 from lade.models import REGULAR, SPECIAL, adapter_for
 from lade.models.probe import probe
 
-PROMPT, NEW = 24, 20
+PROMPT, NEW, FEW = 24, 20, 12
 TABLE = os.environ.get("LADE_MODELS_TABLE")
 FALLS_BACK = {
     "phi3-longrope-across": "whole cache change",
@@ -48,12 +48,13 @@ def prompts(batch_size, padding=0):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def both(model, inputs, **arguments):
+def both(model, inputs, max_new_tokens=NEW, **arguments):
     """The output without and with lade, sampled ones from the same seed."""
+    arguments["max_new_tokens"] = max_new_tokens
     torch.manual_seed(11)
-    expected = generate_plain(model, inputs, max_new_tokens=NEW, **arguments)
+    expected = generate_plain(model, inputs, **arguments)
     torch.manual_seed(11)
-    return expected, model.generate(**inputs, max_new_tokens=NEW, **arguments)
+    return expected, model.generate(**inputs, **arguments)
 
 
 def built(family):
@@ -83,11 +84,11 @@ def test_family(small_block, family):
     assert reason is None
     assert min(stats.block_tokens) > 1
 
-    expected, found = both(model, prompts(1), do_sample=True, temperature=0.6)
+    expected, found = both(model, prompts(1), FEW, do_sample=True, temperature=0.6)
     assert torch.equal(found, expected)
     batch = prompts(2, padding=5)
     if not model(**batch).logits.isnan().any():  # eager attention in float64 gives nan where all is padding
-        expected, found = both(model, batch, do_sample=False)
+        expected, found = both(model, batch, FEW, do_sample=False)
         assert torch.equal(found, expected)
         assert lade.last_stats().fallback_reason is None
 
@@ -100,7 +101,7 @@ def test_family(small_block, family):
 @pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)
 def test_recurrent(small_block, family):
     model = built(family)
-    expected, found = both(model, prompts(1), do_sample=False)
+    expected, found = both(model, prompts(1), FEW, do_sample=False)
     assert torch.equal(found, expected)
     reason = lade.last_stats().fallback_reason
     rows.append((family.name, family.note, family.attention, reason))
@@ -113,7 +114,7 @@ def test_composite(small_block, family, with_image):
     model = built(family)
     inputs = family.inputs(with_image)
     for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 0.6}):
-        expected, found = both(model, inputs, **arguments)
+        expected, found = both(model, inputs, FEW, **arguments)
         assert torch.equal(found, expected)
     reason = lade.last_stats().fallback_reason
     note = "; ".join(filter(None, [family.note, "image and text" if with_image else "text"]))

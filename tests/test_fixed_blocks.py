@@ -20,7 +20,7 @@ import lade
 from lade import decoding, kv_cache
 from lade.models import ModelAdapter, fixed
 
-NEW = {"max_new_tokens": 40}
+NEW = {"max_new_tokens": 32}
 NOT_HERE = "CUDA graphs need a model on a CUDA device"
 
 
@@ -32,6 +32,12 @@ def small_block(lade_on, monkeypatch):
     yield
     torch._dynamo.reset()
     fixed._compiled.clear()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One layer is traced in half the time of two, which `test_same_tokens` takes."""
+    return tiny_llama(num_hidden_layers=1)
 
 
 @pytest.fixture
@@ -130,7 +136,7 @@ def test_nothing_is_compiled_anew_while_the_text_grows(model):
     torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(2):
-            stats = check(*both(model, prompt(seed=seed), do_sample=False, max_new_tokens=150))
+            stats = check(*both(model, prompt(seed=seed), do_sample=False, max_new_tokens=100))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     assert stats.steps > 10

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import beside, python
 
 from lade import kernels
 
@@ -201,19 +202,20 @@ def test_one_captured_graph_serves_all_lengths():
         assert_close(output, kernels.reference_block_attention(**arguments).double().cpu(), F16)
 
 
+@beside
+def interpreted():
+    if not HAS_TRITON or kernels.is_available():
+        return None
+    chosen = ("-p", "no:cacheprovider", "-k", "test_kernel_is or test_kernel_on")
+    return python("-m", "pytest", *chosen, __file__, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG)))
+
+
 @needs_triton
 @pytest.mark.skipif(kernels.is_available(), reason="the kernel's tests run by themselves")
-def test_kernel_in_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "test_kernel_is or test_kernel_on", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert run.returncode == 0, run.stdout[-5000:]
-    assert "skipped" not in run.stdout
+def test_kernel_in_the_interpreter(interpreted):
+    passed = re.search(r"(\d+) passed", interpreted.stdout)
+    assert interpreted.returncode == 0, interpreted.stdout[-5000:]
+    assert "skipped" not in interpreted.stdout
     assert int(passed[1]) == len(CASES + GRID * LONG) + 1
 
 
@@ -303,8 +305,11 @@ def test_says_why_there_is_no_kernel():
     assert re.search(r"triton is not installed|no CUDA device|capability|NVIDIA", kernels.unavailable_reason())
 
 
-def test_everything_but_the_kernel_works_without_triton():
-    code = """
+@beside
+def without_triton():
+    return python(
+        "-c",
+        """
 import sys
 sys.modules["triton"] = None  # an import of it now raises ImportError
 import torch, lade.block_attention
@@ -314,6 +319,9 @@ x = torch.ones(1, 1, 2, 8)
 packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]), torch.zeros(1, 2))
 assert torch.equal(kernels.block_attention(x, x, x, packed, scale=1.0), x.transpose(1, 2))
 assert "lade.kernels.triton_attention" not in sys.modules
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+""",
+    )
+
+
+def test_everything_but_the_kernel_works_without_triton(without_triton):
+    assert without_triton.returncode == 0, without_triton.stderr

@@ -1,49 +1,63 @@
 """What a new user runs first: minimal.py on the bundled checkpoint, and the README's lines on a folder of one's own."""
 
-import os
+import importlib.util
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
+from conftest import ROOT, beside, python, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 
-ROOT = Path(__file__).parent.parent
+SHORT = ("--max_new_tokens", "24")
 
 
-def run(*arguments: str, **environment: str) -> str:
-    clean = {name: value for name, value in os.environ.items() if name not in ("USE_LADE", "LOAD_LADE")}
-    command = [sys.executable, str(ROOT / "minimal.py"), "--max_new_tokens", "24", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean | environment, cwd="/")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@beside
+def plain():
+    """The script in a process of its own, as a user starts it."""
+    return python(str(ROOT / "minimal.py"), *SHORT, "--dtype", "float32")
 
 
-def test_plain_and_lookahead_print_the_same_text():
-    plain = run("--dtype", "float32")
-    ahead = run("--dtype", "float32", USE_LADE="1", LOAD_LADE="1")
+@pytest.fixture
+def run(lade_on, monkeypatch, capsys):
+    """Runs main() of the script in this process, lade loaded and on. Returns what it prints."""
+    spec = importlib.util.spec_from_file_location("minimal", ROOT / "minimal.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "TRIALS", 1)
+    monkeypatch.setenv("LOAD_LADE", "1")
+
+    def main(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["minimal.py", *SHORT, *arguments])
+        lade.restore_all()
+        module.main()
+        return capsys.readouterr().out
+
+    return main
+
+
+def test_plain_and_lookahead_print_the_same_text(plain, run):
+    assert plain.returncode == 0, plain.stderr
+    ahead, alone = run("--dtype", "float32"), plain.stdout
     for mode in ("greedy", "sampled"):
-        assert re.search(rf"{mode}: \d+ tokens, [\d.]+ tokens/s -----", plain)
+        assert re.search(rf"{mode}: \d+ tokens, [\d.]+ tokens/s -----", alone)
         assert re.search(rf"{mode}: \d+ tokens, [\d.]+ tokens/s, [\d.]+ tokens/step -----", ahead)
+    assert max(float(rate) for rate in re.findall(r"([\d.]+) tokens/step", ahead)) > 1
     heading = re.compile(r"^-----.*$", re.MULTILINE)
-    assert heading.sub("", plain) == heading.sub("", ahead)
+    assert heading.sub("", alone) == heading.sub("", ahead)
 
 
-def test_compare(tmp_path):
-    settings = tmp_path / "lade.json"
-    settings.write_text('{"ADAPTIVE": 0, "MAX_BLOCK": 16}')  # on a busy machine plain steps may be what pays
-    out = run("--compare", "--dtype", "float32", LADE_CONFIG=str(settings))
+def test_compare(run):
+    lade.config_lade(MAX_BLOCK=16)
+    out = run("--compare", "--dtype", "float32")
     assert len(re.findall(r"outputs identical: +yes", out)) == 2
     assert float(re.search(r"tokens per step: +([\d.]+)", out)[1]) > 1
     assert "did not run" not in out
 
 
-def test_any_model_folder(tmp_path):
+def test_any_model_folder(run, tmp_path):
     tiny_llama(torch.float32, vocab_size=4096).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m").save_pretrained(tmp_path)
     assert "sampled: " in run("--model_path", str(tmp_path), "--prompt", "import os")

@@ -132,7 +132,7 @@ def test_in_a_browser(trace, tmp_path, theme):
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     options += ["--force-dark-mode"] if theme == "dark" else []
     command = [BROWSER, *options, "--dump-dom", f"file://{tmp_path / 't.html'}#step={number}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     dom = done.stdout
     assert f'data-theme="{theme}"' in dom
     assert f"step {number} of {len(trace['steps'])}" in dom
