@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
-from lade.row_table import BIN_EDGES, NUM_BINS
+from lade.row_table import BIN_MIDDLES, NUM_BINS
 from lade.suffix_index import MAX_MATCH, MIN_MATCH
 
 PRIOR_WEIGHT = 16.0  # trials that the first estimate counts for
@@ -17,8 +16,11 @@ FORGET_EVERY = 16
 # How often what followed a match of 3, 4, .. 8 tokens follows again, at first. Greedy text that repeats itself goes on doing so.
 GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
 SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7)
-# What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows.
+# What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows. Less
+# where the model's likeliest tokens are not likely: then rows are seldom right.
 PROBE_CREDIT = 0.02
+USUAL_SURENESS = 0.5  # mean probability of the likeliest token from which on a probe is worth its full credit
+SURENESS_SHARE = 0.1  # of each token in that mean
 
 # A kind is where a guess came from and how sure that source is of it. All kinds, as ranges of integers:
 PAIR = 0  # + bin: the row of the last two tokens
@@ -40,12 +42,10 @@ def name_of(kind: int) -> str:
 
 def prior_chances(do_sample: bool) -> list[float]:
     """What is thought of each kind before anything was tried."""
-    edges = (0.0, *BIN_EDGES, 1.0)
-    by_bin = [(low + high) / 2 for low, high in pairwise(edges)]
     by_length = SAMPLED_MATCHES if do_sample else GREEDY_MATCHES
-    by_single = [chance * (1 - chance / 2) for chance in by_bin]  # the surer, the more rests on what came before
+    by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # the surer, the more rests on what came before
     by_other_length = [0.3 * chance for chance in by_length]
-    return [*by_bin, *by_single, *by_length, *by_other_length, PROBE_CREDIT]
+    return [*BIN_MIDDLES, *by_single, *by_length, *by_other_length, PROBE_CREDIT]
 
 
 class Acceptance:
@@ -58,6 +58,7 @@ class Acceptance:
         self.hits = [PRIOR_WEIGHT * chance for chance in self.chances]
         self._expected = self._accepted = TRUST_WEIGHT
         self._num_idle = 0  # steps without a guess
+        self._sureness = USUAL_SURENESS
 
     @property
     def trust(self) -> float:
@@ -93,6 +94,12 @@ class Acceptance:
                 self._count_hit(kinds[node])
         self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + hoped
         self._accepted = TRUST_MEMORY * self._accepted + (1 - TRUST_MEMORY) * TRUST_WEIGHT + len(hits)
+
+    def learn_sureness(self, bins: Sequence[int]) -> None:
+        """How sure the model was of what comes after some accepted tokens. bins: of its likeliest token each time."""
+        for bin_index in bins:
+            self._sureness += SURENESS_SHARE * (self._prior[PAIR + bin_index] - self._sureness)
+        self.chances[PROBE] = PROBE_CREDIT * min(1.0, self._sureness / USUAL_SURENESS) ** 2
 
     def forget(self) -> None:
         """Move a little back towards the prior: what is not guessed is not learned, and the text may have become easy."""

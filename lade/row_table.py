@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ BYTES_PER_ROW = ROW_LENGTH * (4 + 1) + 136  # ids, bins, and what the index take
 # Upper ends of the bins that probabilities are sorted into.
 BIN_EDGES = (0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.45, 0.6, 0.75, 0.88, 0.95, 0.99)
 NUM_BINS = len(BIN_EDGES) + 1
+BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
 
 Row = tuple[list[int], list[int]]  # ids, bins
 

@@ -8,6 +8,7 @@ described in docs/drafting.md. Floor 3.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -16,10 +17,12 @@ from itertools import accumulate, islice, zip_longest
 import torch
 from torch import Tensor
 
-from lade.acceptance import PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
+from lade.acceptance import PAIR, PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
 from lade.memory import KEY_SHIFT, Memory, most_likely
+from lade.noise import Draws, noise_ahead, win_chances
 from lade.price import ModelPrices
+from lade.row_table import BIN_EDGES, BIN_MIDDLES
 from lade.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
 from lade.texts import Texts
 from lade.token_tree import TokenTree
@@ -104,6 +107,8 @@ class RecyclingDrafter:
             # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
             index.extend(token if 0 <= token < num_tokens else FOREIGN for token in ids.tolist())
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
+        self._noise = None if temperature is None else noise_ahead(prompt_ids.device, len(prompt_ids))
+        self._vocab_size = 0  # width of the logits
         self._growths = [Growth() for _ in self._texts]
         self._seen: list[Seen] = []  # not yet learned from
         self._proposed: Counter[int] = Counter()  # by kind
@@ -112,6 +117,9 @@ class RecyclingDrafter:
     def propose(self, texts: Texts, is_finished: list[bool], max_offset: int | None) -> Draft:
         self._growths = [Growth() for _ in self._texts]
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
+        self._num_generated = [len(tokens) for tokens in texts.generated]
+        if self._noise is not None:
+            self._noise.forget(min(self._num_generated))
         unfinished = [row for row, done in enumerate(is_finished) if not done]
         if max_depth:
             self._grow_all(unfinished, max_depth, max(texts.lengths))
@@ -120,15 +128,17 @@ class RecyclingDrafter:
         return Draft(tree, depth, ROOT_ALONE, self._cells)
 
     def learn(self, outcome: Outcome) -> None:
+        is_first, self._vocab_size = not self._vocab_size, outcome.logits.shape[-1]
         logits = outcome.logits[..., : self.num_tokens]
         num_rows = sum(len(seen.tokens) for seen in self._seen) + logits.shape[0] * logits.shape[1]
+        is_due = is_first or num_rows >= ROWS_AT_ONCE
         for row, (index, growth, path) in enumerate(zip(self._texts, self._growths, outcome.accepted, strict=True)):
             if path is None or growth.tokens != outcome.tree.tokens[row]:  # ended before; what goes on there is padding
                 continue
             committed = outcome.texts.generated[row][-len(path) - 1 :]
             if index.tokens:
                 rows = logits[row, : 1 + len(growth.tokens)]
-                if num_rows < ROWS_AT_ONCE:  # they are kept, and the next forward may write where they lie
+                if not is_due:  # they are kept, and the next forward may write where they lie
                     rows = rows.clone()
                 self._seen.append(Seen.of_step(index.tokens[-2:], growth, path, rows))
             hits = growth.hits(path, committed[-1])
@@ -136,7 +146,7 @@ class RecyclingDrafter:
             self._proposed.update(growth.kinds)
             self._accepted.update(growth.kinds[node] for node in path)
             index.extend(committed)
-        if num_rows >= ROWS_AT_ONCE and self._seen:
+        if is_due and self._seen:
             self._learn_rows()
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
@@ -155,12 +165,12 @@ class RecyclingDrafter:
         """Trees for some rows, all of the size that pays."""
         if self.prices is None:
             for row in rows:
-                self._growths[row] = self._grow(self._texts[row], max_depth, self.max_block - 1, 0.0)
+                self._growths[row] = self._grow(row, max_depth, self.max_block - 1, 0.0)
             return
         price, trust = self.prices.at(num_slots), self.acceptance.trust
         room, least = price.sizes(self.max_block)[-1] - 1, price.least_chance() / trust
         for row in rows:
-            self._growths[row] = self._grow(self._texts[row], max_depth, room, least)
+            self._growths[row] = self._grow(row, max_depth, room, least)
         grown = [self._growths[row] for row in rows]
         expected = [
             trust * total
@@ -170,10 +180,11 @@ class RecyclingDrafter:
         for growth in grown:
             growth.cut(size - 1)
 
-    def _grow(self, index: SuffixIndex, max_depth: int, size: int, least: float) -> Growth:
-        """The best tree of at most `size` nodes behind the text's last token, none of whose chance is below `least`."""
+    def _grow(self, row: int, max_depth: int, size: int, least: float) -> Growth:
+        """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`."""
         growth = Growth()
         tokens, chances = growth.tokens, self.acceptance.chances
+        index = self._texts[row]
         text = index.tokens
         frontier: list[tuple[float, int, int, int, int, int, tuple[Pointer, ...]]] = []
         order = 0
@@ -182,7 +193,8 @@ class RecyclingDrafter:
             parent: int, before: int, token: int, chance: float, depth: int, places: tuple[Pointer, ...]
         ) -> None:
             nonlocal order
-            for guess, (kind, place) in self._guesses(before, token, places, text).items():
+            draws = self._draws(row, depth)
+            for guess, (kind, place) in self._guesses(before, token, places, text, draws).items():
                 if chance * chances[kind] >= least:
                     order += 1
                     heappush(frontier, (-chance * chances[kind], order, guess, parent, kind, depth, place))
@@ -204,20 +216,27 @@ class RecyclingDrafter:
         self._add_probes(growth, size)
         return growth
 
+    def _draws(self, row: int, depth: int) -> Draws | None:
+        """What a token at some distance from the root will be drawn with; None where that is not known, or for greedy."""
+        if self._noise is None:
+            return None
+        return self._noise.of(row, self._num_generated[row] + depth - 1, self._vocab_size)
+
     def _guesses(
-        self, before: int, token: int, pointers: tuple[Pointer, ...], text: list[int]
+        self, before: int, token: int, pointers: tuple[Pointer, ...], text: list[int], draws: Draws | None
     ) -> dict[int, tuple[int, tuple[Pointer, ...]]]:
         """What may follow two tokens, each by the source that is surest of it: token -> kind and pointers behind it."""
         chances = self.acceptance.chances
         found: dict[int, tuple[int, tuple[Pointer, ...]]] = {}
-        row = self.memory.pairs.get(before << KEY_SHIFT | token)
-        if row is not None:
-            for guess, kind in zip(*row, strict=True):
-                found[guess] = kind, ()
-        row = self.memory.singles.get(token)
-        if row is not None:
-            for guess, bin_index in zip(*row, strict=True):
-                kind = SINGLE + bin_index
+        rows = (self.memory.pairs.get(before << KEY_SHIFT | token), PAIR), (self.memory.singles.get(token), SINGLE)
+        for row, first in rows:
+            if row is None:
+                continue
+            ids, bins = row
+            if draws is not None:
+                bins = [bisect_left(BIN_EDGES, c) for c in win_chances(ids, [BIN_MIDDLES[b] for b in bins], draws)]
+            for guess, bin_index in zip(ids, bins, strict=True):
+                kind = first + bin_index
                 if guess not in found or chances[found[guess][0]] < chances[kind]:
                     found[guess] = kind, ()
         for place, length, first, start in pointers:
@@ -251,6 +270,7 @@ class RecyclingDrafter:
         tokens = [token for seen in self._seen for token in seen.tokens]
         is_accepted = [flag for seen in self._seen for flag in seen.is_accepted]
         order = sorted(range(len(tokens)), key=is_accepted.__getitem__)  # stable
-        rows = ids[order], bins[order]
-        self.memory.learn([previous[i] for i in order], [tokens[i] for i in order], rows, sum(is_accepted))
+        ids, bins = ids[order], bins[order]
+        self.memory.learn([previous[i] for i in order], [tokens[i] for i in order], (ids, bins), sum(is_accepted))
+        self.acceptance.learn_sureness(bins[len(order) - sum(is_accepted) :, 0].tolist())
         self._seen = []
