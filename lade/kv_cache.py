@@ -86,6 +86,14 @@ class LookaheadCache(Cache):
         self._uniform = uniform
         self._storages: list[_Storage] = []
 
+    def clear(self) -> None:
+        """Forget everything but the memory, for another call's prompts of as many rows."""
+        for storage in self._storages:
+            storage.data.zero_()  # as when it was new: what an earlier call left there may not even be finite
+        for layer in self._slot_layers:
+            layer.prefilled = 0
+        self.lengths, self.slots, self.in_block = [], None, False
+
     def end_prefill(self, batch_size: int) -> None:
         """From here on `update` writes blocks."""
         self.lengths = [self._slot_layers[0].prefilled] * batch_size

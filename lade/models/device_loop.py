@@ -1,0 +1,390 @@
+"""Runs `device_step` for a whole call: prepares it, starts each step before the last one's result is read, keeps it for later. Floor 3.
+
+Steps are compiled (COMPILE=1), captured (CUDA_GRAPH=1), or both. The buffers of a call, and the graph that reads them, serve later
+calls of the same model. Whatever fails, the texts are handed back as they are, and the ordinary loop goes on from there.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lade.config import LookaheadConfig
+from lade.kv_cache import LookaheadCache
+from lade.models import fixed
+from lade.models.base import ModelAdapter
+from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
+from lade.models.view import HOOKS
+from lade.ngram_pool import NGramPool
+from lade.rules import GreedyRules, Rules
+from lade.stats import GenerationStats
+
+KEPT = 2  # sets of buffers per model, caches included, that wait for another call
+PLAIN_TYPES = (bool, int, float, str, type(None))
+
+Step = Callable[[Any, StepState], Tensor]
+_lock = threading.Lock()
+# By model, and gone with it: nothing in them refers to the model.
+_kept: weakref.WeakKeyDictionary[PreTrainedModel, list[Buffers]] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Step | str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class Buffers:
+    """What one call at a time works on. state: None until its first step. replay: None without a CUDA graph."""
+
+    key: Hashable
+    cache: LookaheadCache
+    state: StepState | None = None
+    replay: Callable[[], Tensor] | None = None
+
+
+def device_loop(
+    adapter: ModelAdapter,
+    config: LookaheadConfig,
+    rules: Rules,
+    drafter: Any,
+    stats: GenerationStats,
+    key_mask: Tensor | None,
+    positions: Tensor | None,
+) -> DeviceLoop | None:
+    """What decodes a call on the device; None where the call needs the host between its steps, or gains nothing.
+
+    drafter: the settings' own. key_mask: [B, P] bool, False for padding. positions: the prompt's, [B or 1, P] or more of these.
+    """
+    device, texts = adapter.model.device, rules.texts
+    is_served = (
+        is_wanted(config, device)
+        and config.uses_window
+        and config.num_guesses > 0
+        and type(rules) is GreedyRules
+        and stats.on_step is None
+        and texts.ids.device == device
+        and (getattr(adapter.model, "_tp_size", None) or 1) == 1
+        and adapter.unfixable_reason() is None
+    )
+    if not is_served or not isinstance(rules, GreedyRules):
+        return None
+    if adapter.last_position is not None and positions is not None:
+        # Every block has all of its tokens, so none may come near the model's last position.
+        ahead = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
+        largest = int(positions[..., -1].max()) + rules.max_length - texts.prompt_length
+        if largest + ahead > adapter.last_position:
+            return None
+    return DeviceLoop(adapter, config, rules, drafter, stats, key_mask, positions)
+
+
+def is_wanted(config: LookaheadConfig, device: torch.device) -> bool:
+    """On a CPU, without a compiler, the loop on the host is faster: its blocks are smaller, and nothing waits for it."""
+    return config.compile or (fixed.can_capture(device) and (bool(config.cuda_graph) or not config.adaptive))
+
+
+class DeviceLoop:
+    """Decodes one call by steps on the device, as long as that works."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        config: LookaheadConfig,
+        rules: GreedyRules,
+        drafter: Any,
+        stats: GenerationStats,
+        key_mask: Tensor | None,
+        positions: Tensor | None,
+    ) -> None:
+        """Arguments as for `device_loop`."""
+        self.adapter, self.rules, self.drafter, self.stats = adapter, rules, drafter, stats
+        self.model, self.key_mask = adapter.block_model, key_mask
+        self.shape = StepShape(
+            batch_size=len(rules.texts.ids),
+            ngram_size=config.ngram_size,
+            window_size=config.window_size,
+            num_guesses=config.num_guesses,
+            num_tokens=adapter.num_tokens,
+            num_eos_ids=len(rules.eos_ids),
+            shifts_window=not config.always_forward_one,
+            is_padded=key_mask is not None,
+            uses_kernel=adapter.uses_kernel,
+            keeps_rows=adapter.keeps_rows,
+            position_shape=(1, 1) if positions is None else tuple(positions[..., -1:].shape),
+            dtype=adapter.dtype,
+            device=rules.texts.ids.device,
+        )
+        self.compiles = config.compile
+        self.captures = bool(config.cuda_graph) and fixed.can_capture(self.shape.device)
+        self._key = (
+            self.shape,
+            repr(adapter.reaches),
+            self.model.config._attn_implementation,
+            torch.is_inference_mode_enabled(),
+            fixed.BACKEND,
+        )
+        self._buffers: Buffers | None = None
+
+    def make_cache(self, num_slots: int) -> LookaheadCache:
+        """A cache for the prompt and what follows: an earlier call's where that has a size that suits this one."""
+        seen = fingerprint(self.adapter.model) if self.captures else None
+        key = (*self._key, self.compiles, self.captures, seen)
+        least = fixed.padded_capacity(num_slots)
+        most = max(least, fixed.padded_capacity(self.rules.max_length + self.shape.block_tokens))
+        with _lock:
+            kept = _kept.get(self.adapter.model, [])
+            fitting = [buffers for buffers in kept if buffers.key == key and least <= buffers.cache.capacity <= most]
+            if fitting:
+                self._buffers = min(fitting, key=lambda buffers: buffers.cache.capacity)
+                kept.remove(self._buffers)
+        if self._buffers is None:
+            self._buffers = Buffers(key, self.adapter.make_cache(least))
+        else:
+            self._buffers.cache.clear()
+        return self._buffers.cache
+
+    def run(self, cache: LookaheadCache, first_position: Tensor | int) -> None:
+        """Decode until all rows have ended, or until something fails: then the ordinary loop can go on.
+
+        cache: with the prompt in it. first_position: of the first root, [..., B or 1, 1].
+        """
+        buffers = self._buffers
+        if buffers is None or buffers.cache is not cache or all(self.rules.is_finished):
+            return
+        began = perf_counter()
+        slot_lead = cache.lengths[0] - (self.rules.texts.lengths[0] - 1)
+        position_lead = torch.as_tensor(first_position - cache.lengths[0])
+        try:
+            while slot_lead >= 0 and not all(self.rules.is_finished):
+                self._fit(buffers, slot_lead, position_lead)
+                run = self._prepare(buffers)
+                if run is None:
+                    break
+                self._decode(buffers, run)
+        except Exception as problem:  # whatever a compiler or a graph raises; the model's own errors will come up again
+            self._fail(buffers, problem)
+        self.stats.add_times(0.0, perf_counter() - began, 0.0)
+
+    def give_back(self) -> None:
+        """The call is over: another one may have its buffers."""
+        if self._buffers is not None and self._buffers.state is not None:
+            with _lock:
+                kept = _kept.setdefault(self.adapter.model, [])
+                kept.append(self._buffers)
+                del kept[:-KEPT]
+        self._buffers = None
+
+    def _fit(self, buffers: Buffers, slot_lead: int, position_lead: Tensor) -> None:
+        """Let there be room for the next step, and a state that says where the texts are."""
+        cache, rules = buffers.cache, self.rules
+        cache.ensure_capacity(max(cache.lengths) + self.shape.block_tokens)
+        if buffers.state is None or buffers.state.capacity != cache.capacity:
+            buffers.state = StepState(self.shape, cache, self.adapter.reaches)
+            buffers.replay = None  # it reads the old one
+        state, texts = buffers.state, rules.texts
+        longest = max(texts.lengths)
+        state.ids[:, :longest] = texts.ids[:, :longest]
+        fill(state.lengths, texts.lengths)
+        fill(state.is_finished, rules.is_finished)
+        fill(state.eos_ids, sorted(rules.eos_ids) or [NO_TOKEN])
+        state.max_length.fill_(rules.max_length)
+        state.slot_lead.fill_(slot_lead)
+        state.position_lead.copy_(position_lead)
+        if state.key_mask is not None and self.key_mask is not None:
+            state.key_mask.fill_(True)[:, : self.key_mask.shape[1]] = self.key_mask
+        if state.padding is not None and self.adapter.padding is not None:
+            state.padding.copy_(self.adapter.padding)
+        state.levels.copy_(self.drafter.window.levels)
+        copy_pool(self.drafter.pool, state.pool)
+        state.num_steps.fill_(self.drafter.window.num_updates)
+        state.num_proposed.zero_()
+        state.accepted_lengths.zero_()
+
+    def _prepare(self, buffers: Buffers) -> Callable[[], Tensor] | None:
+        """What runs one step. None where it was to be compiled or captured, and neither was possible."""
+        state = buffers.state
+        assert state is not None
+        run: Callable[[], Tensor] = partial(step, self.model, state)
+        if not (self.compiles or self.captures):
+            return run
+        if self.compiles:
+            try:
+                run = partial(self._compiled_step(buffers, state), self.model, state)
+            except Exception as problem:
+                self._not_compiled(state, problem)
+        if self.captures:
+            try:
+                if buffers.replay is None:
+                    buffers.replay = self._captured_step(buffers, state, run)
+                run = buffers.replay
+            except Exception as problem:
+                self._not_captured(problem)
+        return run if self.compiles or self.captures else None
+
+    def _compiled_step(self, buffers: Buffers, state: StepState) -> Step:
+        """Compiled for this shape and capacity, now or before, and found to agree with the ordinary forward."""
+        with fixed.lock:
+            known = _compiled.setdefault(self.adapter.model, {})
+            found = known.get((*self._key, state.capacity))
+            if found is None:
+                # torch counts compilations per code object: each shape of each model gets one of its own.
+                function = types.FunctionType(step.__code__.replace(), step.__globals__, "device_step")
+                found = torch.compile(function, fullgraph=True, dynamic=False, backend=fixed.BACKEND)
+                self._check(buffers, state, partial(found, self.model, state), "compiled")
+                known[(*self._key, state.capacity)] = found
+        if isinstance(found, str):
+            raise fixed.NotCompiled(found)
+        return found
+
+    def _captured_step(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        saved = state.save()
+        try:
+            replay = fixed.capture(run)
+        finally:
+            state.restore(saved)
+        self._check(buffers, state, replay, "captured")
+        return replay
+
+    def _check(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor], kind: str) -> None:
+        """Run a step, compare its logits with the ordinary forward's, and put the state back. Raises where they differ."""
+        cache = buffers.cache
+        saved = state.save()
+        try:
+            logits = run().clone()
+            state.restore(saved)
+            block = replace(lay_out(state)[0], lengths=cache.lengths, capacity=None, start_slots=None)
+            cache.begin_block(self.shape.block_tokens, self.shape.device)
+            error = fixed.disagreement(logits, self.adapter.ordinary_forward(block, cache).logits)
+        finally:
+            state.restore(saved)
+        if error is not None:
+            raise fixed.NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
+
+    def _decode(self, buffers: Buffers, run: Callable[[], Tensor]) -> None:
+        """Steps until all rows have ended or the cache is too small, then the texts are where the rules look for them.
+
+        A device that runs by itself gets its next step before the last one's result is read. The one step too many at the
+        end finds all rows ended and changes none of them.
+        """
+        state, texts = buffers.state, self.rules.texts
+        assert state is not None
+        results: deque[Callable[[], tuple[list[int], list[bool]]]] = deque()
+        num_ahead = 1 if fixed.can_capture(self.shape.device) else 0
+        lengths, is_finished = texts.lengths, self.rules.is_finished
+        slots_behind = max(buffers.cache.lengths) - max(lengths)  # of the cache, behind a text's length
+        try:
+            while not all(is_finished):
+                longest = min(max(lengths) + len(results) * self.shape.ngram_size, self.rules.max_length)
+                has_room = longest + slots_behind + self.shape.block_tokens <= state.capacity
+                if has_room:
+                    run()
+                    results.append(progress(state))
+                if len(results) > num_ahead or (results and not has_room):
+                    lengths, is_finished = results.popleft()()
+                elif not has_room:
+                    break
+        finally:
+            self._hand_back(buffers, state)
+
+    def _hand_back(self, buffers: Buffers, state: StepState) -> None:
+        """Tell everyone on the host what has happened since `_fit`."""
+        rules, stats, drafter = self.rules, self.stats, self.drafter
+        before, after = rules.texts.lengths, state.lengths.tolist()
+        added = [new - old for new, old in zip(after, before, strict=True)]
+        for row, (start, end) in enumerate(zip(list(before), after, strict=True)):
+            rules.texts.append(state.ids[row, start:end], row)
+        rules.num_generated += sum(added)
+        rules.is_finished = state.is_finished.tolist()
+        buffers.cache.lengths = [slot + count for slot, count in zip(buffers.cache.lengths, added, strict=True)]
+
+        num_steps = int(state.num_steps) - drafter.window.num_updates
+        histogram = dict(enumerate(state.accepted_lengths.tolist()))
+        stats.steps += num_steps
+        stats.block_tokens += [self.shape.block_tokens] * num_steps
+        stats.accepted_lengths.update({length: count for length, count in histogram.items() if count})
+        stats.compiled_steps += num_steps * self.compiles
+        stats.captured_steps += num_steps * self.captures
+        num_accepted = sum(length * count for length, count in histogram.items())
+        drafter.take_over(state.levels.clone(), num_steps, int(state.num_proposed), num_accepted)
+        copy_pool(state.pool, drafter.pool)
+
+    def _fail(self, buffers: Buffers, problem: Exception) -> None:
+        """A step that worked at first no longer does."""
+        if self.captures:
+            self._not_captured(problem)
+        elif self.compiles and buffers.state is not None:
+            self._not_compiled(buffers.state, problem)
+        else:
+            raise problem
+        self._buffers = None
+
+    def _not_compiled(self, state: StepState, problem: Exception) -> None:
+        """Remember the failure, so that no later call tries again."""
+        reason = fixed.in_short(problem)
+        self.stats.compile_reason = reason
+        _compiled.setdefault(self.adapter.model, {})[(*self._key, state.capacity)] = reason
+        self.compiles = False
+
+    def _not_captured(self, problem: Exception) -> None:
+        self.stats.cuda_graph_reason = fixed.in_short(problem)
+        self.captures = False
+
+
+def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool]]]:
+    """Begin to copy to the host how long the texts are and which have ended. Returns what waits for that copy and reads it."""
+    found = torch.stack([state.lengths, state.is_finished])  # [2, B]
+    copied = None
+    if found.is_cuda:
+        found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+    def read() -> tuple[list[int], list[bool]]:
+        if copied is not None:
+            copied.synchronize()
+        lengths, is_finished = found.tolist()
+        return lengths, list(map(bool, is_finished))
+
+    return read
+
+
+def fill(tensor: Tensor, values: list[Any]) -> None:
+    tensor.copy_(torch.tensor(values))
+
+
+def copy_pool(source: NGramPool, target: NGramPool) -> None:
+    target.ngrams.copy_(source.ngrams)
+    target.seen.copy_(source.seen)
+    if isinstance(target.clock, Tensor):
+        target.clock.fill_(source.clock)
+    else:
+        target.clock = int(source.clock)
+
+
+def fingerprint(model: PreTrainedModel) -> int:
+    """Changes with what a captured graph would not notice: where weights lie, hooks, and plain attributes of modules."""
+    seen: list[Any] = [tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())]
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in HOOKS:
+                seen.append(tuple(value))
+            elif is_plain(value):
+                seen.append((name, repr(value)))
+    return hash(tuple(seen))
+
+
+def is_plain(value: Any) -> bool:
+    """Numbers, strings, and lists or dictionaries of them, such as the names of active adapters."""
+    if isinstance(value, (list, tuple, set)):
+        return all(isinstance(part, PLAIN_TYPES) for part in value)
+    if isinstance(value, dict):
+        return all(isinstance(part, PLAIN_TYPES) for part in value.values())
+    return isinstance(value, PLAIN_TYPES)
