@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lade import kv_cache
 from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache
 from lade.models import fixed
@@ -91,6 +92,11 @@ def is_wanted(config: LookaheadConfig, device: torch.device) -> bool:
     return config.compile or (fixed.can_capture(device) and (bool(config.cuda_graph) or not config.adaptive))
 
 
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the device works by itself while the host goes on."""
+    return device.type == "cuda"
+
+
 class DeviceLoop:
     """Decodes one call by steps on the device, as long as that works."""
 
@@ -138,7 +144,8 @@ class DeviceLoop:
         seen = fingerprint(self.adapter.model) if self.captures else None
         key = (*self._key, self.compiles, self.captures, seen)
         least = fixed.padded_capacity(num_slots)
-        most = max(least, fixed.padded_capacity(self.rules.max_length + self.shape.block_tokens))
+        texts_end = self.rules.max_length + self.shape.block_tokens
+        most = max(least, fixed.padded_capacity(texts_end), kv_cache.MIN_CAPACITY)
         with _lock:
             kept = _kept.get(self.adapter.model, [])
             fitting = [buffers for buffers in kept if buffers.key == key and least <= buffers.cache.capacity <= most]
@@ -260,7 +267,9 @@ class DeviceLoop:
         try:
             logits = run().clone()
             state.restore(saved)
-            block = replace(lay_out(state)[0], lengths=cache.lengths, capacity=None, start_slots=None)
+            block = replace(
+                lay_out(state)[0], lengths=cache.lengths, key_mask=self.key_mask, capacity=None, start_slots=None
+            )
             cache.begin_block(self.shape.block_tokens, self.shape.device)
             error = fixed.disagreement(logits, self.adapter.ordinary_forward(block, cache).logits)
         finally:
@@ -277,7 +286,7 @@ class DeviceLoop:
         state, texts = buffers.state, self.rules.texts
         assert state is not None
         results: deque[Callable[[], tuple[list[int], list[bool]]]] = deque()
-        num_ahead = 1 if fixed.can_capture(self.shape.device) else 0
+        num_ahead = int(runs_ahead(self.shape.device))
         lengths, is_finished = texts.lengths, self.rules.is_finished
         slots_behind = max(buffers.cache.lengths) - max(lengths)  # of the cache, behind a text's length
         try:
@@ -308,6 +317,7 @@ class DeviceLoop:
         num_steps = int(state.num_steps) - drafter.window.num_updates
         histogram = dict(enumerate(state.accepted_lengths.tolist()))
         stats.steps += num_steps
+        stats.device_steps += num_steps
         stats.block_tokens += [self.shape.block_tokens] * num_steps
         stats.accepted_lengths.update({length: count for length, count in histogram.items() if count})
         stats.compiled_steps += num_steps * self.compiles

@@ -1,0 +1,464 @@
+"""Whole steps on the device: plain generate()'s tokens, the ordinary loop's steps, nothing read by the host, everything kept.
+
+The step itself is pure torch, so that most of this runs as it is. Where a compiler matters, one that compiles nothing is taken, and
+torch's own once; CUDA graphs are stood in for as in test_fixed_blocks.py.
+"""
+
+import gc
+import shutil
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+from test_fixed_blocks import graphs, padded_prompt, tiny  # noqa: F401
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+import lade
+from lade import decoding, kv_cache
+from lade.attention import Reach
+from lade.kv_cache import LookaheadCache
+from lade.models import device_loop, device_step, fixed
+from lade.models.device_step import StepShape, StepState
+from lade.ngram_pool import NGramPool
+
+GREEDY = {"max_new_tokens": 40, "do_sample": False}
+is_wanted = device_loop.is_wanted
+
+
+@pytest.fixture(autouse=True)
+def eager(lade_on, monkeypatch):
+    """Steps on the device without compiling them, which are not wanted on a CPU otherwise."""
+    monkeypatch.setattr(device_loop, "is_wanted", lambda config, device: True)
+    monkeypatch.setattr(fixed, "BACKEND", "eager")
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=0)
+    yield
+    torch._dynamo.reset()
+    for kept in (device_loop._kept, device_loop._compiled, fixed._compiled):
+        kept.clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
+    lade.config_lade(COMPILE=1)
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture
+def captured(graphs, monkeypatch):  # noqa: F811
+    """The list has one entry per capture."""
+    monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
+    return graphs
+
+
+def check(model, inputs, compiled=False, captured=False, **arguments):
+    """Plain generate()'s text by the steps of the ordinary loop, each on the device. Returns the call's figures."""
+    arguments = GREEDY | arguments
+    expected = generate_plain(model, inputs, **arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_loop, "is_wanted", lambda config, device: False)
+        patch.setattr(fixed, "GRAPH_DEVICES", ())
+        config = lade.config_lade
+        before = decoding_config()
+        config(COMPILE=0)
+        model.generate(**inputs, **arguments)
+        config(COMPILE=int(before.compile))
+        ordinary = lade.last_stats()
+    found = model.generate(**inputs, **arguments)
+    stats = lade.last_stats()
+    assert torch.equal(found, expected)
+    assert ordinary.device_steps == 0
+    assert stats.fallback_reason is None
+    assert stats.steps == ordinary.steps
+    assert stats.device_steps == stats.steps - 1
+    assert stats.generated_tokens == ordinary.generated_tokens
+    assert stats.accepted_lengths == ordinary.accepted_lengths
+    # Candidates that begin alike are not merged: each counts with all its tokens.
+    assert stats.sources["pool"][1] == ordinary.sources["pool"][1]
+    assert stats.sources["pool"][0] >= ordinary.sources["pool"][0]
+    assert stats.compiled_steps == (stats.device_steps if compiled else 0)
+    assert stats.captured_steps == (stats.device_steps if captured else 0)
+    return stats
+
+
+def decoding_config():
+    from lade.config import current_config
+
+    return current_config()
+
+
+@pytest.mark.parametrize("by_accepted", [False, True], ids=["roll-by-one", "roll-by-accepted"])
+@pytest.mark.parametrize("sizes", [(4, 3, 2), (2, 1, 1), (5, 7, 7), (3, 5, 1), (2, 4, 3), (6, 2, 4)], ids=str)
+def test_same_tokens_and_steps(sizes, by_accepted, model):
+    level, window, guesses = sizes
+    lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses, ALWAYS_FWD_ONE=not by_accepted)
+    stats = check(model, prompt(), max_new_tokens=60)
+    assert stats.steps < 60
+    assert set(stats.block_tokens) == {(level - 1) * (window + guesses)}
+
+
+@pytest.mark.parametrize("inputs", [prompt(batch_size=3), padded_prompt()], ids=["batch", "padded"])
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["masked", "kernel"])
+def test_rows_at_different_lengths(inputs, uses_kernel, model):
+    lade.config_lade(USE_FLASH=uses_kernel)
+    stats = check(model, inputs, eos_token_id=[7, 9])
+    assert stats.used_kernel == uses_kernel
+    assert len(stats.accepted_lengths) > 1
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5, 17, 18, 19])
+def test_texts_that_end_anywhere(max_new_tokens, model):
+    """In the middle of an accepted run too."""
+    ids = torch.arange(5, 9).repeat(1, 8)
+    check(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_new_tokens=max_new_tokens)
+
+
+def test_every_token_as_the_end(model):
+    """Each one that the text has, so that some end it within an accepted run."""
+    text = generate_plain(model, prompt(), **GREEDY)[0, 24:].tolist()
+    for token in sorted(set(text)):
+        stats = check(model, prompt(), eos_token_id=[token, 60])
+        assert stats.generated_tokens == text.index(token) + 1
+
+
+def test_tokens_of_a_short_prompt(model):
+    check(model, prompt(length=1))
+
+
+def test_windows_by_layer():
+    sizes = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 8}
+    check(tiny(Gemma2ForCausalLM, Gemma2Config, torch.float32, **sizes), prompt())
+
+
+def test_learned_positions():
+    model = tiny(GPT2LMHeadModel, GPT2Config, n_positions=128)
+    check(model, prompt())
+    # A full block near the last position would lie beyond it: there the ordinary loop makes blocks smaller.
+    expected = generate_plain(model, prompt(), **GREEDY | {"max_new_tokens": 104})
+    assert torch.equal(model.generate(**prompt(), **GREEDY | {"max_new_tokens": 104}), expected)
+    assert lade.last_stats().device_steps == 0
+
+
+def test_a_cache_that_grows(model, monkeypatch):
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    check(model, prompt(), max_new_tokens=200)
+    (kept,) = device_loop._kept[model]
+    assert kept.cache.capacity == kept.state.capacity == 256
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """One entry per step: the lengths of the texts and the ids behind it."""
+    seen = []
+
+    def spy(model, state, original=device_step.step):
+        logits = original(model, state)
+        seen.append((state.lengths.tolist(), state.ids.clone()))
+        return logits
+
+    monkeypatch.setattr(device_loop, "step", spy)
+    return seen
+
+
+def test_a_step_beyond_the_end_changes_nothing(model, calls, monkeypatch):
+    """A device that runs by itself is one step ahead of the host."""
+    stats = check(model, prompt(batch_size=2), eos_token_id=[7, 9])
+    assert len(calls) == stats.device_steps
+    calls.clear()
+    # On a CPU the host does not run ahead: let it.
+    monkeypatch.setattr(device_loop, "runs_ahead", lambda device: True)
+    stats = check(model, prompt(batch_size=2), eos_token_id=[7, 9])
+    assert len(calls) == stats.device_steps + 1
+    (lengths, ids), (lengths_beyond, ids_beyond) = calls[-2:]
+    assert lengths == lengths_beyond
+    assert torch.equal(ids, ids_beyond)
+
+
+def test_ahead_while_the_cache_grows(model, calls, monkeypatch):
+    monkeypatch.setattr(device_loop, "runs_ahead", lambda device: True)
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    stats = check(model, prompt(), max_new_tokens=150)
+    assert len(calls) == stats.device_steps + 1
+
+
+def fake_step():
+    """A step of tensors that have shapes and no values."""
+    shape = StepShape(
+        batch_size=2,
+        ngram_size=4,
+        window_size=3,
+        num_guesses=2,
+        num_tokens=61,
+        num_eos_ids=2,
+        shifts_window=True,
+        is_padded=True,
+        uses_kernel=False,
+        keeps_rows=True,
+        position_shape=(2, 1),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    config = tiny_llama().config
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), torch.no_grad():
+        patch.setattr(
+            device_step, "block_layout", device_step.block_layout.__wrapped__
+        )  # it would remember such tensors
+        patch.setattr(NGramPool, "use_numpy", lambda self, on, original=NGramPool.use_numpy: original(self, False))
+        model = LlamaForCausalLM(config).eval()
+        cache = LookaheadCache(2, 64)
+        for layer in range(2):
+            states = torch.zeros(2, 2, 8, 12)
+            cache.update(states, states, layer)
+        return device_step.step(model, StepState(shape, cache, Reach()))
+
+
+def test_nothing_is_read_by_the_host():
+    assert fake_step().shape == (2, 1 + 2 * 3 + 3, 61)
+
+
+def test_that_a_read_would_be_noticed(monkeypatch):
+    def peeking(candidates, is_any, chosen, original=device_step.longest_match):
+        found = original(candidates, is_any, chosen)
+        found[1].tolist()
+        return found
+
+    monkeypatch.setattr(device_step, "longest_match", peeking)
+    with pytest.raises(DataDependentOutputException):
+        fake_step()
+
+
+def without_moving(cache, source, target):
+    """Accepted keys and values stay where the candidate was."""
+
+
+def blind_chains(offsets, visible, shape, original=device_step.chains):
+    offsets, visible = original(offsets, visible, shape)
+    return offsets, torch.ones_like(visible)
+
+
+def one_more(candidates, is_any, chosen, original=device_step.longest_match):
+    best, num_agreed, tokens = original(candidates, is_any, chosen)
+    return best, (num_agreed + 1).clamp(max=candidates.shape[2]), tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("move_slots", without_moving), ("chains", blind_chains), ("longest_match", one_more)],
+)
+def test_wrong_steps_are_noticed(name, broken, model, monkeypatch):
+    """The control of all tests of equal texts: each part of the step decides about the result."""
+    monkeypatch.setattr(device_step, name, broken)
+    lade.config_lade(GUESS_SET_SIZE=5)
+    different = 0
+    for seed in range(4):
+        expected = generate_plain(model, prompt(seed=seed), **GREEDY)
+        different += not torch.equal(model.generate(**prompt(seed=seed), **GREEDY), expected)
+        assert lade.last_stats().device_steps
+    assert different
+
+
+@pytest.mark.parametrize("inputs", [prompt, padded_prompt], ids=["one", "padded"])
+def test_compiled_without_anything_anew(inputs, model, compiled, monkeypatch):
+    """While the text grows, and in the next call."""
+    monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            stats = check(model, inputs(), compiled=True, max_new_tokens=120)
+    assert stats.compile_reason is None
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with a C++ compiler")
+def test_compiled_by_torch(compiled, monkeypatch):
+    monkeypatch.setattr(fixed, "BACKEND", "inductor")
+    model = tiny_llama(torch.float32, num_hidden_layers=1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2):
+            check(model, prompt(seed=seed), compiled=True, max_new_tokens=100)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_failure_is_told_and_the_ordinary_loop_goes_on(model, compiled, monkeypatch):
+    tried = []
+
+    def broken(graph, inputs):
+        tried.append(graph)
+        raise ValueError("no such machine\nand more")
+
+    monkeypatch.setattr(fixed, "BACKEND", broken)
+    for _ in range(2):
+        expected = generate_plain(model, prompt(), **GREEDY)
+        assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
+        stats = lade.last_stats()
+        assert "no such machine" in stats.compile_reason
+        assert (stats.device_steps, stats.compiled_steps) == (0, 0)
+        assert 1 < stats.steps < 40
+    assert len(tried) == 2  # the step, and the forward alone
+
+
+def test_a_failure_in_the_middle(model, monkeypatch):
+    """The texts, the window and the pool are handed back as they are."""
+    ordinary_steps = lade_steps(model)
+    lade.config_lade(CUDA_GRAPH=1)
+    count = iter(range(100))
+
+    def fail_later(forward):
+        def replay():
+            if next(count) == 6:
+                raise RuntimeError("device lost")
+            return forward()
+
+        return replay
+
+    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setattr(fixed, "capture", fail_later)
+    expected = generate_plain(model, prompt(), **GREEDY)
+    assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
+    stats = lade.last_stats()
+    assert stats.cuda_graph_reason == "RuntimeError: device lost"
+    assert stats.device_steps == 5  # the first replay is compared with the ordinary forward
+    assert stats.steps == ordinary_steps
+
+
+def lade_steps(model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_loop, "is_wanted", lambda config, device: False)
+        model.generate(**prompt(), **GREEDY)
+    return lade.last_stats().steps
+
+
+def test_a_wrong_result_is_noticed(model, compiled, monkeypatch):
+    def wrong(graph, inputs):
+        return lambda *args: [output + 1 if output.is_floating_point() else output for output in graph(*args)]
+
+    monkeypatch.setattr(fixed, "BACKEND", wrong)
+    expected = generate_plain(model, prompt(), **GREEDY)
+    assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
+    stats = lade.last_stats()
+    assert " was off by " in stats.compile_reason
+    assert stats.device_steps == 0
+
+
+@pytest.mark.parametrize("inputs", [prompt, padded_prompt], ids=["one", "padded"])
+def test_captured_once_for_all_calls(inputs, model, captured):
+    for max_new_tokens in (40, 30):
+        stats = check(model, inputs(), captured=True, max_new_tokens=max_new_tokens)
+        assert stats.cuda_graph_reason is None
+    assert len(captured) == 1
+    assert len(device_loop._kept[model]) == 1
+
+
+def test_captured_anew_where_a_graph_would_not_notice(captured):
+    model = tiny_llama()
+    check(model, prompt(), captured=True)
+    model.model.layers[0].mlp.gate_proj.weight.data = model.model.layers[0].mlp.gate_proj.weight * -1
+    check(model, prompt(), captured=True)
+    assert len(captured) == 2
+    model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.5
+    check(model, prompt(), captured=True)
+    assert len(captured) == 3
+    assert len(device_loop._kept[model]) == device_loop.KEPT
+
+
+def test_a_graph_that_cannot_be_captured(model, captured, monkeypatch):
+    def refuse(forward):
+        forward()  # the state is put back
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(fixed, "capture", refuse)
+    expected = generate_plain(model, prompt(), **GREEDY)
+    assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
+    stats = lade.last_stats()
+    assert stats.cuda_graph_reason == "RuntimeError: operation not permitted when stream is capturing"
+    assert (stats.device_steps, stats.captured_steps) == (0, 0)
+
+
+def test_buffers_are_for_one_call_at_a_time(model, calls):
+    """Of two calls at once each has its own; both sets are kept, and what an earlier call left there is gone."""
+    outputs = {}
+    barrier = threading.Barrier(2, timeout=60)
+
+    def work(seed):
+        barrier.wait()
+        outputs[seed] = model.generate(**prompt(seed=seed), **GREEDY)
+
+    threads = [threading.Thread(target=partial(work, seed)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, output in outputs.items():
+        assert torch.equal(output, generate_plain(model, prompt(seed=seed), **GREEDY))
+    for kept in device_loop._kept[model]:
+        kept.cache.layers[0].values.fill_(torch.nan)
+    check(model, prompt(seed=2))
+
+
+def test_a_model_is_let_go():
+    model = tiny_llama()
+    model.generate(**prompt(), **GREEDY)
+    assert lade.last_stats().device_steps > 0
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not len(device_loop._kept)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"do_sample": True, "top_k": 20},
+        {"repetition_penalty": 1.2},
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"stop_strings": None, "max_time": 1000.0},
+    ],
+    ids=["sampling", "processor", "recorded", "criterion"],
+)
+def test_what_needs_the_host_goes_the_ordinary_way(arguments, model):
+    torch.manual_seed(0)
+    expected = generate_plain(model, prompt(), **GREEDY | arguments)
+    torch.manual_seed(0)
+    found = model.generate(**prompt(), **GREEDY | arguments)
+    expected, found = (getattr(output, "sequences", output) for output in (expected, found))
+    assert torch.equal(found, expected)
+    assert lade.last_stats().device_steps == 0
+
+
+def test_when_it_is_wanted(model, monkeypatch):
+    monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
+    model.generate(**prompt(), **GREEDY)
+    assert lade.last_stats().device_steps == 0  # on a CPU, without a compiler
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for settings, on_cpu, on_cuda in [
+        ({"COMPILE": 1}, True, True),
+        ({"COMPILE": 0, "CUDA_GRAPH": 1}, False, True),
+        ({"CUDA_GRAPH": 0}, False, True),  # the fixture says ADAPTIVE=0
+        ({"ADAPTIVE": 1}, False, False),
+    ]:
+        lade.config_lade(**settings)
+        assert (is_wanted(decoding_config(), cpu), is_wanted(decoding_config(), cuda)) == (on_cpu, on_cuda)
+
+
+def test_the_callers_cache(model):
+    """Who gets the cache finds the text in it."""
+    outputs = [
+        run(**prompt(), **GREEDY, return_dict_in_generate=True)
+        for run in (partial(generate_plain_dict, model), model.generate)
+    ]
+    assert lade.last_stats().device_steps > 0
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    ours, plain = (output.past_key_values for output in outputs)
+    assert ours.get_seq_length() == plain.get_seq_length()
+    torch.testing.assert_close(ours.layers[1].keys, plain.layers[1].keys)
+
+
+def generate_plain_dict(model, **arguments):
+    return generate_plain(model, {}, **arguments)
