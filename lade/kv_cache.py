@@ -15,6 +15,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 MIN_CAPACITY = 256  # slots
 
 
+def least_capacity(num_slots: int) -> int:
+    """What a cache for so many slots begins with."""
+    return max(num_slots, MIN_CAPACITY)
+
+
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values: views [B, H, C, D] into the cache's storage, C slots of capacity."""
 
@@ -79,7 +84,7 @@ class LookaheadCache(Cache):
         """capacity: slots to start with; it doubles when they do not suffice. uniform: all layers have one shape."""
         self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
-        self.capacity = max(capacity, MIN_CAPACITY)
+        self.capacity = least_capacity(capacity)
         self.lengths: list[int] = []
         self.slots: Tensor | None = None  # [B, q] of the current block, only where rows have different lengths
         self.in_block = False

@@ -8,6 +8,7 @@ import gc
 import shutil
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,6 +22,7 @@ import lade
 from lade import decoding, kv_cache
 from lade.attention import Reach
 from lade.kv_cache import LookaheadCache
+from lade.layout import block_layout
 from lade.models import device_loop, device_step, fixed
 from lade.models.device_step import StepShape, StepState
 from lade.ngram_pool import NGramPool
@@ -204,11 +206,11 @@ def fake_step():
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    config = tiny_llama().config
-    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), torch.no_grad():
-        patch.setattr(
-            device_step, "block_layout", device_step.block_layout.__wrapped__
-        )  # it would remember such tensors
+    config, layout = tiny_llama().config, block_layout(4, 3, 2 * 3, shape.device)
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode() as mode, torch.no_grad():
+        parts = ("offsets", "visible", "logit_rows")
+        layout = replace(layout, **{part: mode.from_tensor(getattr(layout, part)) for part in parts})
+        patch.setattr(device_step, "block_layout", lambda *sizes: layout)
         patch.setattr(NGramPool, "use_numpy", lambda self, on, original=NGramPool.use_numpy: original(self, False))
         model = LlamaForCausalLM(config).eval()
         cache = LookaheadCache(2, 64)

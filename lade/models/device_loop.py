@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lade import kv_cache
 from lade.config import LookaheadConfig
-from lade.kv_cache import LookaheadCache
+from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models import fixed
 from lade.models.base import ModelAdapter
 from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
@@ -143,9 +142,8 @@ class DeviceLoop:
         """A cache for the prompt and what follows: an earlier call's where that has a size that suits this one."""
         seen = fingerprint(self.adapter.model) if self.captures else None
         key = (*self._key, self.compiles, self.captures, seen)
-        least = fixed.padded_capacity(num_slots)
-        texts_end = self.rules.max_length + self.shape.block_tokens
-        most = max(least, fixed.padded_capacity(texts_end), kv_cache.MIN_CAPACITY)
+        least = fixed.padded_capacity(least_capacity(num_slots))
+        most = max(least, fixed.padded_capacity(least_capacity(self.rules.max_length + self.shape.block_tokens)))
         with _lock:
             kept = _kept.get(self.adapter.model, [])
             fitting = [buffers for buffers in kept if buffers.key == key and least <= buffers.cache.capacity <= most]
