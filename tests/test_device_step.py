@@ -21,6 +21,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 import lade
 from lade import decoding, kv_cache
 from lade.attention import Reach
+from lade.config import current_config
 from lade.kv_cache import LookaheadCache
 from lade.layout import block_layout
 from lade.models import device_loop, device_step, fixed
@@ -54,22 +55,27 @@ def compiled(monkeypatch):
 def captured(graphs, monkeypatch):  # noqa: F811
     """The list has one entry per capture."""
     monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
+    monkeypatch.setattr(device_loop, "capture", fixed.capture)
     return graphs
+
+
+def ordinary_stats(model, inputs, **arguments):
+    """Figures of the same call by the loop on the host and the model's own forward."""
+    compiles = current_config().compile
+    lade.config_lade(COMPILE=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_loop, "is_wanted", lambda config, device: False)
+        patch.setattr(fixed, "GRAPH_DEVICES", ())
+        model.generate(**inputs, **arguments)
+    lade.config_lade(COMPILE=compiles)
+    return lade.last_stats()
 
 
 def check(model, inputs, compiled=False, captured=False, **arguments):
     """Plain generate()'s text by the steps of the ordinary loop, each on the device. Returns the call's figures."""
     arguments = GREEDY | arguments
     expected = generate_plain(model, inputs, **arguments)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_loop, "is_wanted", lambda config, device: False)
-        patch.setattr(fixed, "GRAPH_DEVICES", ())
-        config = lade.config_lade
-        before = decoding_config()
-        config(COMPILE=0)
-        model.generate(**inputs, **arguments)
-        config(COMPILE=int(before.compile))
-        ordinary = lade.last_stats()
+    ordinary = ordinary_stats(model, inputs, **arguments)
     found = model.generate(**inputs, **arguments)
     stats = lade.last_stats()
     assert torch.equal(found, expected)
@@ -85,12 +91,6 @@ def check(model, inputs, compiled=False, captured=False, **arguments):
     assert stats.compiled_steps == (stats.device_steps if compiled else 0)
     assert stats.captured_steps == (stats.device_steps if captured else 0)
     return stats
-
-
-def decoding_config():
-    from lade.config import current_config
-
-    return current_config()
 
 
 @pytest.mark.parametrize("by_accepted", [False, True], ids=["roll-by-one", "roll-by-accepted"])
@@ -307,7 +307,7 @@ def test_a_failure_is_told_and_the_ordinary_loop_goes_on(model, compiled, monkey
 
 def test_a_failure_in_the_middle(model, monkeypatch):
     """The texts, the window and the pool are handed back as they are."""
-    ordinary_steps = lade_steps(model)
+    ordinary_steps = ordinary_stats(model, prompt(), **GREEDY).steps
     lade.config_lade(CUDA_GRAPH=1)
     count = iter(range(100))
 
@@ -320,20 +320,14 @@ def test_a_failure_in_the_middle(model, monkeypatch):
         return replay
 
     monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
-    monkeypatch.setattr(fixed, "capture", fail_later)
+    for module in (device_loop, fixed):
+        monkeypatch.setattr(module, "capture", fail_later)
     expected = generate_plain(model, prompt(), **GREEDY)
     assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
     stats = lade.last_stats()
     assert stats.cuda_graph_reason == "RuntimeError: device lost"
     assert stats.device_steps == 5  # the first replay is compared with the ordinary forward
     assert stats.steps == ordinary_steps
-
-
-def lade_steps(model):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_loop, "is_wanted", lambda config, device: False)
-        model.generate(**prompt(), **GREEDY)
-    return lade.last_stats().steps
 
 
 def test_a_wrong_result_is_noticed(model, compiled, monkeypatch):
@@ -374,7 +368,8 @@ def test_a_graph_that_cannot_be_captured(model, captured, monkeypatch):
         forward()  # the state is put back
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(fixed, "capture", refuse)
+    for module in (device_loop, fixed):
+        monkeypatch.setattr(module, "capture", refuse)
     expected = generate_plain(model, prompt(), **GREEDY)
     assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
     stats = lade.last_stats()
@@ -446,7 +441,7 @@ def test_when_it_is_wanted(model, monkeypatch):
         ({"ADAPTIVE": 1}, False, False),
     ]:
         lade.config_lade(**settings)
-        assert (is_wanted(decoding_config(), cpu), is_wanted(decoding_config(), cuda)) == (on_cpu, on_cuda)
+        assert (is_wanted(current_config(), cpu), is_wanted(current_config(), cuda)) == (on_cpu, on_cuda)
 
 
 def test_the_callers_cache(model):

@@ -7,7 +7,6 @@ calls of the same model. Whatever fails, the texts are handed back as they are, 
 from __future__ import annotations
 
 import threading
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -23,9 +22,18 @@ from transformers import PreTrainedModel
 
 from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
-from lade.models import fixed
 from lade.models.base import ModelAdapter
 from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
+from lade.models.fixed import (
+    NotCompiled,
+    can_capture,
+    capture,
+    compile_copy,
+    disagreement,
+    in_short,
+    lock,
+    padded_capacity,
+)
 from lade.models.view import HOOKS
 from lade.ngram_pool import NGramPool
 from lade.rules import GreedyRules, Rules
@@ -35,7 +43,7 @@ KEPT = 2  # sets of buffers per model, caches included, that wait for another ca
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
 Step = Callable[[Any, StepState], Tensor]
-_lock = threading.Lock()
+_lock = threading.Lock()  # of what is kept
 # By model, and gone with it: nothing in them refers to the model.
 _kept: weakref.WeakKeyDictionary[PreTrainedModel, list[Buffers]] = weakref.WeakKeyDictionary()
 _compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Step | str]] = weakref.WeakKeyDictionary()
@@ -88,7 +96,7 @@ def device_loop(
 
 def is_wanted(config: LookaheadConfig, device: torch.device) -> bool:
     """On a CPU, without a compiler, the loop on the host is faster: its blocks are smaller, and nothing waits for it."""
-    return config.compile or (fixed.can_capture(device) and (bool(config.cuda_graph) or not config.adaptive))
+    return config.compile or (can_capture(device) and (bool(config.cuda_graph) or not config.adaptive))
 
 
 def runs_ahead(device: torch.device) -> bool:
@@ -128,13 +136,12 @@ class DeviceLoop:
             device=rules.texts.ids.device,
         )
         self.compiles = config.compile
-        self.captures = bool(config.cuda_graph) and fixed.can_capture(self.shape.device)
+        self.captures = bool(config.cuda_graph) and can_capture(self.shape.device)
         self._key = (
             self.shape,
             repr(adapter.reaches),
             self.model.config._attn_implementation,
             torch.is_inference_mode_enabled(),
-            fixed.BACKEND,
         )
         self._buffers: Buffers | None = None
 
@@ -142,8 +149,8 @@ class DeviceLoop:
         """A cache for the prompt and what follows: an earlier call's where that has a size that suits this one."""
         seen = fingerprint(self.adapter.model) if self.captures else None
         key = (*self._key, self.compiles, self.captures, seen)
-        least = fixed.padded_capacity(least_capacity(num_slots))
-        most = max(least, fixed.padded_capacity(least_capacity(self.rules.max_length + self.shape.block_tokens)))
+        least = padded_capacity(least_capacity(num_slots))
+        most = max(least, padded_capacity(least_capacity(self.rules.max_length + self.shape.block_tokens)))
         with _lock:
             kept = _kept.get(self.adapter.model, [])
             fitting = [buffers for buffers in kept if buffers.key == key and least <= buffers.cache.capacity <= most]
@@ -236,23 +243,21 @@ class DeviceLoop:
 
     def _compiled_step(self, buffers: Buffers, state: StepState) -> Step:
         """Compiled for this shape and capacity, now or before, and found to agree with the ordinary forward."""
-        with fixed.lock:
+        with lock:
             known = _compiled.setdefault(self.adapter.model, {})
             found = known.get((*self._key, state.capacity))
             if found is None:
-                # torch counts compilations per code object: each shape of each model gets one of its own.
-                function = types.FunctionType(step.__code__.replace(), step.__globals__, "device_step")
-                found = torch.compile(function, fullgraph=True, dynamic=False, backend=fixed.BACKEND)
+                found = compile_copy(step)
                 self._check(buffers, state, partial(found, self.model, state), "compiled")
                 known[(*self._key, state.capacity)] = found
         if isinstance(found, str):
-            raise fixed.NotCompiled(found)
+            raise NotCompiled(found)
         return found
 
     def _captured_step(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         saved = state.save()
         try:
-            replay = fixed.capture(run)
+            replay = capture(run)
         finally:
             state.restore(saved)
         self._check(buffers, state, replay, "captured")
@@ -269,11 +274,11 @@ class DeviceLoop:
                 lay_out(state)[0], lengths=cache.lengths, key_mask=self.key_mask, capacity=None, start_slots=None
             )
             cache.begin_block(self.shape.block_tokens, self.shape.device)
-            error = fixed.disagreement(logits, self.adapter.ordinary_forward(block, cache).logits)
+            error = disagreement(logits, self.adapter.ordinary_forward(block, cache).logits)
         finally:
             state.restore(saved)
         if error is not None:
-            raise fixed.NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
+            raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
 
     def _decode(self, buffers: Buffers, run: Callable[[], Tensor]) -> None:
         """Steps until all rows have ended or the cache is too small, then the texts are where the rules look for them.
@@ -336,13 +341,13 @@ class DeviceLoop:
 
     def _not_compiled(self, state: StepState, problem: Exception) -> None:
         """Remember the failure, so that no later call tries again."""
-        reason = fixed.in_short(problem)
+        reason = in_short(problem)
         self.stats.compile_reason = reason
         _compiled.setdefault(self.adapter.model, {})[(*self._key, state.capacity)] = reason
         self.compiles = False
 
     def _not_captured(self, problem: Exception) -> None:
-        self.stats.cuda_graph_reason = fixed.in_short(problem)
+        self.stats.cuda_graph_reason = in_short(problem)
         self.captures = False
 
 
