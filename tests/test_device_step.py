@@ -80,7 +80,7 @@ def check(model, inputs, compiled=False, captured=False, **arguments):
     stats = lade.last_stats()
     assert torch.equal(found, expected)
     assert ordinary.device_steps == 0
-    assert stats.fallback_reason is None
+    assert (stats.fallback_reason, stats.device_reason) == (None, None)
     assert stats.steps == ordinary.steps
     assert stats.device_steps == stats.steps - 1
     assert stats.generated_tokens == ordinary.generated_tokens
@@ -149,8 +149,6 @@ def test_a_cache_that_grows(model, monkeypatch):
     monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
     monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
     check(model, prompt(), max_new_tokens=200)
-    (kept,) = device_loop._kept[model]
-    assert kept.cache.capacity == kept.state.capacity == 256
 
 
 @pytest.fixture
@@ -377,28 +375,67 @@ def test_a_graph_that_cannot_be_captured(model, captured, monkeypatch):
     assert (stats.device_steps, stats.captured_steps) == (0, 0)
 
 
-def test_buffers_are_for_one_call_at_a_time(model, calls):
-    """Of two calls at once each has its own; both sets are kept, and what an earlier call left there is gone."""
+def test_a_graph_of_a_cache_that_has_grown(model, captured, monkeypatch):
+    """The next call begins with that cache where it may need as much, and with a small one where it does not."""
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    for max_new_tokens, count in [(150, 3), (150, 3), (10, 4), (10, 4)]:  # 64, 128 and 256 slots; 64
+        check(model, prompt(), captured=True, max_new_tokens=max_new_tokens)
+        assert len(captured) == count
+
+
+def test_buffers_are_for_one_call_at_a_time(model, captured, monkeypatch):
+    """A call that begins while another one runs gets its own, and both sets are kept."""
+    prefill = model._prefill
+    inner = []
+
+    def interrupted(*args, **kwargs):
+        if not inner:
+            inner.append(None)  # this is the outer call's own
+            inner[0] = model.generate(**prompt(seed=1), **GREEDY)
+        return prefill(*args, **kwargs)
+
+    monkeypatch.setattr(model, "_prefill", interrupted, raising=False)
+    outer = model.generate(**prompt(), **GREEDY)
+    assert len(device_loop._kept[model]) == 2
+    for seed, output in enumerate((outer, inner[0])):
+        assert torch.equal(output, generate_plain(model, prompt(seed=seed), **GREEDY))
+
+
+def test_what_a_call_leaves_in_a_cache_is_gone(model, captured):
+    check(model, prompt(), captured=True)
+    device_loop._kept[model][0].cache.layers[0].values.fill_(torch.nan)
+    check(model, prompt(seed=2), captured=True)
+    assert len(captured) == 1
+
+
+def test_in_threads(model):
     outputs = {}
-    barrier = threading.Barrier(2, timeout=60)
 
     def work(seed):
-        barrier.wait()
         outputs[seed] = model.generate(**prompt(seed=seed), **GREEDY)
 
-    threads = [threading.Thread(target=partial(work, seed)) for seed in range(2)]
+    threads = [threading.Thread(target=work, args=[seed]) for seed in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for seed, output in outputs.items():
         assert torch.equal(output, generate_plain(model, prompt(seed=seed), **GREEDY))
-    for kept in device_loop._kept[model]:
-        kept.cache.layers[0].values.fill_(torch.nan)
-    check(model, prompt(seed=2))
+    assert len(outputs) == 3
 
 
-def test_a_model_is_let_go():
+def test_in_inference_mode(model, captured):
+    for _ in range(2):
+        check(model, prompt(), captured=True)
+        with torch.inference_mode():
+            check(model, prompt(), captured=True)
+    assert len(captured) == 2
+
+
+@pytest.mark.parametrize("way", ["captured", "compiled"])
+def test_a_model_is_let_go(way, request):
+    request.getfixturevalue(way)
     model = tiny_llama()
     model.generate(**prompt(), **GREEDY)
     assert lade.last_stats().device_steps > 0
@@ -407,6 +444,7 @@ def test_a_model_is_let_go():
     gc.collect()
     assert gone() is None
     assert not len(device_loop._kept)
+    assert not len(device_loop._compiled)
 
 
 @pytest.mark.parametrize(

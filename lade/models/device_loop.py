@@ -40,6 +40,7 @@ from lade.rules import GreedyRules, Rules
 from lade.stats import GenerationStats
 
 KEPT = 2  # sets of buffers per model, caches included, that wait for another call
+TRIAL_STEPS = 3  # that preparing one runs before its state is put back, at most
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
 Step = Callable[[Any, StepState], Tensor]
@@ -146,22 +147,32 @@ class DeviceLoop:
         self._buffers: Buffers | None = None
 
     def make_cache(self, num_slots: int) -> LookaheadCache:
-        """A cache for the prompt and what follows: an earlier call's where that has a size that suits this one."""
-        seen = fingerprint(self.adapter.model) if self.captures else None
-        key = (*self._key, self.compiles, self.captures, seen)
+        """A cache for the prompt and what follows: an earlier call's, where a graph reads it and its size suits this call."""
         least = padded_capacity(least_capacity(num_slots))
         most = max(least, padded_capacity(least_capacity(self.rules.max_length + self.shape.block_tokens)))
+        key = (*self._key, self.compiles, fingerprint(self.adapter.model) if self.captures else None)
         with _lock:
-            kept = _kept.get(self.adapter.model, [])
+            kept = _kept.get(self.adapter.model, []) if self.captures else []
             fitting = [buffers for buffers in kept if buffers.key == key and least <= buffers.cache.capacity <= most]
             if fitting:
                 self._buffers = min(fitting, key=lambda buffers: buffers.cache.capacity)
                 kept.remove(self._buffers)
+            else:
+                del kept[: 1 - KEPT or None]  # make room first
         if self._buffers is None:
             self._buffers = Buffers(key, self.adapter.make_cache(least))
         else:
             self._buffers.cache.clear()
         return self._buffers.cache
+
+    def give_back(self) -> None:
+        """The call is over: another one may have its buffers, if there is a graph that reads them."""
+        if self._buffers is not None and self._buffers.replay is not None:
+            with _lock:
+                kept = _kept.setdefault(self.adapter.model, [])
+                kept.append(self._buffers)
+                del kept[:-KEPT]
+        self._buffers = None
 
     def run(self, cache: LookaheadCache, first_position: Tensor | int) -> None:
         """Decode until all rows have ended, or until something fails: then the ordinary loop can go on.
@@ -179,25 +190,16 @@ class DeviceLoop:
                 self._fit(buffers, slot_lead, position_lead)
                 run = self._prepare(buffers)
                 if run is None:
-                    break
-                self._decode(buffers, run)
+                    break  # the figures say why
+                self._decode(buffers, run, slot_lead)
         except Exception as problem:  # whatever a compiler or a graph raises; the model's own errors will come up again
             self._fail(buffers, problem)
         self.stats.add_times(0.0, perf_counter() - began, 0.0)
 
-    def give_back(self) -> None:
-        """The call is over: another one may have its buffers."""
-        if self._buffers is not None and self._buffers.state is not None:
-            with _lock:
-                kept = _kept.setdefault(self.adapter.model, [])
-                kept.append(self._buffers)
-                del kept[:-KEPT]
-        self._buffers = None
-
     def _fit(self, buffers: Buffers, slot_lead: int, position_lead: Tensor) -> None:
-        """Let there be room for the next step, and a state that says where the texts are."""
+        """Let there be room for the next steps, and a state that says where the texts are."""
         cache, rules = buffers.cache, self.rules
-        cache.ensure_capacity(max(cache.lengths) + self.shape.block_tokens)
+        cache.ensure_capacity(self._num_slots(max(rules.texts.lengths), slot_lead, TRIAL_STEPS))
         if buffers.state is None or buffers.state.capacity != cache.capacity:
             buffers.state = StepState(self.shape, cache, self.adapter.reaches)
             buffers.replay = None  # it reads the old one
@@ -219,6 +221,11 @@ class DeviceLoop:
         state.num_steps.fill_(self.drafter.window.num_updates)
         state.num_proposed.zero_()
         state.accepted_lengths.zero_()
+
+    def _num_slots(self, longest: int, slot_lead: int, steps_before: int) -> int:
+        """Slots that a step may need. longest: tokens of the longest text, some steps before that one."""
+        longest = min(longest + steps_before * self.shape.ngram_size, self.rules.max_length)
+        return longest - 1 + slot_lead + self.shape.block_tokens
 
     def _prepare(self, buffers: Buffers) -> Callable[[], Tensor] | None:
         """What runs one step. None where it was to be compiled or captured, and neither was possible."""
@@ -280,7 +287,7 @@ class DeviceLoop:
         if error is not None:
             raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
 
-    def _decode(self, buffers: Buffers, run: Callable[[], Tensor]) -> None:
+    def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_lead: int) -> None:
         """Steps until all rows have ended or the cache is too small, then the texts are where the rules look for them.
 
         A device that runs by itself gets its next step before the last one's result is read. The one step too many at the
@@ -291,11 +298,9 @@ class DeviceLoop:
         results: deque[Callable[[], tuple[list[int], list[bool]]]] = deque()
         num_ahead = int(runs_ahead(self.shape.device))
         lengths, is_finished = texts.lengths, self.rules.is_finished
-        slots_behind = max(buffers.cache.lengths) - max(lengths)  # of the cache, behind a text's length
         try:
             while not all(is_finished):
-                longest = min(max(lengths) + len(results) * self.shape.ngram_size, self.rules.max_length)
-                has_room = longest + slots_behind + self.shape.block_tokens <= state.capacity
+                has_room = self._num_slots(max(lengths), slot_lead, len(results)) <= state.capacity
                 if has_room:
                     run()
                     results.append(progress(state))
@@ -330,13 +335,12 @@ class DeviceLoop:
         copy_pool(state.pool, drafter.pool)
 
     def _fail(self, buffers: Buffers, problem: Exception) -> None:
-        """A step that worked at first no longer does."""
+        """A step that worked at first no longer does. The ordinary loop goes on, and meets the model's own errors by itself."""
+        self.stats.device_reason = in_short(problem)
         if self.captures:
             self._not_captured(problem)
         elif self.compiles and buffers.state is not None:
             self._not_compiled(buffers.state, problem)
-        else:
-            raise problem
         self._buffers = None
 
     def _not_compiled(self, state: StepState, problem: Exception) -> None:
