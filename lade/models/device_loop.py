@@ -1,7 +1,8 @@
-"""Runs `device_step` for a whole call: prepares it, starts each step before the last one's result is read, keeps it for later. Floor 3.
+"""The host's part of steps that run on the device: what they start from, when to stop, what is kept for later calls. Floor 3.
 
-Steps are compiled (COMPILE=1), captured (CUDA_GRAPH=1), or both. The buffers of a call, and the graph that reads them, serve later
-calls of the same model. Whatever fails, the texts are handed back as they are, and the ordinary loop goes on from there.
+Steps are compiled (COMPILE=1), captured (CUDA_GRAPH=1), or both. Each is started before the last one's result is read. A graph
+serves later calls of the same model, together with the buffers that it reads. Whatever fails, the texts are handed back as they
+are, and the ordinary loop goes on from there.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from lade.models.fixed import (
     can_capture,
     capture,
     compile_copy,
+    compiling,
     disagreement,
     in_short,
-    lock,
     padded_capacity,
 )
 from lade.models.view import HOOKS
@@ -158,7 +159,7 @@ class DeviceLoop:
                 self._buffers = min(fitting, key=lambda buffers: buffers.cache.capacity)
                 kept.remove(self._buffers)
             else:
-                del kept[: 1 - KEPT or None]  # make room first
+                del kept[: max(0, len(kept) + 1 - KEPT)]  # make room first: the oldest goes
         if self._buffers is None:
             self._buffers = Buffers(key, self.adapter.make_cache(least))
         else:
@@ -250,7 +251,7 @@ class DeviceLoop:
 
     def _compiled_step(self, buffers: Buffers, state: StepState) -> Step:
         """Compiled for this shape and capacity, now or before, and found to agree with the ordinary forward."""
-        with lock:
+        with compiling:
             known = _compiled.setdefault(self.adapter.model, {})
             found = known.get((*self._key, state.capacity))
             if found is None:

@@ -32,7 +32,7 @@ Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
 # What has been compiled for each model, by shape; a sentence where that failed. A model that is gone takes its entries along.
 _compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Forward | str]] = weakref.WeakKeyDictionary()
-lock = threading.Lock()  # compiling is not for two threads at once
+compiling = threading.Lock()  # is not for two threads at once
 
 
 def padded_nodes(num_nodes: int, full: int) -> int:
@@ -239,7 +239,7 @@ class FixedBlocks:
         """Compiled for this shape, now or before, and found to agree with the ordinary forward; that one after a failure."""
         key = self._key(inputs)
         try:
-            with lock:
+            with compiling:
                 known = _compiled.setdefault(self.owner, {})
                 found = known.get(key)
                 if found is None:
