@@ -5,6 +5,7 @@ torch's own once; CUDA graphs are stood in for as in test_fixed_blocks.py.
 """
 
 import gc
+import os
 import shutil
 import threading
 import weakref
@@ -14,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import generate_plain, prompt, tiny_llama
+from families import FAMILIES
 from test_fixed_blocks import graphs, padded_prompt, tiny  # noqa: F401
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
@@ -24,7 +26,7 @@ from lade.attention import Reach
 from lade.config import current_config
 from lade.kv_cache import LookaheadCache
 from lade.layout import block_layout
-from lade.models import device_loop, device_step, fixed
+from lade.models import adapter_for, device_loop, device_step, fixed
 from lade.models.device_step import StepShape, StepState
 from lade.ngram_pool import NGramPool
 
@@ -497,3 +499,34 @@ def test_the_callers_cache(model):
 
 def generate_plain_dict(model, **arguments):
     return generate_plain(model, {}, **arguments)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.environ.get("LADE_LONG_TESTS") != "1", reason="LADE_LONG_TESTS=1 runs every family")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_family(family):
+    """Steps run on the device wherever blocks of fixed shapes are possible at all."""
+    if not family.exists:
+        pytest.skip(f"transformers has no {family.model_class}")
+    model = family.build()
+    arguments = GREEDY | {"max_new_tokens": 16}
+    expected = generate_plain(model, prompt(), **arguments)
+    assert torch.equal(model.generate(**prompt(), **arguments), expected)
+    stats = lade.last_stats()
+    if stats.fallback_reason is None:
+        is_served = adapter_for(model).unfixable_reason() is None
+        assert stats.device_steps == (stats.steps - 1 if is_served else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("uses_kernel", [False, True])
+@pytest.mark.parametrize("way", [{"ADAPTIVE": 0}, {"CUDA_GRAPH": 1}, {"COMPILE": 1, "CUDA_GRAPH": 1}], ids=str)
+def test_on_cuda(way, uses_kernel, monkeypatch):
+    monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
+    monkeypatch.setattr(fixed, "BACKEND", "inductor")
+    lade.config_lade(**way, USE_FLASH=uses_kernel)
+    model = tiny_llama(torch.float32).cuda()
+    for inputs in (prompt(), padded_prompt(), prompt()):
+        inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
+        check(model, inputs, compiled="COMPILE" in way, captured="CUDA_GRAPH" in way)
