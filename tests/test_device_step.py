@@ -18,7 +18,7 @@ from conftest import generate_plain, prompt, tiny_llama
 from families import FAMILIES
 from test_fixed_blocks import graphs, padded_prompt, tiny  # noqa: F401
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import lade
 from lade import decoding, kv_cache
@@ -265,9 +265,10 @@ def test_wrong_steps_are_noticed(name, broken, model, monkeypatch):
     assert different
 
 
-@pytest.mark.parametrize("inputs", [prompt, padded_prompt], ids=["one", "padded"])
-def test_compiled_without_anything_anew(inputs, model, compiled, monkeypatch):
+@pytest.mark.parametrize(("inputs", "uses_kernel"), [(prompt, False), (padded_prompt, False), (padded_prompt, True)])
+def test_compiled_without_anything_anew(inputs, uses_kernel, model, compiled, monkeypatch):
     """While the text grows, and in the next call."""
+    lade.config_lade(USE_FLASH=uses_kernel)
     monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):
@@ -475,13 +476,33 @@ def test_when_it_is_wanted(model, monkeypatch):
     assert lade.last_stats().device_steps == 0  # on a CPU, without a compiler
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for settings, on_cpu, on_cuda in [
-        ({"COMPILE": 1}, True, True),
-        ({"COMPILE": 0, "CUDA_GRAPH": 1}, False, True),
-        ({"CUDA_GRAPH": 0}, False, True),  # the fixture says ADAPTIVE=0
-        ({"ADAPTIVE": 1}, False, False),
+        ({"ADAPTIVE": 1, "COMPILE": 0}, False, False),
+        ({"ADAPTIVE": 1, "COMPILE": 1}, False, True),
+        ({"ADAPTIVE": 1, "COMPILE": 0, "CUDA_GRAPH": 1}, False, True),
+        ({"ADAPTIVE": 0, "COMPILE": 0, "CUDA_GRAPH": 0}, False, True),
+        ({"ADAPTIVE": 0, "COMPILE": 1, "CUDA_GRAPH": 0}, True, True),
     ]:
         lade.config_lade(**settings)
         assert (is_wanted(current_config(), cpu), is_wanted(current_config(), cuda)) == (on_cpu, on_cuda)
+
+
+def test_embeddings_instead_of_a_prompt(model):
+    """The text begins empty, and slots are ahead of it."""
+    embeddings = model.get_input_embeddings()(prompt()["input_ids"])
+    check(model, {"inputs_embeds": embeddings, "attention_mask": prompt()["attention_mask"]})
+
+
+def test_a_text_that_goes_on(model):
+    """With the cache of an earlier call."""
+    outputs = []
+    for run in (partial(generate_plain, model), lambda inputs, **arguments: model.generate(**inputs, **arguments)):
+        cache = DynamicCache(config=model.config)
+        ids = prompt()["input_ids"]
+        for _ in range(2):
+            ids = run({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, past_key_values=cache, **GREEDY)
+        outputs.append(ids)
+    assert lade.last_stats().device_steps > 0
+    assert torch.equal(*outputs)
 
 
 def test_the_callers_cache(model):

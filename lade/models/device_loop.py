@@ -97,8 +97,10 @@ def device_loop(
 
 
 def is_wanted(config: LookaheadConfig, device: torch.device) -> bool:
-    """On a CPU, without a compiler, the loop on the host is faster: its blocks are smaller, and nothing waits for it."""
-    return config.compile or (can_capture(device) and (bool(config.cuda_graph) or not config.adaptive))
+    """On a GPU, where it saves waiting; on a CPU, where blocks of a fixed size are asked for and a compiler pays for the larger ones."""
+    if can_capture(device):
+        return config.compile or bool(config.cuda_graph) or not config.adaptive
+    return config.compile and not config.adaptive
 
 
 def runs_ahead(device: torch.device) -> bool:

@@ -73,7 +73,7 @@ class StepState:
 
         self.ids = zeros(
             batch_size, cache.capacity + shape.ngram_size
-        )  # the text; the last N take writes beyond its end
+        )  # the text; the last N for writes beyond its end
         self.lengths = zeros(batch_size)  # of the text
         self.is_finished = zeros(batch_size, dtype=torch.bool)
         self.max_length = zeros(())
@@ -187,30 +187,36 @@ def step(model: Any, state: StepState) -> Tensor:
     )
     answers, behind_window = logits.split([1 + shape.num_nodes, shape.window_size], dim=1)
 
-    # Verify: the longest match, ended by an end-of-sequence id or the text's largest length.
     best, num_agreed, tokens = longest_match(candidates, is_any, best_on_device(answers))
-    is_eos = (tokens[..., None] == state.eos_ids).any(dim=-1)  # [B, N]
-    up_to_eos = (is_eos.long().cumsum(dim=1) == 0).sum(dim=1) + 1
-    room = state.max_length - state.lengths
-    count = torch.minimum(torch.minimum(num_agreed + 1, up_to_eos), room)
-    count = count.masked_fill(state.is_finished, 0)  # [B] committed tokens
-    is_committed = state.column < count[:, None]  # [B, N]
-    has_ended = (is_eos & is_committed).any(dim=1) | (count >= room)
+    count, has_ended = stop(state, tokens, num_agreed + 1)
 
-    # Commit. The slots behind the accepted tokens are free, so that all D of the candidate may move there.
+    # The slots behind the accepted tokens are free, so that all D of the candidate may move there.
     targets = state.slots[:, 1 : 1 + shape.depth]
     move_slots(state.cache, targets + best[:, None] * shape.depth, targets)
     ends = state.lengths[:, None] + state.column  # [B, N]
+    is_committed = state.column < count[:, None]  # [B, N]
     state.ids.scatter_(1, ends, torch.where(is_committed, tokens, state.ids.gather(1, ends)))
-
     learn(state, best_on_device(behind_window[..., : shape.num_tokens]), count)
+
     is_going = ~state.is_finished
+    state.num_steps += is_going.any()
     state.num_proposed += (is_any.sum(dim=1) * is_going).sum() * shape.depth
     state.accepted_lengths.scatter_add_(0, (count - 1).clamp(min=0), is_going.long())
-    state.num_steps += is_going.any()
     state.lengths += count
     state.is_finished |= has_ended
     return logits
+
+
+def stop(state: StepState, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the step ends for each row: at an end-of-sequence id, or at the text's largest length.
+
+    tokens: [B, N] ids, of which `count`, [B], are the model's. Returns how many of them are committed and who has ended, [B] each.
+    """
+    is_eos = (tokens[..., None] == state.eos_ids).any(dim=-1)  # [B, N]
+    up_to_eos = (is_eos.long().cumsum(dim=1) == 0).sum(dim=1) + 1
+    room = state.max_length - state.lengths
+    count = torch.minimum(torch.minimum(count, up_to_eos), room).masked_fill(state.is_finished, 0)
+    return count, (is_eos & (state.column < count[:, None])).any(dim=1) | (count >= room)
 
 
 def learn(state: StepState, chosen: Tensor, count: Tensor) -> None:
@@ -221,9 +227,7 @@ def learn(state: StepState, chosen: Tensor, count: Tensor) -> None:
     shape, column = state.shape, state.column
     is_ready = state.num_steps >= shape.depth  # every cell has come from the model
     of_window = JacobiWindow(state.levels).ngrams(chosen).where(is_ready, NO_TOKEN)  # [B * W, N]
-    first = (
-        state.lengths[:, None] + column - shape.depth
-    )  # [B, N] where the n-gram that ends in the k-th new token begins
+    first = state.lengths[:, None] + column - shape.depth  # [B, N] where the one that ends in each new token begins
     places = (first[..., None] + column).clamp(min=0)  # [B, N, N]
     of_text = state.ids.gather(1, places.flatten(1)).view_as(places)
     is_new = (column < count[:, None]) & (first >= 0)
