@@ -28,6 +28,7 @@ from lade.kv_cache import LookaheadCache
 from lade.layout import block_layout
 from lade.models import adapter_for, device_loop, device_step, fixed
 from lade.models.device_step import StepShape, StepState
+from lade.models.fingerprint import fingerprint
 from lade.ngram_pool import NGramPool
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
@@ -362,6 +363,30 @@ def test_captured_anew_where_a_graph_would_not_notice(captured):
     check(model, prompt(), captured=True)
     assert len(captured) == 3
     assert len(device_loop._kept[model]) == device_loop.KEPT
+
+
+def test_fingerprint():
+    model = tiny_llama()
+    layer = model.model.layers[1]
+    seen = [fingerprint(model)]
+    assert fingerprint(model) == seen[0]
+
+    hook = layer.register_forward_hook(lambda *_: None)
+    seen.append(fingerprint(model))
+    hook.remove()
+    assert fingerprint(model) == seen[0]
+
+    layer.active_adapters = ["one"]
+    seen.append(fingerprint(model))
+    layer.active_adapters.append("two")
+    seen.append(fingerprint(model))
+    del layer.active_adapters
+    old = layer.mlp.up_proj.weight
+    layer.mlp.up_proj.weight = torch.nn.Parameter(old.clone())
+    seen.append(fingerprint(model))
+    layer.mlp.up_proj.weight = old
+    assert fingerprint(model) == seen[0]
+    assert len(set(seen)) == len(seen)
 
 
 def test_a_graph_that_cannot_be_captured(model, captured, monkeypatch):

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +24,7 @@ from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models.base import ModelAdapter
 from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
+from lade.models.fingerprint import fingerprint
 from lade.models.fixed import (
     NotCompiled,
     can_capture,
@@ -35,14 +35,12 @@ from lade.models.fixed import (
     in_short,
     padded_capacity,
 )
-from lade.models.view import HOOKS
 from lade.ngram_pool import NGramPool
 from lade.rules import GreedyRules, Rules
 from lade.stats import GenerationStats
 
 KEPT = 2  # sets of buffers per model, caches included, that wait for another call
 TRIAL_STEPS = 3  # that preparing one runs before its state is put back, at most
-PLAIN_TYPES = (bool, int, float, str, type(None))
 
 Step = Callable[[Any, StepState], Tensor]
 _lock = threading.Lock()  # of what is kept
@@ -387,24 +385,3 @@ def copy_pool(source: NGramPool, target: NGramPool) -> None:
         target.clock.fill_(source.clock)
     else:
         target.clock = int(source.clock)
-
-
-def fingerprint(model: PreTrainedModel) -> int:
-    """Changes with what a captured graph would not notice: where weights lie, hooks, and plain attributes of modules."""
-    seen: list[Any] = [tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())]
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name in HOOKS:
-                seen.append(tuple(value))
-            elif is_plain(value):
-                seen.append((name, repr(value)))
-    return hash(tuple(seen))
-
-
-def is_plain(value: Any) -> bool:
-    """Numbers, strings, and lists or dictionaries of them, such as the names of active adapters."""
-    if isinstance(value, (list, tuple, set)):
-        return all(isinstance(part, PLAIN_TYPES) for part in value)
-    if isinstance(value, dict):
-        return all(isinstance(part, PLAIN_TYPES) for part in value.values())
-    return isinstance(value, PLAIN_TYPES)
