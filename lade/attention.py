@@ -20,7 +20,7 @@ class Block:
     or [k, B, q]. visible: [B, q, q] bool inside the block, query by key. logit_rows: [R] rows of the block whose logits are
     needed. lengths: committed slots of each row (L). key_mask: [B, P] bool, False for padding among the first P slots.
     capacity: slots that masks are to cover, None for no more than are in use. start_slots: [B, 1] what `lengths` say, for a step
-    whose host does not know them; then `lengths` are empty and there is a capacity.
+    whose host does not know them; then `lengths` are empty, and key_mask and capacity are given.
     """
 
     tokens: Tensor
@@ -121,7 +121,7 @@ def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> T
     batch_size, num_queries = block.tokens.shape
     device = block.visible.device
     too_far = reach.hides(block)
-    if batch_size == 1 and block.key_mask is None and block.start_slots is None:
+    if batch_size == 1 and block.key_mask is None:
         mask = torch.zeros(1, 1, num_queries, block.num_slots, dtype=dtype, device=device)
         start, end = block.lengths[0], block.lengths[0] + num_queries
         mask[0, 0, :, start:end].masked_fill_(~block.visible[0], hidden)

@@ -95,7 +95,7 @@ def lookahead_decode(
 
     with decode_mode(adapter.block_model):
         if on_device:  # this loop in another form; what it leaves undone is done below
-            on_device.run(cache, first_position)
+            on_device.run(cache)
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             began = perf_counter()
             roots = rules.texts.roots()

@@ -200,7 +200,6 @@ def fake_step():
         num_tokens=61,
         num_eos_ids=2,
         shifts_window=True,
-        is_padded=True,
         uses_kernel=False,
         keeps_rows=True,
         position_shape=(2, 1),
@@ -351,6 +350,12 @@ def test_captured_once_for_all_calls(inputs, model, captured):
         assert stats.cuda_graph_reason is None
     assert len(captured) == 1
     assert len(device_loop._kept[model]) == 1
+
+
+def test_one_graph_with_padding_and_without(model, captured):
+    for inputs in (prompt(batch_size=3), padded_prompt(), prompt(batch_size=3)):
+        check(model, inputs, captured=True)
+    assert len(captured) == 1
 
 
 def test_captured_anew_where_a_graph_would_not_notice(captured):

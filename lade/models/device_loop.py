@@ -121,7 +121,7 @@ class DeviceLoop:
     ) -> None:
         """Arguments as for `device_loop`."""
         self.adapter, self.rules, self.drafter, self.stats = adapter, rules, drafter, stats
-        self.model, self.key_mask = adapter.block_model, key_mask
+        self.model, self.key_mask, self.positions = adapter.block_model, key_mask, positions
         self.shape = StepShape(
             batch_size=len(rules.texts.ids),
             ngram_size=config.ngram_size,
@@ -130,7 +130,6 @@ class DeviceLoop:
             num_tokens=adapter.num_tokens,
             num_eos_ids=len(rules.eos_ids),
             shifts_window=not config.always_forward_one,
-            is_padded=key_mask is not None,
             uses_kernel=adapter.uses_kernel,
             keeps_rows=adapter.keeps_rows,
             position_shape=(1, 1) if positions is None else tuple(positions[..., -1:].shape),
@@ -175,17 +174,15 @@ class DeviceLoop:
                 del kept[:-KEPT]
         self._buffers = None
 
-    def run(self, cache: LookaheadCache, first_position: Tensor | int) -> None:
-        """Decode until all rows have ended, or until something fails: then the ordinary loop can go on.
-
-        cache: with the prompt in it. first_position: of the first root, [..., B or 1, 1].
-        """
+    def run(self, cache: LookaheadCache) -> None:
+        """Decode until all rows have ended, or until something fails: then the ordinary loop can go on. cache: has the prompt."""
         buffers = self._buffers
         if buffers is None or buffers.cache is not cache or all(self.rules.is_finished):
             return
         began = perf_counter()
         slot_lead = cache.lengths[0] - (self.rules.texts.lengths[0] - 1)
-        position_lead = torch.as_tensor(first_position - cache.lengths[0])
+        positions = self.positions
+        position_lead = torch.zeros(()) if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
         try:
             while slot_lead >= 0 and not all(self.rules.is_finished):
                 self._fit(buffers, slot_lead, position_lead)
@@ -213,10 +210,10 @@ class DeviceLoop:
         state.max_length.fill_(rules.max_length)
         state.slot_lead.fill_(slot_lead)
         state.position_lead.copy_(position_lead)
-        if state.key_mask is not None and self.key_mask is not None:
-            state.key_mask.fill_(True)[:, : self.key_mask.shape[1]] = self.key_mask
-        if state.padding is not None and self.adapter.padding is not None:
-            state.padding.copy_(self.adapter.padding)
+        state.key_mask.fill_(True)
+        if self.key_mask is not None:
+            state.key_mask[:, : self.key_mask.shape[1]] = self.key_mask
+        state.padding.copy_(torch.zeros(()) if self.adapter.padding is None else self.adapter.padding)
         state.levels.copy_(self.drafter.window.levels)
         copy_pool(self.drafter.pool, state.pool)
         state.num_steps.fill_(self.drafter.window.num_updates)

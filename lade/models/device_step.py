@@ -39,7 +39,6 @@ class StepShape:
     num_tokens: int  # ids that the model has an embedding for
     num_eos_ids: int
     shifts_window: bool  # by what was accepted, ALWAYS_FWD_ONE=0
-    is_padded: bool
     uses_kernel: bool
     keeps_rows: bool  # whether the model takes `logits_to_keep`
     position_shape: tuple[int, ...]
@@ -80,8 +79,8 @@ class StepState:
         self.eos_ids = zeros(max(1, shape.num_eos_ids))
         self.slot_lead = zeros(())  # how far a token's slot is ahead of its place in `ids`
         self.position_lead = zeros(shape.position_shape)  # and its position of its slot
-        self.key_mask = zeros(batch_size, cache.capacity, dtype=torch.bool) if shape.is_padded else None
-        self.padding = zeros(batch_size, dtype=torch.int32) if shape.is_padded else None  # the same, for the kernel
+        self.key_mask = zeros(batch_size, cache.capacity, dtype=torch.bool)  # False for padding
+        self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: slots before each row's text
 
         self.levels = zeros(batch_size, shape.depth, shape.window_size)
         self.pool = NGramPool(shape.ngram_size, shape.num_guesses, shape.num_tokens, device)
