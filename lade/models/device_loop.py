@@ -315,7 +315,8 @@ class DeviceLoop:
         before, after = rules.texts.lengths, state.lengths.tolist()
         added = [new - old for new, old in zip(after, before, strict=True)]
         for row, (start, end) in enumerate(zip(list(before), after, strict=True)):
-            rules.texts.append(state.ids[row, start:end], row)
+            if start < end:
+                rules.texts.append(state.ids[row, start:end].tolist(), row)
         rules.num_generated += sum(added)
         rules.is_finished = state.is_finished.tolist()
         buffers.cache.lengths = [slot + count for slot, count in zip(buffers.cache.lengths, added, strict=True)]
