@@ -125,6 +125,7 @@ def chains(offsets: Tensor, visible: Tensor, shape: StepShape) -> tuple[Tensor, 
     nodes = slice(1, 1 + shape.num_nodes)
     offsets, visible = offsets.repeat(shape.batch_size, 1), visible.repeat(shape.batch_size, 1, 1)
     offsets[:, nodes] = place + 1
+    visible[:, nodes, 0] = True
     visible[:, nodes, nodes] = (chain[:, None] == chain) & (place[:, None] >= place)
     return offsets, visible
 
