@@ -143,7 +143,8 @@ def set_up_forward(args: argparse.Namespace) -> None:
 
 def reasons(found: stats.GenerationStats) -> set[str]:
     """Why blocks did not go through the forward that was asked for."""
-    return {reason for reason in (found.kernel_reason, found.compile_reason, found.cuda_graph_reason) if reason}
+    reasons = (found.kernel_reason, found.compile_reason, found.cuda_graph_reason, found.device_reason)
+    return {reason for reason in reasons if reason}
 
 
 def show_reasons(found: set[str]) -> list[str]:

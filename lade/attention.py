@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,8 @@ class Block:
     tokens: [B, q] ids. offsets: [B, q] positions relative to the row's root. positions: the `position_ids` for the model, [B, q]
     or [k, B, q]. visible: [B, q, q] bool inside the block, query by key. logit_rows: [R] rows of the block whose logits are
     needed. lengths: committed slots of each row (L). key_mask: [B, P] bool, False for padding among the first P slots.
-    capacity: slots that masks are to cover, None for no more than are in use.
+    capacity: slots that masks are to cover, None for no more than are in use. start_slots: [B, 1] what `lengths` say, for a step
+    whose host does not know them; then `lengths` are empty, and key_mask and capacity are given.
     """
 
     tokens: Tensor
@@ -29,6 +31,7 @@ class Block:
     lengths: list[int]
     key_mask: Tensor | None
     capacity: int | None = None
+    start_slots: Tensor | None = None
 
     @property
     def num_slots(self) -> int:
@@ -37,12 +40,14 @@ class Block:
 
     def starts(self) -> Tensor:
         """Slot of each row's root. Returns [B, 1]."""
+        if self.start_slots is not None:
+            return self.start_slots
         return torch.tensor(self.lengths, device=self.offsets.device)[:, None]
 
     def key_positions(self) -> Tensor:
         """Which place in its text each slot's token has: its slot, but for guesses the root's plus the offset. Returns [B, K]."""
         starts = self.starts()
-        places = torch.arange(self.num_slots, device=starts.device).repeat(len(self.lengths), 1)
+        places = torch.arange(self.num_slots, device=starts.device).repeat(len(self.tokens), 1)
         slots = starts + torch.arange(self.offsets.shape[1], device=starts.device)
         return places.scatter_(1, slots, starts + self.offsets)
 
@@ -148,3 +153,14 @@ def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERY
         visible = visible & (places[:, None] >= first[:, :, None])
         first = first.clamp(min=0) if padding is None else torch.maximum(first, padding[:, None])
     return pack_mask(visible, block.starts().squeeze(1), block.offsets, padding if first is None else first)
+
+
+def masks_by_layer(make: Callable[[Reach], Tensor], reaches: Reach | dict[str, Reach]) -> Tensor | dict[str, Tensor]:
+    """One mask for all layers, or a dict of them by layer type; layer types that reach equally far share theirs."""
+    if isinstance(reaches, Reach):
+        return make(reaches)
+    masks: dict[Reach, Tensor] = {}
+    for reach in reaches.values():
+        if reach not in masks:
+            masks[reach] = make(reach)
+    return {layer_type: masks[reach] for layer_type, reach in reaches.items()}

@@ -16,6 +16,7 @@ from lade.drafters import Outcome, make_drafter
 from lade.drafters.base import ROOT_ALONE
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
+from lade.models.device_loop import device_loop
 from lade.outputs import OutputRecorder
 from lade.parallel import Alone
 from lade.rules import rules_for
@@ -67,7 +68,10 @@ def lookahead_decode(
     drafter = make_drafter(config, adapter.model, adapter.num_tokens, input_ids, key_mask, temperature)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
-    cache = adapter.make_cache(input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens)
+    num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
+    is_alone = type(team) is Alone and not synced_gpus
+    on_device = device_loop(adapter, config, rules, drafter, stats, key_mask, positions) if is_alone else None
+    cache = on_device.make_cache(num_slots) if on_device else adapter.make_cache(num_slots)
     cache.adopt(model_kwargs["past_key_values"])
     model_kwargs["past_key_values"] = cache
 
@@ -89,6 +93,8 @@ def lookahead_decode(
     stats.batch_size, stats.steps = batch_size, 1
 
     with decode_mode(adapter.block_model):
+        if on_device:  # this loop in another form; what it leaves undone is done below
+            on_device.run(cache)
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             began = perf_counter()
             roots = rules.texts.roots()
@@ -140,6 +146,8 @@ def lookahead_decode(
     stats.generated_tokens, stats.sources = rules.num_generated, drafter.sources()
     if callers_cache is not None:
         cache.hand_over(callers_cache)
+    if on_device:
+        on_device.give_back()
     return recorder.result(rules.texts.padded(rules.pad_token), callers_cache)
 
 

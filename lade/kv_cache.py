@@ -16,6 +16,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 MIN_CAPACITY = 256  # slots
 
 
+def least_capacity(num_slots: int) -> int:
+    """What a cache for so many slots begins with."""
+    return max(num_slots, MIN_CAPACITY)
+
+
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values: views [B, H, C, D] into the cache's storage, C slots of capacity."""
 
@@ -82,12 +87,20 @@ class LookaheadCache(Cache):
         """capacity: slots to start with; it doubles when they do not suffice. uniform: all layers have one shape."""
         self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
-        self.capacity = max(capacity, MIN_CAPACITY)
+        self.capacity = least_capacity(capacity)
         self.lengths: list[int] = []
         self.slots: Tensor | None = None  # [B, q] of the current block, only where rows have different lengths
         self.in_block = False
         self._uniform = uniform
         self._storages: list[_Storage] = []
+
+    def clear(self) -> None:
+        """Forget everything but the memory, for another call's prompts of as many rows."""
+        for storage in self._storages:
+            storage.data.zero_()  # as when it was new: what an earlier call left there may not even be finite
+        for layer in self._slot_layers:
+            layer.prefilled = 0
+        self.lengths, self.slots, self.in_block = [], None, False
 
     def end_prefill(self, batch_size: int) -> None:
         """From here on `update` writes blocks."""

@@ -31,7 +31,7 @@ class NGramPool:
         # The extra last row takes the writes that are to have no effect, so that every shape stays fixed.
         self.ngrams = torch.full((self.num_rows + 1, num_guesses, ngram_size), -1, device=device)  # [rows, G, N]
         self.seen = torch.zeros(self.num_rows + 1, num_guesses, dtype=torch.long, device=device)  # 0 = empty slot
-        self.clock = 1
+        self.clock: int | Tensor = 1
         self.use_numpy(self.ngrams.device.type == "cpu")
 
     def use_numpy(self, on: bool) -> None:
@@ -44,7 +44,7 @@ class NGramPool:
         self._seen: Any = self.seen.numpy() if on else self.seen
 
     def insert(self, ngrams: Tensor) -> None:
-        """Remember n-grams, oldest first. ngrams: [M, N] ids."""
+        """Remember n-grams, oldest first. ngrams: [M, N] ids; one whose key is negative leaves no trace."""
         for chunk in ngrams.split(INSERT_CHUNK):
             if len(chunk):
                 self._insert(chunk.numpy() if self._xp is np else chunk)
@@ -61,14 +61,23 @@ class NGramPool:
             found.append([tails[slot] for slot in newest_first if times[slot]])
         return found
 
+    def newest(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """`lookup` without a copy to the host. keys: [B] ids. Returns tails [B, G, N-1] and which of them are any, [B, G]."""
+        row = keys % self.num_rows
+        ngrams = self.ngrams[row]  # [B, G, N]
+        seen = self.seen[row] * (ngrams[..., 0] == keys[:, None])  # [B, G]
+        order = seen.argsort(dim=1, descending=True)
+        tails = ngrams[..., 1:].gather(1, order[..., None].expand(-1, -1, ngrams.shape[2] - 1))
+        return tails, seen.gather(1, order) > 0
+
     def _insert(self, new: Any) -> None:
         """new: [M, N]. Everything below is [M], or [M, M] for pairs, or [M, G] for the slots of each one's row."""
         xp, nowhere = self._xp, self.num_rows
-        order, is_later = _order(len(new), xp is np, self.ngrams.device)
+        order, is_later = _numpy_order(len(new)) if xp is np else _torch_order(len(new), self.ngrams.device)
         times = order + self.clock
         self.clock += len(new)
 
-        row = new[:, 0] % self.num_rows
+        row = xp.where(new[:, 0] < 0, nowhere, new[:, 0] % self.num_rows)
         in_row = row[:, None] == row
         is_last = ~((new[:, None] == new).all(-1) & is_later).any(1)  # of equal ones only the last counts
         after = in_row & is_later & is_last
@@ -87,9 +96,14 @@ class NGramPool:
         self._seen[target, slot] = times
 
 
-@lru_cache(maxsize=2 * INSERT_CHUNK)
-def _order(count: int, as_numpy: bool, device: torch.device) -> tuple[Any, Any]:
+@lru_cache(maxsize=INSERT_CHUNK)
+def _numpy_order(count: int) -> tuple[Any, Any]:
     """Returns 0 .. M-1, and [M, M] whether the column comes after the row."""
+    order = np.arange(count)
+    return order, order > order[:, None]
+
+
+def _torch_order(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same, made anew each time: a CUDA graph could not tell when a cache lets go of them."""
     order = torch.arange(count, device=device)
-    is_later = order > order[:, None]
-    return (order.numpy(), is_later.numpy()) if as_numpy else (order, is_later)
+    return order, order > order[:, None]

@@ -130,8 +130,8 @@ class GreedyRules(Rules):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._max_length = int(self.criteria.max_length or 0)
-        self._eos_ids = eos_ids(self.criteria)
+        self.max_length = int(self.criteria.max_length or 0)
+        self.eos_ids = eos_ids(self.criteria)
 
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         choices = answers.best()
@@ -141,7 +141,7 @@ class GreedyRules(Rules):
                 accepted.append(None)
                 continue
             committed: list[int] = []
-            room = self._max_length - self.texts.lengths[row]
+            room = self.max_length - self.texts.lengths[row]
             accepted.append(
                 walk(children, partial(self._choice, choices[row]), partial(self._commit, row, committed, room))
             )
@@ -155,7 +155,7 @@ class GreedyRules(Rules):
 
     def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
         committed.append(token)
-        self.is_finished[row] = token in self._eos_ids or len(committed) >= room
+        self.is_finished[row] = token in self.eos_ids or len(committed) >= room
         return self.is_finished[row]
 
 
@@ -298,6 +298,11 @@ def best_tokens(logits: Tensor) -> Tensor:
     """argmax with the ties that generate() sees, which compares in float32. logits: [..., V]. Returns [...] ids."""
     if logits.device.type == "cpu":  # numpy's argmax is vectorised: in half precision it takes a tenth of torch's time
         return torch.from_numpy(np.asarray(logits.float().numpy().argmax(axis=-1)))
+    return best_on_device(logits)
+
+
+def best_on_device(logits: Tensor) -> Tensor:
+    """The same by torch alone, wherever the logits are."""
     return (logits.float() if logits.dtype == torch.float64 else logits).argmax(dim=-1)
 
 

@@ -39,6 +39,8 @@ class GenerationStats:
     compile_reason: str | None = None  # a sentence when they were to and could not, or no longer could
     captured_steps: int = 0  # blocks that replayed a CUDA graph (CUDA_GRAPH=1)
     cuda_graph_reason: str | None = None  # a sentence when they were to and could not, or no longer could
+    device_steps: int = 0  # steps that ran on the device as one, the host waiting for none of their parts
+    device_reason: str | None = None  # a sentence when such a step failed, and the ordinary loop went on
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property
@@ -79,6 +81,8 @@ class GenerationStats:
             "compile_reason": self.compile_reason,
             "captured_steps": self.captured_steps,
             "cuda_graph_reason": self.cuda_graph_reason,
+            "device_steps": self.device_steps,
+            "device_reason": self.device_reason,
         }
 
 

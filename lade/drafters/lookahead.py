@@ -102,6 +102,13 @@ class LookaheadDrafter:
     def sources(self) -> dict[str, list[int]]:
         return {"pool": [self._num_proposed, self._num_accepted]}
 
+    def take_over(self, levels: Tensor, num_updates: int, num_proposed: int, num_accepted: int) -> None:
+        """Go on from where steps that ran elsewhere have got. levels: [B, N-1, W]. num_updates: such steps. The pool is shared."""
+        self.window.levels = levels
+        self.window.num_updates += num_updates
+        self._num_proposed += num_proposed
+        self._num_accepted += num_accepted
+
     def _choose_part(self, num_slots: int) -> Part:
         """How much of the block pays."""
         if self.pace is None or self.prices is None:

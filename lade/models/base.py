@@ -13,7 +13,16 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lade.attention import EVERYWHERE, LAYER_REACH, Block, Reach, block_mask, layer_reaches, packed_block_mask
+from lade.attention import (
+    EVERYWHERE,
+    LAYER_REACH,
+    Block,
+    Reach,
+    block_mask,
+    layer_reaches,
+    masks_by_layer,
+    packed_block_mask,
+)
 from lade.block_attention import NAME as KERNEL
 from lade.block_attention import unsupported_reason as kernel_unsupported_reason
 from lade.config import LookaheadConfig
@@ -65,7 +74,7 @@ class ModelAdapter:
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
         self.uses_kernel = False  # whether blocks go through lade's own attention
-        self._padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
+        self.padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
         self._fixed: FixedBlocks | None = None  # runs blocks of fixed shapes, where that is asked for and possible
 
     def unsupported_reason(self) -> str | None:
@@ -131,6 +140,11 @@ class ModelAdapter:
         return "position_ids" in self._parameters
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether the model takes `logits_to_keep`."""
+        return "logits_to_keep" in self._parameters
+
+    @property
     def needs_equal_lengths(self) -> bool:
         """Whether rows of a batch at different lengths would change each other: frequencies follow the longest one."""
         return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in self._ropes)
@@ -181,8 +195,8 @@ class ModelAdapter:
         if reason is not None:
             return reason
         if key_mask is not None:
-            self._padding = left_padding(key_mask)
-            if self._padding is None:
+            self.padding = left_padding(key_mask)
+            if self.padding is None:
                 return "the prompt's mask hides tokens other than the first ones"
         self.uses_kernel = True
         return None
@@ -198,12 +212,11 @@ class ModelAdapter:
             stats.cuda_graph_reason = reason if reason or captures else "CUDA graphs need a model on a CUDA device"
         if reason is None and (compiles or captures):
             full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
-            keeps_rows = "logits_to_keep" in self._parameters
             self._fixed = FixedBlocks(
                 self.model,
                 self.block_model,
                 stats,
-                keeps_rows=keeps_rows,
+                keeps_rows=self.keeps_rows,
                 full_tree=full_tree,
                 compiles=compiles,
                 captures=captures,
@@ -232,14 +245,11 @@ class ModelAdapter:
         Each is additive, [B, 1, q, K], or packed for lade's own attention.
         """
         make = (
-            partial(packed_block_mask, block, self._padding)
+            partial(packed_block_mask, block, self.padding)
             if self.uses_kernel
             else partial(block_mask, block, self.dtype)
         )
-        if isinstance(self.reaches, Reach):
-            return make(self.reaches)
-        masks = {reach: make(reach) for reach in set(self.reaches.values())}
-        return {layer_type: masks[reach] for layer_type, reach in self.reaches.items()}
+        return masks_by_layer(make, self.reaches)
 
     def forward_block(self, block: Block, cache: LookaheadCache, **arguments: Any) -> Any:
         """One forward over a block; its keys/values end up behind the committed slots of `cache`.
@@ -254,17 +264,16 @@ class ModelAdapter:
             self._fixed.turn_off(f"{min(arguments)} asks for more than the compiled forward returns")
         if self._fixed is not None and self._fixed.is_on:
             masks = self.masks(replace(block, capacity=cache.capacity))
-            logits = self._fixed.logits(block, cache, masks, lambda: self._forward(block, cache).logits)
+            logits = self._fixed.logits(block, cache, masks, lambda: self.ordinary_forward(block, cache).logits)
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits)
-        return self._forward(block, cache, **arguments)
+        return self.ordinary_forward(block, cache, **arguments)
 
-    def _forward(self, block: Block, cache: LookaheadCache, **arguments: Any) -> Any:
+    def ordinary_forward(self, block: Block, cache: LookaheadCache, **arguments: Any) -> Any:
         """The model's ordinary forward over a block that `cache` has room for."""
         if self.takes_positions:
             arguments["position_ids"] = block.positions
-        keeps_rows = "logits_to_keep" in self._parameters
-        if keeps_rows:
+        if self.keeps_rows:
             arguments["logits_to_keep"] = block.logit_rows
         outputs = self.run_blocks(
             input_ids=block.tokens,
@@ -274,7 +283,7 @@ class ModelAdapter:
             return_dict=True,
             **arguments,
         )
-        if not keeps_rows:
+        if not self.keeps_rows:
             outputs.logits = outputs.logits[:, block.logit_rows]
         return outputs
 

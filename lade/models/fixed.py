@@ -32,7 +32,7 @@ Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
 # What has been compiled for each model, by shape; a sentence where that failed. A model that is gone takes its entries along.
 _compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Forward | str]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # compiling is not for two threads at once
+compiling = threading.Lock()  # is not for two threads at once
 
 
 def padded_nodes(num_nodes: int, full: int) -> int:
@@ -239,7 +239,7 @@ class FixedBlocks:
         """Compiled for this shape, now or before, and found to agree with the ordinary forward; that one after a failure."""
         key = self._key(inputs)
         try:
-            with _lock:
+            with compiling:
                 known = _compiled.setdefault(self.owner, {})
                 found = known.get(key)
                 if found is None:
@@ -265,9 +265,7 @@ class FixedBlocks:
 
     def _compile(self, inputs: FixedInputs, ordinary: Callable[[], Tensor]) -> Forward:
         """Compiles by running once. The cache is left as the ordinary forward leaves it, up to rounding."""
-        # torch counts compilations per code object: each shape of each model gets one of its own.
-        function = types.FunctionType(plain_forward.__code__.replace(), plain_forward.__globals__, "block_forward")
-        forward: Forward = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+        forward: Forward = compile_copy(plain_forward)
         error = disagreement(self.call(inputs, forward), ordinary())
         if error is not None:
             raise NotCompiled(f"the compiled forward was off by {error:.2g} of the largest logit")
@@ -297,6 +295,14 @@ def in_short(problem: Exception) -> str:
     if isinstance(problem, NotCompiled):
         return str(problem)
     return f"{type(problem).__name__}: {' '.join(str(problem).split(chr(10))[:2]).strip()}"[:300]
+
+
+def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A compiled copy: torch counts compilations per code object, and each shape of each model is to have one of its own."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    compiled: Callable[..., Tensor] = torch.compile(copy, fullgraph=True, dynamic=False, backend=BACKEND)
+    return compiled
 
 
 def disagreement(logits: Tensor, expected: Tensor) -> float | None:

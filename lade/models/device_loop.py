@@ -1,0 +1,385 @@
+"""The host's part of steps that run on the device: what they start from, when to stop, what is kept for later calls. Floor 3.
+
+Steps are compiled (COMPILE=1), captured (CUDA_GRAPH=1), or both. Each is started before the last one's result is read. A graph
+serves later calls of the same model, together with the buffers that it reads. Whatever fails, the texts are handed back as they
+are, and the ordinary loop goes on from there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lade.config import LookaheadConfig
+from lade.kv_cache import LookaheadCache, least_capacity
+from lade.models.base import ModelAdapter
+from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
+from lade.models.fingerprint import fingerprint
+from lade.models.fixed import (
+    NotCompiled,
+    can_capture,
+    capture,
+    compile_copy,
+    compiling,
+    disagreement,
+    in_short,
+    padded_capacity,
+)
+from lade.ngram_pool import NGramPool
+from lade.rules import GreedyRules, Rules
+from lade.stats import GenerationStats
+
+KEPT = 2  # sets of buffers per model, caches included, that wait for another call
+TRIAL_STEPS = 3  # that preparing one runs before its state is put back, at most
+
+Step = Callable[[Any, StepState], Tensor]
+_lock = threading.Lock()  # of what is kept
+# By model, and gone with it: nothing in them refers to the model.
+_kept: weakref.WeakKeyDictionary[PreTrainedModel, list[Buffers]] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Step | str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class Buffers:
+    """What one call at a time works on. state: None until its first step. replay: None without a CUDA graph."""
+
+    key: Hashable
+    cache: LookaheadCache
+    state: StepState | None = None
+    replay: Callable[[], Tensor] | None = None
+
+
+def device_loop(
+    adapter: ModelAdapter,
+    config: LookaheadConfig,
+    rules: Rules,
+    drafter: Any,
+    stats: GenerationStats,
+    key_mask: Tensor | None,
+    positions: Tensor | None,
+) -> DeviceLoop | None:
+    """What decodes a call on the device; None where the call needs the host between its steps, or gains nothing.
+
+    drafter: the settings' own. key_mask: [B, P] bool, False for padding. positions: the prompt's, [B or 1, P] or more of these.
+    """
+    device, texts = adapter.model.device, rules.texts
+    is_served = (
+        is_wanted(config, device)
+        and config.uses_window
+        and config.num_guesses > 0
+        and type(rules) is GreedyRules
+        and stats.on_step is None
+        and texts.ids.device == device
+        and (getattr(adapter.model, "_tp_size", None) or 1) == 1
+        and adapter.unfixable_reason() is None
+    )
+    if not is_served or not isinstance(rules, GreedyRules):
+        return None
+    if adapter.last_position is not None and positions is not None:
+        # Every block has all of its tokens, so none may come near the model's last position.
+        ahead = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
+        largest = int(positions[..., -1].max()) + rules.max_length - texts.prompt_length
+        if largest + ahead > adapter.last_position:
+            return None
+    return DeviceLoop(adapter, config, rules, drafter, stats, key_mask, positions)
+
+
+def is_wanted(config: LookaheadConfig, device: torch.device) -> bool:
+    """On a GPU, where it saves waiting; on a CPU, where blocks of a fixed size are asked for and a compiler pays for the larger ones."""
+    if can_capture(device):
+        return config.compile or bool(config.cuda_graph) or not config.adaptive
+    return config.compile and not config.adaptive
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the device works by itself while the host goes on."""
+    return device.type == "cuda"
+
+
+class DeviceLoop:
+    """Decodes one call by steps on the device, as long as that works."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        config: LookaheadConfig,
+        rules: GreedyRules,
+        drafter: Any,
+        stats: GenerationStats,
+        key_mask: Tensor | None,
+        positions: Tensor | None,
+    ) -> None:
+        """Arguments as for `device_loop`."""
+        self.adapter, self.rules, self.drafter, self.stats = adapter, rules, drafter, stats
+        self.model, self.key_mask, self.positions = adapter.block_model, key_mask, positions
+        self.shape = StepShape(
+            batch_size=len(rules.texts.ids),
+            ngram_size=config.ngram_size,
+            window_size=config.window_size,
+            num_guesses=config.num_guesses,
+            num_tokens=adapter.num_tokens,
+            num_eos_ids=len(rules.eos_ids),
+            shifts_window=not config.always_forward_one,
+            uses_kernel=adapter.uses_kernel,
+            keeps_rows=adapter.keeps_rows,
+            position_shape=(1, 1) if positions is None else tuple(positions[..., -1:].shape),
+            dtype=adapter.dtype,
+            device=rules.texts.ids.device,
+        )
+        self.compiles = config.compile
+        self.captures = bool(config.cuda_graph) and can_capture(self.shape.device)
+        self._key = (
+            self.shape,
+            repr(adapter.reaches),
+            self.model.config._attn_implementation,
+            torch.is_inference_mode_enabled(),
+        )
+        self._buffers: Buffers | None = None
+
+    def make_cache(self, num_slots: int) -> LookaheadCache:
+        """A cache for the prompt and what follows: an earlier call's, where a graph reads it and its size suits this call."""
+        least = padded_capacity(least_capacity(num_slots))
+        most = max(least, padded_capacity(least_capacity(self.rules.max_length + self.shape.block_tokens)))
+        key = (*self._key, self.compiles, fingerprint(self.adapter.model) if self.captures else None)
+        with _lock:
+            kept = _kept.get(self.adapter.model, []) if self.captures else []
+            fitting = [buffers for buffers in kept if buffers.key == key and least <= buffers.cache.capacity <= most]
+            if fitting:
+                self._buffers = min(fitting, key=lambda buffers: buffers.cache.capacity)
+                kept.remove(self._buffers)
+            else:
+                del kept[: max(0, len(kept) + 1 - KEPT)]  # make room first: the oldest goes
+        if self._buffers is None:
+            self._buffers = Buffers(key, self.adapter.make_cache(least))
+        else:
+            self._buffers.cache.clear()
+        return self._buffers.cache
+
+    def give_back(self) -> None:
+        """The call is over: another one may have its buffers, if there is a graph that reads them."""
+        if self._buffers is not None and self._buffers.replay is not None:
+            with _lock:
+                kept = _kept.setdefault(self.adapter.model, [])
+                kept.append(self._buffers)
+                del kept[:-KEPT]
+        self._buffers = None
+
+    def run(self, cache: LookaheadCache) -> None:
+        """Decode until all rows have ended, or until something fails: then the ordinary loop can go on. cache: has the prompt."""
+        buffers = self._buffers
+        if buffers is None or buffers.cache is not cache or all(self.rules.is_finished):
+            return
+        began = perf_counter()
+        slot_lead = cache.lengths[0] - (self.rules.texts.lengths[0] - 1)
+        positions = self.positions
+        position_lead = torch.zeros(()) if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
+        try:
+            while slot_lead >= 0 and not all(self.rules.is_finished):
+                self._fit(buffers, slot_lead, position_lead)
+                run = self._prepare(buffers)
+                if run is None:
+                    break  # the figures say why
+                self._decode(buffers, run, slot_lead)
+        except Exception as problem:  # whatever a compiler or a graph raises; the model's own errors will come up again
+            self._fail(buffers, problem)
+        self.stats.add_times(0.0, perf_counter() - began, 0.0)
+
+    def _fit(self, buffers: Buffers, slot_lead: int, position_lead: Tensor) -> None:
+        """Let there be room for the next steps, and a state that says where the texts are."""
+        cache, rules = buffers.cache, self.rules
+        cache.ensure_capacity(self._num_slots(max(rules.texts.lengths), slot_lead, TRIAL_STEPS))
+        if buffers.state is None or buffers.state.capacity != cache.capacity:
+            buffers.state = StepState(self.shape, cache, self.adapter.reaches)
+            buffers.replay = None  # it reads the old one
+        state, texts = buffers.state, rules.texts
+        longest = max(texts.lengths)
+        state.ids[:, :longest] = texts.ids[:, :longest]
+        fill(state.lengths, texts.lengths)
+        fill(state.is_finished, rules.is_finished)
+        fill(state.eos_ids, sorted(rules.eos_ids) or [NO_TOKEN])
+        state.max_length.fill_(rules.max_length)
+        state.slot_lead.fill_(slot_lead)
+        state.position_lead.copy_(position_lead)
+        state.key_mask.fill_(True)
+        if self.key_mask is not None:
+            state.key_mask[:, : self.key_mask.shape[1]] = self.key_mask
+        state.padding.copy_(torch.zeros(()) if self.adapter.padding is None else self.adapter.padding)
+        state.levels.copy_(self.drafter.window.levels)
+        copy_pool(self.drafter.pool, state.pool)
+        state.num_steps.fill_(self.drafter.window.num_updates)
+        state.num_proposed.zero_()
+        state.accepted_lengths.zero_()
+
+    def _num_slots(self, longest: int, slot_lead: int, steps_before: int) -> int:
+        """Slots that a step may need. longest: tokens of the longest text, some steps before that one."""
+        longest = min(longest + steps_before * self.shape.ngram_size, self.rules.max_length)
+        return longest - 1 + slot_lead + self.shape.block_tokens
+
+    def _prepare(self, buffers: Buffers) -> Callable[[], Tensor] | None:
+        """What runs one step. None where it was to be compiled or captured, and neither was possible."""
+        state = buffers.state
+        assert state is not None
+        run: Callable[[], Tensor] = partial(step, self.model, state)
+        if not (self.compiles or self.captures):
+            return run
+        if self.compiles:
+            try:
+                run = partial(self._compiled_step(buffers, state), self.model, state)
+            except Exception as problem:
+                self._not_compiled(state, problem)
+        if self.captures:
+            try:
+                if buffers.replay is None:
+                    buffers.replay = self._captured_step(buffers, state, run)
+                run = buffers.replay
+            except Exception as problem:
+                self._not_captured(problem)
+        return run if self.compiles or self.captures else None
+
+    def _compiled_step(self, buffers: Buffers, state: StepState) -> Step:
+        """Compiled for this shape and capacity, now or before, and found to agree with the ordinary forward."""
+        with compiling:
+            known = _compiled.setdefault(self.adapter.model, {})
+            found = known.get((*self._key, state.capacity))
+            if found is None:
+                found = compile_copy(step)
+                self._check(buffers, state, partial(found, self.model, state), "compiled")
+                known[(*self._key, state.capacity)] = found
+        if isinstance(found, str):
+            raise NotCompiled(found)
+        return found
+
+    def _captured_step(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        saved = state.save()
+        try:
+            replay = capture(run)
+        finally:
+            state.restore(saved)
+        self._check(buffers, state, replay, "captured")
+        return replay
+
+    def _check(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor], kind: str) -> None:
+        """Run a step, compare its logits with the ordinary forward's, and put the state back. Raises where they differ."""
+        cache = buffers.cache
+        saved = state.save()
+        try:
+            logits = run().clone()
+            state.restore(saved)
+            block = replace(
+                lay_out(state)[0], lengths=cache.lengths, key_mask=self.key_mask, capacity=None, start_slots=None
+            )
+            cache.begin_block(self.shape.block_tokens, self.shape.device)
+            error = disagreement(logits, self.adapter.ordinary_forward(block, cache).logits)
+        finally:
+            state.restore(saved)
+        if error is not None:
+            raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
+
+    def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_lead: int) -> None:
+        """Steps until all rows have ended or the cache is too small, then the texts are where the rules look for them.
+
+        A device that runs by itself gets its next step before the last one's result is read. The one step too many at the
+        end finds all rows ended and changes none of them.
+        """
+        state, texts = buffers.state, self.rules.texts
+        assert state is not None
+        results: deque[Callable[[], tuple[list[int], list[bool]]]] = deque()
+        num_ahead = int(runs_ahead(self.shape.device))
+        lengths, is_finished = texts.lengths, self.rules.is_finished
+        try:
+            while not all(is_finished):
+                has_room = self._num_slots(max(lengths), slot_lead, len(results)) <= state.capacity
+                if has_room:
+                    run()
+                    results.append(progress(state))
+                if len(results) > num_ahead or (results and not has_room):
+                    lengths, is_finished = results.popleft()()
+                elif not has_room:
+                    break
+        finally:
+            self._hand_back(buffers, state)
+
+    def _hand_back(self, buffers: Buffers, state: StepState) -> None:
+        """Tell everyone on the host what has happened since `_fit`."""
+        rules, stats, drafter = self.rules, self.stats, self.drafter
+        before, after = rules.texts.lengths, state.lengths.tolist()
+        added = [new - old for new, old in zip(after, before, strict=True)]
+        for row, (start, end) in enumerate(zip(list(before), after, strict=True)):
+            if start < end:
+                rules.texts.append(state.ids[row, start:end].tolist(), row)
+        rules.num_generated += sum(added)
+        rules.is_finished = state.is_finished.tolist()
+        buffers.cache.lengths = [slot + count for slot, count in zip(buffers.cache.lengths, added, strict=True)]
+
+        num_steps = int(state.num_steps) - drafter.window.num_updates
+        histogram = dict(enumerate(state.accepted_lengths.tolist()))
+        stats.steps += num_steps
+        stats.device_steps += num_steps
+        stats.block_tokens += [self.shape.block_tokens] * num_steps
+        stats.accepted_lengths.update({length: count for length, count in histogram.items() if count})
+        stats.compiled_steps += num_steps * self.compiles
+        stats.captured_steps += num_steps * self.captures
+        num_accepted = sum(length * count for length, count in histogram.items())
+        drafter.take_over(state.levels.clone(), num_steps, int(state.num_proposed), num_accepted)
+        copy_pool(state.pool, drafter.pool)
+
+    def _fail(self, buffers: Buffers, problem: Exception) -> None:
+        """A step that worked at first no longer does. The ordinary loop goes on, and meets the model's own errors by itself."""
+        self.stats.device_reason = in_short(problem)
+        if self.captures:
+            self._not_captured(problem)
+        elif self.compiles and buffers.state is not None:
+            self._not_compiled(buffers.state, problem)
+        self._buffers = None
+
+    def _not_compiled(self, state: StepState, problem: Exception) -> None:
+        """Remember the failure, so that no later call tries again."""
+        reason = in_short(problem)
+        self.stats.compile_reason = reason
+        _compiled.setdefault(self.adapter.model, {})[(*self._key, state.capacity)] = reason
+        self.compiles = False
+
+    def _not_captured(self, problem: Exception) -> None:
+        self.stats.cuda_graph_reason = in_short(problem)
+        self.captures = False
+
+
+def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool]]]:
+    """Begin to copy to the host how long the texts are and which have ended. Returns what waits for that copy and reads it."""
+    found = torch.stack([state.lengths, state.is_finished])  # [2, B]
+    copied = None
+    if found.is_cuda:
+        found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+    def read() -> tuple[list[int], list[bool]]:
+        if copied is not None:
+            copied.synchronize()
+        lengths, is_finished = found.tolist()
+        return lengths, list(map(bool, is_finished))
+
+    return read
+
+
+def fill(tensor: Tensor, values: list[Any]) -> None:
+    tensor.copy_(torch.tensor(values))
+
+
+def copy_pool(source: NGramPool, target: NGramPool) -> None:
+    target.ngrams.copy_(source.ngrams)
+    target.seen.copy_(source.seen)
+    if isinstance(target.clock, Tensor):
+        target.clock.fill_(source.clock)
+    else:
+        target.clock = int(source.clock)

@@ -1,0 +1,45 @@
+"""A number that tells whether a model still computes what it did when a CUDA graph of it was captured. Floor 3.
+
+A graph remembers addresses and no Python: it would go on with weights that have been replaced, and without a hook or an adapter that
+has been switched on meanwhile.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lade.models.view import HOOKS
+
+PLAIN_TYPES = (bool, int, float, str, type(None))
+
+
+def fingerprint(model: PreTrainedModel) -> int:
+    """Changes with where weights lie, with hooks, and with plain attributes of modules."""
+    seen: list[Any] = [address(tensor) for tensor in chain(model.parameters(), model.buffers())]
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in HOOKS:
+                seen.append(tuple(value))
+            elif is_plain(value):
+                seen.append((name, repr(value)))
+    return hash(tuple(seen))
+
+
+def address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass around several tensors
+        return id(tensor)
+
+
+def is_plain(value: Any) -> bool:
+    """Numbers, strings, and lists or dictionaries of them, such as the names of active adapters."""
+    if isinstance(value, (list, tuple, set)):
+        return all(isinstance(part, PLAIN_TYPES) for part in value)
+    if isinstance(value, dict):
+        return all(isinstance(part, PLAIN_TYPES) for part in value.values())
+    return isinstance(value, PLAIN_TYPES)
