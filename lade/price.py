@@ -17,7 +17,10 @@ ASSUMED_SLOPE = 0.004  # of a step per token, where nothing was measured: low, s
 # cost what the line through the last two says.
 FREE_TRIALS, TRIAL_SHARE = 4.0, 0.02
 MAX_LEAST_CHANCE = 0.05  # a price that is wrong must not keep the sizes from being tried that would put it right
-EXPLORE_EVERY = 16  # steps after which another size is measured again: the next larger, the next smaller, 1, in turn
+EXPLORE_EVERY = (
+    16  # steps after which another size may be measured again: the next larger, the next smaller, 1, in turn
+)
+STALE_AFTER = 48  # steps without a measurement after which a price is worth a look
 MIN_CONTEXT = 256  # tokens; shorter texts cost the same
 
 
@@ -36,6 +39,7 @@ class StepPrice:
         self._measured: dict[int, float] = {}
         self._seconds: dict[int, float] = {}  # the same, never falling with the size; replaced, never changed
         self._num_chosen = 0
+        self._seen_at: dict[int, int] = {}  # size -> _num_chosen when it was last measured
         self._spent = self._lost = (
             0.0  # seconds of all steps; of those that tried a new size, beyond those of plain steps
         )
@@ -53,7 +57,7 @@ class StepPrice:
             if size not in self._seen:
                 self._seen[size] = deque(maxlen=OBSERVATIONS)
                 return
-            seen = self._seen[size]
+            seen, self._seen_at[size] = self._seen[size], self._num_chosen
             seen.append(seconds)
             self._measured[size] = sorted(seen)[int(QUIET_SHARE * len(seen))]
             prices, lowest = {}, float("inf")
@@ -132,8 +136,11 @@ class StepPrice:
         best = rates.index(max(rates))
         self._num_chosen += 1
         if self._num_chosen % EXPLORE_EVERY == 0:
-            best = (best + 1, best - 1, 0)[self._num_chosen // EXPLORE_EVERY % 3]
-        return sizes[min(max(best, 0), len(sizes) - 1)]
+            other = (best + 1, best - 1, 0)[self._num_chosen // EXPLORE_EVERY % 3]
+            other = min(max(other, 0), len(sizes) - 1)
+            if self._num_chosen - self._seen_at.get(sizes[other], -STALE_AFTER) >= STALE_AFTER:
+                best = other
+        return sizes[best]
 
 
 SavedPrices = dict[str, dict[str, float]]  # what else a price depends on -> size -> seconds

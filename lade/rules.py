@@ -78,6 +78,8 @@ class Answers:
 
     def of_all(self, nodes: list[int]) -> Tensor:
         """Behind one node of each row. Returns [B, V]."""
+        if len(nodes) == 1:
+            return self.logits[:, nodes[0] + 1]
         index = torch.tensor(nodes, device=self.logits.device) + 1
         return self.logits[torch.arange(len(nodes), device=index.device), index]
 
@@ -212,7 +214,6 @@ class LockstepRules(Rules):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unfinished = torch.ones(len(self.is_finished), dtype=torch.long, device=self.texts.ids.device)
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
@@ -238,9 +239,9 @@ class LockstepRules(Rules):
             tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
         else:
             tokens = torch.argmax(scores, dim=-1)
-        if self._pads:
-            tokens = tokens * self._unfinished + self.pad_token * (1 - self._unfinished)
         chosen: list[int] = tokens.tolist()
+        if self._pads:
+            chosen = [self.pad_token if done else token for token, done in zip(chosen, self.is_finished, strict=True)]
         edges = zip(self._children, zip(nodes, chosen, strict=True), strict=True)
         self._was_guessed = all(edge in children for children, edge in edges)
         return chosen
@@ -248,12 +249,12 @@ class LockstepRules(Rules):
     def _commit(self, tokens: list[int]) -> bool:
         self.texts.append_column(tokens)
         self.num_generated += self.is_finished.count(False)
-        self._unfinished = self._unfinished & ~self.criteria(self.texts.all_rows(), self.recorder.scores)
+        has_ended = self.criteria(self.texts.all_rows(), self.recorder.scores).tolist()
         if self.streamer is not None:
             # A streamer class that tells guesses apart has a method for them.
             is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
             (self.streamer.put_guess if is_told else self.streamer.put)(torch.tensor(tokens, device="cpu"))
-        self.is_finished = (self._unfinished == 0).tolist()
+        self.is_finished = [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
         if self.announce is not None:
             self.announce(tokens, self.is_finished)
         return all(self.is_finished)

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
 from lade.drafters.pace import Pace, Part
-from lade.price import EXPLORE_EVERY, SIZES, ModelPrices, StepPrice
+from lade.price import SIZES, STALE_AFTER, ModelPrices, StepPrice
 
 
 def measured(curve, sizes=SIZES[:14]):
@@ -85,12 +85,25 @@ def test_guesses_get_rarer_and_the_block_ends_there():
 
 def test_other_sizes_are_measured_now_and_then():
     """The neighbours of the best one, and the plain step, with which everything is compared."""
-    price = measured(lambda q: 1 + 0.05 * (q - 1))
+    price, sizes = measured(lambda q: 1 + 0.05 * (q - 1)), []
     expected = [min(4.0, 0.9 * k) for k in range(64)]
-    sizes = [price.choose(expected, 1, 64) for _ in range(3 * EXPLORE_EVERY)]
+    for _ in range(8 * STALE_AFTER):
+        sizes.append(price.choose(expected, 1, 64))
+        price.observe(sizes[-1], 1 + 0.05 * (sizes[-1] - 1))
     usual = max(sizes, key=sizes.count)
-    assert set(sizes) == {1, *(SIZES[SIZES.index(usual) + step] for step in (-1, 0, 1))}
-    assert sizes.count(usual) == len(sizes) - 3
+    others = {1, *(SIZES[SIZES.index(usual) + step] for step in (-1, 1))}
+    assert set(sizes) == {usual, *others}
+    for other in others:  # as often as needed, and no more
+        assert 3 <= sizes.count(other) <= 8
+
+
+def test_a_size_that_is_used_anyway_is_not_measured_apart():
+    price = measured(lambda q: 1 + 0.05 * (q - 1))
+    easy, hard = [min(4.0, 0.9 * k) for k in range(64)], [0.0] * 64
+    for turn in range(8 * STALE_AFTER):
+        size = price.choose(easy if turn % 2 else hard, 1, 64)
+        price.observe(size, 1 + 0.05 * (size - 1))
+        assert turn % 2 == 0 or size > 1
 
 
 def test_longer_texts_start_from_the_prices_of_shorter_ones():
