@@ -73,6 +73,9 @@ class StaticRecycling:
     def spent(self, *_) -> None:
         pass
 
+    def finish(self) -> None:
+        pass
+
     def sources(self) -> dict[str, list[int]]:
         return {}
 

@@ -99,7 +99,7 @@ class Acceptance:
         """How sure the model was of what comes after some accepted tokens. bins: of its likeliest token each time."""
         for bin_index in bins:
             self._sureness += SURENESS_SHARE * (self._prior[PAIR + bin_index] - self._sureness)
-        self.chances[PROBE] = PROBE_CREDIT * min(1.0, self._sureness / USUAL_SURENESS) ** 2
+        self._value_probes()
 
     def forget(self) -> None:
         """Move a little back towards the prior: what is not guessed is not learned, and the text may have become easy."""
@@ -107,11 +107,15 @@ class Acceptance:
             self.trials[kind] = PRIOR_WEIGHT + FORGET_SHARE * (self.trials[kind] - PRIOR_WEIGHT)
             self.hits[kind] = PRIOR_WEIGHT * prior + FORGET_SHARE * (self.hits[kind] - PRIOR_WEIGHT * prior)
             self.chances[kind] = self.hits[kind] / self.trials[kind]
+        self._value_probes()
 
     def restore(self, trials: list[float], hits: list[float]) -> None:
         """Go on from counts that were saved. trials, hits: of each kind."""
         self.trials, self.hits = trials, hits
         self.chances = [hit / trial for hit, trial in zip(hits, trials, strict=True)]
+
+    def _value_probes(self) -> None:
+        self.chances[PROBE] = PROBE_CREDIT * min(1.0, self._sureness / USUAL_SURENESS) ** 2
 
     def _count_trial(self, kind: int) -> None:
         self.trials[kind] += 1

@@ -143,6 +143,7 @@ def lookahead_decode(
     if streamer is not None:
         streamer.end()
     team.end(rules.do_sample, device)
+    drafter.finish()
     stats.generated_tokens, stats.sources = rules.num_generated, drafter.sources()
     if callers_cache is not None:
         cache.hand_over(callers_cache)

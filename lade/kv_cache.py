@@ -32,8 +32,14 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, cache: LookaheadCache) -> None:
         super().__init__()
-        self._cache = weakref.proxy(cache)  # without a cycle, the memory is free as soon as the call is over
+        self._owner = weakref.ref(cache)  # without a cycle, the memory is free as soon as the call is over
         self.prefilled = 0  # slots written by prompt forwards
+
+    @property
+    def _cache(self) -> LookaheadCache:
+        cache = self._owner()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -69,7 +75,8 @@ class SlotLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return max(self._cache.lengths) if self._cache.in_block else self.prefilled
+        cache = self._cache
+        return max(cache.lengths) if cache.in_block else self.prefilled
 
     def get_max_length(self) -> int:
         return -1

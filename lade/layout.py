@@ -66,7 +66,7 @@ class BlockLayout:
         return offsets
 
     def visibility(self, tree: TokenTree) -> Tensor:
-        """Returns [B, q, q] bool, query by key."""
+        """Returns [B, q, q] bool, query by key; not to be written to."""
         if not self.num_nodes:
             return self.visible.expand(len(tree.tokens), -1, -1)
         among_nodes = torch.from_numpy(tree.visibility(self.num_nodes)).to(self.visible.device)  # [B, 1 + n, 1 + n]

@@ -25,7 +25,7 @@ MAX_BYTES = 16 * 2**20
 MIN_BYTES = 64 * 2**10
 MAX_UNSEEN = 256  # tokens without a row that are remembered
 KEY_SHIFT = 32  # a pair of tokens as one integer
-FORMAT = 2  # of the file
+FORMAT = 2  # of the file; 1 had chances of sampled guesses that knew nothing of the draws
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
 MAX_SORTED = 2**15  # probabilities that are sorted as they are: for few of them nothing is faster
 NUM_SIGNS = 256  # of the embedding, by which a model is known again
@@ -285,7 +285,7 @@ def _rows_from(arrays: dict[str, npt.NDArray[Any]], name: str) -> tuple[npt.NDAr
     return keys, ids, bins
 
 
-_shared: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[Any, tuple[int, Memory]] = weakref.WeakKeyDictionary()
 _active: ContextVar[Memory | None] = ContextVar("memory", default=None)
 
 
@@ -300,6 +300,7 @@ def memory_for(model: Any, share: bool) -> Memory:
         return active
     if not share:
         return Memory()
-    if model not in _shared:
-        _shared[model] = Memory()
-    return _shared[model]
+    vocab_size = model.config.get_text_config().vocab_size
+    if model not in _shared or _shared[model][0] != vocab_size:  # embeddings may be resized
+        _shared[model] = vocab_size, Memory()
+    return _shared[model][1]

@@ -33,13 +33,14 @@ class NoiseAhead:
         self._draws: deque[npt.NDArray[Any]] = deque()  # [B, V] each
         self._first = 0  # token that the first of them is for
 
-    def of(self, row: int, index: int, vocab_size: int) -> npt.NDArray[Any]:
+    def of(self, row: int, index: int, vocab_size: int) -> Draws:
         """Draws for one row's token number `index`, the first one generated being 0. Returns [V].
 
         vocab_size: width of the logits.
         """
         while index >= self._first + len(self._draws):
-            draws = torch.empty(self._batch_size, vocab_size, device=self._device)
+            # In the dtype that generate() samples in, whatever the default is.
+            draws = torch.empty(self._batch_size, vocab_size, dtype=torch.float32, device=self._device)
             self._draws.append(draws.exponential_(1, generator=self._generator).cpu().numpy())
         return self._draws[index - self._first][row]
 
@@ -55,7 +56,7 @@ def noise_ahead(device: torch.device, batch_size: int) -> NoiseAhead | None:
     return NoiseAhead(device, batch_size) if device.type in READABLE else None
 
 
-def win_chances(ids: Sequence[int], chances: Sequence[float], draws: npt.NDArray[Any]) -> list[float]:
+def win_chances(ids: Sequence[int], chances: Sequence[float], draws: Draws) -> list[float]:
     """How likely each of some tokens is to be the one chosen, given the draws.
 
     chances: about how probable the model finds them; other tokens share what is left to 1. draws: [V].

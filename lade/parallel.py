@@ -523,7 +523,7 @@ class SharedAnswers(Answers):
 
     def of_all(self, nodes: list[int]) -> Tensor:
         owners = [self._owner(row, node) for row, node in enumerate(nodes)]
-        logits = super().of_all([self._place(row, node) for row, node in enumerate(nodes)])
+        logits = super().of_all([self._place(row, node) for row, node in enumerate(nodes)]).clone()
         for owner in sorted(set(owners)):
             rows = torch.tensor([row for row, known in enumerate(owners) if known == owner], device=logits.device)
             logits[rows] = self._team.logits_of(owner, logits[rows]).to(logits.device)

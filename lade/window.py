@@ -26,9 +26,8 @@ class JacobiWindow:
         # A generator of its own: guesses must not consume the random numbers that sampling draws.
         generator = torch.Generator().manual_seed(0)
         draws = torch.rand(batch_size, (ngram_size - 1) * window_size, generator=generator, device="cpu")
-        back = (
-            draws * torch.tensor(prompt_lengths, device="cpu")[:, None]
-        ).long()  # [B, (N-1)*W] distance from the prompt's end
+        lengths = torch.tensor(prompt_lengths, device="cpu")[:, None]
+        back = (draws * lengths).long()  # [B, (N-1)*W] distance from the prompt's end
         cells = prompt_ids.gather(1, (padded_length - 1 - back).to(prompt_ids.device))
         return cls(cells.view(batch_size, ngram_size - 1, window_size))
 

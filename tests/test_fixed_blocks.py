@@ -363,3 +363,17 @@ def test_captured_by_cuda(compiled, uses_kernel, monkeypatch):
     inputs = {name: tensor.cuda() for name, tensor in prompt().items()}
     stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)
     assert stats.cuda_graph_reason is None
+
+
+def test_hooks_are_run_and_nothing_is_compiled(model):
+    """Also one that was put on after the forward had been compiled."""
+    check(*both(model, prompt(20)))
+    layer = model.model.layers[0].mlp
+    for register in (layer.register_forward_hook, torch.nn.modules.module.register_module_forward_hook):
+        handle = register(lambda part, _, output: -output if part is layer else output)
+        try:
+            check(*both(model, prompt(20)), compiled=False)
+        finally:
+            handle.remove()
+        assert "hooks" in lade.last_stats().compile_reason
+    check(*both(model, prompt(20)))

@@ -1,8 +1,12 @@
 """Slots, compaction and growth of the cache, against lists of what must be kept."""
 
+import weakref
+
 import pytest
 import torch
+from conftest import generate_plain, prompt, tiny_llama
 
+import lade
 from lade.kv_cache import LookaheadCache
 
 
@@ -68,3 +72,25 @@ def test_never_written_slots_are_zero():
     cache = LookaheadCache(num_layers=1, capacity=256)
     write(cache, [[1], [1]], layers=1)
     assert cache.layers[0].values[:, :, 1:].abs().sum() == 0
+
+
+def test_a_forward_that_the_user_compiled(lade_on):
+    """Nothing in the cache breaks the graph."""
+    model, inputs = tiny_llama(num_hidden_layers=1), prompt(20)
+    plain = generate_plain(model, inputs, max_new_tokens=8)
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    lade.config_lade(LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2)
+    try:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=8), plain)
+    finally:
+        torch._dynamo.reset()
+    assert lade.last_stats().fallback_reason is None
+    assert lade.last_stats().steps < 8
+
+
+def test_the_memory_is_free_when_the_cache_is_gone():
+    cache = LookaheadCache(1, 8)
+    cache.update(states([[1, 2]]), states([[1, 2]]), 0)
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None

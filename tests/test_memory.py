@@ -292,3 +292,26 @@ def test_suffix_matches():
     loop = SuffixIndex()
     loop.extend([1, 2, 3] * 20)
     assert loop.matches() == [(57, 8)]  # the latest of the longest
+
+
+def test_a_vocabulary_that_has_shrunk():
+    model = tiny_llama()
+    generate(model)
+    model.resize_token_embeddings(30)
+    inputs = {name: value % 30 if name == "input_ids" else value for name, value in prompt(20, seed=3).items()}
+    for arguments in ({}, SAMPLED):
+        torch.manual_seed(1)
+        plain = generate_plain(model, inputs, max_new_tokens=12, **arguments)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=12, **arguments), plain)
+        assert lade.last_stats().fallback_reason is None
+
+
+def test_short_calls_are_learned_from_too(model):
+    """Rows of logits wait for others; those of a call's last steps do not wait for ever."""
+    memory = Memory()
+    lade.config_lade(MODE="tree", MAX_BLOCK=2)
+    with memory.active():
+        model.generate(**prompt(8), max_new_tokens=4)
+    fed = sum(lade.last_stats().block_tokens)
+    assert len(memory.pairs) >= min(4, fed)

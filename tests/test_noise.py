@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from conftest import generate_plain, prompt, tiny_llama
 
+import lade
 from lade import noise
 from lade.drafters import Outcome, RecyclingDrafter
 from lade.drafters import recycling as recycling_module
@@ -33,6 +35,36 @@ def test_the_draws_are_those_of_multinomial(batch_size):
     # The generator itself has not moved.
     assert [torch.multinomial(probabilities, 1)[:, 0].tolist() for _ in range(6)] == expected
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_draws_that_nobody_will_ask_for_are_dropped(lade_on, monkeypatch):
+    """Also those of a row that has ended."""
+    kept = []
+    of = NoiseAhead.of
+    monkeypatch.setattr(NoiseAhead, "of", lambda self, *a: [of(self, *a), kept.append(len(self._draws))][0])
+    model, inputs = tiny_llama(), prompt(12, batch_size=2)
+    lade.config_lade(MODE="tree", MAX_BLOCK=8, SHARE=0)
+    torch.manual_seed(1)
+    text = model.generate(**inputs, max_new_tokens=4, do_sample=True)
+    torch.manual_seed(1)
+    ended = int(text[0, -1]) if int(text[0, -1]) not in text[1, -4:].tolist() else int(text[0, -2])
+    model.generate(**inputs, max_new_tokens=60, do_sample=True, eos_token_id=ended, pad_token_id=0)
+    assert lade.last_stats().fallback_reason is None
+    assert 0 < max(kept) < 45
+
+
+def test_another_default_dtype(lade_on):
+    model, inputs = tiny_llama(torch.float32), prompt(12)
+    lade.config_lade(MODE="tree", MAX_BLOCK=8, SHARE=0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(1)
+        plain = generate_plain(model, inputs, max_new_tokens=20, do_sample=True)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=True), plain)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert lade.last_stats().fallback_reason is None
 
 
 def test_no_copy_of_other_generators():

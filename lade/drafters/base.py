@@ -60,6 +60,9 @@ class Drafter(Protocol):
     def learn(self, outcome: Outcome) -> None:
         """Called once after each forward, the prompt's included."""
 
+    def finish(self) -> None:
+        """The call is over: what has waited is learned from."""
+
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
         """What a step has cost. num_slots: tokens of the longest row. num_tokens: q. seconds: without the user's own code."""
 

@@ -95,6 +95,9 @@ class LookaheadDrafter:
             self.window.roll(chosen, None if self.config.always_forward_one else [max(0, n - 1) for n in num_committed])
         self._remember(found)
 
+    def finish(self) -> None:
+        """Nothing has waited."""
+
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
         if self.prices is not None:
             self.prices.at(num_slots).observe(num_tokens, seconds)

@@ -109,6 +109,7 @@ class RecyclingDrafter:
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
         self._noise = None if temperature is None else noise_ahead(prompt_ids.device, len(prompt_ids))
         self._vocab_size = 0  # width of the logits
+        self._num_generated = [0] * len(prompt_ids)
         self._growths = [Growth() for _ in self._texts]
         self._seen: list[Seen] = []  # not yet learned from
         self._proposed: Counter[int] = Counter()  # by kind
@@ -118,9 +119,9 @@ class RecyclingDrafter:
         self._growths = [Growth() for _ in self._texts]
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
         self._num_generated = [len(tokens) for tokens in texts.generated]
-        if self._noise is not None:
-            self._noise.forget(min(self._num_generated))
         unfinished = [row for row, done in enumerate(is_finished) if not done]
+        if self._noise is not None:
+            self._noise.forget(min((self._num_generated[row] for row in unfinished), default=0))
         if max_depth:
             self._grow_all(unfinished, max_depth, max(texts.lengths))
         tree = TokenTree([growth.tokens for growth in self._growths], [growth.parents for growth in self._growths])
@@ -147,6 +148,10 @@ class RecyclingDrafter:
             self._accepted.update(growth.kinds[node] for node in path)
             index.extend(committed)
         if is_due and self._seen:
+            self._learn_rows()
+
+    def finish(self) -> None:
+        if self._seen:
             self._learn_rows()
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:

@@ -29,7 +29,7 @@ from lade.config import LookaheadConfig
 from lade.kernels import left_padding
 from lade.kv_cache import LookaheadCache
 from lade.models.fixed import FixedBlocks, can_capture, padded_capacity
-from lade.models.view import has_foreign_forward, parts_of, private_view
+from lade.models.view import has_foreign_forward, has_hooks, parts_of, private_view
 from lade.stats import GenerationStats
 
 # Their attention takes the 4-D mask that a block needs.
@@ -229,6 +229,8 @@ class ModelAdapter:
             return "this family's blocks run on a changed view of the model"
         if has_foreign_forward(self.model):
             return "the model is dispatched or patched"
+        if has_hooks(self.model):
+            return "the model has hooks, which compiled or captured forwards pass by"
         if not self.takes_positions:
             return f"{type(self.model).__name__}.forward takes no position_ids"
         if self.needs_equal_lengths:

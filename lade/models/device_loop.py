@@ -24,7 +24,7 @@ from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models.base import ModelAdapter
 from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
-from lade.models.fingerprint import fingerprint
+from lade.models.fingerprint import fingerprint, numerics
 from lade.models.fixed import (
     NotCompiled,
     can_capture,
@@ -142,7 +142,7 @@ class DeviceLoop:
             self.shape,
             repr(adapter.reaches),
             self.model.config._attn_implementation,
-            torch.is_inference_mode_enabled(),
+            numerics(self.shape.device),
         )
         self._buffers: Buffers | None = None
 
@@ -182,7 +182,9 @@ class DeviceLoop:
         began = perf_counter()
         slot_lead = cache.lengths[0] - (self.rules.texts.lengths[0] - 1)
         positions = self.positions
-        position_lead = torch.zeros(()) if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
+        position_lead = (
+            torch.zeros((), device="cpu") if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
+        )
         try:
             while slot_lead >= 0 and not all(self.rules.is_finished):
                 self._fit(buffers, slot_lead, position_lead)
@@ -213,7 +215,7 @@ class DeviceLoop:
         state.key_mask.fill_(True)
         if self.key_mask is not None:
             state.key_mask[:, : self.key_mask.shape[1]] = self.key_mask
-        state.padding.copy_(torch.zeros(()) if self.adapter.padding is None else self.adapter.padding)
+        state.padding.copy_(torch.zeros((), device="cpu") if self.adapter.padding is None else self.adapter.padding)
         state.levels.copy_(self.drafter.window.levels)
         copy_pool(self.drafter.pool, state.pool)
         state.num_steps.fill_(self.drafter.window.num_updates)
@@ -337,9 +339,10 @@ class DeviceLoop:
         """A step that worked at first no longer does. The ordinary loop goes on, and meets the model's own errors by itself."""
         self.stats.device_reason = in_short(problem)
         if self.captures:
-            self._not_captured(problem)
-        elif self.compiles and buffers.state is not None:
-            self._not_compiled(buffers.state, problem)
+            self.stats.cuda_graph_reason = in_short(problem)
+        elif self.compiles:
+            self.stats.compile_reason = in_short(problem)
+        self.compiles = self.captures = False
         self._buffers = None
 
     def _not_compiled(self, state: StepState, problem: Exception) -> None:
@@ -359,7 +362,9 @@ def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool]]]:
     found = torch.stack([state.lengths, state.is_finished])  # [2, B]
     copied = None
     if found.is_cuda:
-        found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True).copy_(
+            found, non_blocking=True
+        )
         copied = torch.cuda.Event()
         copied.record()
 
@@ -373,7 +378,7 @@ def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool]]]:
 
 
 def fill(tensor: Tensor, values: list[Any]) -> None:
-    tensor.copy_(torch.tensor(values))
+    tensor.copy_(torch.tensor(values, device="cpu"))
 
 
 def copy_pool(source: NGramPool, target: NGramPool) -> None:

@@ -70,9 +70,8 @@ class StepState:
         self.shape, self.reaches = shape, reaches
         self.capacity = cache.capacity
 
-        self.ids = zeros(
-            batch_size, cache.capacity + shape.ngram_size
-        )  # the text; the last N for writes beyond its end
+        # The text; the last N places are for writes beyond its end.
+        self.ids = zeros(batch_size, cache.capacity + shape.ngram_size)
         self.lengths = zeros(batch_size)  # of the text
         self.is_finished = zeros(batch_size, dtype=torch.bool)
         self.max_length = zeros(())

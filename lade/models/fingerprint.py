@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,6 +28,17 @@ def fingerprint(model: PreTrainedModel) -> int:
             elif is_plain(value):
                 seen.append((name, repr(value)))
     return hash(tuple(seen))
+
+
+def numerics(device: torch.device) -> tuple[Any, ...]:
+    """Settings of the process by which the same code computes something else."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device.type),
+        torch.get_autocast_dtype(device.type),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def address(tensor: Tensor) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.modules import module as nn_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
@@ -64,6 +66,17 @@ def has_foreign_forward(model: PreTrainedModel) -> bool:
     So do accelerate's dispatch, which replaces `forward` on the object, and `module.compile()`.
     """
     return any("forward" in vars(part) or vars(part).get("_compiled_call_impl") is not None for part in parts_of(model))
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether something of the user's is to run before or after the model or a part of it.
+
+    transformers puts on hooks of its own, which only collect hidden states and attentions where a call asks for them.
+    """
+    everywhere = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
+    own = (vars(part)[name] for part in parts_of(model) for name in ("_forward_hooks", "_forward_pre_hooks"))
+    hooks = chain.from_iterable(found.values() for found in chain(everywhere, own))
+    return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
 
 
 def parts_of(model: nn.Module) -> Iterator[nn.Module]:
