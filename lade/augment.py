@@ -20,10 +20,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from lade.config import apply_environment, current_config, is_enabled
 from lade.decoding import lookahead_decode
+from lade.link import is_leader
 from lade.models import ModelAdapter, adapter_for, needs_trial
 from lade.models.base import Request
 from lade.models.probe import trial_reason
-from lade.parallel import is_leader, team_for
+from lade.parallel import team_for
 from lade.stats import GenerationStats, open_stats, recording
 from lade.versions import version_problem
 

@@ -18,7 +18,7 @@ from torch.distributed import run
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import lade
-from lade import parallel, shares
+from lade import link, shares
 from lade.parallel import Team
 
 # Children are forked from a process that has imported these once and does nothing else.
@@ -417,7 +417,7 @@ def fail(rank, culprit, how):
     model, steps = tiny_llama(), []
     own_group(seconds=4 if how == "hangs" else PATIENCE)
     store = torch.distributed.distributed_c10d._get_default_store()
-    parallel.POLL, parallel.GRACE = datetime.timedelta(seconds=0.2), 2.0
+    link.POLL, link.GRACE = datetime.timedelta(seconds=0.2), 2.0
     began = time.monotonic()
 
     def before_forward(*_):
