@@ -5,6 +5,7 @@ Knows nothing about texts or models. The only file that imports torch.distribute
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import time
@@ -66,6 +67,15 @@ class Link:
             self._data = self._control if backend == "gloo" else group(backend)
         except RuntimeError as error:
             raise WorkerError(self._explanation(error)) from error
+
+    def close(self) -> None:
+        """End the groups' threads. Only for a link without failure: with messages under way it could wait for ever."""
+        groups = {id(group): group for group in (self._control, self._data)}
+        del self._control, self._data
+        if self.world is not dist.group.WORLD:
+            return  # the program has ended all groups itself
+        while groups:
+            dist.destroy_process_group(groups.popitem()[1])
 
     def _meet(self) -> None:
         """Wait until all ranks are here, with the same settings for the link itself."""
@@ -208,6 +218,13 @@ def link_for(config: LookaheadConfig, device: torch.device) -> Link:
         _num_links += 1
         _links[key] = Link(*key, _num_links)
     return _links[key]
+
+
+@atexit.register
+def close_links() -> None:
+    """A thread of gloo that lets go of a tensor while the interpreter ends brings the process down (SIGABRT)."""
+    while _links:
+        _links.popitem()[1].close()
 
 
 def forget(link: Link) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import hashlib
 import multiprocessing
@@ -11,6 +12,7 @@ import socket
 import time
 import traceback
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import torch
 from conftest import Recorder, generate_plain, prompt, tiny_llama
@@ -316,6 +318,24 @@ def run_families(rank, names):
                 stats = lade.last_stats()
                 found[family.name, batch_size, do_sample] = plain == shared, stats.fallback_reason
     return found
+
+
+def num_gloo_threads():
+    names = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
+
+
+def leave(rank):
+    """What runs at the end of a program, in its middle. Returns gloo's threads before, during and after; all tokens."""
+    model = tiny_llama()
+    own_group()
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    threads = [num_gloo_threads()]
+    first = model.generate(**prompt(20), max_new_tokens=8).tolist()
+    threads.append(num_gloo_threads())
+    atexit._run_exitfuncs()
+    threads.append(num_gloo_threads())
+    return threads, first, model.generate(**prompt(20), max_new_tokens=8).tolist()
 
 
 class Adviser(LogitsProcessor):

@@ -316,6 +316,16 @@ def test_torchrun(torchrun, lade_on):
     assert printed.count("Compression ratio") == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted by Linux")
+def test_no_thread_outlives_the_interpreter(lade_on):
+    """One that does now and then aborts the process (pytorch/pytorch#179291)."""
+    plain = generate_plain(tiny_llama(), prompt(20), max_new_tokens=8).tolist()
+    for (before, during, after), first, second in ranks.launch(ranks.leave, 2):
+        assert before < during
+        assert before == after
+        assert first == second == plain
+
+
 def test_without_a_launcher(lade_on, model, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
