@@ -2,7 +2,7 @@
 
 `torch.multinomial` for one sample is a race: token v arrives at time e_v / p_v, e_v drawn from an exponential distribution, and
 the first to arrive is chosen. The e of the next tokens follow from the generator's state. Who knows them and roughly knows the
-probabilities, knows roughly what will be chosen; what is chosen, and the generator itself, stay as they are.
+probabilities, knows roughly what will be chosen; what is chosen stays as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 Draws = npt.NDArray[Any]  # [V]
 
@@ -22,38 +23,85 @@ SHARPNESS = 0.75
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
 
 
-class NoiseAhead:
-    """The draws for each token that a call generates, as long as nothing else draws from the generator."""
+class Noise:
+    """The draws for each token that a call samples: read ahead for guesses, and drawn for good in the order of the text."""
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
         """To be made before the call's first draw."""
-        self._generator = torch.Generator(device)
-        self._generator.set_state(torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device))
         self._batch_size, self._device = batch_size, device
-        self._draws: deque[npt.NDArray[Any]] = deque()  # [B, V] each
+        self._draws: deque[Tensor] = deque()  # [B, V] each
         self._first = 0  # token that the first of them is for
+        self._num_drawn = 0  # tokens that the generator itself has drawn for
+        self._copy = torch.Generator(device) if device.type in READABLE else None
+        self._states: deque[Tensor] = deque()  # of the generator: before the first draws, and after each
+        if self._copy is not None:
+            self._states.append(self._state())
+            self._copy.set_state(self._states[0])
 
-    def of(self, row: int, index: int, vocab_size: int) -> Draws:
-        """Draws for one row's token number `index`, the first one generated being 0. Returns [V].
+    def ahead(self, row: int, index: int, vocab_size: int) -> Draws | None:
+        """What one row's token number `index`, the first one generated being 0, will be drawn with, if nothing else draws.
 
-        vocab_size: width of the logits.
+        vocab_size: width of the logits. Returns [V], None where the device's generator cannot be copied.
         """
-        while index >= self._first + len(self._draws):
-            # In the dtype that generate() samples in, whatever the default is.
-            draws = torch.empty(self._batch_size, vocab_size, dtype=torch.float32, device=self._device)
-            self._draws.append(draws.exponential_(1, generator=self._generator).cpu().numpy())
-        return self._draws[index - self._first][row]
+        if self._copy is None:
+            return None
+        draws: Draws = self._of(index, vocab_size)[row].cpu().numpy()
+        return draws
+
+    def draw(self, index: int, vocab_size: int) -> Tensor:
+        """The draws for token number `index`; the generator moves on as plain generate()'s does. Returns [B, V].
+
+        To be asked for one token after the other. What was drawn, and not forgotten, can be asked for again.
+        """
+        draws = self._of(index, vocab_size)
+        if index >= self._num_drawn and self._copy is not None:
+            place = index - self._first
+            if not same_state(self._state(), self._states[place]):  # something else has drawn from the generator
+                self._start_again(place)
+                draws = self._of(index, vocab_size)
+            self._set_state(self._states[place + 1])
+        self._num_drawn = max(self._num_drawn, index + 1)
+        return draws
 
     def forget(self, index: int) -> None:
         """Tokens before this one will not be asked for again."""
         while self._first < index and self._draws:
             self._draws.popleft()
             self._first += 1
+            if self._states:
+                self._states.popleft()
+
+    def _of(self, index: int, vocab_size: int) -> Tensor:
+        while index >= self._first + len(self._draws):
+            # In the dtype that generate() samples in, whatever the default is.
+            draws = torch.empty(self._batch_size, vocab_size, dtype=torch.float32, device=self._device)
+            self._draws.append(draws.exponential_(1, generator=self._copy))
+            if self._copy is not None:
+                self._states.append(self._copy.get_state())
+        return self._draws[index - self._first]
+
+    def _start_again(self, place: int) -> None:
+        """Draws from this place on are those of the generator as it is now."""
+        while len(self._draws) > place:
+            self._draws.pop()
+            self._states.pop()
+        self._states[place] = self._state()
+        assert self._copy is not None
+        self._copy.set_state(self._states[place])
+
+    def _state(self) -> Tensor:
+        return torch.get_rng_state() if self._device.type == "cpu" else torch.cuda.get_rng_state(self._device)
+
+    def _set_state(self, state: Tensor) -> None:
+        if self._device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, self._device)
 
 
-def noise_ahead(device: torch.device, batch_size: int) -> NoiseAhead | None:
-    """None where the device's generator cannot be copied."""
-    return NoiseAhead(device, batch_size) if device.type in READABLE else None
+def same_state(one: Tensor, other: Tensor) -> bool:
+    """Whether two generators' states are equal; kilobytes on the host, which numpy compares in a fraction of torch's time."""
+    return bool(one.numpy().tobytes() == other.numpy().tobytes())
 
 
 def win_chances(ids: Sequence[int], chances: Sequence[float], draws: Draws) -> list[float]:

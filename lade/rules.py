@@ -4,7 +4,7 @@ Knows nothing about where guesses come from: along a token tree it asks for one 
 never about a rejected guess. Three ways to do so, all with the tokens of plain generate():
 
     GreedyRules    argmax, ended by a length or an end-of-sequence id: all choices of a step are read at once
-    RowRules       processors and samplers that treat the rows of a batch apart: each row accepts its own number of tokens
+    RowRules       transformers' own processors and samplers that treat rows apart, ended likewise: each row accepts its own number of tokens
     LockstepRules  everything else: processors, criteria and streamers see the whole batch at one length, as in plain
 
 Floor 2.
@@ -23,6 +23,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from lade.noise import Noise
 from lade.outputs import OutputRecorder
 from lade.texts import Texts
 from lade.token_tree import TokenTree
@@ -105,6 +106,7 @@ class Rules:
         pad_token = generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
         self.announce: Callable[[list[int], list[bool]], None] | None = None  # tells others of tokens and ended rows
+        self.noise: Noise | None = None  # where these rules draw themselves
 
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         """Commit what the model chose along each row's tree.
@@ -127,13 +129,17 @@ class Rules:
         return [row for row, is_finished in enumerate(self.is_finished) if is_finished]
 
 
-class GreedyRules(Rules):
-    """No processors: the whole step is one argmax and one copy to the host."""
+class EndingRules(Rules):
+    """Texts end by a length or an end-of-sequence id, each row's by itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.max_length = int(self.criteria.max_length or 0)
         self.eos_ids = eos_ids(self.criteria)
+
+
+class GreedyRules(EndingRules):
+    """No processors: the whole step is one argmax and one copy to the host."""
 
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         choices = answers.best()
@@ -161,13 +167,13 @@ class GreedyRules(Rules):
         return self.is_finished[row]
 
 
-class RowRules(Rules):
+class RowRules(EndingRules):
     """Processors and samplers, each row at its own length; several rows share the noise that plain would have drawn."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._noise: dict[int, Tensor] = {}  # length -> [B, V], drawn once per length in order
-        self._scratch = torch.Generator(self.texts.ids.device)
+        if self.do_sample:
+            self.noise = Noise(self.texts.ids.device, len(self.is_finished))
 
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         texts = self.texts
@@ -179,31 +185,29 @@ class RowRules(Rules):
                 accepted.append(None)
             else:
                 accepted.append(walk(children, partial(self._choose, answers, row), partial(self._commit, row)))
-        for length in [length for length in self._noise if length < min(unfinished)]:
-            del self._noise[length]
+        if self.noise is not None:
+            self.noise.forget(min(unfinished) - texts.prompt_length)
         return accepted
 
     def _choose(self, answers: Answers, row: int, node: int) -> int:
-        device = self.texts.ids.device
-        raw = answers.of_row(row, node).to(dtype=torch.float32, copy=True, device=device)
-        scores = self.processor(self.texts.row(row), raw)
-        if not self.do_sample:
+        texts = self.texts
+        ids = texts.row(row)
+        scores = answers.of_row(row, node).to(dtype=torch.float32, copy=True, device=ids.device)
+        for processor in self.processor:  # one by one: the list would look at the signature of each
+            scores = processor(ids, scores)
+        if self.noise is None:
             return int(scores.argmax(dim=-1))
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        torch.multinomial(probabilities, num_samples=1, generator=self._scratch)  # raises for nan, as plain does
-        # For one sample it is a race between exponential draws; running it here lets rows be at different lengths.
-        return int((probabilities[0] / self._draws(probabilities, self.texts.lengths[row])[row]).argmax(dim=-1))
-
-    def _draws(self, probabilities: Tensor, length: int) -> Tensor:
-        if length not in self._noise:
-            shape = (len(self.is_finished), probabilities.shape[1])
-            self._noise[length] = probabilities.new_empty(shape).exponential_(1)
-        return self._noise[length]
+        if bool(probabilities[0, 0].isnan()):  # then all are
+            torch.multinomial(probabilities, num_samples=1)  # raises, as plain does
+        # multinomial's own race for one sample; running it here lets rows be at different lengths.
+        draws = self.noise.draw(texts.lengths[row] - texts.prompt_length, probabilities.shape[1])
+        return first_to_arrive(probabilities[0], draws[row])
 
     def _commit(self, row: int, token: int) -> bool:
         self.texts.append([token], row)
         self.num_generated += 1
-        self.is_finished[row] = bool(self.criteria(self.texts.row(row), None).all())
+        self.is_finished[row] = token in self.eos_ids or self.texts.lengths[row] >= self.max_length
         if self.announce is not None:
             self.announce([token], [self.is_finished[row]])
         return self.is_finished[row]
@@ -283,7 +287,7 @@ def rules_for(
     )
     if rows_apart and not logits_processor and not generation_config.do_sample:
         return GreedyRules
-    if rows_apart and is_batch and all(map(is_row_wise, logits_processor)):
+    if rows_apart and all(map(is_row_wise, logits_processor)):
         return RowRules
     return LockstepRules
 
@@ -300,6 +304,13 @@ def best_tokens(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu":  # numpy's argmax is vectorised: in half precision it takes a tenth of torch's time
         return torch.from_numpy(np.asarray(logits.float().numpy().argmax(axis=-1)))
     return best_on_device(logits)
+
+
+def first_to_arrive(probabilities: Tensor, draws: Tensor) -> int:
+    """The token that `torch.multinomial` chooses with these exponential draws. Both: [V]."""
+    if draws.device.type == "cpu":
+        return int((probabilities.numpy() / draws.numpy()).argmax())
+    return int((probabilities / draws).argmax())
 
 
 def best_on_device(logits: Tensor) -> Tensor:

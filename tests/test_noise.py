@@ -6,11 +6,10 @@ import torch
 from conftest import generate_plain, prompt, tiny_llama
 
 import lade
-from lade import noise
+from lade import noise as noise_module
 from lade.drafters import Outcome, RecyclingDrafter
-from lade.drafters import recycling as recycling_module
 from lade.memory import Memory, most_likely
-from lade.noise import NoiseAhead, noise_ahead, win_chances
+from lade.noise import Noise, win_chances
 from lade.texts import Texts
 from lade.token_tree import TokenTree
 
@@ -26,22 +25,77 @@ def test_the_draws_are_those_of_multinomial(batch_size):
     state = torch.get_rng_state()
 
     torch.manual_seed(4)
-    ahead = NoiseAhead(CPU, batch_size)
-    assert ahead.of(0, 5, VOCAB_SIZE).shape == (VOCAB_SIZE,)  # in any order
+    noise = Noise(CPU, batch_size)
+    assert noise.ahead(0, 5, VOCAB_SIZE).shape == (VOCAB_SIZE,)  # in any order
     for index, tokens in enumerate(expected):
-        ahead.forget(index)
-        draws = [torch.from_numpy(ahead.of(row, index, VOCAB_SIZE)) for row in range(batch_size)]
+        noise.forget(index)
+        draws = [torch.from_numpy(noise.ahead(row, index, VOCAB_SIZE)) for row in range(batch_size)]
         assert [int((p / e).argmax()) for p, e in zip(probabilities, draws, strict=True)] == tokens
     # The generator itself has not moved.
     assert [torch.multinomial(probabilities, 1)[:, 0].tolist() for _ in range(6)] == expected
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("looks_ahead", [True, False])
+def test_drawing_moves_the_generator_as_multinomial_does(looks_ahead):
+    probabilities = (3 * torch.randn(2, VOCAB_SIZE)).softmax(-1)
+    torch.manual_seed(4)
+    expected, states = [], []
+    for _ in range(6):
+        expected.append(torch.multinomial(probabilities, 1)[:, 0].tolist())
+        states.append(torch.get_rng_state())
+
+    torch.manual_seed(4)
+    noise = Noise(CPU, 2)
+    for index, (tokens, state) in enumerate(zip(expected, states, strict=True)):
+        if looks_ahead:
+            noise.ahead(1, index + 2, VOCAB_SIZE)
+        for _ in range(2):  # once drawn, it is there for other rows
+            assert (probabilities / noise.draw(index, VOCAB_SIZE)).argmax(-1).tolist() == tokens
+            assert torch.equal(torch.get_rng_state(), state)
+        noise.forget(index)
+
+
+def test_others_may_draw_in_between():
+    probabilities = (3 * torch.randn(1, VOCAB_SIZE)).softmax(-1)
+
+    def tokens(choose):
+        torch.manual_seed(4)
+        found = []
+        for index in range(5):
+            found.append(choose(index))
+            if index % 2:
+                torch.rand(3)
+        return found, torch.get_rng_state().tolist()
+
+    def draw(index):
+        noise.ahead(0, index + 3, VOCAB_SIZE)
+        return int((probabilities / noise.draw(index, VOCAB_SIZE)).argmax())
+
+    torch.manual_seed(4)
+    noise = Noise(CPU, 1)
+    assert tokens(draw) == tokens(lambda _: int(torch.multinomial(probabilities, 1)))
+
+
+def test_generators_that_cannot_be_copied(monkeypatch):
+    probabilities = (3 * torch.randn(2, VOCAB_SIZE)).softmax(-1)
+    torch.manual_seed(4)
+    expected = [torch.multinomial(probabilities, 1)[:, 0].tolist() for _ in range(6)]
+    monkeypatch.setattr(noise_module, "READABLE", ())
+    torch.manual_seed(4)
+    noise = Noise(CPU, 2)
+    for index, tokens in enumerate(expected):
+        assert noise.ahead(0, index, VOCAB_SIZE) is None
+        assert (probabilities / noise.draw(index, VOCAB_SIZE)).argmax(-1).tolist() == tokens
+        noise.draw(max(0, index - 1), VOCAB_SIZE)
+        noise.forget(index)
+
+
 def test_draws_that_nobody_will_ask_for_are_dropped(lade_on, monkeypatch):
     """Also those of a row that has ended."""
     kept = []
-    of = NoiseAhead.of
-    monkeypatch.setattr(NoiseAhead, "of", lambda self, *a: [of(self, *a), kept.append(len(self._draws))][0])
+    ahead = Noise.ahead
+    monkeypatch.setattr(Noise, "ahead", lambda self, *a: [ahead(self, *a), kept.append(len(self._draws))][0])
     model, inputs = tiny_llama(), prompt(12, batch_size=2)
     lade.config_lade(MODE="tree", MAX_BLOCK=8, SHARE=0)
     torch.manual_seed(1)
@@ -67,13 +121,9 @@ def test_another_default_dtype(lade_on):
     assert lade.last_stats().fallback_reason is None
 
 
-def test_no_copy_of_other_generators():
-    assert noise_ahead(torch.device("meta"), 1) is None
-
-
 def test_chances_add_up_to_what_happens(monkeypatch):
     """Over many races: what a token is given beforehand is how often it wins, where probabilities are exact."""
-    monkeypatch.setattr(noise, "SHARPNESS", 100.0)
+    monkeypatch.setattr(noise_module, "SHARPNESS", 100.0)
     ids, rng = [3, 5, 8], np.random.default_rng(0)
     chances = [0.5, 0.2, 0.1]
     given, won = np.zeros(3), np.zeros(3)
@@ -89,13 +139,14 @@ def test_chances_add_up_to_what_happens(monkeypatch):
     )  # where all draws are late, another token comes first
 
 
-def first_guess_is_right(seed, probabilities):
+def first_guess_is_right(seed, probabilities, reads_noise):
     """Whether the first guess behind a token whose row is known is the token that sampling then puts there."""
     prompt_ids = torch.tensor([[7, 9]])
     memory = Memory()
     memory.learn([9], [5], most_likely(probabilities.log()), 1)
     torch.manual_seed(seed)
-    drafter = RecyclingDrafter(memory, VOCAB_SIZE, prompt_ids, None, 1.0, 8, None)
+    noise = Noise(CPU, 1) if reads_noise else None
+    drafter = RecyclingDrafter(memory, VOCAB_SIZE, prompt_ids, None, 1.0, 8, None, noise)
     texts = Texts(prompt_ids, 10)
     torch.multinomial(probabilities, 1)  # after the prompt
     texts.append([5], 0)
@@ -104,9 +155,8 @@ def first_guess_is_right(seed, probabilities):
     return guess == int(torch.multinomial(probabilities, 1))
 
 
-def test_guesses_follow_the_draws(monkeypatch):
+def test_guesses_follow_the_draws():
     probabilities = torch.zeros(1, VOCAB_SIZE)
     probabilities[0, 20:28] = torch.tensor([0.25, 0.2, 0.15, 0.1, 0.1, 0.1, 0.05, 0.05])
-    assert np.mean([first_guess_is_right(seed, probabilities) for seed in range(100)]) > 0.8
-    monkeypatch.setattr(recycling_module, "noise_ahead", lambda *_: None)
-    assert np.mean([first_guess_is_right(seed, probabilities) for seed in range(100)]) < 0.4
+    assert np.mean([first_guess_is_right(seed, probabilities, True) for seed in range(100)]) > 0.8
+    assert np.mean([first_guess_is_right(seed, probabilities, False) for seed in range(100)]) < 0.4

@@ -14,6 +14,7 @@ from lade.drafters.lookahead import LookaheadDrafter
 from lade.drafters.pace import Pace
 from lade.drafters.recycling import RecyclingDrafter
 from lade.memory import memory_for
+from lade.noise import Noise
 from lade.price import ModelPrices
 
 __all__ = ["Draft", "Drafter", "LookaheadDrafter", "Outcome", "RecyclingDrafter", "make_drafter"]
@@ -32,6 +33,7 @@ def make_drafter(
     prompt_ids: Tensor,
     key_mask: Tensor | None,
     temperature: float | None,
+    noise: Noise | None = None,
 ) -> Drafter:
     """The drafter that the settings ask for. Arguments as for the drafters."""
     kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile)
@@ -46,4 +48,4 @@ def make_drafter(
         pace = None if prices is None else paces.setdefault((*kind, *sizes), Pace())
         return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, prices, pace)
     max_block = min(config.max_block, BLIND_BLOCK) if config.adaptive and is_split else config.max_block
-    return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, temperature, max_block, prices)
+    return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, temperature, max_block, prices, noise)

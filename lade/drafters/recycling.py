@@ -20,7 +20,7 @@ from torch import Tensor
 from lade.acceptance import PAIR, PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
 from lade.memory import KEY_SHIFT, Memory, most_likely
-from lade.noise import Draws, noise_ahead, win_chances
+from lade.noise import Draws, Noise, win_chances
 from lade.price import ModelPrices
 from lade.row_table import BIN_EDGES, BIN_MIDDLES
 from lade.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
@@ -92,10 +92,12 @@ class RecyclingDrafter:
         temperature: float | None,
         max_block: int,
         prices: ModelPrices | None,
+        noise: Noise | None = None,
     ) -> None:
         """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
 
-        temperature: of sampling, None for greedy. max_block: the largest q. prices: what blocks cost; None to propose as many guesses as there is room for.
+        temperature: of sampling, None for greedy. max_block: the largest q. prices: what blocks cost; None to propose as many
+        guesses as there is room for. noise: what sampling draws; None to do without.
         """
         self.memory, self.num_tokens, self.max_block, self.prices = memory, num_tokens, max_block, prices
         self.acceptance = memory.acceptance[temperature is not None]
@@ -107,7 +109,7 @@ class RecyclingDrafter:
             # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
             index.extend(token if 0 <= token < num_tokens else FOREIGN for token in ids.tolist())
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
-        self._noise = None if temperature is None else noise_ahead(prompt_ids.device, len(prompt_ids))
+        self._noise = noise
         self._vocab_size = 0  # width of the logits
         self._num_generated = [0] * len(prompt_ids)
         self._growths = [Growth() for _ in self._texts]
@@ -225,7 +227,7 @@ class RecyclingDrafter:
         """What a token at some distance from the root will be drawn with; None where that is not known, or for greedy."""
         if self._noise is None:
             return None
-        return self._noise.of(row, self._num_generated[row] + depth - 1, self._vocab_size)
+        return self._noise.ahead(row, self._num_generated[row] + depth - 1, self._vocab_size)
 
     def _guesses(
         self, before: int, token: int, pointers: tuple[Pointer, ...], text: list[int], draws: Draws | None
