@@ -28,7 +28,7 @@ class NoiseAhead:
     def __init__(self, device: torch.device, batch_size: int) -> None:
         """To be made before the call's first draw."""
         self._generator = torch.Generator(device)
-        self._generator.set_state(torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device))
+        self._generator.set_state(generator_state(device))
         self._batch_size, self._device = batch_size, device
         self._draws: deque[npt.NDArray[Any]] = deque()  # [B, V] each
         self._first = 0  # token that the first of them is for
@@ -54,6 +54,18 @@ class NoiseAhead:
 def noise_ahead(device: torch.device, batch_size: int) -> NoiseAhead | None:
     """None where the device's generator cannot be copied."""
     return NoiseAhead(device, batch_size) if device.type in READABLE else None
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Of the generator that generate() draws from. device: its type is one of READABLE."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
 
 
 def win_chances(ids: Sequence[int], chances: Sequence[float], draws: Draws) -> list[float]:

@@ -13,7 +13,7 @@ Floor 2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,17 @@ class Rules:
         """Take out guesses for rows that have ended."""
         return tree.with_chains(self._finished_rows, self.pad_token, length=0)
 
+    @cached_property
+    def max_length(self) -> int:
+        """Where every text ends at the latest, if anything says so."""
+        return int(self.criteria.max_length or 0)
+
+    @cached_property
+    def eos_ids(self) -> set[int]:
+        return {
+            int(token) for c in self.criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
+        }
+
     @property
     def is_idle(self) -> list[bool]:
         """Rows that need no guesses."""
@@ -129,11 +140,6 @@ class Rules:
 
 class GreedyRules(Rules):
     """No processors: the whole step is one argmax and one copy to the host."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.max_length = int(self.criteria.max_length or 0)
-        self.eos_ids = eos_ids(self.criteria)
 
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         choices = answers.best()
@@ -182,6 +188,10 @@ class RowRules(Rules):
         for length in [length for length in self._noise if length < min(unfinished)]:
             del self._noise[length]
         return accepted
+
+    def take_over(self, noise: dict[int, Tensor]) -> None:
+        """Go on with what has been drawn elsewhere. noise: length -> [B, V], for lengths that some rows have passed and others not."""
+        self._noise = noise
 
     def _choose(self, answers: Answers, row: int, node: int) -> int:
         device = self.texts.ids.device
@@ -274,18 +284,24 @@ def rules_for(
     needs_equal_lengths: all rows must have one length, because of the model or of who gets the cache.
     """
     is_batch = len(input_ids) > 1
-    # Rows that end early are padded, or all end together: then what a finished row would have gone on with is not seen.
-    ends_apart = stopping_criteria.max_length is not None and all(
-        type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria
-    )
     rows_apart = (
-        ends_apart and streamer is None and not recorder.is_recording and not (is_batch and needs_equal_lengths)
+        ends_apart(stopping_criteria)
+        and streamer is None
+        and not recorder.is_recording
+        and not (is_batch and needs_equal_lengths)
     )
     if rows_apart and not logits_processor and not generation_config.do_sample:
         return GreedyRules
     if rows_apart and is_batch and all(map(is_row_wise, logits_processor)):
         return RowRules
     return LockstepRules
+
+
+def ends_apart(criteria: StoppingCriteriaList) -> bool:
+    """Whether each row ends by itself: padded where it ends early, so that nobody sees what it would have gone on with."""
+    return criteria.max_length is not None and all(
+        type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria
+    )
 
 
 def is_row_wise(processor: Callable[..., Tensor]) -> bool:
@@ -305,10 +321,6 @@ def best_tokens(logits: Tensor) -> Tensor:
 def best_on_device(logits: Tensor) -> Tensor:
     """The same by torch alone, wherever the logits are."""
     return (logits.float() if logits.dtype == torch.float64 else logits).argmax(dim=-1)
-
-
-def eos_ids(criteria: StoppingCriteriaList) -> set[int]:
-    return {int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()}
 
 
 def children_of_rows(tree: TokenTree) -> list[dict[tuple[int, int], int]]:
