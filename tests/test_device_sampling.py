@@ -149,7 +149,7 @@ def tampered(part, **changes):
 
 WRONG = {
     "as-it-is": ({}, False),
-    "next-draws": ({"prompt_length": lambda state: state.prompt_length - 1}, True),
+    "next-draws": ({"lengths": lambda state: state.lengths + 1}, True),
     "root's-draws": ({"offsets": lambda state: 0 * state.offsets}, True),
     "first-row's-draws": ({"rows": lambda state: 0 * state.rows}, True),
 }
@@ -165,16 +165,18 @@ def test_wrong_draws_are_noticed(name, model, monkeypatch):
     assert torch.equal(found, expected) != is_wrong
 
 
-def test_a_ring_too_small_is_noticed(model, monkeypatch):
-    expected, _ = seeded(generate_plain, model, prompt(), **SAMPLED)
-    for size, is_right in [(4, True), (3, False)]:  # N, where the host runs not ahead
-        monkeypatch.setattr(device_loop, "ring_size", lambda *sizes, size=size: size)
-        assert torch.equal(seeded(model.generate, **prompt(), **SAMPLED)[0], expected) == is_right
+@pytest.mark.parametrize("kind", ["one", "batch"])
+def test_a_ring_too_small_is_noticed(kind, model, runs_ahead, short_lead, monkeypatch):
+    arguments = SAMPLED | {"temperature": 0.1, "max_new_tokens": 60}
+    expected, _ = seeded(generate_plain, model, inputs_of(kind), **arguments)
+    for unseen, is_right in [(2, True), (1, False)]:
+        monkeypatch.setattr(device_sampling, "MAX_UNSEEN", unseen)
+        assert torch.equal(seeded(model.generate, **inputs_of(kind), **arguments)[0], expected) == is_right
         assert lade.last_stats().device_steps
 
 
 def test_a_generator_that_is_not_put_back_is_noticed(model, monkeypatch):
-    monkeypatch.setattr(DrawRing, "put_back", lambda self, num_drawn: None)
+    monkeypatch.setattr(DrawRing, "put_back", lambda self, length: None)
     expected, plain_states = seeded(generate_plain, model, prompt(), **SAMPLED)
     found, states = seeded(model.generate, **prompt(), **SAMPLED)
     assert torch.equal(found, expected)
@@ -192,24 +194,26 @@ def test_draws_are_those_of_multinomial():
         states.append(torch.get_rng_state())
 
     torch.set_rng_state(before)
-    ring = DrawRing(torch.ones(5, 2, 300), num_drawn=1)
+    ring = DrawRing(torch.ones(5, 2, 300), 31)
     for first in (1, 3, 3, 8, 12):
-        ring.fill(first)
-        for number in range(first, first + 5):
-            assert torch.equal((probabilities / ring.of(number)).argmax(-1), expected[number - 1])
-    ring.put_back(14)
+        ring.fill([30 + first, 50], [False, False])
+        for index in range(first, first + 5):
+            assert torch.equal((probabilities / ring.of(30 + index)).argmax(-1), expected[index - 1])
+    ring.put_back(44)
     assert torch.equal(torch.get_rng_state(), states[12])
 
 
 def test_a_generator_that_others_use_is_left_alone():
     """Of threads that share it, none may take back what another one has drawn."""
-    ring = DrawRing(torch.ones(5, 2, 300), num_drawn=0)
-    ring.fill(0)
-    torch.rand(3)
-    ring.fill(2)
-    state = generator_state(torch.device("cpu"))
-    ring.put_back(3)
-    assert torch.equal(generator_state(torch.device("cpu")), state)
+    cpu = torch.device("cpu")
+    for num_draws in (0, 3):
+        ring = DrawRing(torch.ones(5, 1, 300), 8)
+        ring.fill([8], [False])
+        torch.rand(num_draws)
+        ring.fill([10], [False])
+        state = generator_state(cpu)
+        ring.put_back(11)
+        assert torch.equal(generator_state(cpu), state) == bool(num_draws)
 
 
 @pytest.mark.parametrize("warper", EVERY_WARPER, ids=lambda warper: type(warper).__name__)
@@ -242,7 +246,7 @@ class Cliff(torch.nn.Linear):
     """An output layer whose logits are not numbers for hidden states beyond a limit."""
 
     def forward(self, states):
-        return super().forward(states).masked_fill(states[..., :1] > 2.3, torch.nan)
+        return super().forward(states).masked_fill(states[..., :1] > 1.7, torch.nan)
 
 
 def outcome(generate, *args, **arguments):
@@ -273,20 +277,35 @@ def test_what_is_no_number(batch_size):
         assert list in refused
 
 
-def test_a_refusal_changes_nothing(model, monkeypatch):
-    """Steps, texts and generator are those of a call that the device had no part in."""
+@pytest.fixture
+def refuses(monkeypatch):
+    """Steps refuse to sample from the seventh on, while this tensor says so."""
+    is_on = torch.tensor(True)
 
     def refusing(state, sampling, answers, original=device_step.sample):
         chosen, is_active = original(state, sampling, answers)
-        state.is_refused |= state.num_steps >= 6
+        state.is_refused |= (state.num_steps >= 6) & is_on
         return chosen, is_active & ~state.is_refused
 
     monkeypatch.setattr(device_step, "sample", refusing)
-    for is_ahead in (False, True):
-        monkeypatch.setattr(device_loop, "runs_ahead", lambda device, is_ahead=is_ahead: is_ahead)
-        for kind in ("one", "padded"):
-            assert_goes_on(model, inputs_of(kind), device_steps=6)
-            assert lade.last_stats().device_reason == REFUSED
+    return is_on
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("kind", ["one", "padded"])
+def test_a_refusal_changes_nothing(kind, is_ahead, model, refuses, monkeypatch):
+    """Steps, texts and generator are those of a call that the device had no part in."""
+    monkeypatch.setattr(device_loop, "runs_ahead", lambda device: is_ahead)
+    assert_goes_on(model, inputs_of(kind), device_steps=6)
+    assert lade.last_stats().device_reason == REFUSED
+
+
+def test_a_graph_serves_the_call_after_a_refusal(model, refuses, captured):  # noqa: F811
+    assert_goes_on(model, prompt(), device_steps=6)
+    refuses.fill_(False)
+    check(model, prompt(), captured=True, **SAMPLED)
+    # The step, and the forward alone.
+    assert len(captured) == 2
 
 
 def assert_goes_on(model, inputs, device_steps):

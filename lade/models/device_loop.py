@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models.base import ModelAdapter
-from lade.models.device_sampling import REFUSED, DrawRing, Sampling, hand_back, ring_size, sampling_of
+from lade.models.device_sampling import REFUSED, DrawRing, Sampling, empty_draws, hand_back, sampling_of
 from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
 from lade.models.fingerprint import fingerprint, numerics
 from lade.models.fixed import (
@@ -212,15 +212,12 @@ class DeviceLoop:
         self.stats.add_times(0.0, perf_counter() - began, 0.0)
 
     def _make_ring(self, buffers: Buffers, num_logits: int) -> DrawRing | None:
-        """Where the draws of this call's samples will be; kept with what reads them there."""
+        """The draws of this call's samples, where the steps will look for them. num_logits: V."""
         if self.shape.sampling is None:
             return None
         if buffers.draws is None:
-            size = ring_size(self.shape.batch_size, self.shape.ngram_size)
-            buffers.draws = torch.ones(
-                size, self.shape.batch_size, num_logits, dtype=torch.float32, device=self.shape.device
-            )
-        return DrawRing(buffers.draws, num_drawn=1)
+            buffers.draws = empty_draws(self.shape, num_logits)
+        return DrawRing(buffers.draws, max(self.rules.texts.lengths))
 
     def _fit(self, buffers: Buffers, slot_lead: int, position_lead: Tensor) -> None:
         """Let there be room for the next steps, and a state that says where the texts are."""
@@ -236,7 +233,6 @@ class DeviceLoop:
         fill(state.is_finished, rules.is_finished)
         fill(state.eos_ids, sorted(rules.eos_ids) or [NO_TOKEN])
         state.is_refused.fill_(False)
-        state.prompt_length.fill_(texts.prompt_length)
         state.max_length.fill_(rules.max_length)
         state.slot_lead.fill_(slot_lead)
         state.position_lead.copy_(position_lead)
@@ -332,7 +328,8 @@ class DeviceLoop:
             while not (all(is_finished) or is_refused):
                 has_room = self._num_slots(max(lengths), slot_lead, len(results)) <= state.capacity
                 if has_room:
-                    self._draw(lengths, is_finished)
+                    if self._ring is not None:
+                        self._ring.fill(lengths, is_finished)
                     run()
                     results.append(progress(state))
                 if len(results) > num_ahead or (results and not has_room):
@@ -342,12 +339,6 @@ class DeviceLoop:
         finally:
             self._hand_back(buffers, state)
         return not is_refused
-
-    def _draw(self, lengths: list[int], is_finished: list[bool]) -> None:
-        """Before a step: what any row may need in it. lengths, is_finished: as far as the host has seen."""
-        if self._ring is not None:
-            slowest = min(length for length, done in zip(lengths, is_finished, strict=True) if not done)
-            self._ring.fill(slowest - self.rules.texts.prompt_length)
 
     def _hand_back(self, buffers: Buffers, state: StepState) -> None:
         """Tell everyone on the host what has happened since `_fit`."""

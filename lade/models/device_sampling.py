@@ -4,7 +4,7 @@
 that generate() adds to the rows. The host draws these ahead, from generate()'s own generator and in its order; a step divides by
 them wherever it may sample. Afterwards the generator is put back to where plain generate() leaves it.
 
-Shapes: B rows, V logits, R places in the ring. A row's token number c, the first generated one being 0, is chosen by draws c.
+Shapes: B rows, V logits, R places in the ring. What follows a text of T tokens is chosen by the draws in place T modulo R.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lade.noise import READABLE, generator_state, set_generator_state
 from lade.rules import MAX_LEAD, LockstepRules, RowRules, Rules, ends_apart
 
 if TYPE_CHECKING:
-    from lade.models.device_step import StepState
+    from lade.models.device_step import StepShape, StepState
 
 # They look at nothing but the scores, each row by itself, and the host reads none of these. Eta and top-h sampling do read some.
 WARPERS = {
@@ -41,9 +41,8 @@ WARPERS = {
     if hasattr(processors, name)
 }
 CONSTANTS = (bool, int, float, str, type(None))  # what a warper's parameters may be, to be part of what is compiled
-MAX_UNSEEN = (
-    2  # steps that may have been started since the last one whose result the host has read, the next one included
-)
+MAX_UNSEEN = 2  # steps under way whose results the host has not read, the next one included
+NEVER = 2**62  # tokens, more than any text has
 REFUSED = "a token's probabilities are no numbers: the ordinary loop says what generate() would"
 
 
@@ -87,11 +86,17 @@ def largest_lead(batch_size: int) -> int:
 
 
 def ring_size(batch_size: int, ngram_size: int) -> int:
-    """R: what steps may look at from the slowest row's next token on, at the last time that the host has seen it.
+    """R: for how many tokens steps may need draws, from the one behind the slowest row's text on, as the host last saw it.
 
-    A row that does not wait is less than the lead ahead of the slowest and gets up to N tokens more, in each step that is not seen yet.
+    A row goes on while it is less than the lead ahead; it may get N tokens in that step, and look N further in the one after.
     """
     return largest_lead(batch_size) + MAX_UNSEEN * ngram_size
+
+
+def empty_draws(shape: StepShape, num_logits: int) -> Tensor:
+    """A ring for steps of one shape, [R, B, V]."""
+    size = (ring_size(shape.batch_size, shape.ngram_size), shape.batch_size, num_logits)
+    return torch.ones(size, dtype=torch.float32, device=shape.device)
 
 
 def sample(state: StepState, sampling: Sampling, answers: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,11 +108,10 @@ def sample(state: StepState, sampling: Sampling, answers: Tensor) -> tuple[Tenso
     assert state.draws is not None
     is_active = ~state.is_finished & ~is_far_ahead(state)
     probabilities = probabilities_of(sampling, answers)
-    depths = state.offsets[:, : answers.shape[1]]
-    numbers = (state.lengths - state.prompt_length)[:, None] + depths  # [B, 1 + n] of the token behind each
-    draws = state.draws[numbers % len(state.draws), state.rows]  # [B, 1 + n, V]
+    lengths = state.lengths[:, None] + state.offsets[:, : answers.shape[1]]  # [B, 1 + n] of the text up to each of them
+    draws = state.draws[lengths % len(state.draws), state.rows]  # [B, 1 + n, V]
     chosen = (probabilities / draws).argmax(dim=-1)
-    is_valid = (probabilities >= 0).all(dim=-1).all(dim=-1)  # [B]; softmax gives nothing else that is refused than nan
+    is_valid = (probabilities >= 0).flatten(1).all(dim=1)  # [B]; of what is refused, softmax gives only nan
     state.is_refused |= (is_active & ~is_valid).any()
     return chosen, is_active & ~state.is_refused
 
@@ -122,42 +126,43 @@ def probabilities_of(sampling: Sampling, logits: Tensor) -> Tensor:
 
 def is_far_ahead(state: StepState) -> Tensor:
     """Which rows wait for the slowest one. Returns [B]."""
-    slowest = state.lengths.masked_fill(state.is_finished, torch.iinfo(torch.long).max // 2).min()
+    slowest = state.lengths.masked_fill(state.is_finished, NEVER).min()
     return state.lengths >= slowest + largest_lead(len(state.lengths))
 
 
 class DrawRing:
-    """Fills a ring of draws for one call, a little ahead of its text.
+    """Fills a ring of draws for one call, a little ahead of its texts.
 
     The draws are taken from the generator itself, not from a copy: of threads that share it, no two get the same.
     """
 
-    def __init__(self, draws: Tensor, num_drawn: int) -> None:
-        """draws: [R, B, V]. num_drawn: tokens per row that generate() has drawn for so far."""
-        self.draws, self._end = draws, num_drawn
-        self._states: dict[int, Tensor] = {}  # of the generator, before it drew for a token
+    def __init__(self, draws: Tensor, length: int) -> None:
+        """draws: [R, B, V]. length: of the texts; what follows them is to be drawn first."""
+        self.draws, self._end = draws, length
+        self._states: dict[int, Tensor] = {}  # of the generator, before it drew for texts of a length
         self._left = generator_state(draws.device)  # after the last draws
         self._is_sole = True  # nobody else has drawn from the generator meanwhile
 
-    def fill(self, first: int) -> None:
-        """Draw as far ahead as there is room. first: number of the earliest token still to be chosen."""
+    def fill(self, lengths: list[int], is_finished: list[bool]) -> None:
+        """Draw as far ahead as there is room, before the next step. lengths, is_finished: as far as the host has seen."""
         size = len(self.draws)
-        while self._end < first + size:
+        slowest = min(length for length, done in zip(lengths, is_finished, strict=True) if not done)
+        while self._end < slowest + size:
             self._states[self._end] = self._read()
             self._states.pop(self._end - size - 1, None)
             self.draws[self._end % size].exponential_(1)
             self._left = generator_state(self.draws.device)
             self._end += 1
 
-    def of(self, number: int) -> Tensor:
-        """One of the last R that were drawn. Returns [B, V], a copy."""
-        return self.draws[number % len(self.draws)].clone()
+    def of(self, length: int) -> Tensor:
+        """What was drawn for the token behind texts of a length, one of the last R. Returns [B, V], a copy."""
+        return self.draws[length % len(self.draws)].clone()
 
-    def put_back(self, num_drawn: int) -> None:
-        """Leave the generator as if it had drawn for so many tokens only, unless somebody else has drawn from it."""
+    def put_back(self, length: int) -> None:
+        """Leave the generator as if it had drawn for shorter texts only, unless somebody else has drawn from it."""
         self._read()
-        if self._is_sole and num_drawn < self._end:
-            set_generator_state(self.draws.device, self._states[num_drawn])
+        if self._is_sole and length < self._end:
+            set_generator_state(self.draws.device, self._states[length])
 
     def _read(self) -> Tensor:
         state = generator_state(self.draws.device)
@@ -167,11 +172,9 @@ class DrawRing:
 
 def hand_back(ring: DrawRing, rules: Rules) -> None:
     """Leave the generator, and draws that some rows have used and others will, to the ordinary loop."""
-    start, lengths = rules.texts.prompt_length, rules.texts.lengths
+    lengths, is_finished = rules.texts.lengths, rules.is_finished
     longest = max(lengths)
     if isinstance(rules, RowRules):
-        unfinished = [length for length, done in zip(lengths, rules.is_finished, strict=True) if not done]
-        rules.take_over(
-            {length: ring.of(length - start) for length in range(min(unfinished, default=longest), longest)}
-        )
-    ring.put_back(longest - start)
+        slowest = min((length for length, done in zip(lengths, is_finished, strict=True) if not done), default=longest)
+        rules.take_over({length: ring.of(length) for length in range(slowest, longest)})
+    ring.put_back(longest)

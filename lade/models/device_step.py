@@ -82,7 +82,6 @@ class StepState:
         self.ids = zeros(batch_size, cache.capacity + shape.ngram_size)
         self.lengths = zeros(batch_size)  # of the text
         self.is_finished = zeros(batch_size, dtype=torch.bool)
-        self.prompt_length = zeros(())
         self.max_length = zeros(())
         self.eos_ids = zeros(max(1, shape.num_eos_ids))
         self.slot_lead = zeros(())  # how far a token's slot is ahead of its place in `ids`
