@@ -96,7 +96,7 @@ def lookahead_decode(
 
     with decode_mode(adapter.block_model):
         if on_device:  # this loop in another form; what it leaves undone is done below
-            on_device.run(cache)
+            on_device.run(cache, logits.shape[-1])
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             began = perf_counter()
             roots = rules.texts.roots()

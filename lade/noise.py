@@ -7,6 +7,7 @@ probabilities, knows roughly what will be chosen; what is chosen stays as it is.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from math import exp
@@ -21,6 +22,7 @@ Draws = npt.NDArray[Any]  # [V]
 # How much the order of arrival tells: everything where probabilities are exact, less where they come from another context.
 SHARPNESS = 0.75
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
+_drawing = threading.Lock()  # calls in several threads share a device's generator, and no two may get the same draws
 
 
 class Noise:
@@ -35,7 +37,7 @@ class Noise:
         self._copy = torch.Generator(device) if device.type in READABLE else None
         self._states: deque[Tensor] = deque()  # of the generator: before the first draws, and after each
         if self._copy is not None:
-            self._states.append(self._state())
+            self._states.append(generator_state(self._device))
             self._copy.set_state(self._states[0])
 
     def ahead(self, row: int, index: int, vocab_size: int) -> Draws | None:
@@ -56,12 +58,23 @@ class Noise:
         draws = self._of(index, vocab_size)
         if index >= self._num_drawn and self._copy is not None:
             place = index - self._first
-            if not same_state(self._state(), self._states[place]):  # something else has drawn from the generator
-                self._start_again(place)
-                draws = self._of(index, vocab_size)
-            self._set_state(self._states[place + 1])
+            with _drawing:
+                now = generator_state(self._device)
+                if not same_state(now, self._states[place]):  # something else has drawn from it
+                    self._start_again(place)
+                    draws = self._of(index, vocab_size)
+                set_generator_state(self._device, self._states[place + 1])
         self._num_drawn = max(self._num_drawn, index + 1)
         return draws
+
+    def take_over(self, index: int, draws: list[Tensor]) -> None:
+        """Go on with what the generator has drawn elsewhere for some tokens, the last it has drawn for. index: the first of them."""
+        self._first, self._draws = index, deque(draws)
+        self._num_drawn = index + len(draws)
+        if self._copy is not None:
+            state = generator_state(self._device)
+            self._states = deque([state] * (len(draws) + 1))
+            self._copy.set_state(state)
 
     def forget(self, index: int) -> None:
         """Tokens before this one will not be asked for again."""
@@ -85,23 +98,26 @@ class Noise:
         while len(self._draws) > place:
             self._draws.pop()
             self._states.pop()
-        self._states[place] = self._state()
+        self._states[place] = generator_state(self._device)
         assert self._copy is not None
         self._copy.set_state(self._states[place])
-
-    def _state(self) -> Tensor:
-        return torch.get_rng_state() if self._device.type == "cpu" else torch.cuda.get_rng_state(self._device)
-
-    def _set_state(self, state: Tensor) -> None:
-        if self._device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, self._device)
 
 
 def same_state(one: Tensor, other: Tensor) -> bool:
     """Whether two generators' states are equal; kilobytes on the host, which numpy compares in a fraction of torch's time."""
     return bool(one.numpy().tobytes() == other.numpy().tobytes())
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """Of the generator that generate() draws from. device: its type is one of READABLE."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
 
 
 def win_chances(ids: Sequence[int], chances: Sequence[float], draws: Draws) -> list[float]:

@@ -13,13 +13,13 @@ Floor 2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -119,6 +119,17 @@ class Rules:
         """Take out guesses for rows that have ended."""
         return tree.with_chains(self._finished_rows, self.pad_token, length=0)
 
+    @cached_property
+    def max_length(self) -> int:
+        """Where every text ends at the latest, if anything says so."""
+        return int(self.criteria.max_length or 0)
+
+    @cached_property
+    def eos_ids(self) -> set[int]:
+        return {
+            int(token) for c in self.criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
+        }
+
     @property
     def is_idle(self) -> list[bool]:
         """Rows that need no guesses."""
@@ -129,16 +140,7 @@ class Rules:
         return [row for row, is_finished in enumerate(self.is_finished) if is_finished]
 
 
-class EndingRules(Rules):
-    """Texts end by a length or an end-of-sequence id, each row's by itself."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.max_length = int(self.criteria.max_length or 0)
-        self.eos_ids = eos_ids(self.criteria)
-
-
-class GreedyRules(EndingRules):
+class GreedyRules(Rules):
     """No processors: the whole step is one argmax and one copy to the host."""
 
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
@@ -167,7 +169,7 @@ class GreedyRules(EndingRules):
         return self.is_finished[row]
 
 
-class RowRules(EndingRules):
+class RowRules(Rules):
     """Processors and samplers, each row at its own length; several rows share the noise that plain would have drawn."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -278,18 +280,25 @@ def rules_for(
     needs_equal_lengths: all rows must have one length, because of the model or of who gets the cache.
     """
     is_batch = len(input_ids) > 1
-    # Rows that end early are padded, or all end together: then what a finished row would have gone on with is not seen.
-    ends_apart = stopping_criteria.max_length is not None and all(
-        type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria
-    )
     rows_apart = (
-        ends_apart and streamer is None and not recorder.is_recording and not (is_batch and needs_equal_lengths)
+        type(logits_processor) is LogitsProcessorList  # a subclass may have a way of its own to call what is in it
+        and ends_apart(stopping_criteria)
+        and streamer is None
+        and not recorder.is_recording
+        and not (is_batch and needs_equal_lengths)
     )
     if rows_apart and not logits_processor and not generation_config.do_sample:
         return GreedyRules
     if rows_apart and all(map(is_row_wise, logits_processor)):
         return RowRules
     return LockstepRules
+
+
+def ends_apart(criteria: StoppingCriteriaList) -> bool:
+    """Whether each row ends by itself: padded where it ends early, so that nobody sees what it would have gone on with."""
+    return criteria.max_length is not None and all(
+        type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria
+    )
 
 
 def is_row_wise(processor: Callable[..., Tensor]) -> bool:
@@ -316,10 +325,6 @@ def first_to_arrive(probabilities: Tensor, draws: Tensor) -> int:
 def best_on_device(logits: Tensor) -> Tensor:
     """The same by torch alone, wherever the logits are."""
     return (logits.float() if logits.dtype == torch.float64 else logits).argmax(dim=-1)
-
-
-def eos_ids(criteria: StoppingCriteriaList) -> set[int]:
-    return {int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()}
 
 
 def children_of_rows(tree: TokenTree) -> list[dict[tuple[int, int], int]]:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models.base import ModelAdapter
+from lade.models.device_sampling import REFUSED, DrawRing, Sampling, empty_draws, hand_back, sampling_of
 from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
 from lade.models.fingerprint import fingerprint, numerics
 from lade.models.fixed import (
@@ -51,11 +52,12 @@ _compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Step | str]
 
 @dataclass(slots=True)
 class Buffers:
-    """What one call at a time works on. state: None until its first step. replay: None without a CUDA graph."""
+    """What one call at a time works on. state, draws: None until its first step. replay: None without a CUDA graph."""
 
     key: Hashable
     cache: LookaheadCache
     state: StepState | None = None
+    draws: Tensor | None = None  # [R, B, V], for sampling
     replay: Callable[[], Tensor] | None = None
 
 
@@ -73,17 +75,18 @@ def device_loop(
     drafter: the settings' own. key_mask: [B, P] bool, False for padding. positions: the prompt's, [B or 1, P] or more of these.
     """
     device, texts = adapter.model.device, rules.texts
+    sampling = sampling_of(rules)
     is_served = (
         is_wanted(config, device)
         and config.uses_window
         and config.num_guesses > 0
-        and type(rules) is GreedyRules
+        and (type(rules) is GreedyRules or sampling is not None)
         and stats.on_step is None
         and texts.ids.device == device
         and (getattr(adapter.model, "_tp_size", None) or 1) == 1
         and adapter.unfixable_reason() is None
     )
-    if not is_served or not isinstance(rules, GreedyRules):
+    if not is_served:
         return None
     if adapter.last_position is not None and positions is not None:
         # Every block has all of its tokens, so none may come near the model's last position.
@@ -91,7 +94,7 @@ def device_loop(
         largest = int(positions[..., -1].max()) + rules.max_length - texts.prompt_length
         if largest + ahead > adapter.last_position:
             return None
-    return DeviceLoop(adapter, config, rules, drafter, stats, key_mask, positions)
+    return DeviceLoop(adapter, config, rules, sampling, drafter, stats, key_mask, positions)
 
 
 def is_wanted(config: LookaheadConfig, device: torch.device) -> bool:
@@ -113,13 +116,14 @@ class DeviceLoop:
         self,
         adapter: ModelAdapter,
         config: LookaheadConfig,
-        rules: GreedyRules,
+        rules: Rules,
+        sampling: Sampling | None,
         drafter: Any,
         stats: GenerationStats,
         key_mask: Tensor | None,
         positions: Tensor | None,
     ) -> None:
-        """Arguments as for `device_loop`."""
+        """Arguments as for `device_loop`. sampling: None for greedy."""
         self.adapter, self.rules, self.drafter, self.stats = adapter, rules, drafter, stats
         self.model, self.key_mask, self.positions = adapter.block_model, key_mask, positions
         self.shape = StepShape(
@@ -135,6 +139,7 @@ class DeviceLoop:
             position_shape=(1, 1) if positions is None else tuple(positions[..., -1:].shape),
             dtype=adapter.dtype,
             device=rules.texts.ids.device,
+            sampling=sampling,
         )
         self.compiles = config.compile
         self.captures = bool(config.cuda_graph) and can_capture(self.shape.device)
@@ -145,6 +150,7 @@ class DeviceLoop:
             numerics(self.shape.device),
         )
         self._buffers: Buffers | None = None
+        self._ring: DrawRing | None = None  # None for greedy
 
     def make_cache(self, num_slots: int) -> LookaheadCache:
         """A cache for the prompt and what follows: an earlier call's, where a graph reads it and its size suits this call."""
@@ -174,8 +180,11 @@ class DeviceLoop:
                 del kept[:-KEPT]
         self._buffers = None
 
-    def run(self, cache: LookaheadCache) -> None:
-        """Decode until all rows have ended, or until something fails: then the ordinary loop can go on. cache: has the prompt."""
+    def run(self, cache: LookaheadCache, num_logits: int) -> None:
+        """Decode until all rows have ended, or until something fails: then the ordinary loop can go on.
+
+        cache: has the prompt, behind which each row has got one token. num_logits: V.
+        """
         buffers = self._buffers
         if buffers is None or buffers.cache is not cache or all(self.rules.is_finished):
             return
@@ -186,22 +195,36 @@ class DeviceLoop:
             torch.zeros((), device="cpu") if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
         )
         try:
+            self._ring = self._make_ring(buffers, num_logits)
             while slot_lead >= 0 and not all(self.rules.is_finished):
                 self._fit(buffers, slot_lead, position_lead)
                 run = self._prepare(buffers)
                 if run is None:
                     break  # the figures say why
-                self._decode(buffers, run, slot_lead)
+                if not self._decode(buffers, run, slot_lead):
+                    self.stats.device_reason = REFUSED
+                    break
         except Exception as problem:  # whatever a compiler or a graph raises; the model's own errors will come up again
             self._fail(buffers, problem)
+        finally:
+            if self._ring is not None:
+                hand_back(self._ring, self.rules)
         self.stats.add_times(0.0, perf_counter() - began, 0.0)
+
+    def _make_ring(self, buffers: Buffers, num_logits: int) -> DrawRing | None:
+        """The draws of this call's samples, where the steps will look for them. num_logits: V."""
+        if self.shape.sampling is None:
+            return None
+        if buffers.draws is None:
+            buffers.draws = empty_draws(self.shape, num_logits)
+        return DrawRing(buffers.draws, max(self.rules.texts.lengths))
 
     def _fit(self, buffers: Buffers, slot_lead: int, position_lead: Tensor) -> None:
         """Let there be room for the next steps, and a state that says where the texts are."""
         cache, rules = buffers.cache, self.rules
         cache.ensure_capacity(self._num_slots(max(rules.texts.lengths), slot_lead, TRIAL_STEPS))
         if buffers.state is None or buffers.state.capacity != cache.capacity:
-            buffers.state = StepState(self.shape, cache, self.adapter.reaches)
+            buffers.state = StepState(self.shape, cache, self.adapter.reaches, buffers.draws)
             buffers.replay = None  # it reads the old one
         state, texts = buffers.state, rules.texts
         longest = max(texts.lengths)
@@ -209,6 +232,7 @@ class DeviceLoop:
         fill(state.lengths, texts.lengths)
         fill(state.is_finished, rules.is_finished)
         fill(state.eos_ids, sorted(rules.eos_ids) or [NO_TOKEN])
+        state.is_refused.fill_(False)
         state.max_length.fill_(rules.max_length)
         state.slot_lead.fill_(slot_lead)
         state.position_lead.copy_(position_lead)
@@ -287,29 +311,34 @@ class DeviceLoop:
         if error is not None:
             raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
 
-    def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_lead: int) -> None:
+    def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_lead: int) -> bool:
         """Steps until all rows have ended or the cache is too small, then the texts are where the rules look for them.
+
+        Returns False where generate() may refuse to sample the next token.
 
         A device that runs by itself gets its next step before the last one's result is read. The one step too many at the
         end finds all rows ended and changes none of them.
         """
         state, texts = buffers.state, self.rules.texts
         assert state is not None
-        results: deque[Callable[[], tuple[list[int], list[bool]]]] = deque()
+        results: deque[Callable[[], tuple[list[int], list[bool], bool]]] = deque()
         num_ahead = int(runs_ahead(self.shape.device))
-        lengths, is_finished = texts.lengths, self.rules.is_finished
+        lengths, is_finished, is_refused = texts.lengths, self.rules.is_finished, False
         try:
-            while not all(is_finished):
+            while not (all(is_finished) or is_refused):
                 has_room = self._num_slots(max(lengths), slot_lead, len(results)) <= state.capacity
                 if has_room:
+                    if self._ring is not None:
+                        self._ring.fill(lengths, is_finished)
                     run()
                     results.append(progress(state))
                 if len(results) > num_ahead or (results and not has_room):
-                    lengths, is_finished = results.popleft()()
+                    lengths, is_finished, is_refused = results.popleft()()
                 elif not has_room:
                     break
         finally:
             self._hand_back(buffers, state)
+        return not is_refused
 
     def _hand_back(self, buffers: Buffers, state: StepState) -> None:
         """Tell everyone on the host what has happened since `_fit`."""
@@ -357,9 +386,12 @@ class DeviceLoop:
         self.captures = False
 
 
-def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool]]]:
-    """Begin to copy to the host how long the texts are and which have ended. Returns what waits for that copy and reads it."""
-    found = torch.stack([state.lengths, state.is_finished])  # [2, B]
+def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool]]:
+    """Begin to copy to the host how long the texts are, which have ended, and whether sampling may be refused.
+
+    Returns what waits for that copy and reads it.
+    """
+    found = torch.stack([state.lengths, state.is_finished, state.is_refused.expand_as(state.lengths)])  # [3, B]
     copied = None
     if found.is_cuda:
         found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True).copy_(
@@ -368,11 +400,11 @@ def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool]]]:
         copied = torch.cuda.Event()
         copied.record()
 
-    def read() -> tuple[list[int], list[bool]]:
+    def read() -> tuple[list[int], list[bool], bool]:
         if copied is not None:
             copied.synchronize()
-        lengths, is_finished = found.tolist()
-        return lengths, list(map(bool, is_finished))
+        lengths, is_finished, is_refused = found.tolist()
+        return lengths, list(map(bool, is_finished)), any(is_refused)
 
     return read
 

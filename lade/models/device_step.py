@@ -1,4 +1,4 @@
-"""A whole step of lookahead decoding as tensor operations of fixed shapes: greedy, with the paper's window and pool. Floor 3.
+"""A whole step of lookahead decoding as tensor operations of fixed shapes, with the paper's window and pool. Floor 3.
 
 Everything that a step reads or changes lies in tensors at fixed addresses, and nothing is copied to the host: one step can be
 compiled without recompiling as the text grows, and captured as one CUDA graph. It lays out the same block as the loop of
@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from lade.attention import Block, Reach, block_mask, masks_by_layer, packed_block_mask
 from lade.kv_cache import LookaheadCache
 from lade.layout import block_layout
+from lade.models.device_sampling import Sampling, sample
 from lade.models.fixed import FixedLayer, plain_forward
 from lade.ngram_pool import NGramPool
 from lade.rules import best_on_device
@@ -44,6 +45,7 @@ class StepShape:
     position_shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    sampling: Sampling | None = None  # None: greedy
 
     @property
     def depth(self) -> int:
@@ -63,8 +65,14 @@ class StepShape:
 class StepState:
     """What steps read and change, for one cache capacity."""
 
-    def __init__(self, shape: StepShape, cache: LookaheadCache, reaches: Reach | dict[str, Reach]) -> None:
-        """cache: whose storage the steps write to. reaches: how far the layers look."""
+    def __init__(
+        self,
+        shape: StepShape,
+        cache: LookaheadCache,
+        reaches: Reach | dict[str, Reach],
+        draws: Tensor | None = None,
+    ) -> None:
+        """cache: whose storage the steps write to. reaches: how far the layers look. draws: [R, B, V], a ring, for sampling."""
         batch_size, device = shape.batch_size, shape.device
         zeros = partial(torch.zeros, device=device, dtype=torch.long)
         self.shape, self.reaches = shape, reaches
@@ -80,6 +88,10 @@ class StepState:
         self.position_lead = zeros(shape.position_shape)  # and its position of its slot
         self.key_mask = zeros(batch_size, cache.capacity, dtype=torch.bool)  # False for padding
         self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: slots before each row's text
+
+        self.draws = draws
+        self.is_refused = zeros((), dtype=torch.bool)  # generate() may refuse to sample: no row goes on
+        self.rows = torch.arange(batch_size, device=device)[:, None]
 
         self.levels = zeros(batch_size, shape.depth, shape.window_size)
         self.pool = NGramPool(shape.ngram_size, shape.num_guesses, shape.num_tokens, device)
@@ -107,7 +119,7 @@ class StepState:
         pool = self.pool
         assert isinstance(pool.clock, Tensor)
         counts = [self.num_steps, self.num_proposed, self.accepted_lengths, pool.clock]
-        return [self.ids, self.lengths, self.is_finished, self.levels, pool.ngrams, pool.seen, *counts]
+        return [self.ids, self.lengths, self.is_finished, self.is_refused, self.levels, pool.ngrams, pool.seen, *counts]
 
     def save(self) -> list[Tensor]:
         return [tensor.clone() for tensor in self.changing()]
@@ -186,8 +198,9 @@ def step(model: Any, state: StepState) -> Tensor:
     )
     answers, behind_window = logits.split([1 + shape.num_nodes, shape.window_size], dim=1)
 
-    best, num_agreed, tokens = longest_match(candidates, is_any, best_on_device(answers))
-    count, has_ended = stop(state, tokens, num_agreed + 1)
+    chosen, is_active = choose(state, answers)
+    best, num_agreed, tokens = longest_match(candidates, is_any, chosen)
+    count, has_ended = stop(state, tokens, (num_agreed + 1) * is_active)
 
     # The slots behind the accepted tokens are free, so that all D of the candidate may move there.
     targets = state.slots[:, 1 : 1 + shape.depth]
@@ -197,34 +210,45 @@ def step(model: Any, state: StepState) -> Tensor:
     state.ids.scatter_(1, ends, torch.where(is_committed, tokens, state.ids.gather(1, ends)))
     learn(state, best_on_device(behind_window[..., : shape.num_tokens]), count)
 
-    is_going = ~state.is_finished
-    state.num_steps += is_going.any()
-    state.num_proposed += (is_any.sum(dim=1) * is_going).sum() * shape.depth
-    state.accepted_lengths.scatter_add_(0, (count - 1).clamp(min=0), is_going.long())
+    state.num_steps += is_active.any()
+    state.num_proposed += (is_any.sum(dim=1) * is_active).sum() * shape.depth
+    state.accepted_lengths.scatter_add_(0, (count - 1).clamp(min=0), is_active.long())
     state.lengths += count
     state.is_finished |= has_ended
     return logits
 
 
+def choose(state: StepState, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens that the model chooses behind the root and each candidate token, [B, 1 + n], and which rows go on, [B].
+
+    answers: its logits there, [B, 1 + n, V].
+    """
+    if state.shape.sampling is None:
+        return best_on_device(answers), ~state.is_finished
+    return sample(state, state.shape.sampling, answers)
+
+
 def stop(state: StepState, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """Where the step ends for each row: at an end-of-sequence id, or at the text's largest length.
 
-    tokens: [B, N] ids, of which `count`, [B], are the model's. Returns how many of them are committed and who has ended, [B] each.
+    tokens: [B, N] ids, of which `count`, [B], are the model's: none for a row that does not go on. Returns how many of them are
+    committed and who has ended, [B] each.
     """
     is_eos = (tokens[..., None] == state.eos_ids).any(dim=-1)  # [B, N]
     up_to_eos = (is_eos.long().cumsum(dim=1) == 0).sum(dim=1) + 1
     room = state.max_length - state.lengths
-    count = torch.minimum(torch.minimum(count, up_to_eos), room).masked_fill(state.is_finished, 0)
+    count = torch.minimum(torch.minimum(count, up_to_eos), room)
     return count, (is_eos & (state.column < count[:, None])).any(dim=1) | (count >= room)
 
 
 def learn(state: StepState, chosen: Tensor, count: Tensor) -> None:
     """The window's n-grams, then those of the text that end in a new token, go to the pool; the window rolls.
 
-    chosen: [B, W] the model's choices behind the last level. count: [B] tokens just committed. `lengths` do not count them yet.
+    All stays as it is after a step in which no row got any token. chosen: [B, W] the model's choices behind the last level. count: [B] tokens just committed. `lengths` do not count them yet.
     """
     shape, column = state.shape, state.column
-    is_ready = state.num_steps >= shape.depth  # every cell has come from the model
+    is_step = (count > 0).any()
+    is_ready = is_step & (state.num_steps >= shape.depth)  # every cell has come from the model
     of_window = JacobiWindow(state.levels).ngrams(chosen).where(is_ready, NO_TOKEN)  # [B * W, N]
     first = state.lengths[:, None] + column - shape.depth  # [B, N] where the one that ends in each new token begins
     places = (first[..., None] + column).clamp(min=0)  # [B, N, N]
@@ -234,7 +258,8 @@ def learn(state: StepState, chosen: Tensor, count: Tensor) -> None:
     ngrams = torch.cat([of_window, of_text])
     is_known = ((ngrams >= 0) & (ngrams < shape.num_tokens)).all(dim=1, keepdim=True)
     state.pool.insert(ngrams.where(is_known, NO_TOKEN))
-    state.levels.copy_(rolled(state.levels, chosen, (count - 1).clamp(min=0) if shape.shifts_window else None))
+    levels = rolled(state.levels, chosen, (count - 1).clamp(min=0) if shape.shifts_window else None)
+    state.levels.copy_(levels.where(is_step, state.levels))
 
 
 def move_slots(cache: Cache, source: Tensor, target: Tensor) -> None:
