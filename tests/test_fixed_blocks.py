@@ -18,7 +18,7 @@ from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForC
 
 import lade
 from lade import decoding, kv_cache
-from lade.models import ModelAdapter, device_loop, fixed
+from lade.models import ModelAdapter, device_loop, fixed, kept
 
 NEW = {"max_new_tokens": 32}
 NOT_HERE = "CUDA graphs need a model on a CUDA device"
@@ -33,6 +33,7 @@ def small_block(lade_on, monkeypatch):
     yield
     torch._dynamo.reset()
     fixed._compiled.clear()
+    kept._kept.clear()
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
     torch._dynamo.utils.counters.clear()
 
     def call(self, inputs, forward):
-        inputs.cache.layers[0].length = self._cache.lengths[0]
+        inputs.cache.layers[0].length = self._buffers.cache.lengths[0]
         return inputs.call(forward, self.model, self.keeps_rows)
 
     def update(self, *args, original=fixed.FixedLayer.update, **kwargs):
