@@ -30,6 +30,7 @@ from transformers import (
 import lade
 from lade import decoding, kv_cache
 from lade.models import ModelAdapter, device_loop, fixed, kept
+from lade.models.fingerprint import fingerprint
 
 NEW = {"max_new_tokens": 32}
 NOT_HERE = "CUDA graphs need a model on a CUDA device"
@@ -444,6 +445,21 @@ def test_captured_anew_where_a_graph_would_not_notice(graphs):
     assert len(kept._kept[model]) == kept.KEPT
 
 
+def test_fingerprint_of_code_and_settings(monkeypatch):
+    model = tiny_llama()
+    seen = [fingerprint(model)]
+    model.config.final_logit_softcapping = 30.0  # what some models read in each forward
+    seen.append(fingerprint(model))
+    layer = model.model.layers[0]
+    layer.mlp.act_fn = torch.nn.ReLU()
+    seen.append(fingerprint(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer.mlp), "forward", lambda self, states: states)
+        seen.append(fingerprint(model))
+    assert len(set(seen)) == len(seen)
+    assert fingerprint(model) == seen[-2]
+
+
 def test_a_stale_graph_would_say_something_else(graphs, monkeypatch):
     """The control of the test above."""
     monkeypatch.setattr(fixed, "fingerprint", lambda model: 0)
@@ -697,9 +713,13 @@ def test_captured_by_cuda(compiled, uses_kernel, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
     lade.config_lade(COMPILE=compiled, CUDA_GRAPH=1, USE_FLASH=uses_kernel)
     model = tiny_llama(torch.float32).cuda()
-    inputs = {name: tensor.cuda() for name, tensor in prompt().items()}
-    stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)
-    assert stats.cuda_graph_reason is None
+    captured = []
+    monkeypatch.setattr(fixed, "capture", lambda run, capture=fixed.capture: captured.append(run) or capture(run))
+    for seed in range(3):
+        inputs = {name: tensor.cuda() for name, tensor in prompt(seed=seed).items()}
+        stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)
+        assert stats.cuda_graph_reason is None
+    assert len(captured) == 1
 
 
 def test_hooks_are_run_and_nothing_is_compiled(model):

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
-from lade.models import kept
 from lade.models.base import ModelAdapter
 from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
 from lade.models.fingerprint import fingerprint, numerics
@@ -35,6 +34,7 @@ from lade.models.fixed import (
     in_short,
     padded_capacity,
 )
+from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.ngram_pool import NGramPool
 from lade.rules import GreedyRules, Rules
 from lade.stats import GenerationStats
@@ -46,7 +46,7 @@ _compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Step | str]
 
 
 @dataclass(slots=True, eq=False)
-class Buffers(kept.Buffers):
+class Buffers(KeptBuffers):
     """What steps work on. state: None until a call's first step. replay: None without a CUDA graph."""
 
     state: StepState | None = None
@@ -146,7 +146,7 @@ class DeviceLoop:
         most = max(least, padded_capacity(least_capacity(self.rules.max_length + self.shape.block_tokens)))
         key = (*self._key, self.compiles, fingerprint(self.adapter.model) if self.captures else None)
         if self.captures:
-            self._buffers = kept.take(Buffers, self.adapter.model, key, least, most)
+            self._buffers = take_buffers(Buffers, self.adapter.model, key, least, most)
         if self._buffers is None:
             self._buffers = Buffers(key, self.adapter.make_cache(least))
         return self._buffers.cache
@@ -154,7 +154,7 @@ class DeviceLoop:
     def give_back(self) -> None:
         """The call is over: another one may have its buffers, if there is a graph that reads them."""
         if self._buffers is not None and self._buffers.replay is not None:
-            kept.give(self.adapter.model, self._buffers)
+            give_buffers(self.adapter.model, self._buffers)
         self._buffers = None
 
     def run(self, cache: LookaheadCache) -> None:

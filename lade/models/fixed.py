@@ -21,8 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lade.attention import Block
 from lade.kv_cache import LookaheadCache, least_capacity
-from lade.models import kept
 from lade.models.fingerprint import fingerprint, numerics
+from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.stats import GenerationStats
 
 BACKEND: Any = "inductor"  # of torch.compile
@@ -149,7 +149,7 @@ class FixedInputs:
 
 
 @dataclass(slots=True, eq=False)
-class Buffers(kept.Buffers):
+class Buffers(KeptBuffers):
     """What one call's blocks work on. inputs: by shape, the ones used last at the end; they read the cache at this capacity."""
 
     capacity: int = 0
@@ -211,7 +211,7 @@ class FixedBlocks:
         attention = model.config._attn_implementation
         code = (self.keeps_rows, model.dtype, attention, self.compiles, BACKEND if self.compiles else None)
         key = (traits, *code, device, numerics(device), fingerprint(self.owner))
-        self._buffers = kept.take(Buffers, self.owner, key, least, most)
+        self._buffers = take_buffers(Buffers, self.owner, key, least, most)
         if self._buffers is None:
             self._buffers = Buffers(key, new_cache(least))
         return self._buffers.cache
@@ -225,7 +225,7 @@ class FixedBlocks:
         captured = [(shape, inputs) for shape, inputs in buffers.inputs.items() if inputs.replay is not None]
         buffers.inputs = dict(captured[-KEPT_SHAPES:])
         if buffers.inputs:
-            kept.give(self.owner, buffers)
+            give_buffers(self.owner, buffers)
 
     def padded_nodes(self, num_nodes: int) -> int:
         """How many nodes a tree takes up in the block."""

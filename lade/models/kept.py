@@ -17,7 +17,7 @@ KEPT = 2  # sets of buffers per model, caches included, that wait for another ca
 
 
 @dataclass(slots=True, eq=False)
-class Buffers:
+class KeptBuffers:
     """What one call at a time works on. key: all by which the graphs of another call would be others; None: not to be kept."""
 
     key: Hashable
@@ -25,13 +25,13 @@ class Buffers:
     released: torch.cuda.Event | None = None  # when the device is done with what the last call asked of it
 
 
-B = TypeVar("B", bound=Buffers)
+B = TypeVar("B", bound=KeptBuffers)
 _lock = threading.Lock()
 # By model, and gone with it: nothing in them refers to the model. The oldest come first.
-_kept: weakref.WeakKeyDictionary[PreTrainedModel, list[Buffers]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[PreTrainedModel, list[KeptBuffers]] = weakref.WeakKeyDictionary()
 
 
-def take(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, most: int) -> B | None:
+def take_buffers(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, most: int) -> B | None:
     """An earlier call's buffers with an empty cache of `least` to `most` slots, now the caller's alone; None where none fit."""
     with _lock:
         kept = _kept.get(model, [])
@@ -51,7 +51,7 @@ def take(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, most:
     return found
 
 
-def give(model: PreTrainedModel, buffers: Buffers) -> None:
+def give_buffers(model: PreTrainedModel, buffers: KeptBuffers) -> None:
     """Let a later call of the model have what this one worked on, and no longer does."""
     if model.device.type == "cuda":
         buffers.released = torch.cuda.current_stream(model.device).record_event()
