@@ -73,7 +73,10 @@ def lookahead_decode(
     num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
     is_alone = type(team) is Alone and not synced_gpus
     on_device = device_loop(adapter, config, rules, drafter, stats, key_mask, positions) if is_alone else None
-    cache = on_device.make_cache(num_slots) if on_device else adapter.make_cache(num_slots)
+    if on_device:
+        cache = on_device.make_cache(num_slots)
+    else:
+        cache = adapter.take_cache(num_slots, input_ids.shape[1] + num_new + config.max_block_tokens, batch_size)
     cache.adopt(model_kwargs["past_key_values"])
     model_kwargs["past_key_values"] = cache
 
@@ -151,6 +154,7 @@ def lookahead_decode(
         cache.hand_over(callers_cache)
     if on_device:
         on_device.give_back()
+    adapter.give_back()
     return recorder.result(rules.texts.padded(rules.pad_token), callers_cache)
 
 

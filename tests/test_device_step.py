@@ -26,7 +26,7 @@ from lade.attention import Reach
 from lade.config import current_config
 from lade.kv_cache import LookaheadCache
 from lade.layout import block_layout
-from lade.models import adapter_for, device_loop, device_step, fixed
+from lade.models import adapter_for, device_loop, device_step, fixed, kept
 from lade.models.device_step import StepShape, StepState
 from lade.models.fingerprint import fingerprint
 from lade.ngram_pool import NGramPool
@@ -43,8 +43,8 @@ def eager(lade_on, monkeypatch):
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=0)
     yield
     torch._dynamo.reset()
-    for kept in (device_loop._kept, device_loop._compiled, fixed._compiled):
-        kept.clear()
+    for by_model in (kept._kept, device_loop._compiled, fixed._compiled):
+        by_model.clear()
 
 
 @pytest.fixture
@@ -358,7 +358,7 @@ def test_captured_once_for_all_calls(inputs, model, captured):
         stats = check(model, inputs(), captured=True, max_new_tokens=max_new_tokens)
         assert stats.cuda_graph_reason is None
     assert len(captured) == 1
-    assert len(device_loop._kept[model]) == 1
+    assert len(kept._kept[model]) == 1
 
 
 def test_one_graph_with_padding_and_without(model, captured):
@@ -376,7 +376,7 @@ def test_captured_anew_where_a_graph_would_not_notice(captured):
     model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.5
     check(model, prompt(), captured=True)
     assert len(captured) == 3
-    assert len(device_loop._kept[model]) == device_loop.KEPT
+    assert len(kept._kept[model]) == kept.KEPT
 
 
 def test_fingerprint():
@@ -439,14 +439,14 @@ def test_buffers_are_for_one_call_at_a_time(model, captured, monkeypatch):
 
     monkeypatch.setattr(model, "_prefill", interrupted, raising=False)
     outer = model.generate(**prompt(), **GREEDY)
-    assert len(device_loop._kept[model]) == 2
+    assert len(kept._kept[model]) == 2
     for seed, output in enumerate((outer, inner[0])):
         assert torch.equal(output, generate_plain(model, prompt(seed=seed), **GREEDY))
 
 
 def test_what_a_call_leaves_in_a_cache_is_gone(model, captured):
     check(model, prompt(), captured=True)
-    device_loop._kept[model][0].cache.layers[0].values.fill_(torch.nan)
+    kept._kept[model][0].cache.layers[0].values.fill_(torch.nan)
     check(model, prompt(seed=2), captured=True)
     assert len(captured) == 1
 
@@ -485,7 +485,7 @@ def test_a_model_is_let_go(way, request):
     del model
     gc.collect()
     assert gone() is None
-    assert not len(device_loop._kept)
+    assert not len(kept._kept)
     assert not len(device_loop._compiled)
 
 

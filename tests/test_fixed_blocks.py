@@ -7,18 +7,30 @@ compiler. CUDA graphs are stood in for by a trace that, like a graph, remembers 
 import gc
 import os
 import shutil
+import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from conftest import generate_plain, prompt, tiny_llama
 from families import FAMILIES
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    StoppingCriteria,
+)
 
 import lade
 from lade import decoding, kv_cache
-from lade.models import ModelAdapter, device_loop, fixed
+from lade.models import ModelAdapter, device_loop, fixed, kept
+from lade.models.fingerprint import fingerprint
 
 NEW = {"max_new_tokens": 32}
 NOT_HERE = "CUDA graphs need a model on a CUDA device"
@@ -33,6 +45,7 @@ def small_block(lade_on, monkeypatch):
     yield
     torch._dynamo.reset()
     fixed._compiled.clear()
+    kept._kept.clear()
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +161,7 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
     torch._dynamo.utils.counters.clear()
 
     def call(self, inputs, forward):
-        inputs.cache.layers[0].length = self._cache.lengths[0]
+        inputs.cache.layers[0].length = self._buffers.cache.lengths[0]
         return inputs.call(forward, self.model, self.keeps_rows)
 
     def update(self, *args, original=fixed.FixedLayer.update, **kwargs):
@@ -316,6 +329,346 @@ def test_captured_anew_where_the_cache_has_grown(model, graphs, monkeypatch):
     assert len(graphs) == 2
 
 
+def padded_prompt_of(seed):
+    inputs = padded_prompt()
+    is_text = inputs["attention_mask"].bool()
+    inputs["input_ids"][is_text] = prompt(24, batch_size=3, seed=seed)["input_ids"][is_text]
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "settings"),
+    [
+        (lambda seed: prompt(seed=seed), {"do_sample": False}, {}),
+        (lambda seed: prompt(batch_size=3, seed=seed), {"do_sample": True, "top_k": 20}, {}),
+        (padded_prompt_of, {"do_sample": False}, {}),
+        (padded_prompt_of, {"do_sample": False}, {"USE_FLASH": 1}),
+    ],
+    ids=["one", "batch-sampled", "padded", "padded-kernel"],
+)
+def test_captured_once_for_all_calls(make, arguments, settings, model, graphs):
+    lade.config_lade(**settings)
+    for seed, max_new_tokens in enumerate((32, 20, 40)):
+        expected, found = both(model, make(seed), **arguments, max_new_tokens=max_new_tokens)
+        stats = check(expected, found, compiled=False, captured=True)
+        assert stats.cuda_graph_reason is None
+    assert len(graphs) == 1
+    assert len(kept._kept[model]) == 1
+
+
+def test_compiled_and_captured_once_for_all_calls(model, graphs, monkeypatch):
+    """The stand-in cannot trace what is compiled: another one remembers the forward itself."""
+    captured = []
+
+    def remember(forward):
+        captured.append(forward)
+        return forward
+
+    monkeypatch.setattr(fixed, "capture", remember)
+    for compiles in (True, False):
+        lade.config_lade(COMPILE=compiles)
+        for seed in range(2):
+            check(*both(model, prompt(seed=seed), do_sample=False), compiled=compiles, captured=True)
+        assert len(captured) == (1 if compiles else 2)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"]
+)
+def test_trees_captured_once_for_all_calls(arguments, model, graphs):
+    """Once for each size."""
+    lade.config_lade(MODE="tree")
+    ids = torch.randint(3, 12, (1, 60), generator=torch.Generator().manual_seed(0))
+    sizes = set()
+    for _ in range(3):
+        stats = check(
+            *both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **arguments),
+            compiled=False,
+            captured=True,
+        )
+        sizes |= set(stats.block_tokens)
+        assert len(graphs) == len(sizes)
+    assert len(sizes) > 1
+
+
+def test_only_so_many_shapes_are_kept(model, graphs, monkeypatch):
+    """Those that were used last."""
+    monkeypatch.setattr(fixed, "KEPT_SHAPES", 1)
+    lade.config_lade(GUESS_SET_SIZE=7)
+    ids = torch.randint(3, 12, (1, 120), generator=torch.Generator().manual_seed(0))
+    stats = check(
+        *both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, do_sample=False),
+        compiled=False,
+        captured=True,
+    )
+    assert len(graphs) > 1
+    (buffers,) = kept._kept[model]
+    (inputs,) = buffers.inputs.values()
+    assert inputs.tokens.shape[1] == stats.block_tokens[-1]
+
+
+def test_one_graph_with_padding_and_without(model, graphs):
+    for uses_kernel in (False, True):
+        lade.config_lade(USE_FLASH=uses_kernel)
+        for inputs in (prompt(batch_size=3), padded_prompt(), prompt(batch_size=3)):
+            check(*both(model, inputs, do_sample=False), compiled=False, captured=True)
+    assert len(graphs) == 2  # each attention's
+
+
+def test_nothing_is_kept_without_graphs(model):
+    check(*both(model, prompt(), do_sample=False))
+    lade.config_lade(COMPILE=0)
+    check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert not len(kept._kept)
+
+
+def test_captured_anew_where_a_graph_would_not_notice(graphs):
+    model = tiny_llama(torch.float32, attention="eager")
+    layer = model.model.layers[0]
+
+    def other_weights():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+
+    def other_code():
+        layer.mlp.act_fn = torch.nn.ReLU()  # with SiLU's attributes
+
+    def other_scale():
+        layer.post_attention_layernorm.variance_epsilon = 0.5
+
+    changes = [other_weights, other_code, other_scale, lambda: model.set_attn_implementation("sdpa")]
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    for count, change in enumerate(changes, start=2):
+        change()
+        for _ in range(2):
+            check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+            assert len(graphs) == count
+    assert len(kept._kept[model]) == kept.KEPT
+
+
+def test_fingerprint_of_code_and_settings(monkeypatch):
+    model = tiny_llama()
+    seen = [fingerprint(model)]
+    model.config.final_logit_softcapping = 30.0  # what some models read in each forward
+    seen.append(fingerprint(model))
+    layer = model.model.layers[0]
+    layer.mlp.act_fn = torch.nn.ReLU()
+    seen.append(fingerprint(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer.mlp), "forward", lambda self, states: states)
+        seen.append(fingerprint(model))
+    assert len(set(seen)) == len(seen)
+    assert fingerprint(model) == seen[-2]
+
+
+def test_a_stale_graph_would_say_something_else(graphs, monkeypatch):
+    """The control of the test above."""
+    monkeypatch.setattr(fixed, "fingerprint", lambda model: 0)
+    model = tiny_llama()
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    expected, found = both(model, prompt(), do_sample=False)
+    assert not torch.equal(expected, found)
+    assert len(graphs) == 1
+
+
+def test_other_settings_of_the_process_and_of_the_call(model, graphs):
+    def run(inputs=None, **arguments):
+        check(*both(model, inputs or prompt(), do_sample=False, **arguments), compiled=False, captured=True)
+        return len(graphs)
+
+    assert [run(), run()] == [1, 1]
+    with torch.inference_mode():
+        assert [run(), run()] == [2, 2]
+    assert run() == 1 + 1
+    assert run(prompt(batch_size=2)) == 3
+
+
+def test_a_graph_of_a_cache_that_has_grown(model, graphs, monkeypatch):
+    """A later call begins with that cache where it may need as much, and with a small one where it does not."""
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    for max_new_tokens, count in [(80, 2), (80, 2), (10, 3), (10, 3)]:  # 64 and 128 slots; 64
+        check(*both(model, prompt(), do_sample=False, max_new_tokens=max_new_tokens), compiled=False, captured=True)
+        assert len(graphs) == count
+
+
+def test_a_cache_that_grows_behind_the_last_graph(model, graphs, monkeypatch):
+    """Blocks of the ordinary forward need more slots: what reads the old storage is not kept."""
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+
+    class Off(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if blocks and input_ids.shape[1] > 34:
+                blocks[-1].turn_off("enough")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    blocks = []
+
+    def spy(self, *args, original=fixed.FixedBlocks.take_cache, **kwargs):
+        blocks.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(fixed.FixedBlocks, "take_cache", spy)
+    expected, found = both(model, prompt(), do_sample=False, max_new_tokens=80, stopping_criteria=[Off()])
+    assert torch.equal(expected, found)
+    assert 0 < lade.last_stats().captured_steps < lade.last_stats().steps - 1
+    assert not len(kept._kept)
+
+
+def test_what_a_call_leaves_in_a_cache_is_gone(model, graphs):
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    kept._kept[model][0].cache.layers[0].values.fill_(torch.nan)
+    check(*both(model, prompt(seed=2), do_sample=False), compiled=False, captured=True)
+    assert len(graphs) == 1
+
+
+def test_what_a_call_returns_is_not_overwritten(model, graphs):
+    """Neither the cache that its caller gets, nor recorded logits and scores."""
+    wanted = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "do_sample": False}
+
+    def parts(output):
+        layers = output.past_key_values.layers
+        return [*output.logits, *output.scores, *(x for layer in layers for x in (layer.keys, layer.values))]
+
+    first = model.generate(**prompt(), **NEW, **wanted)
+    before = [tensor.clone() for tensor in parts(first)]
+    own = {buffers.cache.layers[0].keys.untyped_storage().data_ptr() for buffers in kept._kept[model]}
+    model.generate(**prompt(seed=1), **NEW, **wanted)
+    assert len(graphs) == 1
+    assert all(torch.equal(*pair) for pair in zip(parts(first), before, strict=True))
+    assert not own & {tensor.untyped_storage().data_ptr() for tensor in parts(first)}
+
+
+def test_a_text_that_goes_on(model, graphs):
+    """With the cache of an earlier call."""
+    outputs = []
+    for run in (partial(generate_plain, model), lambda inputs, **arguments: model.generate(**inputs, **arguments)):
+        cache = DynamicCache(config=model.config)
+        ids = prompt()["input_ids"]
+        for _ in range(2):
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            ids = run(inputs, past_key_values=cache, do_sample=False, **NEW)
+        outputs.append(ids)
+    assert torch.equal(*outputs)
+    assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
+    assert len(graphs) == 1
+
+
+def test_buffers_are_for_one_call_at_a_time(model, graphs, monkeypatch):
+    """A call that begins while another one runs gets its own, and both sets are kept."""
+    prefill = model._prefill
+    inner = []
+
+    def interrupted(*args, **kwargs):
+        if not inner:
+            inner.append(None)  # this is the outer call's own
+            inner[0] = model.generate(**prompt(seed=1), do_sample=False, **NEW)
+        return prefill(*args, **kwargs)
+
+    monkeypatch.setattr(model, "_prefill", interrupted, raising=False)
+    outer = model.generate(**prompt(), do_sample=False, **NEW)
+    assert len(kept._kept[model]) == 2
+    assert len(graphs) == 2
+    for seed, output in enumerate((outer, inner[0])):
+        assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
+
+
+def test_in_threads(model, graphs):
+    """More calls at once than sets that are kept. The stand-in for a capture is not for two threads at once."""
+    for seed in range(2):
+        check(*both(model, prompt(seed=seed), do_sample=False), compiled=False, captured=True)
+    tracing = threading.Lock()
+    capture = fixed.capture
+
+    def one_at_a_time(forward):
+        with tracing:
+            return capture(forward)
+
+    outputs = {}
+
+    def work(seed):
+        outputs[seed] = model.generate(**prompt(seed=seed), do_sample=False, **NEW)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixed, "capture", one_at_a_time)
+        threads = [threading.Thread(target=work, args=[seed]) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(outputs) == 4
+    for seed, output in outputs.items():
+        assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
+    assert len(kept._kept[model]) <= kept.KEPT
+    buffers = kept._kept[model]
+    assert len({id(each.cache) for each in buffers}) == len(buffers)
+
+
+def test_an_exception_keeps_nothing(model, graphs):
+    """The call's buffers may be in any state; the next call captures its own."""
+
+    class Full(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == 40:
+                raise OSError("disk full")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk full"):
+            model.generate(**prompt(), do_sample=False, **NEW, stopping_criteria=[Full()])
+        assert not kept._kept.get(model)
+        check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    assert len(graphs) == 3  # the second of the two broken calls had what the first good one left
+
+
+def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
+    """Neither a capture's nor, in a later call, a replay's; the text is right all the same."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fixed, "capture", lambda forward: (lambda output: lambda: output)(forward() + 1))
+        check(*both(model, prompt(), do_sample=False), compiled=False)
+        assert not kept._kept.get(model)
+
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    (buffers,) = kept._kept[model]
+    (inputs,) = buffers.inputs.values()
+    replay, count = inputs.replay, iter(range(100))
+
+    def fail_later():
+        if next(count) == 3:
+            raise RuntimeError("device lost")
+        return replay()
+
+    inputs.replay = fail_later
+    expected, found = both(model, prompt(), do_sample=False)
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    assert (stats.captured_steps, stats.cuda_graph_reason) == (3, "RuntimeError: device lost")
+    assert not kept._kept.get(model)
+
+
+def test_graphs_outlive_a_call_that_cannot_use_them(model, graphs):
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    model.generate(**prompt(), do_sample=False, **NEW, output_hidden_states=True, return_dict_in_generate=True)
+    assert lade.last_stats().captured_steps == 0
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["model", "view"])
+def test_a_model_is_let_go_by_its_graphs(uses_kernel, graphs):
+    lade.config_lade(USE_FLASH=uses_kernel)
+    model = tiny_llama()
+    model.generate(**prompt(), do_sample=False, **NEW)
+    assert lade.last_stats().captured_steps > 0
+    gone, cache = weakref.ref(model), weakref.ref(kept._kept[model][0].cache)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert cache() is None
+    assert not len(kept._kept)
+
+
 def test_a_graph_that_cannot_be_captured(model, graphs, monkeypatch):
     def refuse(forward):
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -360,9 +713,13 @@ def test_captured_by_cuda(compiled, uses_kernel, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
     lade.config_lade(COMPILE=compiled, CUDA_GRAPH=1, USE_FLASH=uses_kernel)
     model = tiny_llama(torch.float32).cuda()
-    inputs = {name: tensor.cuda() for name, tensor in prompt().items()}
-    stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)
-    assert stats.cuda_graph_reason is None
+    captured = []
+    monkeypatch.setattr(fixed, "capture", lambda run, capture=fixed.capture: captured.append(run) or capture(run))
+    for seed in range(3):
+        inputs = {name: tensor.cuda() for name, tensor in prompt(seed=seed).items()}
+        stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)
+        assert stats.cuda_graph_reason is None
+    assert len(captured) == 1
 
 
 def test_hooks_are_run_and_nothing_is_compiled(model):

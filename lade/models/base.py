@@ -181,6 +181,24 @@ class ModelAdapter:
             capacity = padded_capacity(capacity)
         return LookaheadCache(self.config.num_hidden_layers, capacity, uniform=len(devices) <= 1)
 
+    def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
+        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `give_back`; a new one otherwise.
+
+        num_slots, most_slots: what the call begins with, and may come to need.
+        """
+        is_whole = (
+            getattr(self.model, "_tp_size", None) or 1
+        ) == 1  # parts of a model would have to agree on what they keep
+        if self._fixed is None or not is_whole:
+            return self.make_cache(num_slots)
+        traits = (batch_size, repr(self.reaches), self.uses_kernel)
+        return self._fixed.take_cache(traits, num_slots, most_slots, self.make_cache)
+
+    def give_back(self) -> None:
+        """The call has ended well, and nobody reads its cache any more."""
+        if self._fixed is not None:
+            self._fixed.give_back()
+
     def use_kernel(self, key_mask: Tensor | None) -> str | None:
         """Let blocks go through lade's own attention. Returns a sentence where they cannot, and nothing is changed.
 

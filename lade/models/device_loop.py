@@ -7,7 +7,6 @@ are, and the ordinary loop goes on from there.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -36,26 +35,21 @@ from lade.models.fixed import (
     in_short,
     padded_capacity,
 )
+from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.ngram_pool import NGramPool
 from lade.rules import GreedyRules, Rules
 from lade.stats import GenerationStats
 
-KEPT = 2  # sets of buffers per model, caches included, that wait for another call
 TRIAL_STEPS = 3  # that preparing one runs before its state is put back, at most
 
 Step = Callable[[Any, StepState], Tensor]
-_lock = threading.Lock()  # of what is kept
-# By model, and gone with it: nothing in them refers to the model.
-_kept: weakref.WeakKeyDictionary[PreTrainedModel, list[Buffers]] = weakref.WeakKeyDictionary()
 _compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Step | str]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(slots=True)
-class Buffers:
-    """What one call at a time works on. state, draws: None until its first step. replay: None without a CUDA graph."""
+@dataclass(slots=True, eq=False)
+class Buffers(KeptBuffers):
+    """What steps work on. state, draws: None until a call's first step. replay: None without a CUDA graph."""
 
-    key: Hashable
-    cache: LookaheadCache
     state: StepState | None = None
     draws: Tensor | None = None  # [R, B, V], for sampling
     replay: Callable[[], Tensor] | None = None
@@ -157,27 +151,16 @@ class DeviceLoop:
         least = padded_capacity(least_capacity(num_slots))
         most = max(least, padded_capacity(least_capacity(self.rules.max_length + self.shape.block_tokens)))
         key = (*self._key, self.compiles, fingerprint(self.adapter.model) if self.captures else None)
-        with _lock:
-            kept = _kept.get(self.adapter.model, []) if self.captures else []
-            fitting = [buffers for buffers in kept if buffers.key == key and least <= buffers.cache.capacity <= most]
-            if fitting:
-                self._buffers = min(fitting, key=lambda buffers: buffers.cache.capacity)
-                kept.remove(self._buffers)
-            else:
-                del kept[: max(0, len(kept) + 1 - KEPT)]  # make room first: the oldest goes
+        if self.captures:
+            self._buffers = take_buffers(Buffers, self.adapter.model, key, least, most)
         if self._buffers is None:
             self._buffers = Buffers(key, self.adapter.make_cache(least))
-        else:
-            self._buffers.cache.clear()
         return self._buffers.cache
 
     def give_back(self) -> None:
         """The call is over: another one may have its buffers, if there is a graph that reads them."""
         if self._buffers is not None and self._buffers.replay is not None:
-            with _lock:
-                kept = _kept.setdefault(self.adapter.model, [])
-                kept.append(self._buffers)
-                del kept[:-KEPT]
+            give_buffers(self.adapter.model, self._buffers)
         self._buffers = None
 
     def run(self, cache: LookaheadCache, num_logits: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lade.models.view import HOOKS
 
@@ -19,9 +19,15 @@ PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def fingerprint(model: PreTrainedModel) -> int:
-    """Changes with where weights lie, with hooks, and with plain attributes of modules."""
+    """Changes with where weights lie, with hooks, with code of modules, and with plain attributes of them and their settings."""
     seen: list[Any] = [address(tensor) for tensor in chain(model.parameters(), model.buffers())]
+    configs: dict[int, Any] = {}
     for module in model.modules():
+        seen.append((type(module), type(module).forward))
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig) and id(config) not in configs:
+            configs[id(config)] = config
+            seen.extend((name, repr(value)) for name, value in vars(config).items() if is_plain(value))
         for name, value in vars(module).items():
             if name in HOOKS:
                 seen.append(tuple(value))

@@ -1,8 +1,8 @@
 """Blocks of fixed shapes: their forward is compiled once, or captured in a CUDA graph, and serves every length of the text. Floor 3.
 
 What a forward depends on lies in tensors whose shapes and addresses stay: tokens, positions, slots, and masks over all of the
-cache's capacity. A token tree is padded to one of a few sizes. Where anything fails, the ordinary forward goes on, and the
-call's figures say why.
+cache's capacity. A token tree is padded to one of a few sizes. A graph serves later calls of the same model, together with the
+inputs and the cache that it reads. Where anything fails, the ordinary forward goes on, and the call's figures say why.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lade.attention import Block
-from lade.kv_cache import LookaheadCache
+from lade.kv_cache import LookaheadCache, least_capacity
+from lade.models.fingerprint import fingerprint, numerics
+from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.stats import GenerationStats
 
 BACKEND: Any = "inductor"  # of torch.compile
 GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
+KEPT_SHAPES = 8  # graphs of one cache that wait for another call, those used last
 SMALLEST_TREE = 8  # nodes, the root included, that a smaller tree is padded to; larger ones to the next power of two
 # How far a compiled forward's logits may be from the ordinary one's, relative to the largest of them.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -144,6 +148,20 @@ class FixedInputs:
         return forward(model, keeps_rows, self.tokens, self.positions, self.masks, self.logit_rows, self.cache)
 
 
+@dataclass(slots=True, eq=False)
+class Buffers(KeptBuffers):
+    """What one call's blocks work on. inputs: by shape, the ones used last at the end; they read the cache at this capacity."""
+
+    capacity: int = 0
+    inputs: dict[Hashable, FixedInputs] = field(default_factory=dict)
+
+    def drop_stale(self) -> None:
+        """A cache that has grown lies elsewhere, and what reads the old storage holds on to it."""
+        if self.capacity != self.cache.capacity:
+            self.inputs.clear()
+            self.capacity = self.cache.capacity
+
+
 class FixedBlocks:
     """Runs one call's blocks through compiled or captured forwards, as long as that works."""
 
@@ -165,9 +183,7 @@ class FixedBlocks:
         self.owner, self.model, self.stats = owner, model, stats
         self.keeps_rows, self.full_tree = keeps_rows, full_tree
         self.compiles, self.captures = compiles, captures
-        self._inputs: dict[Hashable, FixedInputs] = {}
-        self._cache: LookaheadCache | None = None
-        self._capacity = 0
+        self._buffers: Buffers | None = None
 
     @property
     def is_on(self) -> bool:
@@ -180,6 +196,36 @@ class FixedBlocks:
         if self.captures:
             self.stats.cuda_graph_reason = reason
         self.compiles = self.captures = False
+
+    def take_cache(
+        self, traits: Hashable, num_slots: int, most_slots: int, new_cache: Callable[[int], LookaheadCache]
+    ) -> LookaheadCache:
+        """An empty cache for a call: an earlier one's, where CUDA graphs read it and it suits this call; a new one otherwise.
+
+        traits: what else decides about a graph. num_slots, most_slots: what the call begins with, and may come to need.
+        """
+        least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
+        if not self.captures:
+            return new_cache(least)
+        model, device = self.model, self.owner.device
+        attention = model.config._attn_implementation
+        code = (self.keeps_rows, model.dtype, attention, self.compiles, BACKEND if self.compiles else None)
+        key = (traits, *code, device, numerics(device), fingerprint(self.owner))
+        self._buffers = take_buffers(Buffers, self.owner, key, least, most)
+        if self._buffers is None:
+            self._buffers = Buffers(key, new_cache(least))
+        return self._buffers.cache
+
+    def give_back(self) -> None:
+        """The call is over: a later one may have its graphs, and the cache and the inputs that they read."""
+        buffers, self._buffers = self._buffers, None
+        if buffers is None or buffers.key is None:
+            return
+        buffers.drop_stale()
+        captured = [(shape, inputs) for shape, inputs in buffers.inputs.items() if inputs.replay is not None]
+        buffers.inputs = dict(captured[-KEPT_SHAPES:])
+        if buffers.inputs:
+            give_buffers(self.owner, buffers)
 
     def padded_nodes(self, num_nodes: int) -> int:
         """How many nodes a tree takes up in the block."""
@@ -212,23 +258,26 @@ class FixedBlocks:
 
     def _fixed_inputs(self, block: Block, cache: LookaheadCache, masks: Masks) -> FixedInputs:
         """The buffers of this shape, with this block in them."""
-        if self._cache is not cache or self._capacity != cache.capacity:  # old buffers hold on to the old storage
-            self._inputs.clear()
-            self._cache, self._capacity = cache, cache.capacity
+        if self._buffers is None or self._buffers.cache is not cache:
+            self._buffers = Buffers(None, cache)
+        self._buffers.drop_stale()
         slots = cache.block_slots(block.tokens.shape[1], block.tokens.device)
-        key = (block.positions.shape, block.logit_rows.shape)
-        inputs = self._inputs.get(key)
+        known = self._buffers.inputs
+        shape = (block.positions.shape, block.logit_rows.shape, mask_shapes(masks))
+        inputs = known.pop(shape, None)
         if inputs is None:
-            inputs = self._inputs[key] = FixedInputs(block, masks, slots, cache)
+            inputs = FixedInputs(block, masks, slots, cache)
         else:
             inputs.fill(block, masks, slots)
+        known[shape] = inputs
         return inputs
 
     def _key(self, inputs: FixedInputs) -> Hashable:
+        assert self._buffers is not None
         return (
             inputs.positions.shape,
             inputs.logit_rows.shape,
-            self._capacity,
+            self._buffers.capacity,
             self.model.dtype,
             inputs.tokens.device,
             self.model.config._attn_implementation,
@@ -272,7 +321,7 @@ class FixedBlocks:
         return forward
 
     def _captured(self, inputs: FixedInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> Tensor | None:
-        """Logits by a CUDA graph, captured when this call first meets the shape; None where that is not possible."""
+        """Logits by a CUDA graph, captured when a call first meets the shape; None where that is not possible."""
         try:
             if inputs.replay is None:
                 inputs.replay = capture(lambda: inputs.call(forward, self.model, self.keeps_rows))
@@ -283,11 +332,19 @@ class FixedBlocks:
         except Exception as problem:
             self.stats.cuda_graph_reason = in_short(problem)
             self.captures = False
+            if self._buffers is not None:
+                self._buffers.key = None  # no later call is to meet this
             return None
 
 
 class NotCompiled(RuntimeError):
     """A forward that lade itself found unfit; its text is a sentence for the user."""
+
+
+def mask_shapes(masks: Masks) -> Hashable:
+    if isinstance(masks, dict):
+        return tuple((name, mask.shape) for name, mask in masks.items())
+    return masks.shape
 
 
 def in_short(problem: Exception) -> str:
