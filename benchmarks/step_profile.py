@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lade
+from lade.drafters import lookahead
 from lade.ngram_pool import NGramPool
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
@@ -126,14 +127,14 @@ class CountCopies(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def without_numpy(self: NGramPool, on: bool) -> None:
-    """In place of `NGramPool.use_numpy`: numpy is for the CPU alone."""
-    self._xp, self._ngrams, self._seen = torch, self.ngrams, self.seen
+def pool_on_device(device: torch.device, *sizes: int) -> NGramPool:
+    """In place of `pool_for`: dictionaries are for the CPU alone."""
+    return NGramPool(*sizes, device)
 
 
 @contextmanager
 def counted_on_cpu(waits: Waits) -> Iterator[None]:
-    with mock.patch.object(NGramPool, "use_numpy", without_numpy), CountReads(waits), CountCopies(waits):
+    with mock.patch.object(lookahead, "pool_for", pool_on_device), CountReads(waits), CountCopies(waits):
         yield
 
 

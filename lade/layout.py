@@ -14,8 +14,12 @@ from torch import Tensor
 
 from lade.token_tree import TokenTree
 
+MAX_REMEMBERED = 64  # tokens of a block for which what follows from a tree's shape is kept: small trees come again
 
-@dataclass(frozen=True, slots=True)
+Shape = tuple[tuple[int, ...], ...]  # of a tree: each row's parents
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockLayout:
     """Layout of q = num_nodes + (N-1)*W tokens whose tree has num_nodes nodes, or is padded to as many; of fewer tokens for a
     range of the W columns.
@@ -58,23 +62,37 @@ class BlockLayout:
         return torch.cat([logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]], dim=1)
 
     def position_offsets(self, tree: TokenTree) -> Tensor:
-        """Returns [B, q] positions relative to each row's root."""
-        depths = [[0, *row] for row in tree.padded_depths(self.num_nodes)]  # [B, 1 + n]
-        offsets = torch.tensor(depths, dtype=torch.long, device=self.offsets.device)
-        if self.has_window:
-            offsets = torch.cat([offsets, self.offsets[1 + self.num_nodes :].expand(len(depths), -1)], dim=1)
-        return offsets
+        """Returns [B, q] positions relative to each row's root; not to be written to."""
+        return self._of_shape(tree)[0]
 
     def visibility(self, tree: TokenTree) -> Tensor:
         """Returns [B, q, q] bool, query by key; not to be written to."""
-        if not self.num_nodes:
-            return self.visible.expand(len(tree.tokens), -1, -1)
-        among_nodes = torch.from_numpy(tree.visibility(self.num_nodes)).to(self.visible.device)  # [B, 1 + n, 1 + n]
-        if not self.has_window:
-            return among_nodes
-        visible = self.visible.repeat(len(tree.tokens), 1, 1)
-        visible[:, : 1 + self.num_nodes, : 1 + self.num_nodes] = among_nodes
-        return visible
+        return self._of_shape(tree)[1]
+
+    def _of_shape(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
+        make = _remembered if self.num_tokens <= MAX_REMEMBERED else offsets_and_visibility
+        return make(self, tuple(map(tuple, tree.parents)))
+
+
+def offsets_and_visibility(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
+    """What follows from a tree's shape: positions relative to each row's root, [B, q], and who sees whom, [B, q, q]."""
+    tree, device = TokenTree([[0] * len(row) for row in shape], [list(row) for row in shape]), layout.offsets.device
+    num_rows, nodes = len(shape), slice(1 + layout.num_nodes)
+    depths = [[0, *row] for row in tree.padded_depths(layout.num_nodes)]  # [B, 1 + n]
+    offsets = torch.tensor(depths, dtype=torch.long, device=device)
+    if not layout.num_nodes:
+        visible = layout.visible.expand(num_rows, -1, -1)
+    else:
+        visible = torch.from_numpy(tree.visibility(layout.num_nodes)).to(device)  # [B, 1 + n, 1 + n]
+    if layout.has_window:
+        offsets = torch.cat([offsets, layout.offsets[1 + layout.num_nodes :].expand(num_rows, -1)], dim=1)
+        if layout.num_nodes:
+            among_nodes, visible = visible, layout.visible.repeat(num_rows, 1, 1)
+            visible[:, nodes, nodes] = among_nodes
+    return offsets, visible
+
+
+_remembered = lru_cache(maxsize=256)(offsets_and_visibility)
 
 
 @lru_cache(maxsize=256)

@@ -29,7 +29,6 @@ from lade.layout import block_layout
 from lade.models import adapter_for, device_loop, device_step, fixed, kept
 from lade.models.device_step import StepShape, StepState
 from lade.models.fingerprint import fingerprint
-from lade.ngram_pool import NGramPool
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
 is_wanted = device_loop.is_wanted
@@ -220,7 +219,6 @@ def fake_step(sampling=None):
         parts = ("offsets", "visible", "logit_rows")
         layout = replace(layout, **{part: mode.from_tensor(getattr(layout, part)) for part in parts})
         patch.setattr(device_step, "block_layout", lambda *sizes: layout)
-        patch.setattr(NGramPool, "use_numpy", lambda self, on, original=NGramPool.use_numpy: original(self, False))
         model = LlamaForCausalLM(config).eval()
         cache = LookaheadCache(2, 64)
         for layer in range(2):

@@ -1,12 +1,15 @@
 """The pool against a dictionary of lists that does the same one n-gram at a time."""
 
+import copy
+import gc
 import random
+import tracemalloc
 
 import pytest
 import torch
 
 from lade import ngram_pool
-from lade.ngram_pool import NGramPool
+from lade.ngram_pool import HostPool, NGramPool, copy_pool, pool_for
 
 
 class DictPool:
@@ -27,20 +30,22 @@ class DictPool:
         return [list(ngram[1:]) for ngram in self.rows.get(key % self.num_rows, []) if ngram[0] == key]
 
 
-def tails_of(pool: NGramPool, key: int) -> list[list[int]]:
+KINDS = [HostPool, NGramPool]
+
+
+def tails_of(pool: HostPool | NGramPool, key: int) -> list[list[int]]:
     return pool.lookup(torch.tensor([key]))[0]
 
 
 @pytest.mark.parametrize("ngram_size", [2, 3, 5])
 @pytest.mark.parametrize("num_guesses", [1, 2, 7])
 @pytest.mark.parametrize("chunk", [4, 256])
-@pytest.mark.parametrize("use_numpy", [True, False])
-def test_random_operations(monkeypatch, ngram_size, num_guesses, chunk, use_numpy):
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_operations(monkeypatch, ngram_size, num_guesses, chunk, kind):
     monkeypatch.setattr(ngram_pool, "INSERT_CHUNK", chunk)
     rng = random.Random(ngram_size * 100 + num_guesses)
     vocab = 5  # few tokens: keys, whole n-grams and chunks collide all the time
-    pool, oracle = NGramPool(ngram_size, num_guesses, vocab), DictPool(num_guesses, vocab)
-    pool.use_numpy(use_numpy)
+    pool, oracle = kind(ngram_size, num_guesses, vocab), DictPool(num_guesses, vocab)
     for _ in range(60):
         ngrams = [[rng.randrange(vocab) for _ in range(ngram_size)] for _ in range(rng.randrange(1, 30))]
         pool.insert(torch.tensor(ngrams))
@@ -48,6 +53,18 @@ def test_random_operations(monkeypatch, ngram_size, num_guesses, chunk, use_nump
             oracle.insert(tuple(ngram))
         for key in range(vocab):
             assert tails_of(pool, key) == oracle.lookup(key)
+        for other in KINDS:
+            copied = other(ngram_size, num_guesses, vocab)
+            copied.insert(torch.tensor([[0] * ngram_size]))  # which is forgotten
+            copy_pool(pool, copied)
+            copied.insert(torch.tensor(ngrams[:2]))
+            back = kind(ngram_size, num_guesses, vocab)
+            copy_pool(copied, back)
+            expected = copy.deepcopy(oracle)
+            for ngram in ngrams[:2]:
+                expected.insert(tuple(ngram))
+            for key in range(vocab):
+                assert tails_of(back, key) == expected.lookup(key)
 
 
 def test_keys_that_share_a_row(monkeypatch):
@@ -69,13 +86,40 @@ def test_memory_is_bounded():
     assert pool.ngrams.nbytes + pool.seen.nbytes <= ngram_pool.MAX_BYTES + row_bytes
 
 
-def test_lookup_of_several_keys():
-    pool = NGramPool(4, 3, 10)
+def test_keys_of_a_host_pool_are_bounded(monkeypatch):
+    """The one that was least recently seen goes."""
+    monkeypatch.setattr(ngram_pool, "MAX_BYTES", 2 * 2 * 3 * ngram_pool.BYTES_PER_TOKEN)
+    pool = HostPool(3, 2, vocab_size=100)
+    pool.insert(torch.tensor([[1, 2, 3], [2, 2, 3], [1, 4, 5], [3, 6, 7]]))
+    assert [tails_of(pool, key) for key in (1, 2, 3)] == [[[4, 5], [2, 3]], [], [[6, 7]]]
+
+
+def test_the_bytes_of_a_host_pool():
+    """As they are assumed to be, or fewer."""
+    pool, numbers = HostPool(5, 7, 10**6), iter(range(10**6, 10**7))
+    ngrams = torch.tensor([[key, *(next(numbers) for _ in range(4))] for key in range(2000) for _ in range(7)])
+    gc.collect()
+    tracemalloc.start()
+    pool.insert(ngrams)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken < 2000 * 7 * 5 * ngram_pool.BYTES_PER_TOKEN
+
+
+def test_who_gets_which():
+    assert type(pool_for(torch.device("cpu"), 3, 2, 10)) is HostPool
+    assert type(pool_for(torch.device("meta"), 3, 2, 10)) is NGramPool
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lookup_of_several_keys(kind):
+    pool = kind(4, 3, 10)
     pool.insert(torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]))
     assert pool.lookup(torch.tensor([1, 2])) == [[[2, 3, 5], [2, 3, 4]], []]
 
 
-def test_nothing_to_insert():
-    pool = NGramPool(4, 3, 10)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_insert(kind):
+    pool = kind(4, 3, 10)
     pool.insert(torch.empty(0, 4, dtype=torch.long))
     assert pool.lookup(torch.arange(10)) == [[]] * 10

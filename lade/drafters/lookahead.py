@@ -8,7 +8,7 @@ from torch import Tensor
 from lade.config import LookaheadConfig
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
 from lade.drafters.pace import Pace, Part
-from lade.ngram_pool import NGramPool
+from lade.ngram_pool import Pool, pool_for
 from lade.price import ModelPrices
 from lade.texts import Texts
 from lade.token_tree import TokenTree, merge_candidates
@@ -47,9 +47,9 @@ class LookaheadDrafter:
         self.window = JacobiWindow.start(
             start_ids, [max(1, length) for length in prompt_lengths], config.ngram_size, config.window_size
         )
-        self.pool: NGramPool | None = None
+        self.pool: Pool | None = None
         if config.num_guesses > 0:
-            self.pool = NGramPool(config.ngram_size, config.num_guesses, vocab_size, prompt_ids.device)
+            self.pool = pool_for(prompt_ids.device, config.ngram_size, config.num_guesses, vocab_size)
             if config.pool_from_prompt:
                 for row, length in zip(prompt_ids, prompt_lengths, strict=True):
                     self._remember([_ngrams_of(row[len(row) - length :], config.ngram_size)])

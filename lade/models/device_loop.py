@@ -36,7 +36,7 @@ from lade.models.fixed import (
     padded_capacity,
 )
 from lade.models.kept import KeptBuffers, give_buffers, take_buffers
-from lade.ngram_pool import NGramPool
+from lade.ngram_pool import copy_pool
 from lade.rules import GreedyRules, Rules
 from lade.stats import GenerationStats
 
@@ -394,12 +394,3 @@ def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool
 
 def fill(tensor: Tensor, values: list[Any]) -> None:
     tensor.copy_(torch.tensor(values, device="cpu"))
-
-
-def copy_pool(source: NGramPool, target: NGramPool) -> None:
-    target.ngrams.copy_(source.ngrams)
-    target.seen.copy_(source.seen)
-    if isinstance(target.clock, Tensor):
-        target.clock.fill_(source.clock)
-    else:
-        target.clock = int(source.clock)

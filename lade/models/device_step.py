@@ -95,8 +95,7 @@ class StepState:
 
         self.levels = zeros(batch_size, shape.depth, shape.window_size)
         self.pool = NGramPool(shape.ngram_size, shape.num_guesses, shape.num_tokens, device)
-        self.pool.use_numpy(False)
-        self.pool.clock = zeros(())
+        self.pool.clock = zeros(()) + 1
 
         self.num_steps = zeros(())  # those that began with an unfinished row
         self.num_proposed = zeros(())
