@@ -17,7 +17,6 @@ from lade.drafters.base import ROOT_ALONE
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.models.device_loop import device_loop
-from lade.noise import Noise
 from lade.outputs import OutputRecorder
 from lade.parallel import Alone
 from lade.rules import rules_for
@@ -66,8 +65,7 @@ def lookahead_decode(
     adapter.fix_shapes(config, stats)
     team.num_tokens = adapter.num_tokens
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
-    noise = None if temperature is None else rules.noise or Noise(device, batch_size)
-    drafter = make_drafter(config, adapter.model, adapter.num_tokens, input_ids, key_mask, temperature, noise)
+    drafter = make_drafter(config, adapter.model, adapter.num_tokens, input_ids, key_mask, temperature, rules.noise)
 
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
     num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens

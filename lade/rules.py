@@ -106,7 +106,9 @@ class Rules:
         pad_token = generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
         self.announce: Callable[[list[int], list[bool]], None] | None = None  # tells others of tokens and ended rows
-        self.noise: Noise | None = None  # where these rules draw themselves
+        self.noise = Noise(input_ids.device, len(input_ids)) if self.do_sample else None
+        # The list would look at the signature of each processor, every time; of transformers' own they are known.
+        self._is_direct = type(logits_processor) is LogitsProcessorList and all(map(is_row_wise, logits_processor))
 
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         """Commit what the model chose along each row's tree.
@@ -134,6 +136,25 @@ class Rules:
     def is_idle(self) -> list[bool]:
         """Rows that need no guesses."""
         return self.is_finished
+
+    def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """What the processors make of logits [R, V] behind texts [R, T]."""
+        if not self._is_direct:
+            scores: Tensor = self.processor(ids, logits)
+            return scores
+        for processor in self.processor:
+            logits = processor(ids, logits)
+        return logits
+
+    def _draws(self, probabilities: Tensor, length: int) -> Tensor:
+        """With which `torch.multinomial` would choose behind texts of a length. probabilities: of softmax, [R, V]. Returns [B, V].
+
+        Raises what multinomial raises.
+        """
+        assert self.noise is not None
+        if bool(probabilities[:, 0].isnan().any()):  # then all of such a row are
+            torch.multinomial(probabilities, num_samples=1)
+        return self.noise.draw(length - self.texts.prompt_length, probabilities.shape[1])
 
     @property
     def _finished_rows(self) -> list[int]:
@@ -172,11 +193,6 @@ class GreedyRules(Rules):
 class RowRules(Rules):
     """Processors and samplers, each row at its own length; several rows share the noise that plain would have drawn."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.do_sample:
-            self.noise = Noise(self.texts.ids.device, len(self.is_finished))
-
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         texts = self.texts
         unfinished = [length for length, done in zip(texts.lengths, self.is_finished, strict=True) if not done]
@@ -192,19 +208,14 @@ class RowRules(Rules):
         return accepted
 
     def _choose(self, answers: Answers, row: int, node: int) -> int:
-        texts = self.texts
-        ids = texts.row(row)
-        scores = answers.of_row(row, node).to(dtype=torch.float32, copy=True, device=ids.device)
-        for processor in self.processor:  # one by one: the list would look at the signature of each
-            scores = processor(ids, scores)
-        if self.noise is None:
+        ids = self.texts.row(row)
+        logits = answers.of_row(row, node).to(dtype=torch.float32, copy=True, device=ids.device)
+        scores = self._scores(ids, logits)
+        if not self.do_sample:
             return int(scores.argmax(dim=-1))
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        if bool(probabilities[0, 0].isnan()):  # then all are
-            torch.multinomial(probabilities, num_samples=1)  # raises, as plain does
-        # multinomial's own race for one sample; running it here lets rows be at different lengths.
-        draws = self.noise.draw(texts.lengths[row] - texts.prompt_length, probabilities.shape[1])
-        return first_to_arrive(probabilities[0], draws[row])
+        draws = self._draws(probabilities, self.texts.lengths[row])
+        return first_to_arrive(probabilities, draws[row : row + 1])[0]
 
     def _commit(self, row: int, token: int) -> bool:
         self.texts.append([token], row)
@@ -233,24 +244,30 @@ class LockstepRules(Rules):
 
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         self._answers, self._children = answers, children_of_rows(tree)
-        return list(walk_together(self._children, self._choose, self._commit))
+        accepted: Accepted = list(walk_together(self._children, self._choose, self._commit))
+        if self.noise is not None:
+            self.noise.forget(self.texts.lengths[0] - self.texts.prompt_length)
+        return accepted
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         texts = self.texts
         logits = self._answers.of_all(nodes).to(dtype=torch.float32, copy=True, device=texts.ids.device)
-        scores = self.processor(texts.all_rows(), logits)
+        scores = self._scores(texts.all_rows(), logits)
         self.recorder.record(nodes, paths, scores, logits)
-        if self.do_sample:
-            probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
-        else:
-            tokens = torch.argmax(scores, dim=-1)
-        chosen: list[int] = tokens.tolist()
+        chosen = self._sample(scores) if self.do_sample else scores.argmax(dim=-1).tolist()
         if self._pads:
             chosen = [self.pad_token if done else token for token, done in zip(chosen, self.is_finished, strict=True)]
         edges = zip(self._children, zip(nodes, chosen, strict=True), strict=True)
         self._was_guessed = all(edge in children for children, edge in edges)
         return chosen
+
+    def _sample(self, scores: Tensor) -> list[int]:
+        """scores: [B, V]. Returns [B]."""
+        probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        if probabilities.dtype != torch.float32:  # a processor's idea: other draws belong to it
+            tokens: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
+            return tokens
+        return first_to_arrive(probabilities, self._draws(probabilities, self.texts.lengths[0]))
 
     def _commit(self, tokens: list[int]) -> bool:
         self.texts.append_column(tokens)
@@ -315,11 +332,13 @@ def best_tokens(logits: Tensor) -> Tensor:
     return best_on_device(logits)
 
 
-def first_to_arrive(probabilities: Tensor, draws: Tensor) -> int:
-    """The token that `torch.multinomial` chooses with these exponential draws. Both: [V]."""
+def first_to_arrive(probabilities: Tensor, draws: Tensor) -> list[int]:
+    """The tokens that `torch.multinomial` chooses with these exponential draws. Both: [R, V]. Returns [R]."""
     if draws.device.type == "cpu":
-        return int((probabilities.numpy() / draws.numpy()).argmax())
-    return int((probabilities / draws).argmax())
+        tokens: list[int] = (probabilities.numpy() / draws.numpy()).argmax(axis=-1).tolist()
+    else:
+        tokens = (probabilities / draws).argmax(dim=-1).tolist()
+    return tokens
 
 
 def best_on_device(logits: Tensor) -> Tensor:

@@ -68,6 +68,22 @@ class Stateful(LogitsProcessor):
         return scores
 
 
+class Dice(LogitsProcessor):
+    """Draws from torch's generator itself, and now and then seeds it."""
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] % 5 == 0:
+            torch.manual_seed(input_ids.shape[1])
+        return scores + torch.rand(scores.shape)
+
+
+class Double(LogitsProcessor):
+    """Has scores sampled from in another precision."""
+
+    def __call__(self, input_ids, scores):
+        return scores.double() if input_ids.shape[1] % 3 else scores
+
+
 class EvenRows(StoppingCriteria):
     """Ends each row by itself, at its second token that is a multiple of 9."""
 
@@ -138,6 +154,8 @@ PROCESSORS = {
     "watermark": {"watermarking_config": WatermarkingConfig(bias=1.0, seeding_scheme="selfhash")},
     "renormalize": {"renormalize_logits": True, "remove_invalid_values": True},
     "stateful": {"logits_processor": making(lambda: LogitsProcessorList([Stateful()]))},
+    "dice": {"logits_processor": making(lambda: LogitsProcessorList([Dice()]))},
+    "double": {"logits_processor": making(lambda: LogitsProcessorList([Double()]))},
 }
 SAMPLING = {
     "plain": {},
@@ -155,7 +173,7 @@ CASES = {f"length-{name}": case for name, case in LENGTHS.items()}
 CASES |= {f"processor-{name}": {"max_new_tokens": 28} | case for name, case in PROCESSORS.items()}
 CASES |= {f"sampling-{name}": {"max_new_tokens": 24, "do_sample": True} | case for name, case in SAMPLING.items()}
 CASES |= {f"sampled-processor-{name}": {"max_new_tokens": 20, "do_sample": True, "temperature": 0.4} | PROCESSORS[name]
-          for name in ("stateful", "repetition_penalty", "watermark", "prefix_allowed")}  # fmt: skip
+          for name in ("stateful", "repetition_penalty", "watermark", "prefix_allowed", "dice", "double")}  # fmt: skip
 OUTPUTS = {
     "return_dict_in_generate": True,
     "output_scores": True,
@@ -681,11 +699,20 @@ def test_placeholder_ids_beside_inputs_embeds(model):
         assert assert_ran().steps < 40
 
 
-def test_impossible_probabilities_raise_what_plain_raises(model):
-    arguments = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "suppress_tokens": list(range(VOCAB))}
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("streams", [False, True])
+def test_impossible_probabilities_raise_what_plain_raises(model, batch_size, streams):
+    """And the generator has drawn as often."""
+    if streams and batch_size > 1:
+        pytest.skip("generate() streams one text")
+    arguments = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "suppress_tokens": list(range(VOCAB))}
+    states = []
     for call in (lambda **kw: generate_plain(model, {}, **kw), model.generate):
+        torch.manual_seed(5)
         with pytest.raises(RuntimeError, match="probability tensor"):
-            call(**prompt(24, 3), **arguments)
+            call(**prompt(24, batch_size), **arguments, streamer=Recorder() if streams else None)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 def test_int32_ids(model):
