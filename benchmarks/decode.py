@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "static": {"cache_implementation": "static"},
     "prompt_lookup": {"prompt_lookup_num_tokens": 5},
-    "lade": {},
+    "lade": {},  # each call with an empty memory
+    "lade_kept": {},  # as by default: what one prompt has taught serves the next ones; forgotten before each trial
     "lookahead": {},  # lade with the paper's window and pool, of the sizes in --level --window --guess
 }
 # Settings of lade on top of the command line's, for the methods that are its own.
-OWN: dict[str, dict[str, Any]] = {"lade": {}, "lookahead": {}}
+OWN: dict[str, dict[str, Any]] = {"lade": {}, "lade_kept": {}, "lookahead": {}}
+kept = lade.Memory()  # of "lade_kept"
 
 
 @dataclass
@@ -94,7 +96,8 @@ def without_padding(tokens: list[int], ends: set[int]) -> list[int]:
 def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Trial, **arguments: Any) -> None:
     """One batch by one method; what came of it is added to the trial. lade is on for its own methods alone."""
     is_ahead = name in OWN
-    with harness.use_lade(is_ahead), temporary_settings(**OWN.get(name, {})):
+    memory = kept.active() if name == "lade_kept" else nullcontext()
+    with harness.use_lade(is_ahead), temporary_settings(**OWN.get(name, {})), memory:
         torch.manual_seed(0)
         harness.synchronize(model)
         started = time.perf_counter()
@@ -121,6 +124,7 @@ def run_methods(
     common: dict[str, Any],
 ) -> dict[str, list[Trial]]:
     """Each trial takes every batch through every method in turn. methods: name -> arguments of generate()."""
+    kept.clear()
     warm_up(model, inputs, methods, common)
     if current_config().compile:  # every shape that will come
         for name in OWN.keys() & methods.keys():
@@ -128,6 +132,7 @@ def run_methods(
                 generate(model, batch, name, Trial(), **common)
     found: dict[str, list[Trial]] = {name: [Trial() for _ in range(trials)] for name in methods}
     for i in range(trials):
+        kept.clear()  # no trial has seen the prompts before
         for batch in inputs:
             for name, arguments in methods.items():
                 generate(model, batch, name, found[name][i], **common, **arguments)

@@ -20,6 +20,7 @@ LABELS = {
     "static": "static cache,\ncompiled",
     "prompt_lookup": "prompt lookup\n(transformers)",
     "lade": "lade",
+    "lade_kept": "lade, memory\nkept",
     "lookahead": "lade, the\npaper's window",
 }
 Figures = dict[str, Any]

@@ -42,14 +42,44 @@ def test_decode(command, tmp_path):
     out = tmp_path / "figures.json"
     figures = command("decode", *SMALL, "--limit", "1", "--trials", "2", "--out", str(out))
     assert figures == json.loads(out.read_text(encoding="utf-8"))
-    assert list(figures["methods"]) == ["plain", "prompt_lookup", "lade", "lookahead"]  # by default, on a CPU
-    assert figures["methods"]["lade"]["identical_outputs"] == 1.0
+    assert list(figures["methods"]) == [
+        "plain",
+        "prompt_lookup",
+        "lade",
+        "lade_kept",
+        "lookahead",
+    ]  # by default, on a CPU
+    assert (
+        figures["methods"]["lade"]["identical_outputs"] == figures["methods"]["lade_kept"]["identical_outputs"] == 1.0
+    )
     assert figures["methods"]["lade"]["tokens_per_step"] > 1
+
+
+def test_what_is_kept_is_forgotten_before_each_trial(command, module, monkeypatch):
+    """Of the same memory all calls of a trial, and no trial knows what an earlier one has learned."""
+    rows, decode = [], module("decode")
+    generate = decode.generate
+
+    def watch(model, inputs, name, *args, **arguments):
+        rows.append((name, len(decode.kept)))
+        generate(model, inputs, name, *args, **arguments)
+
+    monkeypatch.setattr(decode, "generate", watch)
+    command("decode", *SMALL, "--methods", "plain,lade_kept", "--trials", "2")
+    rows = [count for name, count in rows if name == "lade_kept"][-4:]
+    assert rows[0] == rows[2] == 0
+    assert rows[1] > 0
+    assert rows[3] > 0
 
 
 def test_decode_in_batches(command):
     figures = command("decode", "--batch", "2", *SMALL, "--limit", "3", "--trials", "1")
-    assert list(figures["methods"]) == ["plain", "lade", "lookahead"]  # transformers' prompt lookup takes one prompt
+    assert list(figures["methods"]) == [
+        "plain",
+        "lade",
+        "lade_kept",
+        "lookahead",
+    ]  # transformers' prompt lookup takes one prompt
     assert figures["prompts"] == 2  # full batches only
     assert figures["methods"]["lade"]["identical_outputs"] == 1.0
     assert figures["methods"]["lade"]["tokens_per_step"] > 1
