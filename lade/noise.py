@@ -22,7 +22,9 @@ Draws = npt.NDArray[Any]  # [V]
 # How much the order of arrival tells: everything where probabilities are exact, less where they come from another context.
 SHARPNESS = 0.75
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
-_drawing = threading.Lock()  # calls in several threads share a device's generator, and no two may get the same draws
+# Calls in several threads share a device's generator, and no two may get the same draws: whoever draws holds this, since
+# `Noise` and `DrawRing` read a generator's state and set it later.
+drawing = threading.Lock()
 
 
 class Noise:
@@ -58,7 +60,7 @@ class Noise:
         draws = self._of(index, vocab_size)
         if index >= self._num_drawn and self._copy is not None:
             place = index - self._first
-            with _drawing:
+            with drawing:
                 now = generator_state(self._device)
                 if not same_state(now, self._states[place]):  # something else has drawn from it
                     self._start_again(place)

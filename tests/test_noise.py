@@ -1,12 +1,16 @@
 """Reading sampling's random numbers ahead: what torch.multinomial is going to draw, and what that says about its choice."""
 
+import threading
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from conftest import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
 from lade import noise as noise_module
+from lade import rules
 from lade.drafters import Outcome, RecyclingDrafter
 from lade.memory import Memory, most_likely
 from lade.noise import Noise, win_chances
@@ -119,6 +123,50 @@ def test_another_default_dtype(lade_on):
     finally:
         torch.set_default_dtype(torch.float32)
     assert lade.last_stats().fallback_reason is None
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_numpy_told_to_raise(lade_on, batch_size):
+    """Probabilities as small as these underflow where they are divided, which is nothing to plain generate()."""
+    model, inputs = tiny_llama(torch.float32), prompt(12, batch_size)
+    arguments = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.003, "top_k": 0}
+    with np.errstate(all="raise"):
+        torch.manual_seed(1)
+        plain = generate_plain(model, inputs, **arguments)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**inputs, **arguments), plain)
+    assert lade.last_stats().fallback_reason is None
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_call_with_a_streamer_in_another_thread(lade_on, waits, monkeypatch):
+    """It draws with torch.multinomial, in between a call's look at the generator and its change to it, unless it waits."""
+    if not waits:
+        monkeypatch.setattr(rules, "drawing", nullcontext())
+    model, inputs = tiny_llama(torch.float64), prompt(12)
+    arguments = {"max_new_tokens": 1, "do_sample": True, "temperature": 3.0}
+    states, others = [], []
+
+    def streaming():
+        model.generate(**inputs, **arguments, streamer=Recorder())
+        states.append(torch.get_rng_state())
+
+    def interrupted(device, state, set_state=noise_module.set_generator_state):
+        others.append(threading.Thread(target=streaming))
+        others[0].start()
+        others[0].join(0.3 if waits else None)
+        set_state(device, state)
+
+    monkeypatch.setattr(noise_module, "set_generator_state", interrupted)
+    torch.manual_seed(1)
+    model.generate(**inputs, **arguments)
+    others[0].join()
+    torch.manual_seed(1)
+    torch.multinomial(torch.ones(1, 61), 1)
+    after_one = torch.get_rng_state()
+    torch.multinomial(torch.ones(1, 61), 1)
+    # Without the lock both have drawn the same.
+    assert torch.equal(states[0], torch.get_rng_state() if waits else after_one)
 
 
 def test_chances_add_up_to_what_happens(monkeypatch):
