@@ -79,6 +79,22 @@ def test_others_may_draw_in_between():
     torch.manual_seed(4)
     noise = Noise(CPU, 1)
     assert tokens(draw) == tokens(lambda _: int(torch.multinomial(probabilities, 1)))
+    assert noise.ahead(0, 5, VOCAB_SIZE) is None
+
+
+def test_nothing_is_taken_back_from_those_that_draw_too(monkeypatch):
+    """Between the look at the generator and its change another thread may draw; so it is changed by drawing alone."""
+    changes = []
+    set_state = noise_module.set_generator_state
+    monkeypatch.setattr(noise_module, "set_generator_state", lambda *a: (changes.append(a), set_state(*a)))
+    noise = Noise(CPU, 1)
+    for index in range(6):
+        noise.ahead(0, index + 1, VOCAB_SIZE)
+        if index == 2:
+            torch.rand(3)
+        noise.draw(index, VOCAB_SIZE)
+        noise.forget(index)
+    assert len(changes) == 2
 
 
 def test_generators_that_cannot_be_copied(monkeypatch):
