@@ -150,7 +150,8 @@ def warm_up(model: Any, inputs: list[dict[str, torch.Tensor]], methods: dict[str
 def chosen_methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Name -> arguments of generate()."""
     on_gpu = torch.device(args.device).type == "cuda"
-    names = args.methods.split(",") if args.methods else [name for name in METHODS if on_gpu or name != "static"]
+    left_out = {None if on_gpu else "static", "lade_kept" if args.shape else None}
+    names = args.methods.split(",") if args.methods else [name for name in METHODS if name not in left_out]
     OWN["lookahead"] = {"MODE": "lookahead"} | harness.sizes(args)
     unknown = set(names) - set(METHODS)
     if unknown:

@@ -22,7 +22,9 @@ Draws = npt.NDArray[Any]  # [V]
 # How much the order of arrival tells: everything where probabilities are exact, less where they come from another context.
 SHARPNESS = 0.75
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
-_drawing = threading.Lock()  # calls in several threads share a device's generator, and no two may get the same draws
+# Calls in several threads share a device's generator, and no two may get the same draws: whoever draws holds this, since
+# `Noise` and `DrawRing` read a generator's state and set it later.
+drawing = threading.RLock()
 
 
 class Noise:
@@ -43,7 +45,7 @@ class Noise:
     def ahead(self, row: int, index: int, vocab_size: int) -> Draws | None:
         """What one row's token number `index`, the first one generated being 0, will be drawn with, if nothing else draws.
 
-        vocab_size: width of the logits. Returns [V], None where the device's generator cannot be copied.
+        vocab_size: width of the logits. Returns [V], None where the device's generator cannot be copied, or others draw from it.
         """
         if self._copy is None:
             return None
@@ -58,12 +60,13 @@ class Noise:
         draws = self._of(index, vocab_size)
         if index >= self._num_drawn and self._copy is not None:
             place = index - self._first
-            with _drawing:
+            with drawing:
                 now = generator_state(self._device)
-                if not same_state(now, self._states[place]):  # something else has drawn from it
-                    self._start_again(place)
+                if same_state(now, self._states[place]):
+                    set_generator_state(self._device, self._states[place + 1])
+                else:
+                    self._stop_reading_ahead(place)
                     draws = self._of(index, vocab_size)
-                set_generator_state(self._device, self._states[place + 1])
         self._num_drawn = max(self._num_drawn, index + 1)
         return draws
 
@@ -88,19 +91,24 @@ class Noise:
         while index >= self._first + len(self._draws):
             # In the dtype that generate() samples in, whatever the default is.
             draws = torch.empty(self._batch_size, vocab_size, dtype=torch.float32, device=self._device)
-            self._draws.append(draws.exponential_(1, generator=self._copy))
-            if self._copy is not None:
+            if self._copy is None:
+                with drawing:
+                    draws.exponential_(1)
+            else:
+                draws.exponential_(1, generator=self._copy)
                 self._states.append(self._copy.get_state())
+            self._draws.append(draws)
         return self._draws[index - self._first]
 
-    def _start_again(self, place: int) -> None:
-        """Draws from this place on are those of the generator as it is now."""
+    def _stop_reading_ahead(self, place: int) -> None:
+        """Something else draws from the generator: from this place on, draws are its own, made when a token's turn has come.
+
+        To set its state again could take back what a thread that knows nothing of lade has drawn in between.
+        """
         while len(self._draws) > place:
             self._draws.pop()
-            self._states.pop()
-        self._states[place] = generator_state(self._device)
-        assert self._copy is not None
-        self._copy.set_state(self._states[place])
+        self._copy = None
+        self._states.clear()
 
 
 def same_state(one: Tensor, other: Tensor) -> bool:

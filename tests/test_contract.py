@@ -640,6 +640,20 @@ def test_a_length_that_the_prompt_has_reached(model, limit):
     assert_ran()
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("limits", [(40, 30), (30, 40)], ids=str)
+def test_two_largest_lengths(model, limits, do_sample):
+    """The list's own `max_length` is that of the first; a text ends at the smallest."""
+    criteria = StoppingCriteriaList(map(MaxLengthCriteria, limits))
+    arguments = {"stopping_criteria": criteria, "do_sample": do_sample}
+    torch.manual_seed(3)
+    expected = generate_plain(model, prompt(24, 2), **arguments)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(**prompt(24, 2), **arguments), expected)
+    assert expected.shape == (2, 30)
+    assert_ran()
+
+
 @pytest.mark.parametrize("batch_size", [2, 4])
 def test_rows_that_end_without_a_pad_id(batch_size):
     """Plain generate() goes on with such rows until the others end, unpadded."""

@@ -1,9 +1,12 @@
 """Reading sampling's random numbers ahead: what torch.multinomial is going to draw, and what that says about its choice."""
 
+import threading
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from conftest import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
 from lade import noise as noise_module
@@ -75,6 +78,22 @@ def test_others_may_draw_in_between():
     torch.manual_seed(4)
     noise = Noise(CPU, 1)
     assert tokens(draw) == tokens(lambda _: int(torch.multinomial(probabilities, 1)))
+    assert noise.ahead(0, 5, VOCAB_SIZE) is None
+
+
+def test_nothing_is_taken_back_from_those_that_draw_too(monkeypatch):
+    """Between the look at the generator and its change another thread may draw; so it is changed by drawing alone."""
+    changes = []
+    set_state = noise_module.set_generator_state
+    monkeypatch.setattr(noise_module, "set_generator_state", lambda *a: (changes.append(a), set_state(*a)))
+    noise = Noise(CPU, 1)
+    for index in range(6):
+        noise.ahead(0, index + 1, VOCAB_SIZE)
+        if index == 2:
+            torch.rand(3)
+        noise.draw(index, VOCAB_SIZE)
+        noise.forget(index)
+    assert len(changes) == 2
 
 
 def test_generators_that_cannot_be_copied(monkeypatch):
@@ -119,6 +138,53 @@ def test_another_default_dtype(lade_on):
     finally:
         torch.set_default_dtype(torch.float32)
     assert lade.last_stats().fallback_reason is None
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_numpy_told_to_raise(lade_on, batch_size):
+    """Probabilities as small as these underflow where they are divided, which is nothing to plain generate()."""
+    model, inputs = tiny_llama(torch.float32), prompt(12, batch_size)
+    arguments = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.003, "top_k": 0}
+    with np.errstate(all="raise"):
+        torch.manual_seed(1)
+        plain = generate_plain(model, inputs, **arguments)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**inputs, **arguments), plain)
+    assert lade.last_stats().fallback_reason is None
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_call_in_another_thread(lade_on, waits, streams, monkeypatch):
+    """It draws in between a call's look at the generator and its change to it, unless it waits."""
+    if not waits:
+        monkeypatch.setattr(noise_module, "drawing", nullcontext())
+    model, inputs = tiny_llama(torch.float64), prompt(12)
+    arguments = {"max_new_tokens": 1, "do_sample": True, "temperature": 3.0}
+    states, others = [], []
+
+    def call():
+        model.generate(**inputs, **arguments, streamer=Recorder() if streams else None)
+        states.append(torch.get_rng_state())
+
+    def interrupted(device, state, set_state=noise_module.set_generator_state):
+        if not others:
+            others.append(threading.Thread(target=call))
+            others[0].start()
+            others[0].join(0.3 if waits else None)
+        set_state(device, state)
+
+    monkeypatch.setattr(noise_module, "set_generator_state", interrupted)
+    torch.manual_seed(1)
+    model.generate(**inputs, **arguments)
+    others[0].join()
+    after_call = torch.get_rng_state()
+    torch.manual_seed(1)
+    torch.multinomial(torch.ones(1, 61), 1)
+    after_one = torch.get_rng_state()
+    torch.multinomial(torch.ones(1, 61), 1)
+    # Without the lock both have drawn the same.
+    assert torch.equal(after_call, torch.get_rng_state() if waits else after_one)
 
 
 def test_chances_add_up_to_what_happens(monkeypatch):

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processors
 
-from lade.noise import READABLE, generator_state, set_generator_state
+from lade.noise import READABLE, drawing, generator_state, set_generator_state
 from lade.rules import MAX_LEAD, RowRules, Rules
 
 if TYPE_CHECKING:
@@ -144,10 +144,11 @@ class DrawRing:
         size = len(self.draws)
         slowest = min(length for length, done in zip(lengths, is_finished, strict=True) if not done)
         while self._end < slowest + size:
-            self._states[self._end] = self._read()
+            with drawing:
+                self._states[self._end] = self._read()
+                self.draws[self._end % size].exponential_(1)
+                self._left = generator_state(self.draws.device)
             self._states.pop(self._end - size - 1, None)
-            self.draws[self._end % size].exponential_(1)
-            self._left = generator_state(self.draws.device)
             self._end += 1
 
     def of(self, length: int) -> Tensor:
@@ -156,9 +157,10 @@ class DrawRing:
 
     def put_back(self, length: int) -> None:
         """Leave the generator as if it had drawn for shorter texts only, unless somebody else has drawn from it."""
-        self._read()
-        if self._is_sole and length < self._end:
-            set_generator_state(self.draws.device, self._states[length])
+        with drawing:
+            self._read()
+            if self._is_sole and length < self._end:
+                set_generator_state(self.draws.device, self._states[length])
 
     def _read(self) -> Tensor:
         state = generator_state(self.draws.device)
