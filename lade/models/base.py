@@ -186,9 +186,8 @@ class ModelAdapter:
 
         num_slots, most_slots: what the call begins with, and may come to need.
         """
-        is_whole = (
-            getattr(self.model, "_tp_size", None) or 1
-        ) == 1  # parts of a model would have to agree on what they keep
+        # Parts of a model on several ranks would have to agree on what they keep.
+        is_whole = (getattr(self.model, "_tp_size", None) or 1) == 1
         if self._fixed is None or not is_whole:
             return self.make_cache(num_slots)
         traits = (batch_size, repr(self.reaches), self.uses_kernel)
