@@ -86,6 +86,8 @@ class Noise:
             self._first += 1
             if self._states:
                 self._states.popleft()
+        if self._copy is None:  # nothing is to be drawn for tokens that something else has drawn for
+            self._first = max(self._first, index)
 
     def _of(self, index: int, vocab_size: int) -> Tensor:
         while index >= self._first + len(self._draws):

@@ -96,6 +96,22 @@ def test_nothing_is_taken_back_from_those_that_draw_too(monkeypatch):
     assert len(changes) == 2
 
 
+def test_tokens_that_something_else_has_drawn_for():
+    """Nothing is drawn for them once more."""
+    noise = Noise(CPU, 1)
+    torch.rand(1)
+    noise.draw(0, VOCAB_SIZE)
+    for index in (1, 2, 3):  # as a processor does whose scores are in another precision
+        torch.multinomial(torch.ones(1, VOCAB_SIZE).double(), 1)
+        noise.forget(index)
+    state = torch.get_rng_state()
+    noise.draw(3, VOCAB_SIZE)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.multinomial(torch.ones(1, VOCAB_SIZE), 1)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
 def test_generators_that_cannot_be_copied(monkeypatch):
     probabilities = (3 * torch.randn(2, VOCAB_SIZE)).softmax(-1)
     torch.manual_seed(4)
