@@ -6,6 +6,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 # Sizes that are chosen from: few, so that each is well measured and kernels see few shapes.
@@ -20,6 +22,10 @@ MAX_LEAST_CHANCE = 0.05  # a price that is wrong must not keep the sizes from be
 EXPLORE_EVERY = (
     16  # steps after which another size may be measured again: the next larger, the next smaller, 1, in turn
 )
+SAME_PRICE, RENEW_EVERY = (
+    0.01,
+    8,
+)  # a change that needs no new comparison, and observations after which there is one anyway
 STALE_AFTER = 48  # steps without a measurement after which a price is worth a look
 MIN_CONTEXT = 256  # tokens; shorter texts cost the same
 
@@ -43,7 +49,8 @@ class StepPrice:
         self._spent = self._lost = (
             0.0  # seconds of all steps; of those that tried a new size, beyond those of plain steps
         )
-        self._slope: float | None = None
+        self._offers: dict[int, Offers] = {}  # by limit; made anew where prices have changed
+        self._num_observed = 0  # since then
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of q tokens took so long. The first one of a size also pays for setting kernels up and does not count."""
@@ -63,9 +70,13 @@ class StepPrice:
             prices, lowest = {}, float("inf")
             for known in sorted(self._measured, reverse=True):
                 prices[known] = lowest = min(lowest, self._measured[known])
-            self._seconds, self._slope = prices, None
+            before, self._seconds = self._seconds.get(size), prices
         if self._similar is not None:
             self._scale = self.seconds(size) / self._similar.seconds(size)
+        self._num_observed += 1
+        has_changed = before is None or abs(prices[size] - before) > SAME_PRICE * before
+        if has_changed or self._num_observed == RENEW_EVERY:
+            self._offers, self._num_observed = {}, 0
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step of q tokens; of an arbitrary unit while nothing was measured."""
@@ -113,17 +124,19 @@ class StepPrice:
         inherited = 0 if self._similar is None else self._similar.largest_known
         return max(inherited, max(self._seconds, default=0))
 
-    def least_chance(self) -> float:
-        """A guess that is accepted more rarely than this is not worth its place in any block."""
-        if self._slope is None:
-            plain, sizes = self.seconds(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
-            self._slope = min((self.seconds(size) / plain - 1) / (size - 1) for size in sizes)
-        return min(MAX_LEAST_CHANCE, max(0.0, self._slope / 2))  # half: measured lines are not exact
-
-    def sizes(self, limit: int) -> list[int]:
+    def offers(self, limit: int) -> Offers:
         """What may be chosen: sizes up to the largest that is allowed, and at most twice as large as what has been tried."""
-        reach = max(1, 2 * self.largest_known)
-        return [size for size in SIZES if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
+        found = self._offers.get(limit)
+        if found is None:
+            reach = max(1, 2 * self.largest_known)
+            sizes = [size for size in SIZES if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
+            found = self._offers[limit] = Offers(sizes, [self.seconds(size) for size in sizes], self._least_chance())
+        return found
+
+    def _least_chance(self) -> float:
+        plain, sizes = self.seconds(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
+        slope = min((self.seconds(size) / plain - 1) / (size - 1) for size in sizes)
+        return min(MAX_LEAST_CHANCE, max(0.0, slope / 2))  # half: measured lines are not exact
 
     def choose(self, expected: Sequence[float], num_rows: int, limit: int) -> int:
         """The size of block that commits most tokens per second; now and then another one, to keep its price known.
@@ -131,8 +144,9 @@ class StepPrice:
         expected: accepted guesses, summed over rows, that k guesses per row are good for, at index k. num_rows: rows that are not
         finished. limit: the largest block that is allowed. Returns q, 1 for a plain step.
         """
-        sizes = [size for size in self.sizes(limit) if size <= len(expected)]
-        rates = [(num_rows + expected[size - 1]) / self.seconds(size) for size in sizes]
+        offers = self.offers(limit)
+        sizes = [size for size in offers.sizes if size <= len(expected)]
+        rates = [(num_rows + expected[size - 1]) / cost for size, cost in zip(sizes, offers.seconds, strict=False)]
         best = rates.index(max(rates))
         self._num_chosen += 1
         if self._num_chosen % EXPLORE_EVERY == 0:
@@ -141,6 +155,49 @@ class StepPrice:
             if self._num_chosen - self._seen_at.get(sizes[other], -STALE_AFTER) >= STALE_AFTER:
                 best = other
         return sizes[best]
+
+    def appetite(self, limit: int, trust: float) -> Appetite:
+        """What tells when one row's tree for the next step has grown enough. limit: the largest block. trust: of its chances."""
+        is_exploring = (self._num_chosen + 1) % EXPLORE_EVERY == 0  # then the next larger size may be chosen, too
+        return Appetite(self.offers(limit), trust, int(is_exploring))
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """Sizes that may be chosen, from small to large, and what they cost."""
+
+    sizes: list[int]
+    seconds: list[float]
+    least_chance: float  # a guess that is accepted more rarely is not worth its place in any block
+
+
+class Appetite:
+    """Whether a tree that grows best guess first is worth growing on: whether any larger block could still pay better."""
+
+    def __init__(self, offers: Offers, trust: float, spare: int) -> None:
+        """trust: accepted guesses per expected one. spare: sizes to grow beyond what is enough."""
+        self._offers, self._trust, self._spare = offers, trust, spare
+        self._place = 0  # of the smallest size that the tree has not reached yet
+        self._best = 0.0  # tokens per second of the sizes that it has
+
+    def is_sated(self, num_nodes: int, expected: float, chance: float) -> bool:
+        """num_nodes: guesses so far, to be told one after the other. expected: sum of their chances. chance: of the next one, at most."""
+        sizes, seconds, place = self._offers.sizes, self._offers.seconds, self._place
+        if place == len(sizes):
+            return True
+        size = sizes[place]
+        if num_nodes + 1 < size:
+            return False
+        self._place += 1
+        gain = 1 + self._trust * expected
+        self._best = max(self._best, gain / seconds[place])
+        # Further guesses are likely to be rarer the more there are of them: as if the k-th had chance * sqrt(size / k).
+        for other in range(place + 1, len(sizes)):
+            more = 1 + 2 * (sqrt(size * (sizes[other] - 1)) - size)
+            if gain + self._trust * chance * more > self._best * seconds[other]:
+                return False
+        self._spare -= 1
+        return self._spare < 0
 
 
 SavedPrices = dict[str, dict[str, float]]  # what else a price depends on -> size -> seconds

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
 from lade.drafters.pace import Pace, Part
-from lade.price import SIZES, STALE_AFTER, ModelPrices, StepPrice
+from lade.price import EXPLORE_EVERY, RENEW_EVERY, SIZES, STALE_AFTER, ModelPrices, StepPrice
 
 
 def measured(curve, sizes=SIZES[:14]):
@@ -73,6 +73,42 @@ def test_the_best_rate_wins(slope, chance, best):
     assert price.choose([chance * k for k in range(64)], 1, 10) == min(best, 10)
 
 
+@pytest.mark.parametrize("slope", [0.0, 0.01, 0.05, 0.3])
+@pytest.mark.parametrize(("first", "fall"), [(0.9, 0.5), (0.9, 1.0), (0.3, 0.7), (0.05, 1.0), (0.01, 0.5)])
+def test_a_tree_grows_until_no_larger_block_can_pay(slope, first, fall):
+    """The choice is the one that a full tree would lead to, and fewer guesses are looked for."""
+    price = measured(lambda q: 1 + slope * (q - 1))
+    expected = [0.0]
+    for k in range(1, 64):
+        expected.append(expected[-1] + first / k**fall)
+    appetite, num_nodes = price.appetite(64, 1.0), 0
+    while num_nodes < 63 and not appetite.is_sated(num_nodes, expected[num_nodes], first / (num_nodes + 1) ** fall):
+        num_nodes += 1
+    best = price.choose(expected, 1, 64)
+    assert price.choose(expected[: num_nodes + 1], 1, 64) == best
+    assert num_nodes == 63 or num_nodes < max(8, 4 * best)
+
+
+def test_a_tree_grows_one_size_further_where_that_is_to_be_tried():
+    price = measured(lambda q: 1 + 0.3 * (q - 1))
+    for _ in range(EXPLORE_EVERY - 1):
+        assert price.appetite(64, 1.0).is_sated(0, 0.0, 0.05)
+        price.choose([0.0], 1, 64)
+    appetite = price.appetite(64, 1.0)
+    assert [appetite.is_sated(0, 0.0, 0.05), appetite.is_sated(1, 0.05, 0.05)] == [False, True]
+
+
+def test_prices_that_hardly_change_are_compared_now_and_then():
+    price, offers = measured(lambda q: float(q)), []
+    for turn in range(4 * RENEW_EVERY):
+        price.observe(2, 2.0 + 1e-5 * turn)
+        offers.append(price.offers(64))
+    assert len(set(map(id, offers))) in (4, 5)
+    price.observe(1, 0.5)
+    price.observe(1, 0.5)
+    assert price.offers(64).seconds[0] == price.seconds(1) == 0.5  # what has changed is known at once
+
+
 def test_guesses_get_rarer_and_the_block_ends_there():
     price = measured(lambda q: 1 + 0.05 * (q - 1))
     expected = [0.0]
@@ -80,7 +116,7 @@ def test_guesses_get_rarer_and_the_block_ends_there():
         expected.append(expected[-1] + 0.5 * 0.8**k)
     size = price.choose(expected, 1, 64)
     assert 4 <= size <= 12
-    assert 0 < price.least_chance() <= 0.05
+    assert 0 < price.offers(64).least_chance <= 0.05
 
 
 def test_other_sizes_are_measured_now_and_then():
@@ -148,7 +184,7 @@ def test_one_slow_step_does_not_end_guessing():
         grown = [total for total in expected if total <= 0.9 * 64]
         sizes.append(price.choose(grown, 1, 64))
         price.observe(sizes[-1], 1 + 0.01 * sizes[-1])
-    assert price.least_chance() <= 0.05
+    assert price.offers(64).least_chance <= 0.05
     assert sizes[-10:].count(64) >= 9
 
 

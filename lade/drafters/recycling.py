@@ -21,7 +21,7 @@ from lade.acceptance import PAIR, PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
 from lade.memory import KEY_SHIFT, Memory, most_likely
 from lade.noise import Draws, Noise, win_chances
-from lade.price import ModelPrices
+from lade.price import Appetite, ModelPrices
 from lade.row_table import BIN_EDGES, BIN_MIDDLES
 from lade.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
 from lade.texts import Texts
@@ -172,12 +172,13 @@ class RecyclingDrafter:
         """Trees for some rows, all of the size that pays."""
         if self.prices is None:
             for row in rows:
-                self._growths[row] = self._grow(row, max_depth, self.max_block - 1, 0.0)
+                self._growths[row] = self._grow(row, max_depth, self.max_block - 1, 0.0, None)
             return
         price, trust = self.prices.at(num_slots), self.acceptance.trust
-        room, least = price.sizes(self.max_block)[-1] - 1, price.least_chance() / trust
+        offers = price.offers(self.max_block)
+        room, least = offers.sizes[-1] - 1, offers.least_chance / trust
         for row in rows:
-            self._growths[row] = self._grow(row, max_depth, room, least)
+            self._growths[row] = self._grow(row, max_depth, room, least, price.appetite(self.max_block, trust))
         grown = [self._growths[row] for row in rows]
         expected = [
             trust * total
@@ -187,21 +188,26 @@ class RecyclingDrafter:
         for growth in grown:
             growth.cut(size - 1)
 
-    def _grow(self, row: int, max_depth: int, size: int, least: float) -> Growth:
-        """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`."""
+    def _grow(self, row: int, max_depth: int, size: int, least: float, appetite: Appetite | None) -> Growth:
+        """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`.
+
+        appetite: says when more of them cannot pay; None where all are wanted.
+        """
         growth = Growth()
         tokens, chances = growth.tokens, self.acceptance.chances
         index = self._texts[row]
         text = index.tokens
+        draws: dict[int, Draws | None] = {}  # by depth
         frontier: list[tuple[float, int, int, int, int, int, tuple[Pointer, ...]]] = []
-        order = 0
+        order, expected, probe = 0, 0.0, chances[PROBE]
 
         def add_children(
             parent: int, before: int, token: int, chance: float, depth: int, places: tuple[Pointer, ...]
         ) -> None:
             nonlocal order
-            draws = self._draws(row, depth)
-            for guess, (kind, place) in self._guesses(before, token, places, text, draws).items():
+            if depth not in draws:
+                draws[depth] = self._draws(row, depth)
+            for guess, (kind, place) in self._guesses(before, token, places, text, draws[depth]).items():
                 if chance * chances[kind] >= least:
                     order += 1
                     heappush(frontier, (-chance * chances[kind], order, guess, parent, kind, depth, place))
@@ -209,6 +215,8 @@ class RecyclingDrafter:
         starts = zip(index.matches(), (SUFFIX, SECOND_SUFFIX), strict=False)
         pointers = tuple((place, length, kind, place) for (place, length), kind in starts)
         add_children(-1, text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1, pointers)
+        if appetite is not None and appetite.is_sated(0, 0.0, max(-frontier[0][0] if frontier else 0.0, probe)):
+            return growth
         while frontier and len(tokens) < size:
             negative, _, token, parent, kind, depth, place = heappop(frontier)
             node = len(tokens)
@@ -217,6 +225,9 @@ class RecyclingDrafter:
             growth.kinds.append(kind)
             growth.chances.append(-negative)
             growth.depths.append(depth)
+            expected -= negative
+            if appetite is not None and appetite.is_sated(node + 1, expected, max(-negative, probe)):
+                return growth  # before its children are looked for, which takes longest
             if depth < max_depth:
                 before = text[-1] if parent < 0 else tokens[parent]
                 add_children(node, before, token, -negative, depth + 1, place)
