@@ -29,17 +29,22 @@ from lade.models.fixed import (
     NotCompiled,
     can_capture,
     capture,
+    capture_failure,
     compile_copy,
     compiling,
     disagreement,
     in_short,
     padded_capacity,
+    remember_failure,
 )
 from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.ngram_pool import copy_pool
 from lade.rules import GreedyRules, Rules
 from lade.stats import GenerationStats
 
+# Tokens of a block, those of all rows, for which a GPU takes hardly longer than for one, as it reads the weights for both.
+FREE_TOKENS = {torch.float16: 512, torch.bfloat16: 512}
+FREE_TOKENS_OTHERWISE = 64
 TRIAL_STEPS = 3  # that preparing one runs before its state is put back, at most
 
 Step = Callable[[Any, StepState], Tensor]
@@ -71,7 +76,7 @@ def device_loop(
     device, texts = adapter.model.device, rules.texts
     sampling = sampling_of(rules)
     is_served = (
-        is_wanted(config, device)
+        is_wanted(config, device, adapter.dtype, len(texts.ids), captures_steps(config, adapter))
         and config.uses_window
         and config.num_guesses > 0
         and (type(rules) is GreedyRules or sampling is not None)
@@ -91,11 +96,22 @@ def device_loop(
     return DeviceLoop(adapter, config, rules, sampling, drafter, stats, key_mask, positions)
 
 
-def is_wanted(config: LookaheadConfig, device: torch.device) -> bool:
-    """On a GPU, where it saves waiting; on a CPU, where blocks of a fixed size are asked for and a compiler pays for the larger ones."""
-    if can_capture(device):
-        return config.compile or bool(config.cuda_graph) or not config.adaptive
-    return config.compile and not config.adaptive
+def is_wanted(config: LookaheadConfig, device: torch.device, dtype: torch.dtype, num_rows: int, captures: bool) -> bool:
+    """On a GPU, where it saves waiting; on a CPU, where blocks of a fixed size are asked for and a compiler pays for the larger ones.
+
+    Every block has all of its tokens. Where nobody has asked for that, they must cost a GPU next to nothing. dtype: the model's.
+    num_rows: B. captures: whether steps would be captured.
+    """
+    if not can_capture(device):
+        return config.compile and not config.adaptive
+    if config.compile or config.cuda_graph or not config.adaptive:
+        return True
+    return captures and num_rows * config.max_block_tokens <= FREE_TOKENS.get(dtype, FREE_TOKENS_OTHERWISE)
+
+
+def captures_steps(config: LookaheadConfig, adapter: ModelAdapter) -> bool:
+    """Whether whole steps are captured where forwards would be. lade does not try again by itself what has failed."""
+    return adapter.captures and (bool(config.cuda_graph) or capture_failure(adapter.model, "step") is None)
 
 
 def runs_ahead(device: torch.device) -> bool:
@@ -136,7 +152,7 @@ class DeviceLoop:
             sampling=sampling,
         )
         self.compiles = config.compile
-        self.captures = bool(config.cuda_graph) and can_capture(self.shape.device)
+        self.captures = captures_steps(config, adapter)
         self._key = (
             self.shape,
             repr(adapter.reaches),
@@ -351,7 +367,7 @@ class DeviceLoop:
         """A step that worked at first no longer does. The ordinary loop goes on, and meets the model's own errors by itself."""
         self.stats.device_reason = in_short(problem)
         if self.captures:
-            self.stats.cuda_graph_reason = in_short(problem)
+            self.stats.cuda_graph_reason = remember_failure(self.adapter.model, "step", problem)
         elif self.compiles:
             self.stats.compile_reason = in_short(problem)
         self.compiles = self.captures = False
@@ -365,7 +381,7 @@ class DeviceLoop:
         self.compiles = False
 
     def _not_captured(self, problem: Exception) -> None:
-        self.stats.cuda_graph_reason = in_short(problem)
+        self.stats.cuda_graph_reason = remember_failure(self.adapter.model, "step", problem)
         self.captures = False
 
 
