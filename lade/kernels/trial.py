@@ -72,7 +72,7 @@ def problem_of(
     takes memory for all of its scores.
     """
     dtype, group = query.dtype, query.shape[1] // keys.shape[1]
-    exact = torch.float64 if dtype == torch.float32 else torch.float32
+    exact = torch.float64 if dtype.itemsize >= 4 else torch.float32
     error = scale = 0.0
     for head in range(keys.shape[1]):
         rows, one = slice(head * group, (head + 1) * group), slice(head, head + 1)

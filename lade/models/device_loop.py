@@ -288,15 +288,18 @@ class DeviceLoop:
         saved = state.save()
         try:
             replay = capture(run)
+            state.restore(saved)
+            self._check(buffers, state, replay, "captured")
+            run()  # a step on: what the model had baked in as a number would show only now
+            self._check(buffers, state, replay, "captured")
         finally:
             state.restore(saved)
-        self._check(buffers, state, replay, "captured")
         return replay
 
     def _check(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor], kind: str) -> None:
         """Run a step, compare its logits with the ordinary forward's, and put the state back. Raises where they differ."""
-        cache = buffers.cache
-        saved = state.save()
+        cache, saved = buffers.cache, state.save()
+        committed, cache.lengths = cache.lengths, (state.lengths - 1 + state.slot_lead).tolist()
         try:
             logits = run().clone()
             state.restore(saved)
@@ -307,6 +310,7 @@ class DeviceLoop:
             error = disagreement(logits, self.adapter.ordinary_forward(block, cache).logits)
         finally:
             state.restore(saved)
+            cache.lengths = committed
         if error is not None:
             raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
 
