@@ -160,5 +160,5 @@ def broken_wishes(found: stats.GenerationStats) -> set[str]:
 
 def show_reasons(found: set[str]) -> list[str]:
     for reason in sorted(found):
-        print(f"not as asked for: {reason}")
+        print(f"blocks went another way: {reason}")
     return sorted(found)

@@ -1,4 +1,4 @@
-"""COMPILE=1 and CUDA_GRAPH=1: blocks of fixed shapes give the same tokens, are compiled once, and never get in the way.
+"""COMPILE=1 and CUDA_GRAPH=1 (by itself: test_automatic.py): blocks of fixed shapes give the same tokens, are compiled once, and never get in the way.
 
 Most tests take a backend that compiles nothing, so that only the tracing is tested; one takes torch's own where there is a C++
 compiler. CUDA graphs are stood in for by a trace that, like a graph, remembers tensors and no Python.

@@ -1,6 +1,6 @@
 """The host's part of steps that run on the device: what they start from, when to stop, what is kept for later calls. Floor 3.
 
-Steps are compiled (COMPILE=1), captured (CUDA_GRAPH=1), or both. Each is started before the last one's result is read. A graph
+Steps are compiled (COMPILE=1), captured (CUDA_GRAPH), or both. Each is started before the last one's result is read. A graph
 serves later calls of the same model, together with the buffers that it reads. Whatever fails, the texts are handed back as they
 are, and the ordinary loop goes on from there.
 """
