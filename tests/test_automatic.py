@@ -502,3 +502,22 @@ def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
     assert stats.kernel_reason is None
     lade.config_lade(USE_FLASH=1)
     assert run(model).kernel_reason == "wrong"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["lookahead", "tree"])
+def test_on_cuda(mode):
+    """float32 equals plain generate() by graphs alone; 16 bits take the kernel as well, where it is available."""
+    lade.config_lade(MODE=mode)
+    model = tiny_llama(F32).cuda()
+    for seed in range(3):
+        stats = run(model, {name: tensor.cuda() for name, tensor in prompt(seed=seed).items()})
+        assert (stats.captured_steps, stats.cuda_graph_reason) == (stats.steps - 1, None)
+        assert stats.kernel_reason == "the kernel is not known to pay in float32"
+    model = tiny_llama(BF16).cuda()
+    model.generate(**{name: tensor.cuda() for name, tensor in prompt().items()}, **NEW)
+    stats = lade.last_stats()
+    assert (stats.captured_steps, stats.cuda_graph_reason) == (stats.steps - 1, None)
+    assert stats.kernel_reason == kernels.unavailable_reason()
+    assert stats.used_kernel == kernels.is_available()
