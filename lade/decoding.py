@@ -134,8 +134,8 @@ def lookahead_decode(
 
             drafter.learn(Outcome(tree, logits[:, : 1 + tree.num_nodes], accepted, choices, rules.texts))
             learned = perf_counter()
-            # The user's own code runs while tokens are verified: once per token, whatever the block.
-            # Neither what is done once for many steps.
+            # The user's own code runs while tokens are verified: once per token, whatever the block. What prepares later steps does
+            # not count either.
             seconds = forwarded - began - adapter.preparing_seconds + learned - verified
             drafter.spent(max(rules.texts.lengths), layout.num_tokens, seconds)
             stats.add_times(drafted - began + learned - verified, forwarded - drafted, verified - forwarded)

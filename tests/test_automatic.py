@@ -4,6 +4,7 @@ CUDA is stood in for by the CPU, graphs by traces as in test_fixed_blocks.py, th
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -274,7 +275,8 @@ def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
     assert (len(on_cuda), len(compared)) == (1, fixed.NUM_CHECKS)
 
 
-def test_preparing_does_not_count_as_the_price_of_a_step(model, on_cuda, monkeypatch):
+@pytest.mark.parametrize("fails", [False, True], ids=["captured", "fails-later"])
+def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeypatch):
     seen = []
 
     class Spy:
@@ -288,9 +290,15 @@ def test_preparing_does_not_count_as_the_price_of_a_step(model, on_cuda, monkeyp
             seen.append(seconds)
 
     def slow(forward, capture=fixed.capture):
-        ends = clock() + 5
-        now[0] = ends
-        return capture(forward)
+        now[0] += 5
+        replay, count = capture(forward), iter(range(1000))
+
+        def replay_or_fail():
+            if fails and next(count) == 1:  # after the comparison
+                raise RuntimeError("device lost")
+            return replay()
+
+        return replay_or_fail
 
     now = [0.0]
     clock = lambda: now[0]  # noqa: E731
@@ -299,10 +307,10 @@ def test_preparing_does_not_count_as_the_price_of_a_step(model, on_cuda, monkeyp
     for module in (fixed, lade.decoding):
         monkeypatch.setattr(module, "perf_counter", clock)
     monkeypatch.setattr(lade.decoding, "make_drafter", lambda *args: Spy(make_drafter(*args)))
-    stats = run(model)
-    assert now[0] >= 5
-    assert stats.forward_seconds >= 5
-    assert set(seen) == {0.0}
+    stats = run(tiny_llama())
+    assert stats.forward_seconds == now[0] >= 5
+    assert set(seen) == ({0.0, 5.0} if fails else {0.0})
+    assert seen.count(5.0) == fails  # the step that failed had no other time
 
 
 def test_what_a_step_costs_depends_on_the_way(model, on_cuda, kernel, monkeypatch):
@@ -398,6 +406,7 @@ def test_reasons_against_the_kernel(model, kernel, monkeypatch):
     monkeypatch.undo()
     assert adapter.slow_kernel_reason(True) == "the kernel is not known to pay in float64"
     assert largest_head_dim(BloomConfig(hidden_size=48, n_head=4)) == 12
+    assert largest_head_dim(SimpleNamespace(num_attention_heads=[4, 8])) == 0
 
 
 @pytest.mark.parametrize("mode", ["lookahead", "tree"])

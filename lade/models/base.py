@@ -29,13 +29,7 @@ from lade.block_attention import unsupported_reason as kernel_unsupported_reason
 from lade.config import LookaheadConfig
 from lade.kernels import MAX_HEAD_DIM, kernel_problem, left_padding, unavailable_reason
 from lade.kv_cache import LookaheadCache
-from lade.models.fixed import (
-    FixedBlocks,
-    asks_for_graphs,
-    can_capture,
-    graph_refusal,
-    padded_capacity,
-)
+from lade.models.fixed import FixedBlocks, asks_for_graphs, can_capture, graph_refusal, padded_capacity
 from lade.models.view import has_foreign_forward, has_hooks, parts_of, private_view
 from lade.stats import GenerationStats
 
@@ -312,7 +306,7 @@ class ModelAdapter:
     @property
     def preparing_seconds(self) -> float:
         """Of the latest block's time: what was spent once, for later blocks of its shape."""
-        return 0.0 if self._fixed is None else self._fixed.preparing_seconds
+        return 0.0 if self._fixed is None or not self._fixed.is_on else self._fixed.preparing_seconds
 
     def unfixable_reason(self) -> str | None:
         """Why blocks of fixed shapes cannot go through one compiled forward, as a sentence; None when they can."""
@@ -433,9 +427,12 @@ class ModelAdapter:
 
 
 def largest_head_dim(config: Any) -> int:
-    """Of the attention heads; families have several names for it, and some have layers of different ones."""
+    """Of the attention heads, 0 where that is not known; families have several names for it, some have layers of different ones."""
     sizes = [size for name, size in vars(config).items() if name.endswith("head_dim") and isinstance(size, int)]
-    return max(sizes) if sizes else int(config.hidden_size // config.num_attention_heads)
+    num_heads = getattr(config, "num_attention_heads", None)
+    if not sizes and isinstance(num_heads, int):
+        sizes = [config.hidden_size // num_heads]
+    return max(sizes, default=0)
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:
