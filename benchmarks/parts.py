@@ -23,6 +23,7 @@ from unittest import mock
 
 import lade
 from lade import decoding, kv_cache, layout, rules, stats
+from lade.config import current_config
 from lade.models import base, fixed
 
 PARTS = ("propose", "lay out", "forward", "verify", "commit", "learn", "other")
@@ -126,14 +127,16 @@ class PartTimer:
 
 def add_forward_arguments(parser: argparse.ArgumentParser) -> None:
     """How blocks go through the model."""
-    parser.add_argument("--kernel", action="store_true", help="through lade's own attention (USE_FLASH=1)")
+    choice = {"choices": ("auto", "0", "1"), "default": "auto"}
+    parser.add_argument("--use_flash", **choice, help="through lade's own attention (USE_FLASH)")
     parser.add_argument("--compile", action="store_true", help="compiled, in fixed shapes (COMPILE=1)")
-    parser.add_argument("--cuda_graph", action="store_true", help="captured in a CUDA graph (CUDA_GRAPH=1)")
+    parser.add_argument("--cuda_graph", **choice, help="captured in CUDA graphs (CUDA_GRAPH)")
 
 
-def forward_settings(args: argparse.Namespace) -> dict[str, int]:
+def forward_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of config_lade."""
-    return {"USE_FLASH": int(args.kernel), "COMPILE": int(args.compile), "CUDA_GRAPH": int(args.cuda_graph)}
+    use_flash, cuda_graph = ("auto" if value == "auto" else int(value) for value in (args.use_flash, args.cuda_graph))
+    return {"USE_FLASH": use_flash, "COMPILE": int(args.compile), "CUDA_GRAPH": cuda_graph}
 
 
 def set_up_forward(args: argparse.Namespace) -> None:
@@ -142,12 +145,20 @@ def set_up_forward(args: argparse.Namespace) -> None:
 
 
 def reasons(found: stats.GenerationStats) -> set[str]:
-    """Why blocks did not go through the forward that was asked for."""
+    """Why blocks did not go through the forward that was asked for, or that lade would have chosen."""
     reasons = (found.kernel_reason, found.compile_reason, found.cuda_graph_reason, found.device_reason)
     return {reason for reason in reasons if reason}
 
 
+def broken_wishes(found: stats.GenerationStats) -> set[str]:
+    """The same without what was left to lade."""
+    config = current_config()
+    left = {found.kernel_reason} if config.use_flash is None else set()
+    left |= {found.cuda_graph_reason} if config.cuda_graph is None else set()
+    return reasons(found) - left
+
+
 def show_reasons(found: set[str]) -> list[str]:
     for reason in sorted(found):
-        print(f"not as asked for: {reason}")
+        print(f"blocks went another way: {reason}")
     return sorted(found)

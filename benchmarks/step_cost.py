@@ -93,16 +93,14 @@ def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[]
     for context in args.contexts:
         adapter = adapter_for(model)
         told = GenerationStats()
-        if args.kernel:
-            told.kernel_reason = adapter.use_kernel(None)
-        adapter.fix_shapes(current_config(), told)
+        adapter.choose_forward(current_config(), told, None, args.max_new_tokens, ())
         cache = filled_cache(adapter, context, max(args.tokens), args.batch)
         first = None
         for num_tokens in args.tokens:
             block = make_block(adapter, cache, num_tokens, args.batch)
             times = milliseconds(partial(adapter.forward_block, block, cache), synchronize, args.trials)
-            if parts.reasons(told):
-                raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.reasons(told))}")
+            if parts.broken_wishes(told):
+                raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.broken_wishes(told))}")
             first = first or (times["median"] if num_tokens == 1 else None)
             ratio = round(times["median"] / first, 3) if first else None
             rows.append({"context": context, "tokens": num_tokens, "milliseconds": times, "ratio_to_one": ratio})
@@ -129,7 +127,7 @@ def part_costs(
             timer.begin()
             harness.generate_timed(model, prompt, **common)
             stats = lade.last_stats()
-            if stats is None or stats.fallback_reason is not None or parts.reasons(stats):
+            if stats is None or stats.fallback_reason is not None or parts.broken_wishes(stats):
                 raise RuntimeError(f"lookahead did not run, or not as asked for: {stats}")
 
     per_step: dict[str, list[float]] = {part: [] for part in parts.PARTS}  # milliseconds, one entry per trial

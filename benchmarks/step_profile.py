@@ -172,7 +172,7 @@ def count_waits(model: Any, prompts: list[dict[str, torch.Tensor]], common: dict
 def decode(model: Any, prompt: dict[str, torch.Tensor], common: dict[str, Any]) -> None:
     model.generate(**prompt, **common)
     stats = lade.last_stats()
-    if stats is None or stats.fallback_reason is not None or parts.reasons(stats):
+    if stats is None or stats.fallback_reason is not None or parts.broken_wishes(stats):
         raise RuntimeError(f"lookahead did not run, or not as asked for: {stats}")
 
 

@@ -40,6 +40,15 @@ def _check_flag(name: str, value: object) -> bool:
     return bool(value)
 
 
+def _check_choice(name: str, value: object) -> bool | None:
+    """None for "auto": lade decides."""
+    if value == "auto":
+        return None
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ValueError(f"{name} must be 0, 1 or 'auto', got {value!r}")
+    return bool(value)
+
+
 @dataclass(frozen=True, slots=True)
 class LookaheadConfig:
     """Settings of lookahead decoding (arXiv:2402.02057). Sizes are in tokens."""
@@ -50,7 +59,7 @@ class LookaheadConfig:
     debug: int = 0  # public name DEBUG
     always_forward_one: bool = True  # public name ALWAYS_FWD_ONE; False rolls the window by what was accepted
     pool_from_prompt: bool = True  # public name POOL_FROM_PROMPT
-    use_flash: bool = False  # public name USE_FLASH: blocks go through lade's own attention where they can
+    use_flash: bool | None = None  # public name USE_FLASH: blocks go through lade's own attention; None = lade decides
     mode: str = "auto"  # public name MODE: one of MODES
     adaptive: bool = True  # public name ADAPTIVE: each step's block is as large as pays
     max_block: int = 64  # public name MAX_BLOCK: tokens of a step
@@ -58,7 +67,7 @@ class LookaheadConfig:
     dist_workers: int | None = None  # public name DIST_WORKERS; None = what the environment says
     backend: str | None = None  # for keys/values between processes; None = nccl for a model on CUDA, else gloo
     compile: bool = False  # public name COMPILE: blocks of fixed shapes go through torch.compile where they can
-    cuda_graph: bool | None = None  # public name CUDA_GRAPH: and are captured; None, for now, is off
+    cuda_graph: bool | None = None  # public name CUDA_GRAPH: and are captured; None = lade decides
 
     def __post_init__(self) -> None:
         _check_integer("LEVEL", self.ngram_size, 2, 64)
@@ -136,13 +145,13 @@ def config_lade(
     POOL_FROM_PROMPT: int | bool | None = None,
     backend: str | None = None,
     CONFIG: str | os.PathLike[str] | None = None,
-    USE_FLASH: int | bool | None = None,
+    USE_FLASH: int | bool | str | None = None,
     MODE: str | None = None,
     ADAPTIVE: int | bool | None = None,
     MAX_BLOCK: int | None = None,
     SHARE: int | bool | None = None,
     COMPILE: int | bool | None = None,
-    CUDA_GRAPH: int | bool | None = None,
+    CUDA_GRAPH: int | bool | str | None = None,
 ) -> None:
     """Change the settings of all later `generate()` calls; what is not given keeps its value.
 
@@ -151,6 +160,7 @@ def config_lade(
     DEBUG=1 prints a summary after each call. ALWAYS_FWD_ONE=0 rolls the window by as many columns as were accepted.
     POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
     CUDA, plain torch elsewhere. COMPILE=1 pads blocks to fixed shapes and compiles their forward; CUDA_GRAPH=1 captures it.
+    USE_FLASH="auto" and CUDA_GRAPH="auto", the defaults, leave both to lade, which does so on CUDA where it pays.
     DIST_WORKERS=K splits each step over K processes, which `torchrun` or `accelerate launch`
     start; backend ("nccl", "gloo") is how keys/values travel between them. SPLIT_FLAG is accepted and ignored.
 
@@ -195,13 +205,13 @@ def config_lade(
             raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
         changes["backend"] = backend
     if USE_FLASH is not None:
-        changes["use_flash"] = _check_flag("USE_FLASH", USE_FLASH)
+        changes["use_flash"] = _check_choice("USE_FLASH", USE_FLASH)
     if DIST_WORKERS is not None:
         changes["dist_workers"] = _check_integer("DIST_WORKERS", DIST_WORKERS, 1, MAX_WORKERS)
     if COMPILE is not None:
         changes["compile"] = _check_flag("COMPILE", COMPILE)
     if CUDA_GRAPH is not None:
-        changes["cuda_graph"] = _check_flag("CUDA_GRAPH", CUDA_GRAPH)
+        changes["cuda_graph"] = _check_choice("CUDA_GRAPH", CUDA_GRAPH)
 
     global _default
     _default = dataclasses.replace(_default, **changes)

@@ -23,7 +23,6 @@ from lade.rules import rules_for
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
 
-WEIGHTS_WANTED = "output_attentions asks for weights that the kernel never forms"
 FIRST_CAPACITY = 1024  # slots behind the prompt that are allocated at first, where that many may be needed
 
 
@@ -58,16 +57,14 @@ def lookahead_decode(
     batch_size, device = len(input_ids), input_ids.device
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
     positions = model_kwargs.get("position_ids")  # [B or 1, prompt], or more of these; None for a model that takes none
-    if config.use_flash:
-        wants_weights = "output_attentions" in recorder.model_arguments
-        stats.kernel_reason = WEIGHTS_WANTED if wants_weights else adapter.use_kernel(key_mask)
-        stats.used_kernel = stats.kernel_reason is None
-    adapter.fix_shapes(config, stats)
+    num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
+    adapter.choose_forward(config, stats, key_mask, num_new, recorder.model_arguments)
     team.num_tokens = adapter.num_tokens
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
-    drafter = make_drafter(config, adapter.model, adapter.num_tokens, input_ids, key_mask, temperature, rules.noise)
+    drafter = make_drafter(
+        config, adapter.model, adapter.num_tokens, input_ids, key_mask, temperature, rules.noise, adapter.forward_kind
+    )
 
-    num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
     num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
     is_alone = type(team) is Alone and not synced_gpus
     on_device = device_loop(adapter, config, rules, drafter, stats, key_mask, positions) if is_alone else None
@@ -137,8 +134,10 @@ def lookahead_decode(
 
             drafter.learn(Outcome(tree, logits[:, : 1 + tree.num_nodes], accepted, choices, rules.texts))
             learned = perf_counter()
-            # The user's own code runs while tokens are verified: once per token, whatever the block.
-            drafter.spent(max(rules.texts.lengths), layout.num_tokens, forwarded - began + learned - verified)
+            # The user's own code runs while tokens are verified: once per token, whatever the block. What prepares later steps does
+            # not count either.
+            seconds = forwarded - began - adapter.preparing_seconds + learned - verified
+            drafter.spent(max(rules.texts.lengths), layout.num_tokens, seconds)
             stats.add_times(drafted - began + learned - verified, forwarded - drafted, verified - forwarded)
             if stats.on_step is not None:
                 stats.on_step(roots, draft, tree, layout, accepted, choices, rules.texts)
@@ -153,6 +152,7 @@ def lookahead_decode(
     if on_device:
         on_device.give_back()
     adapter.give_back()
+    adapter.check_kernel(stats)
     return recorder.result(rules.texts.padded(rules.pad_token), callers_cache)
 
 

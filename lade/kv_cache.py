@@ -101,6 +101,11 @@ class LookaheadCache(Cache):
         self._uniform = uniform
         self._storages: list[_Storage] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all keys and values, used or not."""
+        return sum(storage.data.nbytes for storage in self._storages)
+
     def clear(self) -> None:
         """Forget everything but the memory, for another call's prompts of as many rows."""
         for storage in self._storages:

@@ -27,8 +27,8 @@ class GenerationStats:
     block_tokens: list[int] = field(default_factory=list)  # query tokens of each step after the prefill
     accepted_lengths: Counter[int] = field(default_factory=Counter)  # accepted guesses of a step -> number of steps
     fallback_reason: str | None = None  # a sentence when the original path ran, None when lookahead did
-    used_kernel: bool = False  # whether blocks went through lade's own attention (USE_FLASH=1)
-    kernel_reason: str | None = None  # a sentence when they were to and could not
+    used_kernel: bool = False  # whether blocks went through lade's own attention (USE_FLASH)
+    kernel_reason: str | None = None  # a sentence when they were to and could not, or when lade found the kernel wrong
     sources: dict[str, list[int]] = field(default_factory=dict)  # where guesses came from -> [proposed, accepted]
     draft_seconds: float = 0.0  # proposing and learning
     forward_seconds: float = 0.0  # laying out and running the blocks; the prompt's forward does not count
@@ -37,7 +37,7 @@ class GenerationStats:
     sent_bytes: Counter[str] = field(default_factory=Counter)  # what this process told the others, by kind
     compiled_steps: int = 0  # blocks that went through a compiled forward (COMPILE=1)
     compile_reason: str | None = None  # a sentence when they were to and could not, or no longer could
-    captured_steps: int = 0  # blocks that replayed a CUDA graph (CUDA_GRAPH=1)
+    captured_steps: int = 0  # blocks that replayed a CUDA graph (CUDA_GRAPH)
     cuda_graph_reason: str | None = None  # a sentence when they were to and could not, or no longer could
     device_steps: int = 0  # steps that ran on the device as one, the host waiting for none of their parts
     device_reason: str | None = None  # a sentence when such a step failed, and the ordinary loop went on

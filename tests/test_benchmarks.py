@@ -1,5 +1,6 @@
 """The benchmark commands run, and what they count is right. Figures are not looked at: other machines, other figures."""
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -11,6 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny_llama
+
+from lade import config
+from lade.stats import GenerationStats
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -70,6 +74,26 @@ def test_what_is_kept_is_forgotten_before_each_trial(command, module, monkeypatc
     assert rows[0] == rows[2] == 0
     assert rows[1] > 0
     assert rows[3] > 0
+
+
+def test_the_forward_that_is_asked_for(module, monkeypatch):
+    parts = module("parts")
+    parser = argparse.ArgumentParser()
+    parts.add_forward_arguments(parser)
+    found = GenerationStats(kernel_reason="no kernel", cuda_graph_reason="no graph", device_reason="no step")
+    settings = {
+        "": {"USE_FLASH": "auto", "COMPILE": 0, "CUDA_GRAPH": "auto"},
+        "--use_flash 0 --cuda_graph 1": {"USE_FLASH": 0, "COMPILE": 0, "CUDA_GRAPH": 1},
+        "--use_flash 1 --cuda_graph auto --compile": {"USE_FLASH": 1, "COMPILE": 1, "CUDA_GRAPH": "auto"},
+    }
+    broken = [{"no step"}, {"no step", "no graph", "no kernel"}, {"no step", "no kernel"}]
+    monkeypatch.setattr(config, "_default", config.current_config())  # and put it back
+    for (arguments, expected), wishes in zip(settings.items(), broken, strict=True):
+        args = parser.parse_args(arguments.split())
+        assert parts.forward_settings(args) == expected
+        parts.set_up_forward(args)
+        assert parts.broken_wishes(found) == wishes
+        assert parts.reasons(found) == {"no step", "no graph", "no kernel"}
 
 
 def test_decode_in_batches(command):

@@ -46,7 +46,7 @@ def test_sizes_choose_the_window_unless_a_mode_is_named():
 
 def test_the_originals_keywords_are_taken():
     lade.config_lade(SPLIT_FLAG=1, DIST_WORKERS=1, backend="nccl", USE_FLASH=0)
-    assert current_config() == LookaheadConfig(dist_workers=1, backend="nccl")
+    assert current_config() == LookaheadConfig(dist_workers=1, backend="nccl", use_flash=False)
 
 
 def test_workers_of_the_environment(monkeypatch):

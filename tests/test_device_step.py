@@ -37,12 +37,12 @@ is_wanted = device_loop.is_wanted
 @pytest.fixture(autouse=True)
 def eager(lade_on, monkeypatch):
     """Steps on the device without compiling them, which are not wanted on a CPU otherwise."""
-    monkeypatch.setattr(device_loop, "is_wanted", lambda config, device: True)
+    monkeypatch.setattr(device_loop, "is_wanted", lambda *_: True)
     monkeypatch.setattr(fixed, "BACKEND", "eager")
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=0)
     yield
     torch._dynamo.reset()
-    for by_model in (kept._kept, device_loop._compiled, fixed._compiled):
+    for by_model in (kept._kept, device_loop._compiled, fixed._compiled, fixed._not_capturable):
         by_model.clear()
 
 
@@ -66,7 +66,7 @@ def ordinary_stats(model, inputs, **arguments):
     compiles = current_config().compile
     lade.config_lade(COMPILE=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_loop, "is_wanted", lambda config, device: False)
+        patch.setattr(device_loop, "is_wanted", lambda *_: False)
         patch.setattr(fixed, "GRAPH_DEVICES", ())
         seeded(model.generate, **inputs, **arguments)
     lade.config_lade(COMPILE=compiles)
@@ -334,7 +334,7 @@ def test_a_failure_in_the_middle(model, monkeypatch):
     assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
     stats = lade.last_stats()
     assert stats.cuda_graph_reason == "RuntimeError: device lost"
-    assert stats.device_steps == 5  # the first replay is compared with the ordinary forward
+    assert stats.device_steps == 4  # the first two replays are compared with the ordinary forward
     assert stats.steps == ordinary_steps
 
 
@@ -510,16 +510,19 @@ def test_when_it_is_wanted(model, monkeypatch):
     monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
     model.generate(**prompt(), **GREEDY)
     assert lade.last_stats().device_steps == 0  # on a CPU, without a compiler
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for settings, on_cpu, on_cuda in [
-        ({"ADAPTIVE": 1, "COMPILE": 0}, False, False),
+        ({"ADAPTIVE": 1, "COMPILE": 0, "CUDA_GRAPH": 0}, False, False),
         ({"ADAPTIVE": 1, "COMPILE": 1}, False, True),
         ({"ADAPTIVE": 1, "COMPILE": 0, "CUDA_GRAPH": 1}, False, True),
         ({"ADAPTIVE": 0, "COMPILE": 0, "CUDA_GRAPH": 0}, False, True),
         ({"ADAPTIVE": 0, "COMPILE": 1, "CUDA_GRAPH": 0}, True, True),
     ]:
         lade.config_lade(**settings)
-        assert (is_wanted(current_config(), cpu), is_wanted(current_config(), cuda)) == (on_cpu, on_cuda)
+        found = [
+            is_wanted(current_config(), torch.device(name), torch.float64, 1, current_config().cuda_graph)
+            for name in ("cpu", "cuda")
+        ]
+        assert found == [on_cpu, on_cuda]
 
 
 def test_embeddings_instead_of_a_prompt(model):

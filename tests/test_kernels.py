@@ -21,6 +21,7 @@ import torch
 from conftest import beside, python
 
 from lade import kernels
+from lade.kernels import trial
 
 LONG = os.environ.get("LADE_LONG_TESTS") == "1"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,6 +30,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
 runs_kernel = pytest.mark.skipif(not kernels.is_available(), reason=f"no kernel here: {kernels.unavailable_reason()}")
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TRIED = (F16, BF16, F32)
 TOLERANCE = {F16: 2e-3, BF16: 1.6e-2, F32: 4e-6, F64: 1e-13}
 
 
@@ -171,6 +173,21 @@ def test_kernel_is_the_definition(case):
 
 
 @runs_kernel
+@pytest.mark.parametrize("dtype", TRIED, ids=str)
+def test_kernel_passes_its_trial(dtype, monkeypatch):
+    """Which comes before its use; with another scale it would not."""
+    from lade.kernels.triton_attention import triton_block_attention
+
+    monkeypatch.setattr(trial, "_problems", {})
+    case = Case(7, (65, 3), heads=8, kv_heads=2, window=20, softcap=3.0, has_sinks=True, padding=2, dtype=dtype)
+    arguments, expected = make(case, unused=1e3)
+    assert_close(trial.tried(triton_block_attention, **arguments), expected, dtype)
+    assert list(trial._problems.values()) == [None]
+    wrong = triton_block_attention(**arguments | {"scale": 1 / 5})
+    assert "off by" in trial.problem_of(wrong, **arguments)
+
+
+@runs_kernel
 def test_kernel_on_hidden_tokens_and_small_scores():
     """A token that sees nothing gets zeros; the soft cap keeps float32's digits near zero."""
     from lade.kernels.triton_attention import triton_block_attention
@@ -206,7 +223,7 @@ def test_one_captured_graph_serves_all_lengths():
 def interpreted():
     if not HAS_TRITON or kernels.is_available():
         return None
-    chosen = ("-p", "no:cacheprovider", "-k", "test_kernel_is or test_kernel_on")
+    chosen = ("-p", "no:cacheprovider", "-k", "test_kernel_is or test_kernel_on or test_kernel_passes")
     return python("-m", "pytest", *chosen, __file__, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG)))
 
 
@@ -216,7 +233,7 @@ def test_kernel_in_the_interpreter(interpreted):
     passed = re.search(r"(\d+) passed", interpreted.stdout)
     assert interpreted.returncode == 0, interpreted.stdout[-5000:]
     assert "skipped" not in interpreted.stdout
-    assert int(passed[1]) == len(CASES + GRID * LONG) + 1
+    assert int(passed[1]) == len(CASES + GRID * LONG) + len(TRIED) + 1
 
 
 COMPILED = [("bf16", 128, 56, 80), ("bf16", 128, 56, 90)]

@@ -72,7 +72,8 @@ def lade_lines() -> Iterable[str]:
         apply_environment()
     except ValueError as error:
         yield f"WRONG: {error}"
-    yield "settings: " + ", ".join(f"{name}={value}" for name, value in asdict(current_config()).items())
+    settings = asdict(current_config())
+    yield "settings: " + ", ".join(f"{name}={'auto' if value is None else value}" for name, value in settings.items())
 
 
 def package_lines() -> Iterable[str]:

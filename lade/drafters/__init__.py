@@ -34,9 +34,10 @@ def make_drafter(
     key_mask: Tensor | None,
     temperature: float | None,
     noise: Noise | None = None,
+    forward_kind: tuple[str, ...] = (),
 ) -> Drafter:
-    """The drafter that the settings ask for. Arguments as for the drafters."""
-    kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile)
+    """The drafter that the settings ask for. Arguments as for the drafters; forward_kind: what else changes a step's price."""
+    kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile, *forward_kind)
     # Processes that compute one forward together must lay out the same block, whatever each one's clock says.
     is_split = (getattr(model, "_tp_size", None) or 1) > 1
     memory = None if config.uses_window else memory_for(model, config.share)

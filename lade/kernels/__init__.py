@@ -8,19 +8,23 @@ dense and read once for all query heads that share a key/value head; who sees wh
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lade.kernels.packed_mask import is_packed, left_padding, pack_mask, unpack_mask
 from lade.kernels.reference import reference_block_attention
+from lade.kernels.trial import kernel_problem, tried
 
 __all__ = [
     "block_attention",
     "is_available",
     "is_packed",
+    "kernel_problem",
     "left_padding",
     "pack_mask",
     "reference_block_attention",
@@ -72,7 +76,8 @@ def block_attention(
     scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap). sinks: [H], one more score per
     head that takes weight and gives nothing. window: keys this many positions behind a token, or more, are hidden.
 
-    The Triton kernel runs on CUDA where it is available and the type and head size allow it, plain torch elsewhere.
+    The Triton kernel runs on CUDA where it is available and the type and head size allow it, and where it agreed with the
+    definition when it was first used for such a call (`kernel_problem`); plain torch elsewhere.
     A token that sees nothing gets zeros. Raises ValueError for shapes that do not fit.
     """
     _check(query, keys, values, packed, sinks)
@@ -91,15 +96,22 @@ def _dispatch(
     sinks: Tensor | None,
     window: int | None,
 ) -> Tensor:
+    named: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "window": window}
+    kernel = _kernel_for(query, keys, values)
+    if kernel is None:
+        return reference_block_attention(query, keys, values, packed, **named)
+    return tried(kernel, query, keys, values, packed, **named)
+
+
+def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor] | None:
+    """The Triton kernel where it can take these; triton is imported no sooner."""
     has_kernel = query.dtype == keys.dtype == values.dtype and query.dtype in KERNEL_DTYPES
     has_kernel = has_kernel and max(keys.shape[3], values.shape[3]) <= MAX_HEAD_DIM
     if not (query.is_cuda and has_kernel and is_available()):
-        return reference_block_attention(
-            query, keys, values, packed, scale=scale, softcap=softcap, sinks=sinks, window=window
-        )
+        return None
     from lade.kernels.triton_attention import triton_block_attention
 
-    return triton_block_attention(query, keys, values, packed, scale=scale, softcap=softcap, sinks=sinks, window=window)
+    return triton_block_attention
 
 
 # For torch.compile one opaque operation: it need not look into how a kernel is chosen and launched.

@@ -1,6 +1,6 @@
 """The host's part of steps that run on the device: what they start from, when to stop, what is kept for later calls. Floor 3.
 
-Steps are compiled (COMPILE=1), captured (CUDA_GRAPH=1), or both. Each is started before the last one's result is read. A graph
+Steps are compiled (COMPILE=1), captured (CUDA_GRAPH), or both. Each is started before the last one's result is read. A graph
 serves later calls of the same model, together with the buffers that it reads. Whatever fails, the texts are handed back as they
 are, and the ordinary loop goes on from there.
 """
@@ -29,17 +29,22 @@ from lade.models.fixed import (
     NotCompiled,
     can_capture,
     capture,
+    capture_failure,
     compile_copy,
     compiling,
     disagreement,
     in_short,
     padded_capacity,
+    remember_failure,
 )
 from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.ngram_pool import copy_pool
 from lade.rules import GreedyRules, Rules
 from lade.stats import GenerationStats
 
+# Tokens of a block, those of all rows, for which a GPU takes hardly longer than for one, as it reads the weights for both.
+FREE_TOKENS = {torch.float16: 512, torch.bfloat16: 512}
+FREE_TOKENS_OTHERWISE = 64
 TRIAL_STEPS = 3  # that preparing one runs before its state is put back, at most
 
 Step = Callable[[Any, StepState], Tensor]
@@ -71,7 +76,7 @@ def device_loop(
     device, texts = adapter.model.device, rules.texts
     sampling = sampling_of(rules)
     is_served = (
-        is_wanted(config, device)
+        is_wanted(config, device, adapter.dtype, len(texts.ids), captures_steps(config, adapter))
         and config.uses_window
         and config.num_guesses > 0
         and (type(rules) is GreedyRules or sampling is not None)
@@ -91,11 +96,22 @@ def device_loop(
     return DeviceLoop(adapter, config, rules, sampling, drafter, stats, key_mask, positions)
 
 
-def is_wanted(config: LookaheadConfig, device: torch.device) -> bool:
-    """On a GPU, where it saves waiting; on a CPU, where blocks of a fixed size are asked for and a compiler pays for the larger ones."""
-    if can_capture(device):
-        return config.compile or bool(config.cuda_graph) or not config.adaptive
-    return config.compile and not config.adaptive
+def is_wanted(config: LookaheadConfig, device: torch.device, dtype: torch.dtype, num_rows: int, captures: bool) -> bool:
+    """On a GPU, where it saves waiting; on a CPU, where blocks of a fixed size are asked for and a compiler pays for the larger ones.
+
+    Every block has all of its tokens. Where nobody has asked for that, they must cost a GPU next to nothing. dtype: the model's.
+    num_rows: B. captures: whether steps would be captured.
+    """
+    if not can_capture(device):
+        return config.compile and not config.adaptive
+    if config.compile or config.cuda_graph or not config.adaptive:
+        return True
+    return captures and num_rows * config.max_block_tokens <= FREE_TOKENS.get(dtype, FREE_TOKENS_OTHERWISE)
+
+
+def captures_steps(config: LookaheadConfig, adapter: ModelAdapter) -> bool:
+    """Whether whole steps are captured where forwards would be. lade does not try again by itself what has failed."""
+    return adapter.captures and (bool(config.cuda_graph) or capture_failure(adapter.model, "step") is None)
 
 
 def runs_ahead(device: torch.device) -> bool:
@@ -136,7 +152,7 @@ class DeviceLoop:
             sampling=sampling,
         )
         self.compiles = config.compile
-        self.captures = bool(config.cuda_graph) and can_capture(self.shape.device)
+        self.captures = captures_steps(config, adapter)
         self._key = (
             self.shape,
             repr(adapter.reaches),
@@ -272,15 +288,18 @@ class DeviceLoop:
         saved = state.save()
         try:
             replay = capture(run)
+            state.restore(saved)
+            self._check(buffers, state, replay, "captured")
+            run()  # a step on: what the model had baked in as a number would show only now
+            self._check(buffers, state, replay, "captured")
         finally:
             state.restore(saved)
-        self._check(buffers, state, replay, "captured")
         return replay
 
     def _check(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor], kind: str) -> None:
         """Run a step, compare its logits with the ordinary forward's, and put the state back. Raises where they differ."""
-        cache = buffers.cache
-        saved = state.save()
+        cache, saved = buffers.cache, state.save()
+        committed, cache.lengths = cache.lengths, (state.lengths - 1 + state.slot_lead).tolist()
         try:
             logits = run().clone()
             state.restore(saved)
@@ -291,6 +310,7 @@ class DeviceLoop:
             error = disagreement(logits, self.adapter.ordinary_forward(block, cache).logits)
         finally:
             state.restore(saved)
+            cache.lengths = committed
         if error is not None:
             raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
 
@@ -351,7 +371,7 @@ class DeviceLoop:
         """A step that worked at first no longer does. The ordinary loop goes on, and meets the model's own errors by itself."""
         self.stats.device_reason = in_short(problem)
         if self.captures:
-            self.stats.cuda_graph_reason = in_short(problem)
+            self.stats.cuda_graph_reason = remember_failure(self.adapter.model, "step", problem)
         elif self.compiles:
             self.stats.compile_reason = in_short(problem)
         self.compiles = self.captures = False
@@ -365,7 +385,7 @@ class DeviceLoop:
         self.compiles = False
 
     def _not_captured(self, problem: Exception) -> None:
-        self.stats.cuda_graph_reason = in_short(problem)
+        self.stats.cuda_graph_reason = remember_failure(self.adapter.model, "step", problem)
         self.captures = False
 
 

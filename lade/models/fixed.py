@@ -12,6 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lade.attention import Block
+from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models.fingerprint import fingerprint, numerics
 from lade.models.kept import KeptBuffers, give_buffers, take_buffers
@@ -27,6 +29,9 @@ from lade.stats import GenerationStats
 
 BACKEND: Any = "inductor"  # of torch.compile
 GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
+# Fewer tokens than these do not pay for capturing, unless CUDA_GRAPH=1: a few shapes cost a few dozen forwards.
+MIN_NEW_TOKENS = 32
+NUM_CHECKS = 2  # uses of a graph that are compared: the first, and one whose inputs are not those it was captured with
 KEPT_SHAPES = 8  # graphs of one cache that wait for another call, those used last
 SMALLEST_TREE = 8  # nodes, the root included, that a smaller tree is padded to; larger ones to the next power of two
 # How far a compiled forward's logits may be from the ordinary one's, relative to the largest of them.
@@ -37,6 +42,8 @@ Masks = Tensor | dict[str, Tensor]
 # What has been compiled for each model, by shape; a sentence where that failed. A model that is gone takes its entries along.
 _compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Forward | str]] = weakref.WeakKeyDictionary()
 compiling = threading.Lock()  # is not for two threads at once
+# Why a model's forwards ("forward") or steps ("step") could not be captured: lade does not choose by itself to try again.
+_not_capturable: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def padded_nodes(num_nodes: int, full: int) -> int:
@@ -54,6 +61,40 @@ def padded_capacity(num_slots: int) -> int:
 
 def can_capture(device: torch.device) -> bool:
     return device.type in GRAPH_DEVICES
+
+
+def asks_for_graphs(config: LookaheadConfig, device: torch.device) -> bool:
+    """Whether blocks are to be captured, if nothing is against it; otherwise the call's figures say nothing about graphs."""
+    return can_capture(device) if config.cuda_graph is None else config.cuda_graph
+
+
+def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int) -> str | None:
+    """Why forwards that `asks_for_graphs` holds for are not captured, as a sentence; None where they are.
+
+    num_new: tokens that the call may generate. Whether blocks can have fixed shapes is another question.
+    """
+    if not can_capture(model.device):
+        return "CUDA graphs need a model on a CUDA device"
+    if config.cuda_graph:
+        return None
+    if num_new < MIN_NEW_TOKENS:
+        return f"a call for fewer than {MIN_NEW_TOKENS} tokens does not pay for capturing (CUDA_GRAPH=1 captures all the same)"
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return "the model is split over several processes, one of which might fail to capture (CUDA_GRAPH=1 tries it)"
+    return capture_failure(model, "forward")
+
+
+def capture_failure(model: PreTrainedModel, what: str) -> str | None:
+    """Why the model's forwards or steps could not be captured earlier in this process. what: "forward" or "step"."""
+    return _not_capturable.get(model, {}).get(what)
+
+
+def remember_failure(model: PreTrainedModel, what: str, problem: Exception) -> str:
+    """Returns the problem as a sentence. Memory may be there again next time."""
+    reason = in_short(problem)
+    if not isinstance(problem, torch.OutOfMemoryError):
+        _not_capturable.setdefault(model, {})[what] = reason
+    return reason
 
 
 class FixedLayer(CacheLayerMixin):
@@ -132,6 +173,7 @@ class FixedInputs:
         ]
         self.cache = Cache(layers=layers)
         self.replay: Callable[[], Tensor] | None = None  # of a CUDA graph that reads these inputs
+        self.checks_left = NUM_CHECKS  # of that graph
 
     def fill(self, block: Block, masks: Masks, slots: Tensor) -> None:
         self.tokens.copy_(block.tokens)
@@ -183,6 +225,7 @@ class FixedBlocks:
         self.owner, self.model, self.stats = owner, model, stats
         self.keeps_rows, self.full_tree = keeps_rows, full_tree
         self.compiles, self.captures = compiles, captures
+        self.preparing_seconds = 0.0  # of the latest block's time: what capturing and comparing took
         self._buffers: Buffers | None = None
 
     @property
@@ -236,8 +279,9 @@ class FixedBlocks:
     ) -> Tensor | None:
         """Logits [B, R, V] of a block for which `cache` has room; None where the ordinary forward has to run.
 
-        masks: over all of the cache's slots. ordinary: that forward; run beside the first block of each new shape, to compare.
+        masks: over all of the cache's slots. ordinary: that forward; run beside the first blocks of each new shape, to compare.
         """
+        self.preparing_seconds = 0.0
         inputs = self._fixed_inputs(block, cache, masks)
         forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
         logits = self._captured(inputs, forward, ordinary) if self.captures else None
@@ -321,20 +365,32 @@ class FixedBlocks:
         return forward
 
     def _captured(self, inputs: FixedInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> Tensor | None:
-        """Logits by a CUDA graph, captured when a call first meets the shape; None where that is not possible."""
+        """Logits by a CUDA graph, captured when a call first meets the shape; None where that is not possible.
+
+        The second block is compared too: only then would show what the model had baked in as a number. Where that is found out,
+        the ordinary forward's keys and values have replaced the graph's: which slots they go to is a tensor of lade's own.
+        """
         try:
-            if inputs.replay is None:
-                inputs.replay = capture(lambda: inputs.call(forward, self.model, self.keeps_rows))
-                error = disagreement(self.replay(inputs), ordinary())
-                if error is not None:
-                    raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
+            if inputs.checks_left:
+                began = perf_counter()
+                self._check_graph(inputs, forward, ordinary)
+                self.preparing_seconds = perf_counter() - began
             return self.replay(inputs)
         except Exception as problem:
-            self.stats.cuda_graph_reason = in_short(problem)
+            self.stats.cuda_graph_reason = remember_failure(self.owner, "forward", problem)
             self.captures = False
             if self._buffers is not None:
                 self._buffers.key = None  # no later call is to meet this
             return None
+
+    def _check_graph(self, inputs: FixedInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> None:
+        """Capture it where that has not been done, and compare it with the ordinary forward. Raises NotCompiled if it differs."""
+        if inputs.replay is None:
+            inputs.replay = capture(lambda: inputs.call(forward, self.model, self.keeps_rows))
+        error = disagreement(self.replay(inputs), ordinary())
+        if error is not None:
+            raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
+        inputs.checks_left -= 1
 
 
 class NotCompiled(RuntimeError):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lade.kv_cache import LookaheadCache
 
 KEPT = 2  # sets of buffers per model, caches included, that wait for another call
+KEPT_SHARE = 1 / 16  # of the device's memory: nothing is kept whose cache takes more
 
 
 @dataclass(slots=True, eq=False)
@@ -52,10 +53,18 @@ def take_buffers(kind: type[B], model: PreTrainedModel, key: Hashable, least: in
 
 
 def give_buffers(model: PreTrainedModel, buffers: KeptBuffers) -> None:
-    """Let a later call of the model have what this one worked on, and no longer does."""
+    """Let a later call of the model have what this one worked on, and no longer does, unless it takes too much memory."""
+    memory = device_memory(model.device)
+    if memory is not None and buffers.cache.num_bytes > KEPT_SHARE * memory:
+        return
     if model.device.type == "cuda":
         buffers.released = torch.cuda.current_stream(model.device).record_event()
     with _lock:
         kept = _kept.setdefault(model, [])
         kept.append(buffers)
         del kept[:-KEPT]
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes that the device has, None where keeping a cache is no matter of its memory."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

@@ -1,0 +1,532 @@
+"""USE_FLASH and CUDA_GRAPH as lade chooses them by itself: where, why not, and what a wrong graph or kernel leads to.
+
+CUDA is stood in for by the CPU, graphs by traces as in test_fixed_blocks.py, the Triton kernel by plain torch.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+from test_device_step import captured, is_wanted  # noqa: F401
+from test_fixed_blocks import NOT_HERE, graphs, tiny  # noqa: F401
+from transformers import BloomConfig, BloomForCausalLM
+
+import lade
+from lade import kernels
+from lade.commands.env import lade_lines
+from lade.config import LookaheadConfig, current_config
+from lade.drafters import make_drafter
+from lade.kernels import reference_block_attention, trial
+from lade.models import base, device_loop, fixed, kept
+from lade.models.base import largest_head_dim
+from lade.stats import GenerationStats
+
+NEW = {"max_new_tokens": 40, "do_sample": False}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+AUTOMATIC = LookaheadConfig()
+
+
+@pytest.fixture(autouse=True)
+def automatic(lade_on):
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
+    yield
+    for known in (kept._kept, fixed._not_capturable, trial._problems):
+        known.clear()
+
+
+@pytest.fixture
+def on_cuda(captured, monkeypatch):  # noqa: F811
+    """The CPU counts as CUDA, with a first forward before each capture; nothing is asked for. One entry per capture."""
+    trace = fixed.capture
+
+    def warmed_up(forward):
+        forward()
+        return trace(forward)
+
+    for module in (fixed, device_loop):
+        monkeypatch.setattr(module, "capture", warmed_up)
+    lade.config_lade(CUDA_GRAPH="auto")
+    return captured
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Plain torch as the kernel, in float64 too. The list has one entry per call; what is in `error` is added to its results."""
+    calls, error = [], []
+
+    def served(query, *args, **named):
+        calls.append(query.shape)
+        return reference_block_attention(query, *args, **named) + sum(error)
+
+    served.error = error
+    monkeypatch.setattr(kernels, "_kernel_for", lambda *_: served)
+    monkeypatch.setattr(base, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(base, "FAST_KERNEL_DTYPES", (F64,))
+    monkeypatch.setitem(trial.TOLERANCE, F64, 1e-6)
+    served.calls = calls
+    return served
+
+
+def run(model, inputs=None, **arguments):
+    """Figures of a call whose output is plain generate()'s."""
+    inputs, arguments = inputs or prompt(), NEW | arguments
+    expected = generate_plain(model, inputs, **arguments)
+    found = model.generate(**inputs, **arguments)
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    assert stats.fallback_reason is None
+    assert stats.steps <= stats.generated_tokens
+    return stats
+
+
+@pytest.mark.parametrize(("keyword", "field"), [("USE_FLASH", "use_flash"), ("CUDA_GRAPH", "cuda_graph")])
+def test_settings(keyword, field, tmp_path):
+    assert getattr(AUTOMATIC, field) is None
+    for value, expected in [(0, False), (None, False), (True, True), ("auto", None), (1, True), (None, True)]:
+        lade.config_lade(**{keyword: value})
+        assert getattr(current_config(), field) is expected
+    for wrong in (2, "on", 0.0, "AUTO"):
+        with pytest.raises(ValueError, match=f"{keyword} must be 0, 1 or 'auto', got {wrong!r}"):
+            lade.config_lade(**{keyword: wrong})
+    assert getattr(current_config(), field) is True
+    path = tmp_path / "lade.json"
+    for text, expected in [("0", False), ('"auto"', None)]:
+        path.write_text(f'{{"{keyword}": {text}}}')
+        lade.config_lade(CONFIG=path)
+        assert getattr(current_config(), field) is expected
+
+
+def test_settings_are_shown():
+    lade.config_lade(CUDA_GRAPH=1)
+    (line,) = (line for line in lade_lines() if line.startswith("settings: "))
+    assert "use_flash=auto" in line
+    assert "cuda_graph=True" in line
+
+
+def test_nothing_changes_on_a_cpu(model, kernel):
+    for settings in ({}, {"MODE": "tree"}):
+        lade.config_lade(**settings)
+        stats = run(model)
+        assert (stats.captured_steps, stats.device_steps, stats.cuda_graph_reason) == (0, 0, None)
+        assert (stats.used_kernel, stats.kernel_reason) == (False, None)
+    assert not kernel.calls
+    assert not len(kept._kept)
+
+
+ONE_SHAPE = {"MODE": "tree", "MAX_BLOCK": 8, "ADAPTIVE": 0}
+
+
+@pytest.mark.parametrize("settings", [{}, ONE_SHAPE], ids=["lookahead", "tree"])
+def test_captures_by_itself(settings, model, on_cuda):
+    lade.config_lade(**settings)
+    stats = run(model)
+    assert stats.captured_steps == stats.steps - 1
+    assert stats.device_steps == (0 if settings else stats.steps - 1)
+    assert stats.cuda_graph_reason is None
+    assert len(on_cuda) == 1
+    run(model)
+    assert len(on_cuda) == 1
+    lade.config_lade(CUDA_GRAPH=0)
+    stats = run(model)
+    assert (stats.captured_steps, stats.device_steps, stats.cuda_graph_reason) == (0, 0, None)
+
+
+def test_not_for_a_short_call(model, on_cuda):
+    stats = run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1)
+    assert (stats.captured_steps, stats.device_steps, len(on_cuda)) == (0, 0, 0)
+    assert stats.cuda_graph_reason.startswith("a call for fewer than 32 tokens")
+    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS).captured_steps > 0
+    lade.config_lade(CUDA_GRAPH=1)
+    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1).captured_steps > 0
+
+
+def test_not_where_blocks_have_no_fixed_shapes(on_cuda):
+    stats = run(tiny(BloomForCausalLM, BloomConfig))
+    assert stats.captured_steps == 0
+    assert stats.cuda_graph_reason == "this family's blocks run on a changed view of the model"
+
+
+def test_not_where_another_process_might_fail(on_cuda, monkeypatch):
+    model = tiny_llama()
+    assert fixed.graph_refusal(AUTOMATIC, model, 100) is None
+    model._tp_size = 2
+    assert "several processes" in fixed.graph_refusal(AUTOMATIC, model, 100)
+    assert fixed.graph_refusal(replace(AUTOMATIC, cuda_graph=True), model, 100) is None
+    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cuda",))
+    assert fixed.graph_refusal(replace(AUTOMATIC, cuda_graph=True), model, 100) == NOT_HERE
+    assert not fixed.asks_for_graphs(AUTOMATIC, CPU)
+    assert fixed.asks_for_graphs(AUTOMATIC, CUDA)
+    assert not fixed.asks_for_graphs(replace(AUTOMATIC, cuda_graph=False), CUDA)
+
+
+def test_a_large_batch_leaves_the_device_loop(model, on_cuda, monkeypatch):
+    """For the loop that lays out as much of the block as pays, whose forwards are captured."""
+    monkeypatch.setattr(device_loop, "FREE_TOKENS_OTHERWISE", 2 * current_config().max_block_tokens)
+    stats = run(model, prompt(batch_size=2))
+    assert stats.device_steps == stats.captured_steps == stats.steps - 1
+    stats = run(model, prompt(batch_size=3))
+    assert (stats.device_steps, stats.captured_steps) == (0, stats.steps - 1)
+    lade.config_lade(CUDA_GRAPH=1)
+    assert run(model, prompt(batch_size=3)).device_steps > 0
+
+
+def test_blocks_that_are_cheap():
+    tokens = AUTOMATIC.max_block_tokens
+    assert tokens == 64
+    for dtype, rows, cheap in [
+        (BF16, 8, True),
+        (BF16, 9, False),
+        (torch.float16, 8, True),
+        (F32, 1, True),
+        (F32, 2, False),
+    ]:
+        assert is_wanted(AUTOMATIC, CUDA, dtype, rows, True) == cheap
+        assert not is_wanted(AUTOMATIC, CUDA, dtype, rows, False)
+        assert not is_wanted(AUTOMATIC, CPU, dtype, rows, True)
+        assert is_wanted(replace(AUTOMATIC, adaptive=False), CUDA, dtype, rows, False)
+
+
+def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
+    """Neither a step's nor a forward's, unless it is asked for."""
+    tried = []
+
+    def refuse(forward):
+        tried.append(forward)
+        raise RuntimeError("operation not permitted")
+
+    model = tiny_llama()
+    monkeypatch.setattr(device_loop, "capture", refuse)
+    stats = run(model)
+    assert (stats.device_steps, len(tried)) == (0, 1)
+    assert stats.cuda_graph_reason == "RuntimeError: operation not permitted"
+    assert run(model).captured_steps > 0  # the forward alone
+    assert len(tried) == 1
+
+    monkeypatch.setattr(fixed, "capture", refuse)
+    kept._kept.clear()
+    for _ in range(2):
+        stats = run(model)
+        assert stats.captured_steps == 0
+        assert stats.cuda_graph_reason == "RuntimeError: operation not permitted"
+        assert len(tried) == 2
+    lade.config_lade(CUDA_GRAPH=1)
+    run(model)
+    assert len(tried) > 2
+
+
+def test_memory_may_be_there_again(on_cuda, monkeypatch):
+    def refuse(forward):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    lade.config_lade(MODE="tree")
+    model = tiny_llama()
+    with monkeypatch.context() as patch:
+        patch.setattr(fixed, "capture", refuse)
+        assert "out of memory" in run(model).cuda_graph_reason
+    assert run(model).captured_steps > 0
+
+
+@pytest.mark.parametrize("good_uses", [1, 2], ids=["the-first", "and-the-second"])
+def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch):
+    """As if the model had baked them in as numbers; good_uses: blocks that it computes."""
+    lade.config_lade(**ONE_SHAPE)
+
+    def stale(forward):
+        count, output = iter(range(100)), forward().clone()
+        return lambda: output.copy_(forward()) if next(count) < 2 * good_uses else output  # two replays a block
+
+    monkeypatch.setattr(fixed, "capture", stale)
+    expected = generate_plain(tiny_llama(), prompt(), **NEW)
+    found = tiny_llama().generate(**prompt(), **NEW)
+    stats = lade.last_stats()
+    if good_uses == 1:
+        assert torch.equal(found, expected)
+        assert stats.captured_steps == 1
+        assert stats.cuda_graph_reason.startswith("the captured forward was off by ")
+    else:  # the control: nobody looks any more, and such a graph would be seen in the text
+        assert stats.cuda_graph_reason is None
+        assert not torch.equal(found, expected)
+
+
+def test_a_step_that_remembers_its_first_inputs(model, on_cuda, monkeypatch):
+    """Found out before the first token: the forwards are captured alone."""
+
+    def stale(run):
+        first = run().clone()
+        count = iter(range(1000))
+        return lambda: run() if next(count) == 0 else run() * 0 + first
+
+    monkeypatch.setattr(device_loop, "capture", stale)
+    stats = run(model)
+    assert (stats.device_steps, stats.captured_steps) == (0, stats.steps - 1)
+    assert stats.cuda_graph_reason.startswith("the captured step was off by ")
+
+
+def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
+    lade.config_lade(**ONE_SHAPE)
+    compared = []
+    inner = fixed.disagreement
+    monkeypatch.setattr(fixed, "disagreement", lambda *args: compared.append(args) or inner(*args))
+    for _ in range(3):
+        run(model)
+    assert (len(on_cuda), len(compared)) == (1, fixed.NUM_CHECKS)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["captured", "fails-later"])
+def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeypatch):
+    seen = []
+
+    class Spy:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def spent(self, num_slots, num_tokens, seconds):
+            seen.append(seconds)
+
+    def slow(forward, capture=fixed.capture):
+        now[0] += 5
+        replay, count = capture(forward), iter(range(1000))
+
+        def replay_or_fail():
+            if fails and next(count) == 1:  # after the comparison
+                raise RuntimeError("device lost")
+            return replay()
+
+        return replay_or_fail
+
+    now = [0.0]
+    clock = lambda: now[0]  # noqa: E731
+    lade.config_lade(MODE="tree")
+    monkeypatch.setattr(fixed, "capture", slow)
+    for module in (fixed, lade.decoding):
+        monkeypatch.setattr(module, "perf_counter", clock)
+    monkeypatch.setattr(lade.decoding, "make_drafter", lambda *args: Spy(make_drafter(*args)))
+    stats = run(tiny_llama())
+    assert stats.forward_seconds == now[0] >= 5
+    assert set(seen) == ({0.0, 5.0} if fails else {0.0})
+    assert seen.count(5.0) == fails  # the step that failed had no other time
+
+
+def test_what_a_step_costs_depends_on_the_way(model, on_cuda, kernel, monkeypatch):
+    kinds = []
+
+    def spy(*args):
+        kinds.append(args[-1])
+        return make_drafter(*args)
+
+    monkeypatch.setattr(lade.decoding, "make_drafter", spy)
+    for settings in ({}, {"USE_FLASH": 0}, {"CUDA_GRAPH": 0}, {"USE_FLASH": 1}):
+        lade.config_lade(**settings)
+        run(model)
+    assert kinds == [("kernel", "graph"), ("graph",), (), ("kernel",)]
+    drafters = [
+        make_drafter(current_config(), model, 61, prompt()["input_ids"], None, None, None, kind) for kind in kinds
+    ]
+    assert len({id(drafter.prices.at(100)) for drafter in drafters}) == len(kinds)
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-9], ids=["room", "no-room"])
+@pytest.mark.parametrize("mode", ["lookahead", "tree"])
+def test_a_cache_too_large_to_keep(mode, share, model, on_cuda, monkeypatch):
+    lade.config_lade(MODE=mode)
+    monkeypatch.setattr(kept, "KEPT_SHARE", share)
+    monkeypatch.setattr(kept, "device_memory", lambda device: 2**30)
+    stats = run(model)
+    assert stats.captured_steps == stats.steps - 1
+    assert bool(kept._kept.get(model)) == (share == 1.0)
+
+
+def test_bytes_of_a_cache(model):
+    cache = base.ModelAdapter(model).make_cache(300)
+    assert cache.num_bytes == 0
+    with torch.no_grad():
+        model(**prompt(batch_size=3), past_key_values=cache)
+    assert (
+        cache.num_bytes == 2 * 2 * 3 * 2 * 300 * 12 * 8
+    )  # layers, keys and values, rows, heads, slots, head dimension, float64
+
+
+def test_the_kernel_by_itself(model, on_cuda, kernel):
+    stats = run(model)
+    assert (stats.used_kernel, stats.kernel_reason) == (True, None)
+    assert stats.captured_steps == stats.steps - 1
+    assert kernel.calls
+    assert set(trial._problems.values()) == {None}
+    kernel.calls.clear()
+    lade.config_lade(USE_FLASH=0)
+    stats = run(model)
+    assert (stats.used_kernel, stats.kernel_reason) == (False, None)
+    assert not kernel.calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "reason"),
+    [
+        ({"CUDA_GRAPH": 0}, {}, "blocks are not captured"),
+        ({}, {"max_new_tokens": 20}, "blocks are not captured"),
+        ({}, {"output_hidden_states": True, "return_dict_in_generate": True}, "blocks are not captured"),
+        ({}, {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions asks for weights"),
+    ],
+    ids=["eager", "short", "hidden-states", "attentions"],
+)
+def test_not_the_kernel_by_itself(settings, arguments, reason, on_cuda, kernel):
+    lade.config_lade(**settings)
+    model = tiny_llama(attention="eager", dtype=F32)
+    outputs = [
+        generate(**prompt(), **NEW | arguments)
+        for generate in (lambda **named: generate_plain(model, {}, **named), model.generate)
+    ]
+    assert torch.equal(*(getattr(output, "sequences", output) for output in outputs))
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert not stats.used_kernel
+    assert stats.kernel_reason.startswith(reason)
+    assert not kernel.calls
+
+
+def test_reasons_against_the_kernel(model, kernel, monkeypatch):
+    adapter = base.ModelAdapter(model)
+    assert adapter.slow_kernel_reason(True) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "unavailable_reason", lambda: "triton is not installed")
+        assert adapter.slow_kernel_reason(True) == "triton is not installed"
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "MAX_HEAD_DIM", 8)
+        assert adapter.slow_kernel_reason(True) == "the kernel takes heads of up to 8, this model has some of 12"
+    trial._problems[CPU, F32, ()] = "of another dtype"
+    assert adapter.slow_kernel_reason(True) is None
+    trial._problems[CPU, F64, ()] = "of this one"
+    assert adapter.slow_kernel_reason(True) == "of this one"
+    monkeypatch.undo()
+    assert adapter.slow_kernel_reason(True) == "the kernel is not known to pay in float64"
+    assert largest_head_dim(BloomConfig(hidden_size=48, n_head=4)) == 12
+    assert largest_head_dim(SimpleNamespace(num_attention_heads=[4, 8])) == 0
+
+
+@pytest.mark.parametrize("mode", ["lookahead", "tree"])
+@pytest.mark.parametrize("wrong", [1.0, torch.nan, "fails"])
+def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monkeypatch):
+    """The text is plain generate()'s, the figures say why, and later calls do not try."""
+    lade.config_lade(MODE=mode)
+    if wrong == "fails":
+        monkeypatch.setattr(kernels, "_kernel_for", lambda *_: lambda *args, **named: [][1])
+        reason = "the kernel failed: IndexError: list index out of range"
+    else:
+        kernel.error.append(wrong)
+        reason = "the kernel was off by " if wrong == wrong else "the kernel gave what is no number"
+    stats = run(model)
+    assert not stats.used_kernel
+    assert stats.kernel_reason.startswith(reason)
+    assert stats.captured_steps > 0
+    num_tried = len(kernel.calls)
+    assert num_tried <= len(trial._problems)  # once for each kind of call
+    stats = run(model)
+    assert (stats.used_kernel, len(kernel.calls)) == (False, num_tried)
+    assert stats.kernel_reason.startswith(reason)
+    assert stats.captured_steps == stats.steps - 1
+
+
+def test_a_wrong_kernel_would_be_seen(model, on_cuda, kernel, monkeypatch):
+    """The control of the test above."""
+    monkeypatch.setattr(kernels, "tried", lambda kernel, *args, **named: kernel(*args, **named))
+    kernel.error.append(1.0)
+    expected = generate_plain(model, prompt(), **NEW)
+    assert not torch.equal(model.generate(**prompt(), **NEW), expected)
+
+
+def attention_inputs(dtype=F32, q=5, group=2, dim=16):
+    numbers = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2 * group, q, dim, generator=numbers).to(dtype)
+    keys, values = (torch.randn(1, 2, 64, dim, generator=numbers).to(dtype) for _ in range(2))
+    packed = kernels.pack_mask(torch.ones(1, q, q, dtype=torch.bool).tril(), torch.tensor([30]), torch.arange(q)[None])
+    return query, keys, values, packed
+
+
+NAMED = {"scale": 0.25, "softcap": None, "sinks": None, "window": None}
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
+def test_tolerance(dtype):
+    """Of the largest value."""
+    inputs = attention_inputs(dtype)
+    right = reference_block_attention(*inputs, **NAMED)
+    named = {name: value for name, value in NAMED.items() if name != "sinks"}
+    assert trial.problem_of(right, *inputs, None, **named) is None
+    wrong = right.float()
+    wrong[0, 2, 3, 4] += 3 * trial.TOLERANCE[dtype] * right.abs().max()
+    assert "off by" in trial.problem_of(wrong, *inputs, None, **named)
+    sinks = torch.tensor([3.0, -1.0, 2.0, 0.5])
+    assert "off by" in trial.problem_of(right, *inputs, sinks, **named)
+    right = reference_block_attention(*inputs, **NAMED | {"sinks": sinks})
+    assert trial.problem_of(right, *inputs, sinks, **named) is None
+
+
+def test_each_kind_of_call_is_tried(kernel):
+    """Also larger tiles: each is another kernel to Triton, and may be one too large for this GPU."""
+    calls = [
+        (attention_inputs(), NAMED),
+        (attention_inputs(q=7), NAMED),  # of the same tile
+        (attention_inputs(q=9), NAMED),
+        (attention_inputs(group=4), NAMED),
+        (attention_inputs(dim=32), NAMED),
+        (attention_inputs(BF16), NAMED),
+        (attention_inputs(), NAMED | {"softcap": 5.0}),
+        (attention_inputs(), NAMED | {"sinks": torch.zeros(4)}),
+        (attention_inputs(), NAMED | {"window": 4}),
+    ]
+    for inputs, named in calls * 2:
+        assert trial.tried(kernel, *inputs, **named).isfinite().all()
+    assert len(trial._problems) == len(calls) - 1
+    assert len(kernel.calls) == 2 * len(calls) + len(trial._problems)  # and the trials
+
+
+def test_nothing_is_tried_during_a_capture(kernel, monkeypatch):
+    """What was tried before serves; the definition stands in for what was not."""
+    inputs = attention_inputs()
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "is_capturing", lambda device: True)
+        assert torch.equal(trial.tried(kernel, *inputs, **NAMED), reference_block_attention(*inputs, **NAMED))
+        assert not kernel.calls
+        assert kernels.kernel_problem(CPU, F32) is None
+    trial.tried(kernel, *inputs, **NAMED)
+    monkeypatch.setattr(trial, "is_capturing", lambda device: True)
+    kernel.calls.clear()
+    trial.tried(kernel, *inputs, **NAMED)
+    assert len(kernel.calls) == 1
+    monkeypatch.undo()
+    assert not trial.is_capturing(CPU)
+
+
+def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
+    """A problem that an earlier call had says nothing about one without the kernel."""
+    trial._problems[CPU, F64, ()] = "wrong"
+    stats = GenerationStats()
+    base.ModelAdapter(model).check_kernel(stats)
+    assert stats.kernel_reason is None
+    lade.config_lade(USE_FLASH=1)
+    assert run(model).kernel_reason == "wrong"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["lookahead", "tree"])
+def test_on_cuda(mode):
+    """float32 equals plain generate() by graphs alone; 16 bits take the kernel as well, where it is available."""
+    lade.config_lade(MODE=mode)
+    model = tiny_llama(F32).cuda()
+    for seed in range(3):
+        stats = run(model, {name: tensor.cuda() for name, tensor in prompt(seed=seed).items()})
+        assert (stats.captured_steps, stats.cuda_graph_reason) == (stats.steps - 1, None)
+        assert stats.kernel_reason == "the kernel is not known to pay in float32"
+    model = tiny_llama(BF16).cuda()
+    model.generate(**{name: tensor.cuda() for name, tensor in prompt().items()}, **NEW)
+    stats = lade.last_stats()
+    assert (stats.captured_steps, stats.cuda_graph_reason) == (stats.steps - 1, None)
+    assert stats.kernel_reason == kernels.unavailable_reason()
+    assert stats.used_kernel == kernels.is_available()
