@@ -13,12 +13,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, islice, zip_longest
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from lade.acceptance import PAIR, PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
+from lade.drafters.cool_down import CoolDown
 from lade.memory import KEY_SHIFT, Memory, most_likely
 from lade.noise import Draws, Noise, win_chances
 from lade.price import Appetite, ModelPrices
@@ -28,6 +30,7 @@ from lade.texts import Texts
 from lade.token_tree import TokenTree
 
 MAX_DEPTH = 32
+LONG_MATCH = 5  # tokens
 FOREIGN = -1
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
 
@@ -114,18 +117,25 @@ class RecyclingDrafter:
         self._num_generated = [0] * len(prompt_ids)
         self._growths = [Growth() for _ in self._texts]
         self._seen: list[Seen] = []  # not yet learned from
+        self._cool_down = CoolDown()
+        self._draft_seconds = 0.0  # of the last step; 0 where it rested
+        self._mean_accepted = 0.0  # guesses per row of the last step
         self._proposed: Counter[int] = Counter()  # by kind
         self._accepted: Counter[int] = Counter()
 
     def propose(self, texts: Texts, is_finished: list[bool], max_offset: int | None) -> Draft:
+        began = perf_counter()
         self._growths = [Growth() for _ in self._texts]
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
         self._num_generated = [len(tokens) for tokens in texts.generated]
         unfinished = [row for row, done in enumerate(is_finished) if not done]
         if self._noise is not None:
             self._noise.forget(min((self._num_generated[row] for row in unfinished), default=0))
-        if max_depth:
+        if max_depth and not self._takes_rest(unfinished):
             self._grow_all(unfinished, max_depth, max(texts.lengths))
+            self._draft_seconds = perf_counter() - began
+        else:
+            self._draft_seconds = 0.0
         tree = TokenTree([growth.tokens for growth in self._growths], [growth.parents for growth in self._growths])
         depth = max((max(growth.depths, default=0) for growth in self._growths), default=0)
         return Draft(tree, depth, ROOT_ALONE, self._cells)
@@ -135,6 +145,7 @@ class RecyclingDrafter:
         logits = outcome.logits[..., : self.num_tokens]
         num_rows = sum(len(seen.tokens) for seen in self._seen) + logits.shape[0] * logits.shape[1]
         is_due = is_first or num_rows >= ROWS_AT_ONCE
+        num_judged = num_accepted = 0
         for row, (index, growth, path) in enumerate(zip(self._texts, self._growths, outcome.accepted, strict=True)):
             if path is None or growth.tokens != outcome.tree.tokens[row]:  # ended before; what goes on there is padding
                 continue
@@ -144,11 +155,13 @@ class RecyclingDrafter:
                 if not is_due:  # they are kept, and the next forward may write where they lie
                     rows = rows.clone()
                 self._seen.append(Seen.of_step(index.tokens[-2:], growth, path, rows))
+            num_judged, num_accepted = num_judged + 1, num_accepted + len(path)
             hits = growth.hits(path, committed[-1])
             self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path, hits)
             self._proposed.update(growth.kinds)
             self._accepted.update(growth.kinds[node] for node in path)
             index.extend(committed)
+        self._mean_accepted = num_accepted / max(1, num_judged)
         if is_due and self._seen:
             self._learn_rows()
 
@@ -157,8 +170,15 @@ class RecyclingDrafter:
             self._learn_rows()
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
-        if self.prices is not None:
-            self.prices.at(num_slots).observe(num_tokens, seconds)
+        if self.prices is None:
+            return
+        # The price is without the search for guesses, which is over when a size is chosen.
+        price = self.prices.at(num_slots)
+        price.observe(num_tokens, seconds - self._draft_seconds)
+        if self._draft_seconds:
+            plain = price.seconds(1)
+            lost = price.seconds(num_tokens) - plain + self._draft_seconds
+            self._cool_down.learn(self._mean_accepted - lost / plain)
 
     def sources(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -167,6 +187,12 @@ class RecyclingDrafter:
             counts[0] += self._proposed[kind]
             counts[1] += self._accepted[kind]
         return found
+
+    def _takes_rest(self, rows: list[int]) -> bool:
+        """Whether to propose nothing, because guesses have not paid lately; a text that repeats itself is worth an exception."""
+        if self.prices is None or not self._cool_down.takes_rest():
+            return False
+        return all(length < LONG_MATCH for row in rows for _, length in self._texts[row].matches())
 
     def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
         """Trees for some rows, all of the size that pays."""
