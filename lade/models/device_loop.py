@@ -25,16 +25,8 @@ from lade.models.base import ModelAdapter
 from lade.models.device_sampling import REFUSED, DrawRing, Sampling, empty_draws, hand_back, sampling_of
 from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
 from lade.models.fingerprint import fingerprint, numerics
-from lade.models.fixed import (
-    NotCompiled,
-    can_capture,
-    capture,
-    compile_copy,
-    compiling,
-    disagreement,
-    in_short,
-    padded_capacity,
-)
+from lade.models.fixed import can_capture, compile_copy, compiling, disagreement, in_short, padded_capacity
+from lade.models.graphs import NotCompiled, capture, refuse_waiting
 from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.ngram_pool import copy_pool
 from lade.rules import GreedyRules, Rules
@@ -271,7 +263,10 @@ class DeviceLoop:
     def _captured_step(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         saved = state.save()
         try:
-            replay = capture(run)
+            if not self.compiles:
+                refuse_waiting(run, self.shape.device)
+            with torch.cuda.device_of(state.ids):
+                replay = capture(run)
         finally:
             state.restore(saved)
         self._check(buffers, state, replay, "captured")
@@ -381,7 +376,7 @@ def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool
             found, non_blocking=True
         )
         copied = torch.cuda.Event()
-        copied.record()
+        copied.record(torch.cuda.current_stream(found.device))  # which may not be the current device
 
     def read() -> tuple[list[int], list[bool], bool]:
         if copied is not None:

@@ -12,6 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lade.attention import Block
 from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models.fingerprint import fingerprint, numerics
+from lade.models.graphs import NotCompiled, capture, refuse_waiting
 from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.stats import GenerationStats
 
@@ -324,7 +326,11 @@ class FixedBlocks:
         """Logits by a CUDA graph, captured when a call first meets the shape; None where that is not possible."""
         try:
             if inputs.replay is None:
-                inputs.replay = capture(lambda: inputs.call(forward, self.model, self.keeps_rows))
+                run = partial(self.call, inputs, forward)
+                if forward is plain_forward:
+                    refuse_waiting(run, inputs.tokens.device)
+                with torch.cuda.device_of(inputs.tokens):
+                    inputs.replay = capture(run)
                 error = disagreement(self.replay(inputs), ordinary())
                 if error is not None:
                     raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
@@ -335,10 +341,6 @@ class FixedBlocks:
             if self._buffers is not None:
                 self._buffers.key = None  # no later call is to meet this
             return None
-
-
-class NotCompiled(RuntimeError):
-    """A forward that lade itself found unfit; its text is a sentence for the user."""
 
 
 def mask_shapes(masks: Masks) -> Hashable:
@@ -369,22 +371,3 @@ def disagreement(logits: Tensor, expected: Tensor) -> float | None:
     difference = (logits - expected).abs().masked_fill(logits == expected, 0)
     error = float(difference.max()) / max(scale, torch.finfo(expected.dtype).tiny)
     return None if error <= TOLERANCE.get(expected.dtype, 0.0) else error
-
-
-def capture(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of `forward`. Returns what replays it, always with the same tensor as its result."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # libraries set themselves up in the first calls, which cannot be captured
-        for _ in range(2):
-            forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = forward()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay
