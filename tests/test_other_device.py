@@ -200,6 +200,18 @@ def test_step_on_the_device(batch_size, uses_kernel, sampling, model, other_devi
     assert not watched.reads
 
 
+def test_draws_are_copied_to_the_host_once(other_device):
+    """Not for each node of a tree that asks what its children will be drawn with."""
+    with OtherDevice() as watched:
+        noise_ = noise.Noise(META, 2)
+        for row, index in [(0, 2), (1, 2), (0, 1), (0, 2), (1, 1)]:
+            assert noise_.ahead(row, index, 61).shape == (61,)
+        assert watched.reads == {"copy": 2}
+        noise_.forget(2)
+        noise_.ahead(0, 2, 61)
+        assert watched.reads == {"copy": 2}
+
+
 def test_an_index_left_on_the_cpu_is_noticed(model, other_device, monkeypatch):
     lade.config_lade(**LOOKAHEAD)
     monkeypatch.setattr(decoding, "block_layout", lambda *sizes: block_layout(*sizes[:3], torch.device("cpu")))
