@@ -16,6 +16,7 @@ import mmap
 import os
 import random
 import signal
+import traceback
 from dataclasses import dataclass
 
 import torch
@@ -172,6 +173,8 @@ def end_of(call: Call, at_end: bool, fault: str | None = None) -> int:
         status = 2
         try:
             status = int(not run(call, at_end, fault))
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
