@@ -6,6 +6,7 @@ a mask that was left on the CPU fails here as it would on a GPU.
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from lade.layout import block_layout
 from lade.models import base, device_step, fixed
 from lade.models.device_sampling import Sampling, empty_draws
 from lade.models.device_step import StepShape, StepState
+from lade.models.graphs import refuse_waiting
 from lade.ngram_pool import NGramPool, copy_pool
 
 ATEN, META = torch.ops.aten, torch.device("meta")
@@ -194,6 +196,7 @@ def test_step_on_the_device(batch_size, uses_kernel, sampling, model, other_devi
         copy_pool(NGramPool(4, 2, 61, META), state.pool)
         watched.reads.clear()
         saved = state.save()
+        refuse_waiting(partial(device_step.step, block_model, state), META)  # as before a capture
         logits = device_step.step(block_model, state)
         state.restore(saved)
         assert logits.shape == (batch_size, 1 + 2 * 3 + 3, 61)
