@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade
 from lade.models import graphs as ours
-from lade.models.graphs import NotCompiled, capture, free_generator, refuse_waiting, repaired
+from lade.models.graphs import NotCompiled, capture, free_generator, refuse_waiting, repaired, waits
 
 CPU = torch.device("cpu")
 ROW = torch.arange(4.0)
@@ -20,7 +20,6 @@ WAITING = {
     "where": lambda: torch.where(ROW > 1)[0],
     "mask": lambda: ROW[ROW > 1],
     "masked assignment": lambda: ROW.clone().index_put_((ROW > 1,), torch.zeros(())),
-    "constant": lambda: ROW + torch.tensor([1.0]),
     "unique": lambda: ROW.unique(),
     "repeats": lambda: ROW.repeat_interleave(torch.tensor(1).expand(4)),
     "sample": lambda: torch.multinomial(ROW, 1),
@@ -28,6 +27,7 @@ WAITING = {
 }
 GOING_ON = {
     "index": lambda: ROW[torch.arange(2)],
+    "constant": lambda: ROW.index_fill(0, torch.arange(2), 0.0) + torch.tensor(1.0),
     "scalar": lambda: ROW.masked_fill(ROW > 1, 2.0).where(ROW > 0, 3),
     "slices": lambda: torch.cat([ROW[1:], ROW.to(torch.float16).float()]),
     "repeats": lambda: ROW.repeat_interleave(2),
@@ -54,6 +54,13 @@ def test_copies_from_the_host_are_noticed(copy):
     with pytest.raises(NotCompiled):
         refuse_waiting(copy, torch.device("meta"))
     refuse_waiting(copy, torch.device("xpu"))  # which has no part in it
+
+
+def test_constants_made_on_a_device_are_noticed():
+    """torch.tensor(..., device=...): no mode sees the copy itself, only what comes of it."""
+    made = (torch.empty(4, device="meta"),)
+    assert waits(torch.ops.aten.lift_fresh, made, {}, "meta")
+    assert not waits(torch.ops.aten.lift_fresh, (ROW,), {}, "meta")
 
 
 class WaitingMLP(LlamaMLP):

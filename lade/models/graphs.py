@@ -22,7 +22,6 @@ WAITING = frozenset(
         "_unique2",
         "bincount",
         "equal",
-        "lift_fresh",  # torch.tensor(): from the host, and back when it has arrived
         "masked_select",
         "multinomial",
         "nonzero",
@@ -75,6 +74,8 @@ def waits(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], device_ty
         return len(found) > 1
     if operation in INDEXING:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if operation is ATEN.lift_fresh:  # torch.tensor() on a device: copied from the host
+        return device_type != "cpu"
     if operation is ATEN.repeat_interleave:
         return kwargs.get("output_size") is None
     return operation in WAITING
