@@ -126,7 +126,7 @@ def run_methods(
     """Each trial takes every batch through every method in turn. methods: name -> arguments of generate()."""
     kept.clear()
     warm_up(model, inputs, methods, common)
-    if current_config().compile:  # every shape that will come
+    if current_config().compile or model.device.type == "cuda":  # every shape that will come, compiled or captured
         for name in OWN.keys() & methods.keys():
             for batch in inputs:
                 generate(model, batch, name, Trial(), **common)

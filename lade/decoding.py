@@ -157,8 +157,13 @@ def lookahead_decode(
 
 
 def wait_for(device: torch.device) -> None:
-    """Let the device finish, so that times are those of what ran; verification, which comes next, would wait as well."""
-    if device.type != "cpu":
+    """Let the device finish, so that times are those of what ran; verification, which comes next, would wait as well.
+
+    On CUDA for this thread's stream: to wait for all of a device breaks off a graph that another thread is capturing.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    elif device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 

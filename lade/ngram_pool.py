@@ -120,7 +120,8 @@ class NGramPool:
         # G newer ones in the same row would have evicted it within this very call.
         is_fresh = is_last & ~is_known & (after.sum(1) < self.num_guesses)
         turn = (before & is_fresh).sum(1) % self.num_guesses  # fresh ones before it in its row; G or more are not fresh
-        slot = self.seen[row].argsort(1)[order, turn]  # the least recently seen one goes first
+        # The least recently seen one goes first. Stable: n-grams of one row must agree on the order of its empty slots.
+        slot = self.seen[row].argsort(dim=1, stable=True)[order, turn]
         target = torch.where(is_fresh, row, nowhere)
         self.ngrams[target, slot] = new
         self.seen[target, slot] = times

@@ -34,6 +34,7 @@ class Noise:
         """To be made before the call's first draw."""
         self._batch_size, self._device = batch_size, device
         self._draws: deque[Tensor] = deque()  # [B, V] each
+        self._on_host: dict[int, Draws] = {}  # the same by token, for guesses: many of a step ask for the same ones
         self._first = 0  # token that the first of them is for
         self._num_drawn = 0  # tokens that the generator itself has drawn for
         self._copy = torch.Generator(device) if device.type in READABLE else None
@@ -49,7 +50,9 @@ class Noise:
         """
         if self._copy is None:
             return None
-        draws: Draws = self._of(index, vocab_size)[row].cpu().numpy()
+        if index not in self._on_host:
+            self._on_host[index] = self._of(index, vocab_size).cpu().numpy()
+        draws: Draws = self._on_host[index][row]
         return draws
 
     def draw(self, index: int, vocab_size: int) -> Tensor:
@@ -73,6 +76,7 @@ class Noise:
     def take_over(self, index: int, draws: list[Tensor]) -> None:
         """Go on with what the generator has drawn elsewhere for some tokens, the last it has drawn for. index: the first of them."""
         self._first, self._draws = index, deque(draws)
+        self._on_host.clear()
         self._num_drawn = index + len(draws)
         if self._copy is not None:
             state = generator_state(self._device)
@@ -83,6 +87,7 @@ class Noise:
         """Tokens before this one will not be asked for again."""
         while self._first < index and self._draws:
             self._draws.popleft()
+            self._on_host.pop(self._first, None)
             self._first += 1
             if self._states:
                 self._states.popleft()
@@ -111,6 +116,7 @@ class Noise:
             self._draws.pop()
         self._copy = None
         self._states.clear()
+        self._on_host.clear()
 
 
 def same_state(one: Tensor, other: Tensor) -> bool:

@@ -236,6 +236,25 @@ def test_kernel_in_the_interpreter(interpreted):
     assert int(passed[1]) == len(CASES + GRID * LONG) + len(TRIED) + 1
 
 
+@beside
+def guarded():
+    program = str(Path(__file__).with_name("guard_pages.py"))
+    return python(program, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG))) if HAS_TRITON else None
+
+
+@needs_triton
+def test_kernel_touches_nothing_but_its_tensors(guarded):
+    """A GPU's context does not survive a stray access. Those made on purpose show that the guards would catch one."""
+    if "only 0-dimensional arrays can be converted" in guarded.stderr:
+        pytest.skip("the interpreter of this triton does not go with this numpy")
+    assert guarded.returncode == 0, guarded.stderr[-5000:]
+    found = json.loads(guarded.stdout)
+    assert found["calls"] >= 10
+    assert found["unsound"] == []
+    assert found["faulty"] == 18  # each of eight tensors at both ends, and two wrong masks
+    assert found["missed"] == []
+
+
 COMPILED = [("bf16", 128, 56, 80), ("bf16", 128, 56, 90)]
 ALL_COMPILED = [
     (dtype, dim, rows, capability)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -15,6 +16,18 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 MOST_ROWS, LEAST_ROWS = 128, 16  # of a tile
 
 _problems: dict[tuple[torch.device, torch.dtype, Hashable], str | None] = {}  # None: the kernel was right
+
+
+class _PerThread(threading.local):
+    is_trying = False
+
+
+_per_thread = _PerThread()
+
+
+def is_trying() -> bool:
+    """Whether this thread is trying out the kernel, for which the host waits as it does at no other time."""
+    return _per_thread.is_trying
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -31,6 +44,7 @@ def tried(
     if key not in _problems:
         if is_capturing(query.device):  # nothing can be compared now
             return reference_block_attention(query, keys, values, packed, **named)
+        _per_thread.is_trying = True
         try:
             _problems[key] = problem_of(
                 kernel(query, keys, values, packed, **named), query, keys, values, packed, **named
@@ -38,6 +52,8 @@ def tried(
         except Exception as problem:  # whatever Triton raises
             first_line = str(problem).partition("\n")[0]
             _problems[key] = f"the kernel failed: {type(problem).__name__}: {first_line}"[:300]
+        finally:
+            _per_thread.is_trying = False
     serves = reference_block_attention if _problems[key] else kernel
     return serves(query, keys, values, packed, **named)
 

@@ -26,9 +26,7 @@ from lade.models.device_sampling import REFUSED, DrawRing, Sampling, empty_draws
 from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
 from lade.models.fingerprint import fingerprint, numerics
 from lade.models.fixed import (
-    NotCompiled,
     can_capture,
-    capture,
     capture_failure,
     compile_copy,
     compiling,
@@ -37,6 +35,7 @@ from lade.models.fixed import (
     padded_capacity,
     remember_failure,
 )
+from lade.models.graphs import NotCompiled, capture, refuse_waiting
 from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.ngram_pool import copy_pool
 from lade.rules import GreedyRules, Rules
@@ -287,7 +286,11 @@ class DeviceLoop:
     def _captured_step(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         saved = state.save()
         try:
-            replay = capture(run)
+            if not self.compiles:
+                refuse_waiting(run, self.shape.device)
+                state.restore(saved)
+            with torch.cuda.device_of(state.ids):
+                replay = capture(run)
             state.restore(saved)
             self._check(buffers, state, replay, "captured")
             run()  # a step on: what the model had baked in as a number would show only now
@@ -401,7 +404,7 @@ def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool
             found, non_blocking=True
         )
         copied = torch.cuda.Event()
-        copied.record()
+        copied.record(torch.cuda.current_stream(found.device))  # which may not be the current device
 
     def read() -> tuple[list[int], list[bool], bool]:
         if copied is not None:

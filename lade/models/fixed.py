@@ -12,6 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +25,7 @@ from lade.attention import Block
 from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models.fingerprint import fingerprint, numerics
+from lade.models.graphs import NotCompiled, capture, refuse_waiting
 from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.stats import GenerationStats
 
@@ -386,15 +388,15 @@ class FixedBlocks:
     def _check_graph(self, inputs: FixedInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> None:
         """Capture it where that has not been done, and compare it with the ordinary forward. Raises NotCompiled if it differs."""
         if inputs.replay is None:
-            inputs.replay = capture(lambda: inputs.call(forward, self.model, self.keeps_rows))
+            run = partial(self.call, inputs, forward)
+            if forward is plain_forward:
+                refuse_waiting(run, inputs.tokens.device)
+            with torch.cuda.device_of(inputs.tokens):
+                inputs.replay = capture(run)
         error = disagreement(self.replay(inputs), ordinary())
         if error is not None:
             raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
         inputs.checks_left -= 1
-
-
-class NotCompiled(RuntimeError):
-    """A forward that lade itself found unfit; its text is a sentence for the user."""
 
 
 def mask_shapes(masks: Masks) -> Hashable:
@@ -425,22 +427,3 @@ def disagreement(logits: Tensor, expected: Tensor) -> float | None:
     difference = (logits - expected).abs().masked_fill(logits == expected, 0)
     error = float(difference.max()) / max(scale, torch.finfo(expected.dtype).tiny)
     return None if error <= TOLERANCE.get(expected.dtype, 0.0) else error
-
-
-def capture(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of `forward`. Returns what replays it, always with the same tensor as its result."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # libraries set themselves up in the first calls, which cannot be captured
-        for _ in range(2):
-            forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = forward()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay

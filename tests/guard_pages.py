@@ -1,0 +1,202 @@
+"""Run the kernel on tensors that lie flush with pages nobody may touch: a stray read or write is a segmentation fault.
+
+A GPU does not survive one either: the error cannot be caught, and the process's CUDA context is gone. Triton's interpreter loads
+from and stores to the addresses that the kernel computes, so all it takes is memory with such neighbours. To be run with
+TRITON_INTERPRET=1. Each call is a process of its own (a fork), once with all tensors at the ends of their pages, once at the starts.
+LADE_LONG_TESTS=1 adds a large grid. Writes one JSON line: the number of calls, those that died or were wrong; the number of calls
+that were made faulty on purpose, and those of them that did not die.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import mmap
+import os
+import random
+import signal
+import traceback
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from lade import kernels
+from lade.kernels import triton_attention as ours
+from lade.kernels.packed_mask import FIRST, LENGTH
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+TOLERANCE = {F16: 2e-2, BF16: 1e-1, F32: 1e-4}
+LIBC = ctypes.CDLL(None, use_errno=True)
+PROT_NONE = 0
+TENSORS = ("query", "keys", "values", "packed", "sinks")
+RESULTS = ("partial", "log_sums", "output")  # in the order in which the kernel's caller makes them
+# What a mask could say wrongly: the column, and by how much.
+MISTAKES = {"one slot more than there is": (LENGTH, 1), "a slot before the first": (FIRST, -1)}
+new_empty = torch.Tensor.new_empty
+
+
+@dataclass(frozen=True)
+class Call:
+    q: int
+    lengths: tuple[int, ...]
+    heads: int = 1
+    kv_heads: int = 1
+    dim: int = 64
+    value_dim: int | None = None
+    dtype: torch.dtype = F16
+    window: int | None = None
+    has_sinks: bool = False
+    padding: int = 0
+    splits: int | None = None
+
+
+CALLS = [
+    Call(1, (0,)),
+    Call(1, (63,), heads=8, dim=128, splits=3),
+    Call(1, (1000,), heads=4, dtype=BF16, window=100, splits=64),
+    Call(3, (64, 0), heads=4, kv_heads=2, dim=80, has_sinks=True),
+    Call(3, (1, 65), dim=96, value_dim=64, dtype=F32, padding=1, splits=16),
+    Call(33, (65,), heads=8, dim=80, value_dim=128, window=2, has_sinks=True),
+    Call(33, (1000, 3), heads=2, kv_heads=2, padding=3, dtype=BF16),
+    Call(65, (63,), heads=2, dim=96, dtype=F32, splits=2),
+    Call(65, (1,), dim=256, value_dim=192, has_sinks=True),
+    Call(257, (64,), dtype=BF16, window=64),
+]
+FAULTY = Call(3, (61,), has_sinks=True, splits=1)
+
+
+def more_calls() -> list[Call]:
+    """All sizes, each with options drawn for it."""
+    draw = random.Random(0)
+    return [
+        Call(
+            q,
+            (length, *draw.choice(((), (0,), (7,)))),
+            heads=group * draw.choice((1, 2)),
+            kv_heads=1,
+            dim=draw.choice((64, 80, 96, 128, 256)),
+            value_dim=draw.choice((None, 64, 80, 128)),
+            dtype=draw.choice((F16, BF16, F32)),
+            window=draw.choice((None, 2, 100)),
+            has_sinks=draw.random() < 0.3,
+            padding=draw.choice((0, length // 2)),
+            splits=draw.choice((None, 1, 7, 64)),
+        )
+        for q, length, group in itertools.product((1, 3, 33, 65, 257), (0, 1, 63, 64, 65, 1000), (1, 4, 8))
+        if q * group * (q + length) < 1.5e5  # the largest would take minutes each
+    ]
+
+
+class Guards:
+    """Allocates tensors between pages that nobody may touch."""
+
+    def __init__(self, at_end: bool, misplaced: str | None = None) -> None:
+        """at_end: flush with the page behind a tensor, else with the one before it. misplaced: name of a tensor that lies one
+        element too far, so that its last or first one is out of bounds.
+        """
+        self.at_end, self.misplaced = at_end, misplaced
+        self.mappings: list[mmap.mmap] = []  # which are to outlive the tensors
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Of the same strides. There may be gaps between elements, but nothing lies behind the last one."""
+        count = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes, page = count * tensor.itemsize, mmap.PAGESIZE
+        inner = -(-num_bytes // page) * page
+        memory = mmap.mmap(-1, inner + 2 * page)
+        self.mappings.append(memory)
+        offset = page + inner - num_bytes if self.at_end else page
+        if name == self.misplaced:
+            offset += tensor.itemsize if self.at_end else -tensor.itemsize
+        flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
+        flat.fill_(float("nan") if tensor.is_floating_point() else -1)
+        copied = flat.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        for address in (start, start + page + inner):
+            if LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(page), PROT_NONE):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        return copied
+
+
+def arguments_of(call: Call) -> dict:
+    """Of block_attention. Keys and values lie strided, as in a cache, and there is no slot behind the longest row's block."""
+    generator = torch.Generator().manual_seed(call.q)
+    batch_size, capacity = len(call.lengths), max(call.lengths) + call.q
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(call.dtype)
+
+    query = normal(batch_size, call.q, call.heads, call.dim).transpose(1, 2)
+    keys = normal(batch_size, call.kv_heads, capacity, call.dim + 16)[..., : call.dim]
+    values = normal(batch_size, capacity, call.kv_heads, call.value_dim or call.dim).transpose(1, 2)
+    visible = torch.rand(batch_size, call.q, call.q, generator=generator) < 0.3
+    visible |= torch.eye(call.q, dtype=torch.bool)
+    offsets = torch.randint(0, 8, (batch_size, call.q), generator=generator)
+    lengths = torch.tensor(call.lengths)
+    packed = kernels.pack_mask(visible, lengths, offsets, lengths.clamp(max=call.padding))
+    sinks = normal(call.heads) if call.has_sinks else None
+    tensors = {"query": query, "keys": keys, "values": values, "packed": packed, "sinks": sinks}
+    return tensors | {"scale": 1 / 9, "window": call.window}
+
+
+def run(call: Call, at_end: bool, fault: str | None = None) -> bool:
+    """Whether the result is right. fault: a tensor to be misplaced, or one of MISTAKES."""
+    arguments = arguments_of(call)
+    expected = kernels.reference_block_attention(**arguments).float()
+    if fault in MISTAKES:
+        column, change = MISTAKES[fault]
+        arguments["packed"][..., column] += change
+    guards, results = Guards(at_end, misplaced=fault), iter(RESULTS)
+    guarded = {
+        name: guards.copy(name, value) if isinstance(value, Tensor) else value for name, value in arguments.items()
+    }
+
+    def new_guarded(tensor: Tensor, *shape: object, **others: object) -> Tensor:
+        made = new_empty(tensor, *shape, **others)
+        # What is empty is the interpreter's own.
+        return guards.copy(next(results), made.fill_(float("nan"))) if made.numel() else made
+
+    torch.Tensor.new_empty = new_guarded
+    output = ours.triton_block_attention(**guarded, num_splits=call.splits)
+    if next(results, None) is not None:
+        raise RuntimeError("not all results were guarded")
+    return fault is None and bool((output.float() - expected).abs().max() < TOLERANCE[call.dtype])
+
+
+def end_of(call: Call, at_end: bool, fault: str | None = None) -> int:
+    """What becomes of a process that runs it: 0 where the result is right, 1 where not, minus the signal that ended it."""
+    process = os.fork()
+    if process == 0:
+        status = 2
+        try:
+            status = int(not run(call, at_end, fault))
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def main() -> None:
+    # It would copy what it has run on back to the device, here onto itself; only the kernel is to touch what is misplaced.
+    interpreter.GridExecutor._restore_args_dev = lambda *arguments: None
+    calls = CALLS + more_calls() * (os.environ.get("LADE_LONG_TESTS") == "1")
+    unsound = [
+        f"{call}, at the {'end' if at_end else 'start'}: {found}"
+        for call, at_end in itertools.product(calls, (True, False))
+        if (found := end_of(call, at_end))
+    ]
+    faulty = [(name, at_end) for name in (*TENSORS, *RESULTS) for at_end in (True, False)]
+    faulty += [(name, change > 0) for name, (_, change) in MISTAKES.items()]
+    caught = [end_of(FAULTY, at_end, name) == -signal.SIGSEGV for name, at_end in faulty]
+    missed = [
+        f"{name}, at_end={at_end}" for (name, at_end), is_caught in zip(faulty, caught, strict=True) if not is_caught
+    ]
+    print(json.dumps({"calls": len(calls), "unsound": unsound, "faulty": len(faulty), "missed": missed}))
+
+
+if __name__ == "__main__":
+    main()

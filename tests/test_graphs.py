@@ -1,0 +1,141 @@
+"""CUDA graphs are refused before a capture could fail, and one that fails all the same leaves torch usable."""
+
+import pytest
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+from test_fixed_blocks import both, check, graphs, small_block  # noqa: F401
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import lade
+from lade.models import graphs as ours
+from lade.models.graphs import NotCompiled, capture, free_generator, refuse_waiting, repaired, waits
+
+CPU = torch.device("cpu")
+ROW = torch.arange(4.0)
+
+WAITING = {
+    "item": lambda: ROW * ROW.max().item(),
+    "branch": lambda: ROW if ROW.sum() > 0 else -ROW,
+    "nonzero": lambda: ROW.nonzero(),
+    "where": lambda: torch.where(ROW > 1)[0],
+    "mask": lambda: ROW[ROW > 1],
+    "masked assignment": lambda: ROW.clone().index_put_((ROW > 1,), torch.zeros(())),
+    "unique": lambda: ROW.unique(),
+    "repeats": lambda: ROW.repeat_interleave(torch.tensor(1).expand(4)),
+    "sample": lambda: torch.multinomial(ROW, 1),
+    "equal": lambda: ROW * torch.equal(ROW, ROW),
+}
+GOING_ON = {
+    "index": lambda: ROW[torch.arange(2)],
+    "constant": lambda: ROW.index_fill(0, torch.arange(2), 0.0) + torch.tensor(1.0),
+    "scalar": lambda: ROW.masked_fill(ROW > 1, 2.0).where(ROW > 0, 3),
+    "slices": lambda: torch.cat([ROW[1:], ROW.to(torch.float16).float()]),
+    "repeats": lambda: ROW.repeat_interleave(2),
+    "sort": lambda: ROW.sort().values.cumsum(0).argmax(),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("forward", WAITING.values(), ids=WAITING)
+def test_waiting_is_noticed(forward, mode):
+    with mode(), pytest.raises(NotCompiled, match="makes the host wait for the device"):
+        refuse_waiting(forward, CPU)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("forward", GOING_ON.values(), ids=GOING_ON)
+def test_what_goes_on_without_is_not(forward, mode):
+    with mode():
+        refuse_waiting(forward, CPU)
+
+
+@pytest.mark.parametrize("copy", [lambda: ROW.to("meta"), lambda: torch.empty(4, device="meta").copy_(ROW)])
+def test_copies_from_the_host_are_noticed(copy):
+    with pytest.raises(NotCompiled):
+        refuse_waiting(copy, torch.device("meta"))
+    refuse_waiting(copy, torch.device("xpu"))  # which has no part in it
+
+
+def test_constants_made_on_a_device_are_noticed():
+    """torch.tensor(..., device=...): no mode sees the copy itself, only what comes of it."""
+    made = (torch.empty(4, device="meta"),)
+    assert waits(torch.ops.aten.lift_fresh, made, {}, "meta")
+    assert not waits(torch.ops.aten.lift_fresh, (ROW,), {}, "meta")
+
+
+class WaitingMLP(LlamaMLP):
+    def forward(self, x):
+        assert bool(x.isfinite().all())
+        return super().forward(x)
+
+
+def test_a_model_that_waits_is_not_captured(graphs):  # noqa: F811
+    model = tiny_llama(num_hidden_layers=1)
+    model.model.layers[0].mlp.__class__ = WaitingMLP
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert "makes the host wait" in stats.cuda_graph_reason
+    assert graphs == []
+    model.model.layers[0].mlp.__class__ = LlamaMLP
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    assert len(graphs) == 1
+
+
+def test_autocast_is_not_captured(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
+    with pytest.raises(NotCompiled, match="autocast"):
+        capture(lambda: ROW)
+
+
+def test_a_failed_capture_is_put_right(monkeypatch):
+    """What is put right is told in the order of the calls; the error is the capture's own."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "default_generators", ("zero", "one"))
+    monkeypatch.setattr(ours, "free_generator", calls.append)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *args, name=name: calls.append((name, args)), raising=False)
+    with repaired((0, 7)):
+        pass
+    assert calls == []
+    with pytest.raises(RuntimeError, match="capturing"), repaired((0, 7)):
+        raise RuntimeError("operation not permitted when stream is capturing")
+    assert calls == [("_cuda_endAllocateToPool", (1, (0, 7))), ("_cuda_releasePool", (1, (0, 7))), "one"]
+
+
+def test_a_generator_goes_on_where_it_was():
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=generator)
+    expected = torch.rand(5, generator=generator.clone_state())
+    free_generator(generator)
+    assert torch.equal(torch.rand(5, generator=generator), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_failed_capture_on_cuda():
+    """A copy to the host ends it; up to torch 2.11, sampling and the allocator were broken for the process."""
+    row, stream = torch.arange(4.0, device="cuda"), torch.cuda.current_stream()
+    torch.manual_seed(0)
+    expected = torch.rand(4, device="cuda")
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match="captur"):
+        capture(lambda: row * row.sum().item())
+    assert torch.cuda.current_stream() == stream
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
+    torch.cuda.empty_cache()
+    row.add_(1)  # on the stream that it was made on
+    replay = capture(lambda: row * 2)
+    row.add_(1)
+    assert replay().tolist() == [4.0, 6.0, 8.0, 10.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_that_is_not_on_the_current_device(lade_on):
+    model = tiny_llama(torch.float32).to("cuda:1")
+    lade.config_lade(CUDA_GRAPH=1, LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2)
+    for seed in range(2):
+        inputs = {name: tensor.to("cuda:1") for name, tensor in prompt(seed=seed).items()}
+        expected = generate_plain(model, inputs, do_sample=False, max_new_tokens=32)
+        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=32), expected)
+        assert lade.last_stats().captured_steps == lade.last_stats().steps - 1

@@ -1,0 +1,231 @@
+"""No operation of lade's mixes devices, and the host reads from a device only where it means to.
+
+There need not be a GPU: a model on torch's "meta" device has shapes and no values, and what the host reads there is zero, or one for a fraction. An index or
+a mask that was left on the CPU fails here as it would on a GPU.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from conftest import prompt, tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as processors
+from transformers.generation.streamers import BaseStreamer
+
+import lade
+from lade import decoding, noise
+from lade.attention import Reach
+from lade.kv_cache import LookaheadCache
+from lade.layout import block_layout
+from lade.models import base, device_step, fixed
+from lade.models.device_sampling import Sampling, empty_draws
+from lade.models.device_step import StepShape, StepState
+from lade.models.graphs import refuse_waiting
+from lade.ngram_pool import NGramPool, copy_pool
+
+ATEN, META = torch.ops.aten, torch.device("meta")
+LOOKAHEAD = {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2}
+
+
+class MixedDevices(AssertionError):
+    pass
+
+
+class OtherDevice(TorchDispatchMode):
+    """Counts what the host reads, and raises MixedDevices where a GPU would."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, operation = kwargs or {}, function.overloadpacket
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(tensor.is_meta for tensor in tensors):
+            return function(*args, **kwargs)
+        if operation is ATEN._local_scalar_dense:
+            self.reads["scalar"] += 1
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+        if operation is ATEN._to_copy and torch.device(kwargs.get("device") or META).type == "cpu":
+            self.reads["copy"] += 1
+            dtype = kwargs.get("dtype") or args[0].dtype
+            return torch.full(args[0].shape, int(dtype.is_floating_point), dtype=dtype, device="cpu")
+        if operation in (ATEN._to_copy, ATEN.copy_):  # from the host
+            return function(*args, **kwargs)
+        if operation is ATEN.index and args[1][0] is not None and args[1][0].dtype == torch.bool:
+            self.reads["mask"] += 1  # as if all of it were true
+            return args[0].new_empty(args[1][0].numel(), *args[0].shape[args[1][0].dim() :])
+        if operation is ATEN.exponential_:  # whose reference takes no generator
+            return args[0]
+        strangers = [tuple(tensor.shape) for tensor in tensors if not tensor.is_meta and tensor.dim()]
+        if strangers:  # a number without dimensions may come from the host
+            raise MixedDevices(f"{function} got tensors of other devices, of shapes {strangers}")
+        return function(*args, **kwargs)
+
+
+def layout_there(*sizes):
+    """Made on the CPU: how many logits a window needs is read from the device, once per shape."""
+    with _disable_current_modes():
+        layout = block_layout(*sizes[:3], torch.device("cpu"), *sizes[4:])
+        return replace(
+            layout, **{name: getattr(layout, name).to(META) for name in ("offsets", "visible", "logit_rows")}
+        )
+
+
+@pytest.fixture
+def other_device(lade_on, monkeypatch):
+    """lade on, and the switches by which it tells a GPU from a CPU set for the other device."""
+    monkeypatch.setattr(decoding, "wait_for", lambda device: None)
+    for module in (decoding, device_step):
+        monkeypatch.setattr(module, "block_layout", layout_there)
+    monkeypatch.setattr(noise, "READABLE", ("cpu", "meta"))
+    monkeypatch.setattr(noise, "generator_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(noise, "set_generator_state", lambda device, state: torch.set_rng_state(state))
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(torch.float32).to(META)
+
+
+def generate(model, batch_size=1, padding=0, **arguments):
+    """The operations that read, and the figures."""
+    inputs = prompt(24, batch_size=batch_size)
+    inputs["attention_mask"][0, :padding] = 0
+    inputs = {name: tensor.to(META) for name, tensor in inputs.items()}
+    with OtherDevice() as watched:
+        model.generate(**inputs, max_new_tokens=12, **arguments)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert stats.generated_tokens == 12 * batch_size
+    assert stats.steps > 1
+    return watched.reads, stats
+
+
+@pytest.mark.parametrize("settings", [{"MODE": "tree"}, LOOKAHEAD], ids=["tree", "lookahead"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 20},
+        {"do_sample": False, "batch_size": 3, "padding": 5},
+        {"do_sample": True, "batch_size": 2},
+        {"do_sample": False, "min_new_tokens": 3},
+    ],
+    ids=str,
+)
+def test_decoding(settings, arguments, model, other_device):
+    lade.config_lade(**settings)
+    generate(model, **arguments)
+
+
+class Done(Exception):
+    pass
+
+
+class Impatient(BaseStreamer):
+    """Ends the call: that the texts have reached their end would be read from the device."""
+
+    def __init__(self):
+        self.count = 0
+
+    def put(self, value):
+        self.count += 1
+        if self.count > 9:
+            raise Done
+
+    def end(self):
+        """Nothing is left to do."""
+
+
+@pytest.mark.parametrize("settings", [{"MODE": "tree"}, LOOKAHEAD], ids=["tree", "lookahead"])
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "repetition_penalty": 1.2}], ids=str)
+def test_decoding_in_lockstep(settings, arguments, model, other_device):
+    lade.config_lade(**settings)
+    with pytest.raises(Done):
+        generate(model, streamer=Impatient(), **arguments)
+
+
+@pytest.mark.parametrize("uses_kernel", [0, 1])
+def test_blocks_of_fixed_shapes(uses_kernel, model, other_device, monkeypatch):
+    """What a CUDA graph would capture: the host must not wait in it."""
+    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("meta",))
+    monkeypatch.setattr(fixed, "capture", lambda forward: forward)
+    monkeypatch.setattr(fixed, "numerics", lambda device: ())  # torch knows no autocast for that device
+    monkeypatch.setattr(decoding, "device_loop", lambda *request: None)  # tested apart
+    lade.config_lade(CUDA_GRAPH=1, USE_FLASH=uses_kernel, **LOOKAHEAD)
+    for arguments in ({}, {"batch_size": 2, "padding": 5}):
+        _, stats = generate(model, do_sample=False, **arguments)
+        assert (stats.cuda_graph_reason, stats.used_kernel) == (None, bool(uses_kernel))
+        assert stats.captured_steps == stats.steps - 1
+
+
+WARPERS = LogitsProcessorList(
+    [processors.TemperatureLogitsWarper(0.7), processors.TopKLogitsWarper(20), processors.TopPLogitsWarper(0.9)]
+)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("uses_kernel", [False, True])
+@pytest.mark.parametrize("sampling", [None, Sampling(None, tuple(WARPERS))], ids=["greedy", "sampled"])
+def test_step_on_the_device(batch_size, uses_kernel, sampling, model, other_device):
+    """It reads nothing at all."""
+    shape = StepShape(
+        batch_size, 4, 3, 2, 61, 2, True, uses_kernel, True, (batch_size, 1), torch.float32, META, sampling
+    )
+    block_model = model
+    if uses_kernel:
+        adapter = lade.models.adapter_for(model)
+        assert adapter.use_kernel(None) is None
+        block_model = adapter.block_model
+    with OtherDevice() as watched, torch.no_grad():
+        cache = LookaheadCache(2, 64)
+        for layer in range(2):
+            states = torch.zeros(batch_size, 2, 8, 12, device=META)
+            cache.update(states, states, layer)
+        cache.end_prefill(batch_size)
+        draws = None if sampling is None else empty_draws(shape, 61)
+        state = StepState(shape, cache, Reach(window=9), draws)
+        copy_pool(NGramPool(4, 2, 61, META), state.pool)
+        watched.reads.clear()
+        saved = state.save()
+        refuse_waiting(partial(device_step.step, block_model, state), META)  # as before a capture
+        logits = device_step.step(block_model, state)
+        state.restore(saved)
+        assert logits.shape == (batch_size, 1 + 2 * 3 + 3, 61)
+    assert not watched.reads
+
+
+def test_draws_are_copied_to_the_host_once(other_device):
+    """Not for each node of a tree that asks what its children will be drawn with."""
+    with OtherDevice() as watched:
+        noise_ = noise.Noise(META, 2)
+        for row, index in [(0, 2), (1, 2), (0, 1), (0, 2), (1, 1)]:
+            assert noise_.ahead(row, index, 61).shape == (61,)
+        assert watched.reads == {"copy": 2}
+        noise_.forget(2)
+        noise_.ahead(0, 2, 61)
+        assert watched.reads == {"copy": 2}
+
+
+def test_an_index_left_on_the_cpu_is_noticed(model, other_device, monkeypatch):
+    lade.config_lade(**LOOKAHEAD)
+    monkeypatch.setattr(decoding, "block_layout", lambda *sizes: block_layout(*sizes[:3], torch.device("cpu")))
+    with pytest.raises(MixedDevices):
+        generate(model, do_sample=False)
+
+
+def test_a_mask_left_on_the_cpu_is_noticed(model, other_device, monkeypatch):
+    def mask_on_cpu(*args, original=base.block_mask):
+        return original(*args).to("cpu")
+
+    monkeypatch.setattr(base, "block_mask", mask_on_cpu)
+    with pytest.raises(MixedDevices):
+        generate(model, do_sample=False)
