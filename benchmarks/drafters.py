@@ -51,7 +51,7 @@ class StaticRecycling:
         self.root = None
 
     def propose(self, texts, is_finished, max_offset) -> Draft:
-        self.root = int(texts.roots()[0])
+        self.root = texts.roots()[0]
         tokens, parents, places = [], [], {-1: -1}
         for index, (parent, rank) in enumerate(self.template):
             place = places.get(parent)

@@ -65,6 +65,11 @@ class Acceptance:
         """Guesses accepted lately over those expected to be, at most 1."""
         return min(1.0, self._accepted / self._expected)
 
+    @property
+    def promise(self) -> float:
+        """How predictable the text looks, from 0 to 1: next to 0 where the model's likeliest tokens are seldom likely."""
+        return min(1.0, self._sureness / USUAL_SURENESS) ** 2
+
     def learn(
         self,
         kinds: Sequence[int],
@@ -115,7 +120,7 @@ class Acceptance:
         self.chances = [hit / trial for hit, trial in zip(hits, trials, strict=True)]
 
     def _value_probes(self) -> None:
-        self.chances[PROBE] = PROBE_CREDIT * min(1.0, self._sureness / USUAL_SURENESS) ** 2
+        self.chances[PROBE] = PROBE_CREDIT * self.promise
 
     def _count_trial(self, kind: int) -> None:
         self.trials[kind] += 1

@@ -46,14 +46,13 @@ class BlockLayout:
         """Whether there is more than the root and the tree."""
         return self.num_tokens > 1 + self.num_nodes
 
-    def tokens(self, roots: Tensor, tree: TokenTree, window_cells: Tensor) -> Tensor:
-        """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids."""
-        parts = [roots[:, None]]
-        if self.num_nodes:
-            parts.append(torch.tensor(tree.padded_tokens(self.num_nodes), dtype=torch.long, device=roots.device))
-        if self.has_window:
-            parts.append(window_cells if self.cells is None else window_cells[:, self.cells])
-        return torch.cat(parts, dim=1)
+    def tokens(self, roots: list[int], tree: TokenTree, window_cells: Tensor) -> Tensor:
+        """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids, on the cells' device."""
+        rows = [[root, *nodes] for root, nodes in zip(roots, tree.padded_tokens(self.num_nodes), strict=True)]
+        tokens = torch.tensor(rows, device=window_cells.device)
+        if not self.has_window:
+            return tokens
+        return torch.cat([tokens, window_cells if self.cells is None else window_cells[:, self.cells]], dim=1)
 
     def without_padding(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Only the rows of the root, the tree's own nodes and the window. logits: [B, R, V], as `logit_rows` say."""

@@ -39,9 +39,9 @@ class Texts:
         """Returns [B, length], where all rows have the same length; contiguous, as plain generate() passes it on."""
         return self.ids[:, : self.lengths[0]].contiguous()
 
-    def roots(self) -> Tensor:
+    def roots(self) -> list[int]:
         """The last token of each row; each must have got one. Returns [B]."""
-        return torch.tensor([tokens[-1] for tokens in self.generated], device=self.ids.device)
+        return [tokens[-1] for tokens in self.generated]
 
     def padded(self, pad_token: int) -> Tensor:
         """All rows, the shorter ones filled up with the pad token. Returns [B, longest]."""

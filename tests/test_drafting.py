@@ -6,6 +6,8 @@ from conftest import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.acceptance import FORGET_EVERY, SECOND_SUFFIX, SUFFIX, Acceptance
+from lade.drafters.cool_down import LONGEST_REST, PATIENCE, SHORTEST_REST, TRIAL, CoolDown
+from lade.drafters.recycling import LONG_MATCH, RecyclingDrafter
 from lade.layout import BlockLayout
 from lade.stats import tracing
 
@@ -215,3 +217,42 @@ def test_chances_return_when_nothing_is_guessed():
         acceptance.learn([], [], [], [], [])
     assert acceptance.chances[SUFFIX] > 0.3
     assert acceptance.trust > 0.9
+
+
+def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():
+    def steps_until_rest(cool_down, gain, promise):
+        return next(count for count in range(1, 1000) if cool_down.learn(gain, promise) or cool_down.takes_rest())
+
+    def length_of_rest(cool_down):
+        return 1 + sum(iter(cool_down.takes_rest, False))
+
+    cool_down = CoolDown()
+    assert steps_until_rest(cool_down, -0.05, 1.0) == pytest.approx(PATIENCE / 0.05, abs=1.5)
+    rests = [length_of_rest(cool_down)]
+    for _ in range(5):
+        assert steps_until_rest(cool_down, -0.05, 1.0) == pytest.approx(TRIAL / 0.05, abs=1.5)
+        rests.append(length_of_rest(cool_down))
+    assert rests == [SHORTEST_REST, 2 * SHORTEST_REST, 4 * SHORTEST_REST, LONGEST_REST, LONGEST_REST, LONGEST_REST]
+    cool_down.learn(1.0, 1.0)  # it paid
+    steps_until_rest(cool_down, -0.05, 1.0)
+    assert length_of_rest(cool_down) == SHORTEST_REST
+    assert steps_until_rest(CoolDown(), -0.05, 0.2) == pytest.approx(PATIENCE * 0.2 / 0.05, abs=1.5)
+
+
+def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
+    """While guessing rests, a tree is grown only behind what has been said before; the text stays the same."""
+    monkeypatch.setattr(CoolDown, "takes_rest", lambda self: True)
+    grown, inner = [], RecyclingDrafter._grow_all
+
+    def grow(self, rows, *others):
+        grown.append(max((length for _, length in self._texts[0].matches()), default=0))
+        inner(self, rows, *others)
+
+    monkeypatch.setattr(RecyclingDrafter, "_grow_all", grow)
+    lade.config_lade(ADAPTIVE=1)
+    stats = assert_exact(model, prompt(24), max_new_tokens=60)
+    assert len(grown) < stats.steps - 1
+    assert all(length >= LONG_MATCH for length in grown)
+    assert grown  # the control: such a text does repeat itself
+    lade.config_lade(ADAPTIVE=0)  # nothing is measured, so nothing rests
+    assert max(assert_exact(model, prompt(24), max_new_tokens=6).block_tokens) > 1

@@ -53,8 +53,8 @@ def test_layout_is_the_definition(ngram_size, window_size, num_tails):
     last_level = [i for i, what in enumerate(block) if what[0] == "window" and what[1] == ngram_size - 2]
     assert layout.logit_rows.tolist() == [*range(1 + tree.num_nodes), *last_level]
 
-    roots, cells = torch.tensor([7]), torch.arange(100, 100 + (ngram_size - 1) * window_size - 1)[None]
-    tokens = layout.tokens(roots, tree, cells)[0].tolist()
+    cells = torch.arange(100, 100 + (ngram_size - 1) * window_size - 1)[None]
+    tokens = layout.tokens([7], tree, cells)[0].tolist()
     assert tokens == [7, *tree.tokens[0], *cells[0].tolist()]
 
 

@@ -81,8 +81,8 @@ def test_part_of_a_layout_sees_what_it_sees_in_the_whole(ngram_size, columns):
     # Tokens are named by numbers: the root 0, the window's other cells 1 and on, the nodes 100 and on.
     cells = torch.arange(1, (ngram_size - 1) * window_size)[None]
     tree = TokenTree([[100, 101]], [[-1, 0]])
-    names = part.tokens(torch.tensor([0]), tree, cells)[0]
-    all_names = whole.tokens(torch.tensor([0]), tree, cells)[0]
+    names = part.tokens([0], tree, cells)[0]
+    all_names = whole.tokens([0], tree, cells)[0]
     place = torch.tensor([all_names.tolist().index(name) for name in names.tolist()])
     assert torch.equal(part.visibility(tree)[0], whole.visibility(tree)[0][place][:, place])
     assert torch.equal(part.position_offsets(tree)[0], whole.position_offsets(tree)[0][place])

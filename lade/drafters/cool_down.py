@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-CREDIT = 0.5  # plain steps that guessing may lose before it stops for the first time
-MOST_CREDIT = 1.0  # what it can have gained at most, so that a text that has become hard is noticed
-TRIAL_CREDIT = 0.15  # what it may lose when it is tried again
+PATIENCE = (
+    2.5  # plain steps that guessing may lose, on a text that looks predictable, before it stops for the first time
+)
+MOST_GAINED = 0.5  # what counts of earlier gains, so that a text that has become hard is noticed
+TRIAL = 0.15  # plain steps that it may lose when it is tried again
 SHORTEST_REST, LONGEST_REST = 8, 64  # steps
 
 
 class CoolDown:
-    """Counts what guessing has gained and lost; in debt, it rests, and twice as long after each trial that failed."""
+    """Counts what guessing has gained and lost; in debt it rests, and twice as long after each trial that failed."""
 
     def __init__(self) -> None:
-        self._credit = CREDIT
+        self._balance = 0.0  # plain steps gained
         self._rest = SHORTEST_REST  # the next one
         self._num_left = 0  # steps of this one
 
     def takes_rest(self) -> bool:
         """Whether the next step goes without guesses. To be asked once before each step."""
-        self._num_left -= self._num_left > 0
-        return self._num_left > 0
+        if self._num_left == 0:
+            return False
+        self._num_left -= 1
+        return True
 
-    def learn(self, gain: float) -> None:
-        """What one step with guesses has gained, or lost where it is negative, in plain steps."""
+    def learn(self, gain: float, promise: float) -> None:
+        """What one step with guesses has gained, in plain steps; lost where it is negative.
+
+        promise: how predictable the text looks, from 0 to 1; it says how much may be lost.
+        """
+        limit = -PATIENCE * promise
         if gain > 0:
             self._rest = SHORTEST_REST
-        self._credit = min(MOST_CREDIT, self._credit + gain)
-        if self._credit < 0:
-            self._num_left, self._rest = self._rest + 1, min(LONGEST_REST, 2 * self._rest)
-            self._credit = TRIAL_CREDIT
+        self._balance = min(MOST_GAINED, self._balance + gain)
+        if self._balance < limit:
+            self._num_left, self._rest = self._rest, min(LONGEST_REST, 2 * self._rest)
+            self._balance = limit + TRIAL

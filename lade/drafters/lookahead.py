@@ -55,7 +55,7 @@ class LookaheadDrafter:
                     self._remember([_ngrams_of(row[len(row) - length :], config.ngram_size)])
 
     def propose(self, texts: Texts, is_finished: list[bool], max_offset: int | None) -> Draft:
-        roots = texts.roots()
+        roots = torch.tensor(texts.roots(), device=texts.ids.device)
         self.window.set_root(roots)
         max_depth = self.config.ngram_size - 1
         self._part = self._choose_part(max(texts.lengths))

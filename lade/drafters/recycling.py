@@ -178,7 +178,7 @@ class RecyclingDrafter:
         if self._draft_seconds:
             plain = price.seconds(1)
             lost = price.seconds(num_tokens) - plain + self._draft_seconds
-            self._cool_down.learn(self._mean_accepted - lost / plain)
+            self._cool_down.learn(self._mean_accepted - lost / plain, self.acceptance.promise)
 
     def sources(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}

@@ -46,7 +46,7 @@ class StepRecorder:
         now = time.perf_counter()
         path = accepted[0] or []
         num_levels, num_columns = draft.window_shape[0] - 1, draft.window_shape[1]
-        cells = [int(roots[0]), *draft.window_cells[0].tolist()]
+        cells = [roots[0], *draft.window_cells[0].tolist()]
         committed = 0 if accepted[0] is None else len(path) + 1
         self.steps.append(
             {
