@@ -27,6 +27,7 @@ SAME_PRICE, RENEW_EVERY = (
     8,
 )  # a change that needs no new comparison, and observations after which there is one anyway
 STALE_AFTER = 48  # steps without a measurement after which a price is worth a look
+SHORTEST = 1e-9  # seconds: a coarse clock may show none at all
 MIN_CONTEXT = 256  # tokens; shorter texts cost the same
 
 
@@ -54,6 +55,7 @@ class StepPrice:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step of q tokens took so long. The first one of a size also pays for setting kernels up and does not count."""
+        seconds = max(seconds, SHORTEST)
         size = min(SIZES, key=lambda size: abs(size - num_tokens))
         if size != num_tokens:
             seconds *= self.seconds(size) / self.seconds(num_tokens)

@@ -322,3 +322,10 @@ def test_lookahead_is_tried_again_when_the_text_becomes_easy(priced):
     fresh.generate(**inputs, max_new_tokens=100, logits_processor=easy)
     assert steps[1] < 80
     assert steps[0] <= lade.last_stats().steps + 3
+
+
+def test_a_clock_that_stands_still():
+    price = StepPrice()
+    for size in (1, 2, 1, 2, 1, 2):
+        price.observe(size, 0.0)
+    assert price.choose([0.0, 0.5], 1, 64) == 2
