@@ -28,6 +28,7 @@ from lade.attention import Block
 from lade.config import current_config
 from lade.kv_cache import LookaheadCache
 from lade.models import ModelAdapter, adapter_for
+from lade.models.forward_choice import choose_forward
 from lade.stats import GenerationStats
 
 LEAST_SECONDS = 0.2  # of calls per figure and trial
@@ -93,7 +94,7 @@ def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[]
     for context in args.contexts:
         adapter = adapter_for(model)
         told = GenerationStats()
-        adapter.choose_forward(current_config(), told, None, args.max_new_tokens, ())
+        choose_forward(adapter, current_config(), told, None, args.max_new_tokens, ())
         cache = filled_cache(adapter, context, max(args.tokens), args.batch)
         first = None
         for num_tokens in args.tokens:

@@ -17,6 +17,7 @@ from lade.drafters.base import ROOT_ALONE
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.models.device_loop import device_loop
+from lade.models.forward_choice import choose_forward
 from lade.outputs import OutputRecorder
 from lade.parallel import Alone
 from lade.rules import rules_for
@@ -58,7 +59,7 @@ def lookahead_decode(
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
     positions = model_kwargs.get("position_ids")  # [B or 1, prompt], or more of these; None for a model that takes none
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
-    adapter.choose_forward(config, stats, key_mask, num_new, recorder.model_arguments)
+    choose_forward(adapter, config, stats, key_mask, num_new, recorder.model_arguments)
     team.num_tokens = adapter.num_tokens
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
     drafter = make_drafter(

@@ -8,9 +8,6 @@ step from there. What depends on more than integers (processors, samplers, stop 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lade.config import LookaheadConfig, current_config
+from lade.digests import digest_of, model_digest, plain_values
 from lade.kv_cache import LookaheadCache
 from lade.link import LEADER, Link, link_for
 from lade.rules import Accepted, Answers, GreedyRules, LockstepRules, RowRules, Rules, best_tokens
@@ -30,7 +28,6 @@ from lade.token_tree import TokenTree
 
 KINDS: tuple[type[Rules], ...] = (GreedyRules, RowRules, LockstepRules)
 RECORDED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-SAMPLED_PARAMETERS, SAMPLED_VALUES = 8, 16  # how much of a model's weights is compared between ranks
 
 
 def distributed() -> bool:
@@ -372,35 +369,3 @@ def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: A
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return "a model whose layers are split over processes (tp_plan) is not whole on each, which DIST_WORKERS needs"
     return None
-
-
-def model_digest(model: Any) -> int:
-    """Of the model's settings, its parameters' shapes, and a sample of their values."""
-    parameters = list(model.named_parameters())
-    names = [(name, tuple(part.shape), str(part.dtype)) for name, part in parameters]
-    step = max(1, len(parameters) // SAMPLED_PARAMETERS)
-    samples = []
-    for _, part in parameters[::step]:
-        if part.device.type != "meta":  # offloaded
-            flat = part.detach().reshape(-1)
-            samples.append(flat[:: max(1, math.ceil(flat.numel() / SAMPLED_VALUES))])
-    return digest_of(names, plain_values(model.config.to_dict()), *samples)
-
-
-def plain_values(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings that mean the same in every process."""
-    kinds = (bool, int, float, str, list)
-    return {name: value for name, value in settings.items() if isinstance(value, kinds) and name != "_name_or_path"}
-
-
-def digest_of(*subjects: Any) -> int:
-    """63 bits that differ where the subjects do: tensors, or what JSON can say."""
-    digest = hashlib.sha256()
-    for subject in subjects:
-        if isinstance(subject, Tensor):
-            digest.update(f"{subject.dtype}{tuple(subject.shape)}".encode())
-            digest.update(subject.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-        else:
-            digest.update(json.dumps(subject, sort_keys=True, default=str).encode())
-        digest.update(b"|")
-    return int.from_bytes(digest.digest()[:8], "little") >> 1

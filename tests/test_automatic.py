@@ -19,8 +19,8 @@ from lade.commands.env import lade_lines
 from lade.config import LookaheadConfig, current_config
 from lade.drafters import make_drafter
 from lade.kernels import reference_block_attention, trial
-from lade.models import base, device_loop, fixed, kept
-from lade.models.base import largest_head_dim
+from lade.models import base, device_loop, fixed, fixed_inputs, forward_choice, kept
+from lade.models.forward_choice import largest_head_dim, slow_kernel_reason
 from lade.stats import GenerationStats
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
@@ -63,8 +63,8 @@ def kernel(monkeypatch):
 
     served.error = error
     monkeypatch.setattr(kernels, "_kernel_for", lambda *_: served)
-    monkeypatch.setattr(base, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(base, "FAST_KERNEL_DTYPES", (F64,))
+    monkeypatch.setattr(forward_choice, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(forward_choice, "FAST_KERNEL_DTYPES", (F64,))
     monkeypatch.setitem(trial.TOLERANCE, F64, 1e-6)
     served.calls = calls
     return served
@@ -272,7 +272,7 @@ def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
     monkeypatch.setattr(fixed, "disagreement", lambda *args: compared.append(args) or inner(*args))
     for _ in range(3):
         run(model)
-    assert (len(on_cuda), len(compared)) == (1, fixed.NUM_CHECKS)
+    assert (len(on_cuda), len(compared)) == (1, fixed_inputs.NUM_CHECKS)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["captured", "fails-later"])
@@ -392,19 +392,19 @@ def test_not_the_kernel_by_itself(settings, arguments, reason, on_cuda, kernel):
 
 def test_reasons_against_the_kernel(model, kernel, monkeypatch):
     adapter = base.ModelAdapter(model)
-    assert adapter.slow_kernel_reason(True) is None
+    assert slow_kernel_reason(adapter, True) is None
     with monkeypatch.context() as patch:
-        patch.setattr(base, "unavailable_reason", lambda: "triton is not installed")
-        assert adapter.slow_kernel_reason(True) == "triton is not installed"
+        patch.setattr(forward_choice, "unavailable_reason", lambda: "triton is not installed")
+        assert slow_kernel_reason(adapter, True) == "triton is not installed"
     with monkeypatch.context() as patch:
-        patch.setattr(base, "MAX_HEAD_DIM", 8)
-        assert adapter.slow_kernel_reason(True) == "the kernel takes heads of up to 8, this model has some of 12"
+        patch.setattr(forward_choice, "MAX_HEAD_DIM", 8)
+        assert slow_kernel_reason(adapter, True) == "the kernel takes heads of up to 8, this model has some of 12"
     trial._problems[CPU, F32, ()] = "of another dtype"
-    assert adapter.slow_kernel_reason(True) is None
+    assert slow_kernel_reason(adapter, True) is None
     trial._problems[CPU, F64, ()] = "of this one"
-    assert adapter.slow_kernel_reason(True) == "of this one"
+    assert slow_kernel_reason(adapter, True) == "of this one"
     monkeypatch.undo()
-    assert adapter.slow_kernel_reason(True) == "the kernel is not known to pay in float64"
+    assert slow_kernel_reason(adapter, True) == "the kernel is not known to pay in float64"
     assert largest_head_dim(BloomConfig(hidden_size=48, n_head=4)) == 12
     assert largest_head_dim(SimpleNamespace(num_attention_heads=[4, 8])) == 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,9 +26,9 @@ from lade.attention import (
 from lade.block_attention import NAME as KERNEL
 from lade.block_attention import unsupported_reason as kernel_unsupported_reason
 from lade.config import LookaheadConfig
-from lade.kernels import MAX_HEAD_DIM, kernel_problem, left_padding, unavailable_reason
+from lade.kernels import kernel_problem, left_padding
 from lade.kv_cache import LookaheadCache
-from lade.models.fixed import FixedBlocks, asks_for_graphs, can_capture, graph_refusal, padded_capacity
+from lade.models.fixed import FixedBlocks, padded_capacity
 from lade.models.view import has_foreign_forward, has_hooks, parts_of, private_view
 from lade.stats import GenerationStats
 
@@ -43,8 +42,6 @@ PLAIN_LAYERS = tuple(
     for name in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
     if hasattr(cache_utils, name)
 )
-WEIGHTS_WANTED = "output_attentions asks for weights that the kernel never forms"
-FAST_KERNEL_DTYPES = (torch.float16, torch.bfloat16)  # float32 keeps off the tensor cores
 # What plain generate() does around each forward, and the loop does in its own way.
 HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # Arguments that plain generate() passes with the prompt and never again; older versions leave that to each model.
@@ -227,59 +224,6 @@ class ModelAdapter:
         self.uses_kernel = True
         return None
 
-    def choose_forward(
-        self,
-        config: LookaheadConfig,
-        stats: GenerationStats,
-        key_mask: Tensor | None,
-        num_new: int,
-        wanted: Collection[str],
-    ) -> None:
-        """Settle how this call's blocks go through the model: what the settings ask for, and what they leave to lade.
-
-        key_mask: as in `Block`, for the whole call. num_new: tokens that it may generate. wanted: what it records of the model
-        besides logits, such as "output_attentions". `stats` says what was not possible.
-        """
-        compiles, captures = config.compile, asks_for_graphs(config, self.model.device)
-        unfixable = self.unfixable_reason() if compiles or captures else None
-        if compiles:
-            stats.compile_reason = unfixable
-        if captures:
-            stats.cuda_graph_reason = unfixable or graph_refusal(config, self.model, num_new)
-            captures = stats.cuda_graph_reason is None
-        self.choose_attention(config, stats, key_mask, wanted, captures)
-        if unfixable is None and (compiles or captures):
-            self.fix_shapes(config, stats, compiles, captures)
-
-    def choose_attention(
-        self,
-        config: LookaheadConfig,
-        stats: GenerationStats,
-        key_mask: Tensor | None,
-        wanted: Collection[str],
-        captures: bool,
-    ) -> None:
-        """Let blocks go through lade's own attention, where the settings ask for it or, on CUDA, leave it to lade."""
-        is_automatic = config.use_flash is None
-        if config.use_flash is False or (is_automatic and not can_capture(self.model.device)):
-            return
-        reason = WEIGHTS_WANTED if "output_attentions" in wanted else None
-        if reason is None and is_automatic:
-            reason = self.slow_kernel_reason(is_captured=captures and not wanted)
-        stats.kernel_reason = reason or self.use_kernel(key_mask)
-        stats.used_kernel = self.uses_kernel
-
-    def slow_kernel_reason(self, is_captured: bool) -> str | None:
-        """Why the kernel would cost more than it saves, or not run at all, as a sentence; None where it pays."""
-        if not is_captured:
-            return "blocks are not captured, and launching the kernel from Python would cost more than it saves"
-        if self.dtype not in FAST_KERNEL_DTYPES:
-            return f"the kernel is not known to pay in {str(self.dtype).removeprefix('torch.')}"
-        largest = largest_head_dim(self.config)
-        if largest > MAX_HEAD_DIM:
-            return f"the kernel takes heads of up to {MAX_HEAD_DIM}, this model has some of {largest}"
-        return unavailable_reason() or kernel_problem(self.model.device, self.dtype)
-
     def fix_shapes(self, config: LookaheadConfig, stats: GenerationStats, compiles: bool, captures: bool) -> None:
         """Let blocks be compiled or captured, as long as that works."""
         full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
@@ -424,15 +368,6 @@ class ModelAdapter:
         ropes = getattr(self.config, "rope_parameters", None) or {}
         by_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
         return by_type or ([ropes] if ropes else [])
-
-
-def largest_head_dim(config: Any) -> int:
-    """Of the attention heads, 0 where that is not known; families have several names for it, some have layers of different ones."""
-    sizes = [size for name, size in vars(config).items() if name.endswith("head_dim") and isinstance(size, int)]
-    num_heads = getattr(config, "num_attention_heads", None)
-    if not sizes and isinstance(num_heads, int):
-        sizes = [config.hidden_size // num_heads]
-    return max(sizes, default=0)
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:

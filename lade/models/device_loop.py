@@ -23,7 +23,7 @@ from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models.base import ModelAdapter
 from lade.models.device_sampling import REFUSED, DrawRing, Sampling, empty_draws, hand_back, sampling_of
-from lade.models.device_step import NO_TOKEN, StepShape, StepState, lay_out, step
+from lade.models.device_step import NO_TOKEN, StepShape, StepState, fill, lay_out, progress, step
 from lade.models.fingerprint import fingerprint, numerics
 from lade.models.fixed import (
     can_capture,
@@ -390,30 +390,3 @@ class DeviceLoop:
     def _not_captured(self, problem: Exception) -> None:
         self.stats.cuda_graph_reason = remember_failure(self.adapter.model, "step", problem)
         self.captures = False
-
-
-def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool]]:
-    """Begin to copy to the host how long the texts are, which have ended, and whether sampling may be refused.
-
-    Returns what waits for that copy and reads it.
-    """
-    found = torch.stack([state.lengths, state.is_finished, state.is_refused.expand_as(state.lengths)])  # [3, B]
-    copied = None
-    if found.is_cuda:
-        found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True).copy_(
-            found, non_blocking=True
-        )
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(found.device))  # which may not be the current device
-
-    def read() -> tuple[list[int], list[bool], bool]:
-        if copied is not None:
-            copied.synchronize()
-        lengths, is_finished, is_refused = found.tolist()
-        return lengths, list(map(bool, is_finished)), any(is_refused)
-
-    return read
-
-
-def fill(tensor: Tensor, values: list[Any]) -> None:
-    tensor.copy_(torch.tensor(values, device="cpu"))

@@ -9,6 +9,7 @@ Shapes: B rows, N, W, G as in the paper, D = N-1, q = (N-1) * (W + G) block toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from lade.attention import Block, Reach, block_mask, masks_by_layer, packed_bloc
 from lade.kv_cache import LookaheadCache
 from lade.layout import block_layout
 from lade.models.device_sampling import Sampling, sample
-from lade.models.fixed import FixedLayer, plain_forward
+from lade.models.fixed_inputs import FixedLayer, plain_forward
 from lade.ngram_pool import NGramPool
 from lade.rules import best_on_device
 from lade.window import JacobiWindow, rolled
@@ -274,3 +275,30 @@ def move_slots(cache: Cache, source: Tensor, target: Tensor) -> None:
                 shape = (-1, states.shape[1], -1, states.shape[3])
                 moved = states.gather(2, source[:, None, :, None].expand(shape))
                 states.scatter_(2, target[:, None, :, None].expand(shape), moved)
+
+
+def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool]]:
+    """Begin to copy to the host how long the texts are, which have ended, and whether sampling may be refused.
+
+    Returns what waits for that copy and reads it.
+    """
+    found = torch.stack([state.lengths, state.is_finished, state.is_refused.expand_as(state.lengths)])  # [3, B]
+    copied = None
+    if found.is_cuda:
+        found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True).copy_(
+            found, non_blocking=True
+        )
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(found.device))  # which may not be the current device
+
+    def read() -> tuple[list[int], list[bool], bool]:
+        if copied is not None:
+            copied.synchronize()
+        lengths, is_finished, is_refused = found.tolist()
+        return lengths, list(map(bool, is_finished)), any(is_refused)
+
+    return read
+
+
+def fill(tensor: Tensor, values: list[Any]) -> None:
+    tensor.copy_(torch.tensor(values, device="cpu"))

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lade.attention import Block
 from lade.config import LookaheadConfig
 from lade.kv_cache import LookaheadCache, least_capacity
 from lade.models.fingerprint import fingerprint, numerics
+from lade.models.fixed_inputs import FixedInputs, Forward, Masks, mask_shapes, plain_forward
 from lade.models.graphs import NotCompiled, capture, refuse_waiting
 from lade.models.kept import KeptBuffers, give_buffers, take_buffers
 from lade.stats import GenerationStats
@@ -33,14 +33,11 @@ BACKEND: Any = "inductor"  # of torch.compile
 GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
 # Fewer tokens than these do not pay for capturing, unless CUDA_GRAPH=1: a few shapes cost a few dozen forwards.
 MIN_NEW_TOKENS = 32
-NUM_CHECKS = 2  # uses of a graph that are compared: the first, and one whose inputs are not those it was captured with
 KEPT_SHAPES = 8  # graphs of one cache that wait for another call, those used last
 SMALLEST_TREE = 8  # nodes, the root included, that a smaller tree is padded to; larger ones to the next power of two
 # How far a compiled forward's logits may be from the ordinary one's, relative to the largest of them.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
-Forward = Callable[..., Tensor]
-Masks = Tensor | dict[str, Tensor]
 # What has been compiled for each model, by shape; a sentence where that failed. A model that is gone takes its entries along.
 _compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Forward | str]] = weakref.WeakKeyDictionary()
 compiling = threading.Lock()  # is not for two threads at once
@@ -97,99 +94,6 @@ def remember_failure(model: PreTrainedModel, what: str, problem: Exception) -> s
     if not isinstance(problem, torch.OutOfMemoryError):
         _not_capturable.setdefault(model, {})[what] = reason
     return reason
-
-
-class FixedLayer(CacheLayerMixin):
-    """One layer of a `LookaheadCache` as a compiled forward sees it: it writes at slots that a tensor tells."""
-
-    is_sliding = False
-    is_compileable = True
-
-    keys: Any
-    values: Any
-
-    def __init__(self, keys: Tensor | None, values: Tensor | None, slots: Tensor) -> None:
-        """keys, values: [B, H, C, D] of the cache itself, None for a layer without any. slots: [B, q]."""
-        super().__init__()
-        self.keys, self.values, self.slots = keys, values, slots
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: [B, H, q, D]. Returns all slots, used or not."""
-        if len(self.slots) == 1:
-            self.keys.index_copy_(2, self.slots[0], key_states)
-            self.values.index_copy_(2, self.slots[0], value_states)
-        else:
-            index = self.slots[:, None, :, None]  # [B, 1, q, 1]
-            self.keys.scatter_(2, index.expand_as(key_states), key_states)
-            self.values.scatter_(2, index.expand_as(value_states), value_states)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_max_length(), 0
-
-    def get_seq_length(self) -> int:
-        return 0  # positions and masks are given: nobody may ask for what changes with every step
-
-    def get_max_length(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.18
-
-
-def plain_forward(
-    model: Any, keeps_rows: bool, tokens: Tensor, positions: Tensor, masks: Masks, logit_rows: Tensor, cache: Cache
-) -> Tensor:
-    """What is compiled. Returns logits [B, R, V]."""
-    arguments = {"logits_to_keep": logit_rows} if keeps_rows else {}
-    logits = model(
-        input_ids=tokens,
-        attention_mask=masks,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        return_dict=True,
-        **arguments,
-    ).logits
-    return logits if keeps_rows else logits[:, logit_rows]
-
-
-class FixedInputs:
-    """One shape's inputs at fixed addresses, and the view of the cache that goes with them."""
-
-    def __init__(self, block: Block, masks: Masks, slots: Tensor, cache: LookaheadCache) -> None:
-        self.tokens, self.positions, self.logit_rows = (
-            x.clone(memory_format=torch.contiguous_format) for x in (block.tokens, block.positions, block.logit_rows)
-        )
-        # A model takes one mask, or a dict of them.
-        self.masks: Any = (
-            {name: mask.clone() for name, mask in masks.items()} if isinstance(masks, dict) else masks.clone()
-        )
-        self.slots = slots.clone()
-        layers: list[Any] = [
-            FixedLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
-            for layer in cache.layers
-        ]
-        self.cache = Cache(layers=layers)
-        self.replay: Callable[[], Tensor] | None = None  # of a CUDA graph that reads these inputs
-        self.checks_left = NUM_CHECKS  # of that graph
-
-    def fill(self, block: Block, masks: Masks, slots: Tensor) -> None:
-        self.tokens.copy_(block.tokens)
-        self.positions.copy_(block.positions)
-        self.logit_rows.copy_(block.logit_rows)
-        self.slots.copy_(slots)
-        if isinstance(masks, dict):
-            for name, mask in masks.items():
-                self.masks[name].copy_(mask)
-        else:
-            self.masks.copy_(masks)
-
-    def call(self, forward: Forward, model: Any, keeps_rows: bool) -> Tensor:
-        return forward(model, keeps_rows, self.tokens, self.positions, self.masks, self.logit_rows, self.cache)
 
 
 @dataclass(slots=True, eq=False)
@@ -397,12 +301,6 @@ class FixedBlocks:
         if error is not None:
             raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
         inputs.checks_left -= 1
-
-
-def mask_shapes(masks: Masks) -> Hashable:
-    if isinstance(masks, dict):
-        return tuple((name, mask.shape) for name, mask in masks.items())
-    return masks.shape
 
 
 def in_short(problem: Exception) -> str:
