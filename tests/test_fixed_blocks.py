@@ -29,7 +29,7 @@ from transformers import (
 
 import lade
 from lade import decoding, kv_cache
-from lade.models import ModelAdapter, device_loop, fixed, kept
+from lade.models import ModelAdapter, device_loop, fixed, fixed_inputs, kept
 from lade.models.fingerprint import fingerprint
 
 NEW = {"max_new_tokens": 32}
@@ -165,12 +165,12 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
         inputs.cache.layers[0].length = self._buffers.cache.lengths[0]
         return inputs.call(forward, self.model, self.keeps_rows)
 
-    def update(self, *args, original=fixed.FixedLayer.update, **kwargs):
+    def update(self, *args, original=fixed_inputs.FixedLayer.update, **kwargs):
         assert getattr(self, "length", 1) > 0
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(fixed.FixedBlocks, "call", call)
-    monkeypatch.setattr(fixed.FixedLayer, "update", update)
+    monkeypatch.setattr(fixed_inputs.FixedLayer, "update", update)
     with torch._dynamo.config.patch(error_on_recompile=True):
         expected, found = both(model, prompt(), do_sample=False)
     stats = lade.last_stats()
@@ -245,7 +245,7 @@ def test_wrong_slots_are_noticed(model, monkeypatch):
         self.values.index_copy_(2, self.slots[0] + 1, value_states)
         return self.keys, self.values
 
-    monkeypatch.setattr(fixed.FixedLayer, "update", update)
+    monkeypatch.setattr(fixed_inputs.FixedLayer, "update", update)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
     assert stats.compile_reason.startswith("the compiled forward was off by ")
 
