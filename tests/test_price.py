@@ -9,6 +9,8 @@ from conftest import VOCAB, generate_plain, prompt, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
+from lade import decoding
+from lade.drafters import recycling
 from lade.drafters.pace import Pace, Part
 from lade.price import EXPLORE_EVERY, RENEW_EVERY, SIZES, STALE_AFTER, ModelPrices, StepPrice
 
@@ -36,6 +38,14 @@ def test_the_first_step_of_a_size_does_not_count():
     assert price.largest_known == 0
     price.observe(8, 2.0)
     assert price.seconds(8) == 2.0
+
+
+def test_a_step_that_took_no_time_does_not_count():
+    price = measured(lambda q: float(q), sizes=(1, 2))
+    for seconds in (0.0, -1.0) * 9:
+        price.observe(1, seconds)
+        price.observe(4, seconds)
+    assert (price.seconds(1), price.largest_known) == (1, 2)
 
 
 def test_a_busy_moment_does_not_stick():
@@ -219,6 +229,18 @@ def test_threads_share_prices():
     finally:
         sys.setswitchinterval(interval)
     assert not errors
+
+
+@pytest.mark.parametrize("mode", ["auto", "lookahead"])
+def test_a_clock_that_stands_still(mode, lade_on, monkeypatch):
+    """Programs are tested with such clocks: nothing is known of prices then, and the text is the same."""
+    model, inputs = tiny_llama(), prompt(12)
+    expected = generate_plain(model, inputs, max_new_tokens=40)
+    for module in (decoding, recycling):
+        monkeypatch.setattr(module, "perf_counter", lambda: 5.0)
+    lade.config_lade(MODE=mode, ADAPTIVE=1)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
+    assert lade.last_stats().fallback_reason is None
 
 
 class Choose(LogitsProcessor):
