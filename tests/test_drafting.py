@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from conftest import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.acceptance import FORGET_EVERY, SECOND_SUFFIX, SUFFIX, Acceptance
@@ -237,6 +237,14 @@ def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():
     steps_until_rest(cool_down, -0.05, 1.0)
     assert length_of_rest(cool_down) == SHORTEST_REST
     assert steps_until_rest(CoolDown(), -0.05, 0.2) == pytest.approx(PATIENCE * 0.2 / 0.05, abs=1.5)
+
+
+def test_the_document_says_when_guessing_rests():
+    text = (ROOT / "docs" / "drafting.md").read_text(encoding="utf-8")
+    assert f"falls below -{PATIENCE}, " in text
+    assert (
+        f"rests: {SHORTEST_REST} steps, then a short trial, then {2 * SHORTEST_REST} and up to {LONGEST_REST} " in text
+    )
 
 
 def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
