@@ -9,6 +9,7 @@ from lade.acceptance import FORGET_EVERY, SECOND_SUFFIX, SUFFIX, Acceptance
 from lade.drafters.cool_down import LONGEST_REST, PATIENCE, SHORTEST_REST, TRIAL, CoolDown
 from lade.drafters.recycling import LONG_MATCH, RecyclingDrafter
 from lade.layout import BlockLayout
+from lade.row_table import NUM_BINS
 from lade.stats import tracing
 
 SAMPLED = {"do_sample": True, "temperature": 0.4}
@@ -217,6 +218,14 @@ def test_chances_return_when_nothing_is_guessed():
         acceptance.learn([], [], [], [], [])
     assert acceptance.chances[SUFFIX] > 0.3
     assert acceptance.trust > 0.9
+
+
+def test_a_text_looks_predictable_where_the_likeliest_tokens_are_likely():
+    acceptance = Acceptance(do_sample=True)
+    assert acceptance.promise == 1
+    for top_bin, low, high in [(0, 0.0, 0.1), (NUM_BINS - 1, 1.0, 1.0)]:
+        acceptance.learn_sureness([top_bin] * 100)
+        assert low <= acceptance.promise <= high
 
 
 def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():

@@ -12,7 +12,9 @@ import lade
 from lade import decoding
 from lade.drafters import recycling
 from lade.drafters.pace import Pace, Part
-from lade.price import EXPLORE_EVERY, RENEW_EVERY, SIZES, STALE_AFTER, ModelPrices, StepPrice
+from lade.drafters.recycling import RecyclingDrafter
+from lade.models.base import ModelAdapter
+from lade.price import EXPLORE_EVERY, RENEW_EVERY, SIZES, STALE_AFTER, ModelPrices, StepPrice, saved_prices
 
 
 def measured(curve, sizes=SIZES[:14]):
@@ -313,6 +315,72 @@ def test_a_dear_machine_gets_plain_steps(priced, settings):
     assert stats.plain_step_share > 0.8
     later = stats.block_tokens[0 if settings["MODE"] == "auto" else 10 :]
     assert sum(later) <= 1.2 * 100  # a plain call would have cost 100
+
+
+@pytest.mark.parametrize("slope", [1.0], indirect=True)
+def test_where_no_block_pays_no_tree_is_grown(priced, monkeypatch):
+    """What may follow is looked up behind the root alone, not behind guesses that will not be laid out."""
+    looked_up, inner = [], RecyclingDrafter._guesses
+
+    def guesses(self, *args):
+        looked_up.append(args)
+        return inner(self, *args)
+
+    monkeypatch.setattr(RecyclingDrafter, "_guesses", guesses)
+    model, steps = tiny_llama(), {}
+    for adaptive in (1, 0):  # the last is the control
+        looked_up.clear()
+        lade.config_lade(MODE="tree", ADAPTIVE=adaptive, SHARE=0)
+        model.generate(**prompt(12), max_new_tokens=60)
+        steps[adaptive] = len(looked_up) / lade.last_stats().steps
+    assert steps[1] < 2
+    assert steps[0] > 4
+
+
+@pytest.fixture
+def clock(monkeypatch, lade_on):
+    """Searching for guesses takes half a second, a forward one, all else no time. Returns a list with an entry per search."""
+    now, searched = [0.0], []
+    forward, search = ModelAdapter.forward_block, RecyclingDrafter._grow_all
+
+    def slow_forward(self, *args, **named):
+        now[0] += 1.0
+        return forward(self, *args, **named)
+
+    def slow_search(self, *args):
+        now[0] += 0.5
+        searched.append(args)
+        search(self, *args)
+
+    monkeypatch.setattr(ModelAdapter, "forward_block", slow_forward)
+    monkeypatch.setattr(RecyclingDrafter, "_grow_all", slow_search)
+    monkeypatch.setattr(recycling, "LONG_MATCH", 100)  # nothing ends a rest early
+    for module in (decoding, recycling):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    lade.config_lade(MODE="tree", ADAPTIVE=1, SHARE=0)
+    return searched
+
+
+def test_the_search_for_guesses_is_no_part_of_a_price(clock):
+    model = tiny_llama()
+    model.generate(**prompt(12), max_new_tokens=60)
+    assert clock
+    (prices,) = saved_prices(model).values()
+    assert prices
+    assert set(prices.values()) == {1.0}
+
+
+def test_guessing_rests_where_the_search_costs_more_than_it_brings(clock):
+    """Not where it brings more: the other text repeats itself."""
+    order = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+    shares = []
+    for token_at in (order.__getitem__, lambda length: 3 + length % 7):
+        clock.clear()
+        processors = LogitsProcessorList([Choose(token_at)])
+        tiny_llama().generate(**prompt(12), max_new_tokens=160, logits_processor=processors)
+        shares.append(len(clock) / lade.last_stats().steps)
+    assert 0 < shares[0] < 0.1
+    assert shares[1] > 0.5
 
 
 def test_embeddings_alone_are_guessed_behind(priced):
