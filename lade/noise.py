@@ -34,7 +34,7 @@ class Noise:
         """To be made before the call's first draw."""
         self._batch_size, self._device = batch_size, device
         self._draws: deque[Tensor] = deque()  # [B, V] each
-        self._on_host: dict[int, Draws] = {}  # the same by token, for guesses: many of a step ask for the same ones
+        self._on_host: dict[int, npt.NDArray[Any]] = {}  # [B, V] by token, for guesses: many of a step ask for the same
         self._first = 0  # token that the first of them is for
         self._num_drawn = 0  # tokens that the generator itself has drawn for
         self._copy = torch.Generator(device) if device.type in READABLE else None

@@ -19,15 +19,11 @@ ASSUMED_SLOPE = 0.004  # of a step per token, where nothing was measured: low, s
 # cost what the line through the last two says.
 FREE_TRIALS, TRIAL_SHARE = 4.0, 0.02
 MAX_LEAST_CHANCE = 0.05  # a price that is wrong must not keep the sizes from being tried that would put it right
-EXPLORE_EVERY = (
-    16  # steps after which another size may be measured again: the next larger, the next smaller, 1, in turn
-)
-SAME_PRICE, RENEW_EVERY = (
-    0.01,
-    8,
-)  # a change that needs no new comparison, and observations after which there is one anyway
+# Steps after which another size may be measured again: the next larger, the next smaller, 1, in turn.
+EXPLORE_EVERY = 16
+# A change that needs no new comparison, and observations after which there is one anyway.
+SAME_PRICE, RENEW_EVERY = 0.01, 8
 STALE_AFTER = 48  # steps without a measurement after which a price is worth a look
-SHORTEST = 1e-9  # seconds: a coarse clock may show none at all
 MIN_CONTEXT = 256  # tokens; shorter texts cost the same
 
 
@@ -54,8 +50,12 @@ class StepPrice:
         self._num_observed = 0  # since then
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step of q tokens took so long. The first one of a size also pays for setting kernels up and does not count."""
-        seconds = max(seconds, SHORTEST)
+        """A step of q tokens took so long. The first one of a size also pays for setting kernels up and does not count.
+
+        Nor does one that took no time: the clock stood still or was set back, as tests of programs around lade make it do.
+        """
+        if seconds <= 0:
+            return
         size = min(SIZES, key=lambda size: abs(size - num_tokens))
         if size != num_tokens:
             seconds *= self.seconds(size) / self.seconds(num_tokens)

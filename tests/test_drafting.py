@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from conftest import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.acceptance import FORGET_EVERY, SECOND_SUFFIX, SUFFIX, Acceptance
 from lade.drafters.cool_down import LONGEST_REST, PATIENCE, SHORTEST_REST, TRIAL, CoolDown
 from lade.drafters.recycling import LONG_MATCH, RecyclingDrafter
 from lade.layout import BlockLayout
+from lade.row_table import NUM_BINS
 from lade.stats import tracing
 
 SAMPLED = {"do_sample": True, "temperature": 0.4}
@@ -219,6 +220,14 @@ def test_chances_return_when_nothing_is_guessed():
     assert acceptance.trust > 0.9
 
 
+def test_a_text_looks_predictable_where_the_likeliest_tokens_are_likely():
+    acceptance = Acceptance(do_sample=True)
+    assert acceptance.promise == 1
+    for top_bin, low, high in [(0, 0.0, 0.1), (NUM_BINS - 1, 1.0, 1.0)]:
+        acceptance.learn_sureness([top_bin] * 100)
+        assert low <= acceptance.promise <= high
+
+
 def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():
     def steps_until_rest(cool_down, gain, promise):
         return next(count for count in range(1, 1000) if cool_down.learn(gain, promise) or cool_down.takes_rest())
@@ -237,6 +246,14 @@ def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():
     steps_until_rest(cool_down, -0.05, 1.0)
     assert length_of_rest(cool_down) == SHORTEST_REST
     assert steps_until_rest(CoolDown(), -0.05, 0.2) == pytest.approx(PATIENCE * 0.2 / 0.05, abs=1.5)
+
+
+def test_the_document_says_when_guessing_rests():
+    text = (ROOT / "docs" / "drafting.md").read_text(encoding="utf-8")
+    assert f"falls below -{PATIENCE}, " in text
+    assert (
+        f"rests: {SHORTEST_REST} steps, then a short trial, then {2 * SHORTEST_REST} and up to {LONGEST_REST} " in text
+    )
 
 
 def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):

@@ -9,8 +9,12 @@ from conftest import VOCAB, generate_plain, prompt, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
+from lade import decoding
+from lade.drafters import recycling
 from lade.drafters.pace import Pace, Part
-from lade.price import EXPLORE_EVERY, RENEW_EVERY, SIZES, STALE_AFTER, ModelPrices, StepPrice
+from lade.drafters.recycling import RecyclingDrafter
+from lade.models.base import ModelAdapter
+from lade.price import EXPLORE_EVERY, RENEW_EVERY, SIZES, STALE_AFTER, ModelPrices, StepPrice, saved_prices
 
 
 def measured(curve, sizes=SIZES[:14]):
@@ -36,6 +40,14 @@ def test_the_first_step_of_a_size_does_not_count():
     assert price.largest_known == 0
     price.observe(8, 2.0)
     assert price.seconds(8) == 2.0
+
+
+def test_a_step_that_took_no_time_does_not_count():
+    price = measured(lambda q: float(q), sizes=(1, 2))
+    for seconds in (0.0, -1.0) * 9:
+        price.observe(1, seconds)
+        price.observe(4, seconds)
+    assert (price.seconds(1), price.largest_known) == (1, 2)
 
 
 def test_a_busy_moment_does_not_stick():
@@ -221,6 +233,18 @@ def test_threads_share_prices():
     assert not errors
 
 
+@pytest.mark.parametrize("mode", ["auto", "lookahead"])
+def test_a_clock_that_stands_still(mode, lade_on, monkeypatch):
+    """Programs are tested with such clocks: nothing is known of prices then, and the text is the same."""
+    model, inputs = tiny_llama(), prompt(12)
+    expected = generate_plain(model, inputs, max_new_tokens=40)
+    for module in (decoding, recycling):
+        monkeypatch.setattr(module, "perf_counter", lambda: 5.0)
+    lade.config_lade(MODE=mode, ADAPTIVE=1)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
+    assert lade.last_stats().fallback_reason is None
+
+
 class Choose(LogitsProcessor):
     """Whatever the model says, the text goes on as told."""
 
@@ -293,6 +317,72 @@ def test_a_dear_machine_gets_plain_steps(priced, settings):
     assert sum(later) <= 1.2 * 100  # a plain call would have cost 100
 
 
+@pytest.mark.parametrize("slope", [1.0], indirect=True)
+def test_where_no_block_pays_no_tree_is_grown(priced, monkeypatch):
+    """What may follow is looked up behind the root alone, not behind guesses that will not be laid out."""
+    looked_up, inner = [], RecyclingDrafter._guesses
+
+    def guesses(self, *args):
+        looked_up.append(args)
+        return inner(self, *args)
+
+    monkeypatch.setattr(RecyclingDrafter, "_guesses", guesses)
+    model, steps = tiny_llama(), {}
+    for adaptive in (1, 0):  # the last is the control
+        looked_up.clear()
+        lade.config_lade(MODE="tree", ADAPTIVE=adaptive, SHARE=0)
+        model.generate(**prompt(12), max_new_tokens=60)
+        steps[adaptive] = len(looked_up) / lade.last_stats().steps
+    assert steps[1] < 2
+    assert steps[0] > 4
+
+
+@pytest.fixture
+def clock(monkeypatch, lade_on):
+    """Searching for guesses takes half a second, a forward one, all else no time. Returns a list with an entry per search."""
+    now, searched = [0.0], []
+    forward, search = ModelAdapter.forward_block, RecyclingDrafter._grow_all
+
+    def slow_forward(self, *args, **named):
+        now[0] += 1.0
+        return forward(self, *args, **named)
+
+    def slow_search(self, *args):
+        now[0] += 0.5
+        searched.append(args)
+        search(self, *args)
+
+    monkeypatch.setattr(ModelAdapter, "forward_block", slow_forward)
+    monkeypatch.setattr(RecyclingDrafter, "_grow_all", slow_search)
+    monkeypatch.setattr(recycling, "LONG_MATCH", 100)  # nothing ends a rest early
+    for module in (decoding, recycling):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    lade.config_lade(MODE="tree", ADAPTIVE=1, SHARE=0)
+    return searched
+
+
+def test_the_search_for_guesses_is_no_part_of_a_price(clock):
+    model = tiny_llama()
+    model.generate(**prompt(12), max_new_tokens=60)
+    assert clock
+    (prices,) = saved_prices(model).values()
+    assert prices
+    assert set(prices.values()) == {1.0}
+
+
+def test_guessing_rests_where_the_search_costs_more_than_it_brings(clock):
+    """Not where it brings more: the other text repeats itself."""
+    order = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+    shares = []
+    for token_at in (order.__getitem__, lambda length: 3 + length % 7):
+        clock.clear()
+        processors = LogitsProcessorList([Choose(token_at)])
+        tiny_llama().generate(**prompt(12), max_new_tokens=160, logits_processor=processors)
+        shares.append(len(clock) / lade.last_stats().steps)
+    assert 0 < shares[0] < 0.1
+    assert shares[1] > 0.5
+
+
 def test_embeddings_alone_are_guessed_behind(priced):
     """Their text begins empty while the cache does not: prices are looked up where they were noted."""
     model = tiny_llama()
@@ -322,10 +412,3 @@ def test_lookahead_is_tried_again_when_the_text_becomes_easy(priced):
     fresh.generate(**inputs, max_new_tokens=100, logits_processor=easy)
     assert steps[1] < 80
     assert steps[0] <= lade.last_stats().steps + 3
-
-
-def test_a_clock_that_stands_still():
-    price = StepPrice()
-    for size in (1, 2, 1, 2, 1, 2):
-        price.observe(size, 0.0)
-    assert price.choose([0.0, 0.5], 1, 64) == 2

@@ -73,7 +73,8 @@ def lade_lines() -> Iterable[str]:
     except ValueError as error:
         yield f"WRONG: {error}"
     settings = asdict(current_config())
-    yield "settings: " + ", ".join(f"{name}={'auto' if value is None else value}" for name, value in settings.items())
+    settings |= {name: "auto" for name in ("use_flash", "cuda_graph") if settings[name] is None}
+    yield "settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def package_lines() -> Iterable[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-PATIENCE = (
-    2.5  # plain steps that guessing may lose, on a text that looks predictable, before it stops for the first time
-)
+# Plain steps that guessing may lose, on a text that looks predictable, before it stops for the first time.
+PATIENCE = 2.5
 MOST_GAINED = 0.5  # what counts of earlier gains, so that a text that has become hard is noticed
 TRIAL = 0.15  # plain steps that it may lose when it is tried again
 SHORTEST_REST, LONGEST_REST = 8, 64  # steps
