@@ -177,7 +177,8 @@ class RecyclingDrafter:
         price.observe(num_tokens, seconds - self._draft_seconds)
         if self._draft_seconds:
             plain = price.seconds(1)
-            lost = price.seconds(num_tokens) - plain + self._draft_seconds
+            search = min(self._draft_seconds, plain)  # an interruption says nothing about the search
+            lost = price.seconds(num_tokens) - plain + search
             self._cool_down.learn(self._mean_accepted - lost / plain, self.acceptance.promise)
 
     def sources(self) -> dict[str, list[int]]:
