@@ -224,7 +224,6 @@ class RecyclingDrafter:
         tokens, chances = growth.tokens, self.acceptance.chances
         index = self._texts[row]
         text = index.tokens
-        draws: dict[int, Draws | None] = {}  # by depth
         frontier: list[tuple[float, int, int, int, int, int, tuple[Pointer, ...]]] = []
         order, expected, probe = 0, 0.0, chances[PROBE]
 
@@ -232,9 +231,8 @@ class RecyclingDrafter:
             parent: int, before: int, token: int, chance: float, depth: int, places: tuple[Pointer, ...]
         ) -> None:
             nonlocal order
-            if depth not in draws:
-                draws[depth] = self._draws(row, depth)
-            for guess, (kind, place) in self._guesses(before, token, places, text, draws[depth]).items():
+            draws = self._draws(row, depth)
+            for guess, (kind, place) in self._guesses(before, token, places, text, draws).items():
                 if chance * chances[kind] >= least:
                     order += 1
                     heappush(frontier, (-chance * chances[kind], order, guess, parent, kind, depth, place))
