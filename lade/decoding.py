@@ -97,11 +97,14 @@ def lookahead_decode(
         if on_device:  # this loop in another form; what it leaves undone is done below
             on_device.run(cache, logits.shape[-1])
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
-            began = perf_counter()
+            began, drawn = perf_counter(), rules.drawing_seconds
             roots = rules.texts.roots()
             max_offset = adapter.max_guess_offset(max(cache.lengths) + lead)
             draft = drafter.propose(rules.texts, rules.is_idle, max_offset)
             drafted = perf_counter()
+            drawing = (
+                rules.drawing_seconds - drawn
+            )  # guesses look at the draws of verification, which are made but once
             tree = rules.without_finished(draft.tree, draft.max_depth)
             share = team.share(tree, draft.window_shape)
             num_nodes = adapter.padded_nodes(share.tree.num_nodes)
@@ -137,9 +140,10 @@ def lookahead_decode(
             learned = perf_counter()
             # The user's own code runs while tokens are verified: once per token, whatever the block. What prepares later steps does
             # not count either.
-            seconds = forwarded - began - adapter.preparing_seconds + learned - verified
-            drafter.spent(max(rules.texts.lengths), layout.num_tokens, seconds)
-            stats.add_times(drafted - began + learned - verified, forwarded - drafted, verified - forwarded)
+            searching = drafted - began - drawing
+            seconds = forwarded - drafted - adapter.preparing_seconds + learned - verified
+            drafter.spent(max(rules.texts.lengths), layout.num_tokens, seconds, searching)
+            stats.add_times(searching + learned - verified, forwarded - drafted, verified - forwarded + drawing)
             if stats.on_step is not None:
                 stats.on_step(roots, draft, tree, layout, accepted, choices, rules.texts)
 

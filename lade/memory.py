@@ -27,7 +27,7 @@ MAX_UNSEEN = 256  # tokens without a row that are remembered
 KEY_SHIFT = 32  # a pair of tokens as one integer
 FORMAT = 2  # of the file; 1 had chances of sampled guesses that knew nothing of the draws
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
-MAX_SORTED = 2**15  # probabilities that are sorted as they are: for few of them nothing is faster
+MAX_SORTED = 2**19  # probabilities that are sorted as they are: for so few of them nothing is faster
 NUM_SIGNS = 256  # of the embedding, by which a model is known again
 MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them, and half of them differ between strangers
 

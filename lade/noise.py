@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from math import exp
+from operator import truediv
+from time import perf_counter
 from typing import Any
 
 import numpy.typing as npt
@@ -37,6 +39,7 @@ class Noise:
         self._on_host: dict[int, npt.NDArray[Any]] = {}  # [B, V] by token, for guesses: many of a step ask for the same
         self._first = 0  # token that the first of them is for
         self._num_drawn = 0  # tokens that the generator itself has drawn for
+        self.seconds = 0.0  # that drawing has taken so far
         self._copy = torch.Generator(device) if device.type in READABLE else None
         self._states: deque[Tensor] = deque()  # of the generator: before the first draws, and after each
         if self._copy is not None:
@@ -95,6 +98,7 @@ class Noise:
             self._first = max(self._first, index)
 
     def _of(self, index: int, vocab_size: int) -> Tensor:
+        began = perf_counter()
         while index >= self._first + len(self._draws):
             # In the dtype that generate() samples in, whatever the default is.
             draws = torch.empty(self._batch_size, vocab_size, dtype=torch.float32, device=self._device)
@@ -105,6 +109,7 @@ class Noise:
                 draws.exponential_(1, generator=self._copy)
                 self._states.append(self._copy.get_state())
             self._draws.append(draws)
+        self.seconds += perf_counter() - began
         return self._draws[index - self._first]
 
     def _stop_reading_ahead(self, place: int) -> None:
@@ -141,7 +146,7 @@ def win_chances(ids: Sequence[int], chances: Sequence[float], draws: Draws) -> l
 
     chances: about how probable the model finds them; other tokens share what is left to 1. draws: [V].
     """
-    times = [draw / chance for draw, chance in zip(draws[ids].tolist(), chances, strict=True)]
+    times = list(map(truediv, draws.take(ids).tolist(), chances))
     first = min(times)
     weights = [(first / time) ** SHARPNESS for time in times]
     rest, total = max(0.0, 1.0 - sum(chances)), sum(weights)

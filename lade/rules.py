@@ -137,6 +137,11 @@ class Rules:
         """Rows that need no guesses."""
         return self.is_finished
 
+    @property
+    def drawing_seconds(self) -> float:
+        """Spent so far on drawing random numbers."""
+        return 0.0 if self.noise is None else self.noise.seconds
+
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """What the processors make of logits [R, V] behind texts [R, T]."""
         if not self._is_direct:

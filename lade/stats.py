@@ -30,9 +30,9 @@ class GenerationStats:
     used_kernel: bool = False  # whether blocks went through lade's own attention (USE_FLASH)
     kernel_reason: str | None = None  # a sentence when they were to and could not, or when lade found the kernel wrong
     sources: dict[str, list[int]] = field(default_factory=dict)  # where guesses came from -> [proposed, accepted]
-    draft_seconds: float = 0.0  # proposing and learning
+    draft_seconds: float = 0.0  # proposing and learning, without sampling's draws that proposing looks at
     forward_seconds: float = 0.0  # laying out and running the blocks; the prompt's forward does not count
-    verify_seconds: float = 0.0  # choosing and committing tokens, with the user's processors, criteria and streamers
+    verify_seconds: float = 0.0  # drawing, choosing and committing tokens, with the user's processors and streamers
     num_workers: int = 1  # processes that shared the steps; block_tokens are this process's
     sent_bytes: Counter[str] = field(default_factory=Counter)  # what this process told the others, by kind
     compiled_steps: int = 0  # blocks that went through a compiled forward (COMPILE=1)

@@ -286,7 +286,7 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
-        def spent(self, num_slots, num_tokens, seconds):
+        def spent(self, num_slots, num_tokens, seconds, search_seconds):
             seen.append(seconds)
 
     def slow(forward, capture=fixed.capture):

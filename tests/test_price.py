@@ -9,7 +9,7 @@ from conftest import VOCAB, generate_plain, prompt, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
-from lade import decoding
+from lade import decoding, noise
 from lade.drafters import recycling
 from lade.drafters.pace import Pace, Part
 from lade.drafters.recycling import RecyclingDrafter
@@ -238,7 +238,7 @@ def test_a_clock_that_stands_still(mode, lade_on, monkeypatch):
     """Programs are tested with such clocks: nothing is known of prices then, and the text is the same."""
     model, inputs = tiny_llama(), prompt(12)
     expected = generate_plain(model, inputs, max_new_tokens=40)
-    for module in (decoding, recycling):
+    for module in (decoding, noise):
         monkeypatch.setattr(module, "perf_counter", lambda: 5.0)
     lade.config_lade(MODE=mode, ADAPTIVE=1)
     assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
@@ -339,9 +339,16 @@ def test_where_no_block_pays_no_tree_is_grown(priced, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch, lade_on):
-    """Searching for guesses takes half a second, a forward one, all else no time. Returns a list with an entry per search."""
+    """Searching for guesses takes half a second, a forward one, a draw a quarter, all else no time.
+
+    Returns a list with an entry per search.
+    """
     now, searched = [0.0], []
-    forward, search = ModelAdapter.forward_block, RecyclingDrafter._grow_all
+    forward, search, exponential = ModelAdapter.forward_block, RecyclingDrafter._grow_all, torch.Tensor.exponential_
+
+    def slow_exponential(*args, **named):
+        now[0] += 0.25
+        return exponential(*args, **named)
 
     def slow_forward(self, *args, **named):
         now[0] += 1.0
@@ -354,17 +361,24 @@ def clock(monkeypatch, lade_on):
 
     monkeypatch.setattr(ModelAdapter, "forward_block", slow_forward)
     monkeypatch.setattr(RecyclingDrafter, "_grow_all", slow_search)
+    monkeypatch.setattr(torch.Tensor, "exponential_", slow_exponential)
     monkeypatch.setattr(recycling, "LONG_MATCH", 100)  # nothing ends a rest early
-    for module in (decoding, recycling):
+    for module in (decoding, noise):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     lade.config_lade(MODE="tree", ADAPTIVE=1, SHARE=0)
     return searched
 
 
-def test_the_search_for_guesses_is_no_part_of_a_price(clock):
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_search_for_guesses_is_no_part_of_a_price(do_sample, clock):
+    """Nor are sampling's draws, which the search looks at: they are drawn once, for verification."""
     model = tiny_llama()
-    model.generate(**prompt(12), max_new_tokens=60)
+    model.generate(**prompt(12), max_new_tokens=60, do_sample=do_sample)
+    stats = lade.last_stats()
     assert clock
+    assert stats.draft_seconds == 0.5 * len(clock)
+    num_draws = stats.verify_seconds / 0.25
+    assert 58 <= num_draws <= 60 + recycling.MAX_DEPTH if do_sample else num_draws == 0
     (prices,) = saved_prices(model).values()
     assert prices
     assert set(prices.values()) == {1.0}

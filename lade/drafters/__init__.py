@@ -38,6 +38,7 @@ def make_drafter(
 ) -> Drafter:
     """The drafter that the settings ask for. Arguments as for the drafters; forward_kind: what else changes a step's price."""
     kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile, *forward_kind)
+    kind += ("window",) * config.uses_window  # whose search counts as part of the price
     # Processes that compute one forward together must lay out the same block, whatever each one's clock says.
     is_split = (getattr(model, "_tp_size", None) or 1) > 1
     memory = None if config.uses_window else memory_for(model, config.share)

@@ -63,8 +63,11 @@ class Drafter(Protocol):
     def finish(self) -> None:
         """The call is over: what has waited is learned from."""
 
-    def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
-        """What a step has cost. num_slots: tokens of the longest row. num_tokens: q. seconds: without the user's own code."""
+    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
+        """What a step has cost. num_slots: tokens of the longest row. num_tokens: q.
+
+        seconds: of all but `propose` and the user's own code. search_seconds: of `propose`, without the draws of sampling.
+        """
 
     def sources(self) -> dict[str, list[int]]:
         """Guesses proposed and guesses accepted during the call, by where they came from."""

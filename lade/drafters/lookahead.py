@@ -98,9 +98,9 @@ class LookaheadDrafter:
     def finish(self) -> None:
         """Nothing has waited."""
 
-    def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
+    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
         if self.prices is not None:
-            self.prices.at(num_slots).observe(num_tokens, seconds)
+            self.prices.at(num_slots).observe(num_tokens, seconds + search_seconds)
 
     def sources(self) -> dict[str, list[int]]:
         return {"pool": [self._num_proposed, self._num_accepted]}

@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, islice, zip_longest
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from lade.drafters.cool_down import CoolDown
 from lade.memory import KEY_SHIFT, Memory, most_likely
 from lade.noise import Draws, Noise, win_chances
 from lade.price import Appetite, ModelPrices
-from lade.row_table import BIN_EDGES, BIN_MIDDLES
+from lade.row_table import BIN_EDGES, BIN_MIDDLES, Row
 from lade.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
 from lade.texts import Texts
 from lade.token_tree import TokenTree
@@ -32,6 +31,7 @@ from lade.token_tree import TokenTree
 MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
 FOREIGN = -1
+BOTH_ROWS = 0.3  # chance of a node from which on the row of its token is worth a look beside the row of its pair
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
@@ -118,24 +118,21 @@ class RecyclingDrafter:
         self._growths = [Growth() for _ in self._texts]
         self._seen: list[Seen] = []  # not yet learned from
         self._cool_down = CoolDown()
-        self._draft_seconds = 0.0  # of the last step; 0 where it rested
+        self._has_searched = False  # for guesses of this step
         self._mean_accepted = 0.0  # guesses per row of the last step
         self._proposed: Counter[int] = Counter()  # by kind
         self._accepted: Counter[int] = Counter()
 
     def propose(self, texts: Texts, is_finished: list[bool], max_offset: int | None) -> Draft:
-        began = perf_counter()
         self._growths = [Growth() for _ in self._texts]
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
         self._num_generated = [len(tokens) for tokens in texts.generated]
         unfinished = [row for row, done in enumerate(is_finished) if not done]
         if self._noise is not None:
             self._noise.forget(min((self._num_generated[row] for row in unfinished), default=0))
-        if max_depth and not self._takes_rest(unfinished):
+        self._has_searched = max_depth > 0 and not self._takes_rest(unfinished)
+        if self._has_searched:
             self._grow_all(unfinished, max_depth, max(texts.lengths))
-            self._draft_seconds = perf_counter() - began
-        else:
-            self._draft_seconds = 0.0
         tree = TokenTree([growth.tokens for growth in self._growths], [growth.parents for growth in self._growths])
         depth = max((max(growth.depths, default=0) for growth in self._growths), default=0)
         return Draft(tree, depth, ROOT_ALONE, self._cells)
@@ -169,15 +166,15 @@ class RecyclingDrafter:
         if self._seen:
             self._learn_rows()
 
-    def spent(self, num_slots: int, num_tokens: int, seconds: float) -> None:
+    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
         if self.prices is None:
             return
         # The price is without the search for guesses, which is over when a size is chosen.
         price = self.prices.at(num_slots)
-        price.observe(num_tokens, seconds - self._draft_seconds)
-        if self._draft_seconds:
+        price.observe(num_tokens, seconds)
+        if self._has_searched:
             plain = price.seconds(1)
-            search = min(self._draft_seconds, plain)  # an interruption says nothing about the search
+            search = min(search_seconds, plain)  # an interruption says nothing about the search
             lost = price.seconds(num_tokens) - plain + search
             self._cool_down.learn(self._mean_accepted - lost / plain, self.acceptance.promise)
 
@@ -231,9 +228,11 @@ class RecyclingDrafter:
             parent: int, before: int, token: int, chance: float, depth: int, places: tuple[Pointer, ...]
         ) -> None:
             nonlocal order
+            needed = least / chance if least else 0.0  # no node is rarer than the least
+            rows = self._rows(before, token, chance)
             draws = self._draws(row, depth)
-            for guess, (kind, place) in self._guesses(before, token, places, text, draws).items():
-                if chance * chances[kind] >= least:
+            for guess, (kind, place) in self._guesses(rows, places, text, draws, needed).items():
+                if chances[kind] >= needed:
                     order += 1
                     heappush(frontier, (-chance * chances[kind], order, guess, parent, kind, depth, place))
 
@@ -253,7 +252,7 @@ class RecyclingDrafter:
             expected -= negative
             if appetite is not None and appetite.is_sated(node + 1, expected, max(-negative, probe)):
                 return growth  # before its children are looked for, which takes longest
-            if depth < max_depth:
+            if depth < max_depth and node + 1 < size:
                 before = text[-1] if parent < 0 else tokens[parent]
                 add_children(node, before, token, -negative, depth + 1, place)
         self._add_probes(growth, size)
@@ -265,22 +264,34 @@ class RecyclingDrafter:
             return None
         return self._noise.ahead(row, self._num_generated[row] + depth - 1, self._vocab_size)
 
+    def _rows(self, before: int, token: int, chance: float) -> list[tuple[Row, int]]:
+        """What the model has said behind two tokens, each with the kind of its rarest guess. chance: that they are accepted."""
+        pair = self.memory.pairs.get(before << KEY_SHIFT | token)
+        if pair is not None and chance < BOTH_ROWS:
+            return [(pair, PAIR)]
+        single = self.memory.singles.get(token)
+        return [(row, kind) for row, kind in ((pair, PAIR), (single, SINGLE)) if row is not None]
+
     def _guesses(
-        self, before: int, token: int, pointers: tuple[Pointer, ...], text: list[int], draws: Draws | None
+        self,
+        rows: list[tuple[Row, int]],
+        pointers: tuple[Pointer, ...],
+        text: list[int],
+        draws: Draws | None,
+        needed: float,
     ) -> dict[int, tuple[int, tuple[Pointer, ...]]]:
-        """What may follow two tokens, each by the source that is surest of it: token -> kind and pointers behind it."""
+        """What may follow, each by the source that is surest of it: token -> kind and pointers behind it.
+
+        needed: the chance below which a guess of a row's is of no use.
+        """
         chances = self.acceptance.chances
         found: dict[int, tuple[int, tuple[Pointer, ...]]] = {}
-        rows = (self.memory.pairs.get(before << KEY_SHIFT | token), PAIR), (self.memory.singles.get(token), SINGLE)
-        for row, first in rows:
-            if row is None:
-                continue
-            ids, bins = row
+        for (ids, bins), first in rows:
             if draws is not None:
                 bins = [bisect_left(BIN_EDGES, c) for c in win_chances(ids, [BIN_MIDDLES[b] for b in bins], draws)]
             for guess, bin_index in zip(ids, bins, strict=True):
                 kind = first + bin_index
-                if guess not in found or chances[found[guess][0]] < chances[kind]:
+                if chances[kind] >= needed and (guess not in found or chances[found[guess][0]] < chances[kind]):
                     found[guess] = kind, ()
         for place, length, first, start in pointers:
             guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
