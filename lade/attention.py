@@ -18,9 +18,9 @@ class Block:
 
     tokens: [B, q] ids. offsets: [B, q] positions relative to the row's root. positions: the `position_ids` for the model, [B, q]
     or [k, B, q]. visible: [B, q, q] bool inside the block, query by key. logit_rows: [R] rows of the block whose logits are
-    needed. lengths: committed slots of each row (L). key_mask: [B, P] bool, False for padding among the first P slots.
-    capacity: slots that masks are to cover, None for no more than are in use. start_slots: [B, 1] what `lengths` say, for a step
-    whose host does not know them; then `lengths` are empty, and key_mask and capacity are given.
+    needed, in order; all of them where R is q. lengths: committed slots of each row (L). key_mask: [B, P] bool, False for padding
+    among the first P slots. capacity: slots that masks are to cover, None for no more than are in use. start_slots: [B, 1] what
+    `lengths` say, for a step whose host does not know them; then `lengths` are empty, and key_mask and capacity are given.
     """
 
     tokens: Tensor
@@ -37,6 +37,11 @@ class Block:
     def num_slots(self) -> int:
         """K: slots that a query may look at, the block's own included; or all of the cache's."""
         return max(self.lengths) + self.tokens.shape[1] if self.capacity is None else self.capacity
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the logits of the whole block are needed."""
+        return self.logit_rows.shape[0] == self.tokens.shape[1]
 
     def starts(self) -> Tensor:
         """Slot of each row's root. Returns [B, 1]."""

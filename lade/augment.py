@@ -42,6 +42,9 @@ SAMPLE_PARAMETERS = (
     "streamer",
     "model_kwargs",
 )
+# No fault of the request: it is not warned about.
+TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"
+LEAST_TOKENS = 3  # of a call that guesses can make faster
 NOT_BEGUN = "the call ended before decoding began"
 OTHER_LOOP = (
     "the request runs a decoding loop of its own (custom_generate, or a mode that lives outside of transformers)"
@@ -115,6 +118,7 @@ def fallback_reason(
         return f"{type(model).__name__} is not a transformers model"
     cache = model_kwargs.get("past_key_values")
     checks = [
+        (generation_config.max_length - input_ids.shape[1] < LEAST_TOKENS, TOO_SHORT),
         (not model_kwargs.get("use_cache", True), "use_cache=False leaves nothing to write guesses to"),
         (generation_config.is_assistant, "the model assists another one"),
         (torch.is_grad_enabled(), "gradients are being recorded"),
@@ -243,7 +247,8 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
                         team=team,
                         **model_kwargs,
                     )
-            _warn_once(reason)
+            if reason != TOO_SHORT:
+                _warn_once(reason)
         return original(self, *arguments, **model_kwargs)
 
     return _sample

@@ -85,6 +85,8 @@ def lookahead_decode(
     # How far positions are ahead of slots, [..., B or 1, 1]; the most of all rows is read once, so that no step has to wait for it.
     ahead = 0 if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
     lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - cache.lengths[0]
+    if positions is not None and positions.shape[:-1] == (1,):
+        ahead = lead  # the same for all, as a number: that takes less time in each step
     recorder.begin_step(outputs, None)
     tree, logits = TokenTree.empty(batch_size), outputs.logits[:, -1:]
     answers, _ = team.exchange(team.share(tree, ROOT_ALONE), logits, has_window=False)
@@ -109,14 +111,15 @@ def lookahead_decode(
             share = team.share(tree, draft.window_shape)
             num_nodes = adapter.padded_nodes(share.tree.num_nodes)
             layout = block_layout(*draft.window_shape, num_nodes, device, share.columns)
-            starts = torch.tensor([[length] for length in cache.lengths], device=device)  # [B, 1]
+            is_even = min(cache.lengths) == max(cache.lengths)
+            starts = cache.lengths[0] if is_even else torch.tensor(cache.lengths, device=device)[:, None]  # [B, 1]
             offsets = layout.position_offsets(share.tree)
             block = Block(
                 tokens=layout.tokens(roots, share.tree, draft.window_cells),
                 offsets=offsets,
-                positions=ahead + starts + offsets,
+                positions=offsets + (ahead + starts),
                 visible=layout.visibility(share.tree),
-                logit_rows=layout.logit_rows,
+                logit_rows=layout.logit_rows if draft.has_window else layout.logit_rows[: 1 + num_nodes],
                 lengths=cache.lengths,
                 key_mask=key_mask,
             )

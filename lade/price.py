@@ -56,8 +56,9 @@ class StepPrice:
         """
         if seconds <= 0:
             return
-        size = min(SIZES, key=lambda size: abs(size - num_tokens))
-        if size != num_tokens:
+        size = num_tokens
+        if size not in SIZES:
+            size = min(SIZES, key=lambda size: abs(size - num_tokens))
             seconds *= self.seconds(size) / self.seconds(num_tokens)
         self._spent += seconds
         if size not in self._measured:

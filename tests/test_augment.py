@@ -16,6 +16,7 @@ from transformers import GenerationMixin, LlamaForCausalLM
 
 import lade
 from lade import augment
+from lade.augment import LEAST_TOKENS
 
 PATCHED = ("generate", "_sample", "_beam_search", "_assisted_decoding")
 
@@ -141,6 +142,23 @@ def test_fallbacks_say_why_once(lade_on, model, caplog, monkeypatch, arguments, 
             assert torch.equal(model.generate(**inputs, max_new_tokens=12, **arguments), expected)
             assert reason in lade.last_stats().fallback_reason
     assert len([record for record in caplog.records if reason in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "is_plain"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize("by_length", [False, True])
+def test_a_call_that_cannot_become_faster_is_left_alone(
+    num_tokens, is_plain, by_length, lade_on, model, caplog, monkeypatch
+):
+    """And nobody is warned."""
+    monkeypatch.setattr(augment, "LEAST_TOKENS", LEAST_TOKENS)
+    monkeypatch.setattr(augment, "_warned", set())
+    inputs = prompt()
+    arguments = {"max_length": 24 + num_tokens} if by_length else {"max_new_tokens": num_tokens}
+    expected = generate_plain(model, inputs, **arguments)
+    with caplog.at_level(logging.WARNING, "lade"):
+        assert torch.equal(model.generate(**inputs, **arguments), expected)
+    assert (lade.last_stats().fallback_reason == augment.TOO_SHORT) is is_plain
+    assert not caplog.records
 
 
 def test_debug_summary(lade_on, capsys, model):

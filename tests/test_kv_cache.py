@@ -94,3 +94,29 @@ def test_the_memory_is_free_when_the_cache_is_gone():
     gone = weakref.ref(cache)
     del cache
     assert gone() is None
+
+
+def test_a_layer_that_the_prompt_did_not_come_by():
+    cache = LookaheadCache(2, 64)
+    cache.update(torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4), 0)
+    cache.end_prefill(1)
+    cache.begin_block(3, torch.device("cpu"))
+    block = torch.arange(24.0).view(1, 2, 3, 4)
+    for layer in range(2):
+        keys, values = cache.update(block, -block, layer)
+        assert keys.shape == values.shape == (1, 2, 8, 4)
+        assert torch.equal(keys[:, :, 5:], block)
+        assert torch.equal(values[:, :, 5:], -block)
+        assert bool((keys[:, :, :5] == 1 - layer).all())
+
+
+def test_growing_keeps_no_old_storage():
+    cache = LookaheadCache(1, 64)
+    cache.update(torch.ones(2, 2, 5, 4), torch.ones(2, 2, 5, 4), 0)
+    cache.end_prefill(2)
+    cache.begin_block(3, torch.device("cpu"))
+    old = weakref.ref(cache._storages[0].data)
+    cache.lengths = [300, 301]  # a block of rows that differ cuts no views
+    cache.begin_block(3, torch.device("cpu"))
+    assert cache.capacity > 300
+    assert old() is None

@@ -83,7 +83,7 @@ def test_step_costs_runs_the_blocks_that_it_times():
     with_progress = []
     step_costs(adapter_for(model), (4, 1), context=20, trials=2, progress=lambda rounds: with_progress or rounds)
     assert [shape[:2] for shape in seen] == [(1, 20)] + [(1, 4), (1, 1)] * (cost.WARM_UP + 2)
-    assert seen[1][2].tolist() == [0, 1, 2, 3]
+    assert seen[1][2] == 0  # all rows
 
 
 def test_step_costs_keeps_within_the_positions():

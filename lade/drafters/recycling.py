@@ -139,7 +139,7 @@ class RecyclingDrafter:
 
     def learn(self, outcome: Outcome) -> None:
         is_first, self._vocab_size = not self._vocab_size, outcome.logits.shape[-1]
-        logits = outcome.logits[..., : self.num_tokens]
+        logits = outcome.logits if self._vocab_size <= self.num_tokens else outcome.logits[..., : self.num_tokens]
         num_rows = sum(len(seen.tokens) for seen in self._seen) + logits.shape[0] * logits.shape[1]
         is_due = is_first or num_rows >= ROWS_AT_ONCE
         num_judged = num_accepted = 0

@@ -306,7 +306,7 @@ class ModelAdapter:
         if self.takes_positions:
             arguments["position_ids"] = block.positions
         if self.keeps_rows:
-            arguments["logits_to_keep"] = block.logit_rows
+            arguments["logits_to_keep"] = 0 if block.needs_all_rows else block.logit_rows
         outputs = self.run_blocks(
             input_ids=block.tokens,
             attention_mask=self.masks(block),
@@ -315,7 +315,7 @@ class ModelAdapter:
             return_dict=True,
             **arguments,
         )
-        if not self.keeps_rows:
+        if not self.keeps_rows and not block.needs_all_rows:
             outputs.logits = outputs.logits[:, block.logit_rows]
         return outputs
 
