@@ -27,6 +27,7 @@ import torch
 from transformers import CompileConfig
 
 import lade
+from lade.augment import TOO_SHORT
 from lade.config import current_config, temporary_settings
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -109,7 +110,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Tria
     trial.outputs.append([without_padding(row, ends) for row in rows])
     if is_ahead:
         stats = lade.last_stats()
-        if stats is None or stats.fallback_reason is not None:
+        if stats is None or stats.fallback_reason not in (None, TOO_SHORT):
             raise RuntimeError(f"lookahead did not run: {stats}")
         trial.steps.append(stats.steps)
         trial.block_tokens += stats.block_tokens

@@ -24,7 +24,7 @@ from lade.link import is_leader
 from lade.models import ModelAdapter, adapter_for, needs_trial
 from lade.models.base import Request
 from lade.models.probe import trial_reason
-from lade.parallel import team_for
+from lade.parallel import Alone, team_for
 from lade.stats import GenerationStats, open_stats, recording
 from lade.versions import version_problem
 
@@ -118,7 +118,6 @@ def fallback_reason(
         return f"{type(model).__name__} is not a transformers model"
     cache = model_kwargs.get("past_key_values")
     checks = [
-        (generation_config.max_length - input_ids.shape[1] < LEAST_TOKENS, TOO_SHORT),
         (not model_kwargs.get("use_cache", True), "use_cache=False leaves nothing to write guesses to"),
         (generation_config.is_assistant, "the model assists another one"),
         (torch.is_grad_enabled(), "gradients are being recorded"),
@@ -142,6 +141,12 @@ def fallback_reason(
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
         or (trial_reason(adapter, generation_config.max_length) if needs_trial(model) else None)
     )
+
+
+def is_short(input_ids: Tensor, generation_config: Any) -> bool:
+    """Whether so few tokens are asked for that no guess could save a forward pass."""
+    max_length = generation_config.max_length
+    return max_length is not None and max_length - input_ids.shape[1] < LEAST_TOKENS
 
 
 def request_of(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Request:
@@ -234,7 +239,9 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         stats = open_stats()
         if is_enabled():
             with team_for(current_config(), input_ids.device, stats) as team:
-                reason = fallback_reason(self, input_ids, generation_config, model_kwargs)
+                # Several processes have to agree on each token, however few there are.
+                is_useless = type(team) is Alone and is_short(input_ids, generation_config)
+                reason = TOO_SHORT if is_useless else fallback_reason(self, input_ids, generation_config, model_kwargs)
                 reason = team.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
                 if reason is None:

@@ -61,8 +61,7 @@ class SlotLayer(CacheLayerMixin):
             self.values.narrow(2, self.prefilled, num_tokens).copy_(value_states)
             self.prefilled = end
         elif cache.slots is None:  # all rows have the same length
-            if not self.rooms:  # the prompt did not come by here
-                cache.begin_block(num_tokens, key_states.device)
+            cache.open_block(num_tokens)
             self.rooms["keys"].copy_(key_states)
             self.rooms["values"].copy_(value_states)
             return self.filled["keys"], self.filled["values"]
@@ -102,6 +101,7 @@ class LookaheadCache(Cache):
         self.in_block = False
         self._uniform = uniform
         self._storages: list[_Storage] = []
+        self._opened: tuple[int, ...] | None = None  # what the layers' views are of
 
     @property
     def num_bytes(self) -> int:
@@ -140,13 +140,18 @@ class LookaheadCache(Cache):
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
         """Make room for a block of q tokens behind each row's committed slots."""
-        start = max(self.lengths)
-        self.ensure_capacity(start + num_tokens)
-        is_ragged = min(self.lengths) != start
+        self.ensure_capacity(max(self.lengths) + num_tokens)
+        is_ragged = min(self.lengths) != max(self.lengths)
         self.slots = self.block_slots(num_tokens, device) if is_ragged else None
-        if not is_ragged:
+        self._opened = None
+
+    def open_block(self, num_tokens: int) -> None:
+        """Let each layer have its views for a block of q tokens, the same L for all rows; the first layer to ask does so for all."""
+        opened = (self.lengths[0], num_tokens, len(self._storages), len(self._storages[-1].owners))
+        if opened != self._opened:
+            self._opened = opened
             for storage in self._storages:
-                storage.open(start, num_tokens)
+                storage.open(self.lengths[0], num_tokens)
 
     def block_slots(self, num_tokens: int, device: torch.device) -> Tensor:
         """Slots of the next block. Returns [B, q]."""

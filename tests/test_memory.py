@@ -269,8 +269,10 @@ def test_tables_are_bounded():
     assert all(table.get(key)[0] == [key // 100 * 100] * ROW_LENGTH for key in range(4000, 9000))
 
 
+@pytest.mark.parametrize("max_sorted", [0, 2**30])
 @pytest.mark.parametrize("vocab_size", [30, 127, 128, 4096, 4097, 20000])
-def test_most_likely(vocab_size):
+def test_most_likely(vocab_size, max_sorted, monkeypatch):
+    monkeypatch.setattr(memory_module, "MAX_SORTED", max_sorted)
     logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     ids, bins = most_likely(logits)
     assert ids.tolist() == logits.topk(ROW_LENGTH).indices.tolist()
