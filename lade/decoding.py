@@ -104,9 +104,8 @@ def lookahead_decode(
             max_offset = adapter.max_guess_offset(max(cache.lengths) + lead)
             draft = drafter.propose(rules.texts, rules.is_idle, max_offset)
             drafted = perf_counter()
-            drawing = (
-                rules.drawing_seconds - drawn
-            )  # guesses look at the draws of verification, which are made but once
+            # Guesses look ahead at the draws of verification, which are made but once.
+            drawing = rules.drawing_seconds - drawn
             tree = rules.without_finished(draft.tree, draft.max_depth)
             share = team.share(tree, draft.window_shape)
             num_nodes = adapter.padded_nodes(share.tree.num_nodes)

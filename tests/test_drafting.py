@@ -1,13 +1,14 @@
 """The tree drafter: plain generate()'s tokens whatever it guesses, from honest trees, and better guesses than by chance."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.acceptance import FORGET_EVERY, SECOND_SUFFIX, SUFFIX, Acceptance
+from lade.acceptance import FORGET_EVERY, PAIR, SECOND_SUFFIX, SINGLE, SUFFIX, Acceptance
 from lade.drafters.cool_down import LONGEST_REST, PATIENCE, SHORTEST_REST, TRIAL, CoolDown
-from lade.drafters.recycling import LONG_MATCH, RecyclingDrafter
+from lade.drafters.recycling import BOTH_ROWS, LONG_MATCH, RecyclingDrafter
 from lade.layout import BlockLayout
 from lade.row_table import NUM_BINS
 from lade.stats import tracing
@@ -273,3 +274,16 @@ def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     assert grown  # the control: such a text does repeat itself
     lade.config_lade(ADAPTIVE=0)  # nothing is measured, so nothing rests
     assert max(assert_exact(model, prompt(24), max_new_tokens=6).block_tokens) > 1
+
+
+def test_a_single_tokens_row_is_asked_where_it_may_count():
+    memory = lade.Memory()
+    rows = (np.array([[1, 2, 3, 4, 5, 6, 7, 8]]), np.full((1, 8), 3))
+    memory.learn([9], [10], rows, 1)
+    memory.singles.put([11], *rows)
+    drafter = RecyclingDrafter(memory, VOCAB, torch.tensor([[9, 10]]), None, None, 8, None)
+    kinds = lambda *arguments: [kind for _, kind in drafter._rows(*arguments)]  # noqa: E731
+    assert kinds(9, 10, BOTH_ROWS) == [PAIR, SINGLE]
+    assert kinds(9, 10, 0.9 * BOTH_ROWS) == [PAIR]
+    assert kinds(8, 10, 0.9 * BOTH_ROWS) == kinds(10, 11, 1.0) == [SINGLE]
+    assert kinds(10, 12, 1.0) == []

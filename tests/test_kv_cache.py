@@ -115,6 +115,7 @@ def test_growing_keeps_no_old_storage():
     cache.update(torch.ones(2, 2, 5, 4), torch.ones(2, 2, 5, 4), 0)
     cache.end_prefill(2)
     cache.begin_block(3, torch.device("cpu"))
+    cache.update(torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4), 0)  # this one does
     old = weakref.ref(cache._storages[0].data)
     cache.lengths = [300, 301]  # a block of rows that differ cuts no views
     cache.begin_block(3, torch.device("cpu"))
