@@ -12,8 +12,8 @@ from typing import Any
 
 # Sizes that are chosen from: few, so that each is well measured and kernels see few shapes.
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-OBSERVATIONS = 9  # the latest of a size
-QUIET_SHARE = 0.25  # the quantile of them that is its price: what disturbs a step only ever makes it longer
+OBSERVATIONS = 9  # the latest of a size; their median is its price
+RUN_LENGTH = 4  # the latest steps of one size in a row, whose median another one is compared with
 ASSUMED_SLOPE = 0.004  # of a step per token, where nothing was measured: low, so that larger blocks are tried
 # What trying new sizes may cost: as much as some plain steps, and this share of all time. Beyond that, larger blocks are assumed to
 # cost what the line through the last two says.
@@ -28,24 +28,28 @@ MIN_CONTEXT = 256  # tokens; shorter texts cost the same
 
 
 class StepPrice:
-    """Seconds of a step of q tokens: measured, or on lines between what was, or a guess beyond.
+    """What steps of different sizes cost beside each other: measured, or on lines between what was, or a guess beyond.
 
-    A smaller block never costs more than a larger one: a size that was only seen while the machine was busy with other things has
-    the price of the next larger one.
+    A machine's speed may change by half within seconds, so no times are compared that were not taken next to each other: where a
+    step's size differs from the last one's, the two tell what the larger costs in terms of the smaller. A larger block never
+    costs less than a smaller one; where it seems to, both have what they cost on average.
     """
 
     def __init__(self, similar: StepPrice | None = None) -> None:
         """similar: the prices of a shorter or longer text, which stand in for what was not measured here."""
-        self._similar, self._scale = similar, 1.0
-        self._seen: dict[int, deque[float]] = {}
+        self._similar = similar
+        self._seen: dict[int, deque[float]] = {}  # size -> its cost as found lately
         self._lock = threading.Lock()
-        self._measured: dict[int, float] = {}
-        self._seconds: dict[int, float] = {}  # the same, never falling with the size; replaced, never changed
+        self._measured: dict[int, float] = {}  # cost by size
+        self._costs: dict[int, float] = {}  # the same, never falling with the size; replaced, never changed
+        self._run: tuple[int, list[float]] = (
+            0,
+            [],
+        )  # size of the latest steps, and their seconds; replaced, never changed
         self._num_chosen = 0
         self._seen_at: dict[int, int] = {}  # size -> _num_chosen when it was last measured
-        self._spent = self._lost = (
-            0.0  # seconds of all steps; of those that tried a new size, beyond those of plain steps
-        )
+        # What all steps have cost; what those have that tried a new size, beyond plain steps.
+        self._spent = self._lost = 0.0
         self._offers: dict[int, Offers] = {}  # by limit; made anew where prices have changed
         self._num_observed = 0  # since then
 
@@ -59,35 +63,49 @@ class StepPrice:
         size = num_tokens
         if size not in SIZES:
             size = min(SIZES, key=lambda size: abs(size - num_tokens))
-            seconds *= self.seconds(size) / self.seconds(num_tokens)
-        self._spent += seconds
+            seconds *= self.cost(size) / self.cost(num_tokens)
+        paid = seconds / self._pace
+        self._spent += paid
         if size not in self._measured:
-            self._lost += max(0.0, seconds - self._seconds.get(1, seconds))
+            self._lost += max(0.0, paid - self._costs.get(1, paid))
         with self._lock:  # calls in several threads share the prices
             if size not in self._seen:
                 self._seen[size] = deque(maxlen=OBSERVATIONS)
                 return
-            seen, self._seen_at[size] = self._seen[size], self._num_chosen
-            seen.append(seconds)
-            self._measured[size] = sorted(seen)[int(QUIET_SHARE * len(seen))]
-            prices, lowest = {}, float("inf")
-            for known in sorted(self._measured, reverse=True):
-                prices[known] = lowest = min(lowest, self._measured[known])
-            before, self._seconds = self._seconds.get(size), prices
-        if self._similar is not None:
-            self._scale = self.seconds(size) / self._similar.seconds(size)
+            self._seen_at[size] = self._num_chosen
+            other, run = self._run
+            if size == other:
+                self._run = size, [*run[1 - RUN_LENGTH :], seconds]
+                return
+            if size not in self._measured:
+                self._measured[size] = self.cost(size)
+            larger = max(size, other)
+            if run:
+                growth = seconds / _median(run) if larger == size else _median(run) / seconds
+                seen = self._seen[larger]
+                seen.append(self._measured[min(size, other)] * growth)
+                ordered, count = sorted(seen), len(seen)
+                # No further than to the two in the middle: one odd measurement beside one other changes nothing.
+                before = self._measured[larger]
+                self._measured[larger] = max(ordered[(count - 1) // 2], min(before, ordered[count // 2]))
+            price, self._costs = self._costs.get(larger), _rising(self._measured)
+            self._run = size, [seconds]
         self._num_observed += 1
-        has_changed = before is None or abs(prices[size] - before) > SAME_PRICE * before
+        has_changed = price is None or abs(self._costs[larger] - price) > SAME_PRICE * price
         if has_changed or self._num_observed == RENEW_EVERY:
             self._offers, self._num_observed = {}, 0
 
     def seconds(self, num_tokens: int) -> float:
-        """Expected seconds of a step of q tokens; of an arbitrary unit while nothing was measured."""
-        measured = self._seconds
+        """Expected seconds of a step of q tokens, the machine being as fast as in the latest steps; of no meaning before them."""
+        return self._pace * self.cost(num_tokens)
+
+    def cost(self, num_tokens: int) -> float:
+        """What a step of q tokens costs, in a unit of this object's own; that of a shorter or longer text is the same."""
+        measured = self._costs
         if num_tokens in measured:
             return measured[num_tokens]
         if self._similar is not None:
-            return self._scale * self._similar.seconds(num_tokens)
+            return self._similar.cost(num_tokens)
         below = max((size for size in measured if size < num_tokens), default=None)
         above = min((size for size in measured if size > num_tokens), default=None)
         if below is not None and above is not None:
@@ -107,25 +125,31 @@ class StepPrice:
     @property
     def _may_try(self) -> bool:
         """Whether trying sizes that nobody has measured has cost little so far."""
-        return self._lost <= FREE_TRIALS * self._seconds.get(1, 0.0) + TRIAL_SHARE * self._spent
+        return self._lost <= FREE_TRIALS * self._costs.get(1, 0.0) + TRIAL_SHARE * self._spent
+
+    @property
+    def _pace(self) -> float:
+        """Seconds per unit of cost in the latest steps."""
+        size, run = self._run
+        return _median(run) / self._costs[size] if run else 1.0
 
     @classmethod
     def of(cls, seconds: dict[int, float]) -> StepPrice:
         """What was measured earlier, as `measured` told it."""
         price = cls()
-        price._measured, price._seconds = dict(seconds), dict(seconds)
+        price._measured, price._costs = dict(seconds), dict(seconds)
         return price
 
     @property
     def measured(self) -> dict[int, float]:
         """Seconds by size, of the sizes that were measured."""
-        return dict(self._seconds)
+        return {size: self.seconds(size) for size in self._costs}
 
     @property
     def largest_known(self) -> int:
         """The largest size with a price."""
         inherited = 0 if self._similar is None else self._similar.largest_known
-        return max(inherited, max(self._seconds, default=0))
+        return max(inherited, max(self._costs, default=0))
 
     def offers(self, limit: int) -> Offers:
         """What may be chosen: sizes up to the largest that is allowed, and at most twice as large as what has been tried."""
@@ -133,12 +157,12 @@ class StepPrice:
         if found is None:
             reach = max(1, 2 * self.largest_known)
             sizes = [size for size in SIZES if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
-            found = self._offers[limit] = Offers(sizes, [self.seconds(size) for size in sizes], self._least_chance())
+            found = self._offers[limit] = Offers(sizes, [self.cost(size) for size in sizes], self._least_chance())
         return found
 
     def _least_chance(self) -> float:
-        plain, sizes = self.seconds(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
-        slope = min((self.seconds(size) / plain - 1) / (size - 1) for size in sizes)
+        plain, sizes = self.cost(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
+        slope = min((self.cost(size) / plain - 1) / (size - 1) for size in sizes)
         return min(MAX_LEAST_CHANCE, max(0.0, slope / 2))  # half: measured lines are not exact
 
     def choose(self, expected: Sequence[float], num_rows: int, limit: int) -> int:
@@ -149,7 +173,7 @@ class StepPrice:
         """
         offers = self.offers(limit)
         sizes = [size for size in offers.sizes if size <= len(expected)]
-        rates = [(num_rows + expected[size - 1]) / cost for size, cost in zip(sizes, offers.seconds, strict=False)]
+        rates = [(num_rows + expected[size - 1]) / cost for size, cost in zip(sizes, offers.costs, strict=False)]
         best = rates.index(max(rates))
         self._num_chosen += 1
         if self._num_chosen % EXPLORE_EVERY == 0:
@@ -170,7 +194,7 @@ class Offers:
     """Sizes that may be chosen, from small to large, and what they cost."""
 
     sizes: list[int]
-    seconds: list[float]
+    costs: list[float]
     least_chance: float  # a guess that is accepted more rarely is not worth its place in any block
 
 
@@ -185,7 +209,7 @@ class Appetite:
 
     def is_sated(self, num_nodes: int, expected: float, chance: float) -> bool:
         """num_nodes: guesses so far, to be told one after the other. expected: sum of their chances. chance: of the next one, at most."""
-        sizes, seconds, place = self._offers.sizes, self._offers.seconds, self._place
+        sizes, costs, place = self._offers.sizes, self._offers.costs, self._place
         if place == len(sizes):
             return True
         size = sizes[place]
@@ -193,14 +217,31 @@ class Appetite:
             return False
         self._place += 1
         gain = 1 + self._trust * expected
-        self._best = max(self._best, gain / seconds[place])
+        self._best = max(self._best, gain / costs[place])
         # Further guesses are likely to be rarer the more there are of them: as if the k-th had chance * sqrt(size / k).
         for other in range(place + 1, len(sizes)):
             more = 1 + 2 * (sqrt(size * (sizes[other] - 1)) - size)
-            if gain + self._trust * chance * more > self._best * seconds[other]:
+            if gain + self._trust * chance * more > self._best * costs[other]:
                 return False
         self._spare -= 1
         return self._spare < 0
+
+
+def _median(seconds: list[float]) -> float:
+    """The lower one of two in the middle: what disturbs a step only ever makes it longer."""
+    return sorted(seconds)[(len(seconds) - 1) // 2]
+
+
+def _rising(costs: dict[int, float]) -> dict[int, float]:
+    """Costs by size that never fall with it: neighbours in the wrong order get their mean (isotonic regression)."""
+    groups: list[tuple[float, list[int]]] = []
+    for size in sorted(costs):
+        cost, sizes = costs[size], [size]
+        while groups and groups[-1][0] >= cost:
+            other, others = groups.pop()
+            cost, sizes = (other * len(others) + cost * len(sizes)) / (len(others) + len(sizes)), others + sizes
+        groups.append((cost, sizes))
+    return {size: cost for cost, sizes in groups for size in sizes}
 
 
 SavedPrices = dict[str, dict[str, float]]  # what else a price depends on -> size -> seconds

@@ -14,7 +14,17 @@ from lade.drafters import recycling
 from lade.drafters.pace import Pace, Part
 from lade.drafters.recycling import RecyclingDrafter
 from lade.models.base import ModelAdapter
-from lade.price import EXPLORE_EVERY, RENEW_EVERY, SIZES, STALE_AFTER, ModelPrices, StepPrice, saved_prices
+from lade.price import (
+    EXPLORE_EVERY,
+    OBSERVATIONS,
+    RENEW_EVERY,
+    SAME_PRICE,
+    SIZES,
+    STALE_AFTER,
+    ModelPrices,
+    StepPrice,
+    saved_prices,
+)
 
 
 def measured(curve, sizes=SIZES[:14]):
@@ -27,11 +37,9 @@ def measured(curve, sizes=SIZES[:14]):
 
 def test_lines_between_and_a_slope_beyond():
     price = measured(lambda q: float(q), sizes=(2, 4, 16))
-    assert [price.seconds(q) for q in (2, 4, 10, 16)] == [2, 4, 10, 16]
+    assert [price.seconds(q) for q in (2, 4, 10, 16)] == pytest.approx([2, 4, 10, 16])
     assert 16 < price.seconds(32) < 20
     assert 1.9 < price.seconds(1) < 2
-    price.observe(4, 1000.0)  # the machine was busy
-    assert price.seconds(4) == 4
 
 
 def test_the_first_step_of_a_size_does_not_count():
@@ -50,19 +58,31 @@ def test_a_step_that_took_no_time_does_not_count():
     assert (price.seconds(1), price.largest_known) == (1, 2)
 
 
-def test_a_busy_moment_does_not_stick():
-    """Whatever was measured while the machine stood still, larger blocks that went faster say better."""
+def test_a_machine_that_gets_slower_and_faster_changes_no_price():
+    """Each size is used at another speed than the others, for a while; only steps next to each other tell what is dearer."""
     price = StepPrice()
-    for size, seconds in ((1, 300.0), (2, 400.0), (4, 12.0), (8, 10.0), (16, 13.0)):
+    for turn in range(40):
+        size = SIZES[turn % 7]
+        for _ in range(8):
+            price.observe(size, (1 + 0.1 * size) * 2.0 ** (turn % 5))
+        price.observe(1, 1.1 * 2.0 ** (turn % 5))
+    costs = [price.cost(size) / price.cost(1) for size in SIZES[:7]]
+    assert costs == pytest.approx([(1 + 0.1 * size) / 1.1 for size in SIZES[:7]])
+    assert price.seconds(1) == pytest.approx(1.1 * 2.0 ** (39 % 5))  # at the speed of the latest steps
+
+
+def test_a_busy_moment_does_not_stick():
+    price = measured(lambda q: float(q), sizes=(1, 2, 4, 8, 4, 8))
+    expected = [price.cost(size) for size in (1, 2, 4, 8)]
+    for size, seconds in ((8, 9000.0), (4, 4.0), (8, 8.0), (4, 4000.0)):
         price.observe(size, seconds)
-        price.observe(size, seconds)
-    assert [price.seconds(size) for size in (1, 2, 3, 4, 8, 16)] == [10, 10, 10, 10, 10, 13]
-    for _ in range(2):
-        price.observe(1, 5.0)
-    assert price.seconds(1) == 5
-    for _ in range(4):  # and a busy moment later on changes nothing
-        price.observe(1, 300.0)
-    assert price.seconds(1) == 5
+    assert [price.cost(size) for size in (1, 2, 4, 8)] == pytest.approx(expected)
+
+
+def test_the_order_of_sizes_is_kept():
+    """A larger block does all that a smaller one does: what seems cheaper is worth the mean of both."""
+    price = measured({1: 2.0, 2: 3.0, 4: 2.5, 8: 5.0}.__getitem__, sizes=(1, 2, 4, 8))
+    assert [price.cost(q) / price.cost(1) for q in (1, 2, 4, 8)] == pytest.approx([1, 1.375, 1.375, 2.5])
 
 
 def test_sizes_are_tried_from_small_to_large():
@@ -113,12 +133,14 @@ def test_a_tree_grows_one_size_further_where_that_is_to_be_tried():
 def test_prices_that_hardly_change_are_compared_now_and_then():
     price, offers = measured(lambda q: float(q)), []
     for turn in range(4 * RENEW_EVERY):
-        price.observe(2, 2.0 + 1e-5 * turn)
+        price.observe(1 + turn % 2, 1.0 + turn % 2 + 1e-5 * turn)
         offers.append(price.offers(64))
     assert len(set(map(id, offers))) in (4, 5)
-    price.observe(1, 0.5)
-    price.observe(1, 0.5)
-    assert price.offers(64).seconds[0] == price.seconds(1) == 0.5  # what has changed is known at once
+    for turn in range(2 * OBSERVATIONS):
+        price.observe(1 + turn % 2, 1.0 + 2 * (turn % 2))
+        costs = price.offers(64).costs
+        assert costs[:2] == pytest.approx([price.cost(1), price.cost(2)], rel=SAME_PRICE)
+    assert costs[1] / costs[0] == pytest.approx(3.0)
 
 
 def test_guesses_get_rarer_and_the_block_ends_there():
@@ -162,10 +184,14 @@ def test_longer_texts_start_from_the_prices_of_shorter_ones():
             prices.at(100).observe(size, float(size))
     assert prices.at(250) is prices.at(100)
     longer = ModelPrices(model, ("cpu", 1)).at(5000)
-    assert longer.seconds(4) == 4
+    assert longer.cost(4) / longer.cost(1) == pytest.approx(4)
     longer.observe(4, 8.0)
     longer.observe(4, 8.0)  # everything takes twice as long here
-    assert longer.seconds(16) == 32
+    assert longer.seconds(16) == pytest.approx(32)
+    for size in (1, 4, 1, 4):
+        longer.observe(size, 1.0 + size)  # and grows otherwise
+    assert longer.cost(4) / longer.cost(1) == pytest.approx(2.5)
+    assert prices.at(100).cost(4) / prices.at(100).cost(1) == pytest.approx(4)
     assert ModelPrices(model, ("cpu", 2)).at(100).largest_known == 0
 
 
