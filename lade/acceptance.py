@@ -78,15 +78,12 @@ class Acceptance:
         path: Sequence[int],
         hits: Sequence[int],
     ) -> None:
-        """Take in the outcome of one tree.
+        """Take in the outcome of one tree, which has guesses.
 
         kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its ancestors. path:
         the accepted nodes; only guesses behind them were judged. hits: the nodes that were right.
         """
-        self._num_idle = 0 if kinds else self._num_idle + 1
-        if self._num_idle == FORGET_EVERY:
-            self._num_idle = 0
-            self.forget()
+        self._num_idle = 0
         judged = {-1, *path}
         hoped = 0.0
         for kind, parent, chance in zip(kinds, parents, expected, strict=True):
@@ -97,8 +94,15 @@ class Acceptance:
         for node in hits:
             if kinds[node] != PROBE:
                 self._count_hit(kinds[node])
-        self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + hoped
-        self._accepted = TRUST_MEMORY * self._accepted + (1 - TRUST_MEMORY) * TRUST_WEIGHT + len(hits)
+        self._learn_trust(hoped, len(hits))
+
+    def rest(self) -> None:
+        """A step went without guesses."""
+        self._num_idle += 1
+        if self._num_idle == FORGET_EVERY:
+            self._num_idle = 0
+            self.forget()
+        self._learn_trust(0.0, 0)
 
     def learn_sureness(self, bins: Sequence[int]) -> None:
         """How sure the model was of what comes after some accepted tokens. bins: of its likeliest token each time."""
@@ -118,6 +122,10 @@ class Acceptance:
         """Go on from counts that were saved. trials, hits: of each kind."""
         self.trials, self.hits = trials, hits
         self.chances = [hit / trial for hit, trial in zip(hits, trials, strict=True)]
+
+    def _learn_trust(self, expected: float, accepted: int) -> None:
+        self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + expected
+        self._accepted = TRUST_MEMORY * self._accepted + (1 - TRUST_MEMORY) * TRUST_WEIGHT + accepted
 
     def _value_probes(self) -> None:
         self.chances[PROBE] = PROBE_CREDIT * self.promise

@@ -139,7 +139,7 @@ def fallback_reason(
         or unsupported_cache(cache, generation_config, callers_cache(generation_config, model_kwargs) is not None)
         or unsupported_arguments(adapter, model_kwargs)
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
-        or (trial_reason(adapter, generation_config.max_length) if needs_trial(model) else None)
+        or (trial_reason(adapter, generation_config.max_length) if needs_trial(adapter) else None)
     )
 
 

@@ -56,6 +56,7 @@ def lookahead_decode(
     request = (input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder)
     rules = team.rules(rules_for(*request, needs_equal_lengths), *request)
     batch_size, device = len(input_ids), input_ids.device
+    is_on_host = device.type == "cpu"
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
     positions = model_kwargs.get("position_ids")  # [B or 1, prompt], or more of these; None for a model that takes none
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
@@ -118,12 +119,13 @@ def lookahead_decode(
                 offsets=offsets,
                 positions=offsets + (ahead + starts),
                 visible=layout.visibility(share.tree),
-                logit_rows=layout.logit_rows if draft.has_window else layout.logit_rows[: 1 + num_nodes],
+                logit_rows=layout.logit_rows,
                 lengths=cache.lengths,
                 key_mask=key_mask,
             )
             outputs = adapter.forward_block(block, cache, **recorder.model_arguments)
-            wait_for(device)
+            if not is_on_host:
+                wait_for(device)
             forwarded = perf_counter()
             stats.steps += 1
             stats.block_tokens.append(layout.num_tokens)
@@ -135,7 +137,9 @@ def lookahead_decode(
             answers, choices = team.exchange(share, logits, draft.has_window)
             accepted = rules.verify(tree, answers)
             team.commit(cache, share, accepted)
-            stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
+            for path in accepted:
+                if path is not None:
+                    stats.accepted_lengths[len(path)] += 1
             verified = perf_counter()
 
             drafter.learn(Outcome(tree, logits[:, : 1 + tree.num_nodes], accepted, choices, rules.texts))
@@ -170,7 +174,7 @@ def wait_for(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    elif device.type != "cpu":
+    else:
         torch.accelerator.synchronize(device)
 
 

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import sqrt
 from typing import Any
 
@@ -157,7 +158,9 @@ class StepPrice:
         if found is None:
             reach = max(1, 2 * self.largest_known)
             sizes = [size for size in SIZES if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
-            found = self._offers[limit] = Offers(sizes, [self.cost(size) for size in sizes], self._least_chance())
+            found = self._offers[limit] = Offers(
+                tuple(sizes), [self.cost(size) for size in sizes], self._least_chance()
+            )
         return found
 
     def _least_chance(self) -> float:
@@ -193,9 +196,19 @@ class StepPrice:
 class Offers:
     """Sizes that may be chosen, from small to large, and what they cost."""
 
-    sizes: list[int]
+    sizes: tuple[int, ...]
     costs: list[float]
     least_chance: float  # a guess that is accepted more rarely is not worth its place in any block
+
+
+@lru_cache(maxsize=256)
+def _hoped(sizes: tuple[int, ...], place: int) -> list[float]:
+    """How many accepted guesses each larger block may be worth, in units of the next guess's chance, where one size is full.
+
+    Further guesses are likely to be rarer the more there are of them: as if the k-th had chance * sqrt(size / k).
+    """
+    size = sizes[place]
+    return [1 + 2 * (sqrt(size * (larger - 1)) - size) for larger in sizes[place + 1 :]]
 
 
 class Appetite:
@@ -218,10 +231,9 @@ class Appetite:
         self._place += 1
         gain = 1 + self._trust * expected
         self._best = max(self._best, gain / costs[place])
-        # Further guesses are likely to be rarer the more there are of them: as if the k-th had chance * sqrt(size / k).
-        for other in range(place + 1, len(sizes)):
-            more = 1 + 2 * (sqrt(size * (sizes[other] - 1)) - size)
-            if gain + self._trust * chance * more > self._best * costs[other]:
+        promise = self._trust * chance
+        for more, cost in zip(_hoped(sizes, place), costs[place + 1 :], strict=True):
+            if gain + promise * more > self._best * cost:
                 return False
         self._spare -= 1
         return self._spare < 0

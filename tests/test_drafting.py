@@ -216,7 +216,7 @@ def test_chances_return_when_nothing_is_guessed():
         acceptance.learn([SUFFIX], [-1], [0.5], [], [])
     assert acceptance.chances[SUFFIX] < 0.05
     for _ in range(40 * FORGET_EVERY):
-        acceptance.learn([], [], [], [], [])
+        acceptance.rest()
     assert acceptance.chances[SUFFIX] > 0.3
     assert acceptance.trust > 0.9
 

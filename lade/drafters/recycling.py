@@ -76,10 +76,12 @@ class Seen:
     @classmethod
     def of_step(cls, roots: list[int], growth: Growth, path: list[int], logits: Tensor) -> Seen:
         """roots: the last two tokens of the text. path: accepted nodes. logits: [1 + n, V] behind the root and each node."""
+        before = roots[0] if len(roots) > 1 else -1
+        if not growth.tokens:
+            return cls(logits, [before], [roots[-1]], [True])
         tokens = [roots[-1], *growth.tokens]
         previous = [tokens[parent + 1] for parent in growth.parents]
         accepted = {0, *(node + 1 for node in path)}
-        before = roots[0] if len(roots) > 1 else -1
         return cls(logits, [before, *previous], tokens, [place in accepted for place in range(len(tokens))])
 
 
@@ -153,11 +155,14 @@ class RecyclingDrafter:
                     rows = rows.clone()
                 self._seen.append(Seen.of_step(index.tokens[-2:], growth, path, rows))
             num_judged, num_accepted = num_judged + 1, num_accepted + len(path)
+            index.extend(committed)
+            if not growth.tokens:
+                self.acceptance.rest()
+                continue
             hits = growth.hits(path, committed[-1])
             self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path, hits)
             self._proposed.update(growth.kinds)
             self._accepted.update(growth.kinds[node] for node in path)
-            index.extend(committed)
         self._mean_accepted = num_accepted / max(1, num_judged)
         if is_due and self._seen:
             self._learn_rows()

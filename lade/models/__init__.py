@@ -76,7 +76,7 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     return (_adapters.get(model_type, ModelAdapter) if is_of_family else ModelAdapter)(model)
 
 
-def needs_trial(model: PreTrainedModel) -> bool:
+def needs_trial(adapter: ModelAdapter) -> bool:
     """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user."""
-    model_type = model.config.model_type
-    return model_type not in _vouched_for and (model_type not in _adapters or foreign_code(model) is not None)
+    model_type = adapter.model.config.model_type
+    return model_type not in _vouched_for and (model_type not in _adapters or foreign_code(adapter.parts) is not None)

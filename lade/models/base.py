@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers.generation.utils as generation
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -88,7 +88,7 @@ class ModelAdapter:
         if reason:
             return reason
         attention = self.config._attn_implementation
-        configs = {id(config): config for part in parts_of(model) if (config := vars(part).get("config")) is not None}
+        configs = {id(config): config for part in self.parts if (config := vars(part).get("config")) is not None}
         found = {other._attn_implementation for other in configs.values() if type(other) is type(self.config)}
         if found - {attention}:
             return (
@@ -134,12 +134,12 @@ class ModelAdapter:
         rows = getattr(self.model.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
         return min(int(rows), int(self.config.vocab_size))
 
-    @property
+    @cached_property
     def takes_positions(self) -> bool:
         """Whether the model is told positions; otherwise they follow from what it finds in the cache."""
         return "position_ids" in self._parameters
 
-    @property
+    @cached_property
     def keeps_rows(self) -> bool:
         """Whether the model takes `logits_to_keep`."""
         return "logits_to_keep" in self._parameters
@@ -289,9 +289,9 @@ class ModelAdapter:
         arguments: more of the model's own, such as output_hidden_states. Returns the model's output, logits [B, R, V].
         """
         cache.begin_block(block.tokens.shape[1], block.tokens.device)
-        device = self.model.device  # ids may come from the CPU to a model elsewhere; an offloaded model is "nowhere"
-        if device not in (block.tokens.device, torch.device("meta")):
-            block = block.to(device)
+        # Ids may come from the CPU to a model elsewhere; an offloaded model is "nowhere".
+        if self._device != block.tokens.device and self._device.type != "meta":
+            block = block.to(self._device)
         if self._fixed is not None and arguments:
             self._fixed.turn_off(f"{min(arguments)} asks for more than the compiled forward returns")
         if self._fixed is not None and self._fixed.is_on:
@@ -356,6 +356,17 @@ class ModelAdapter:
     def needs_view(self) -> bool:
         """Whether blocks run on a private view of the model."""
         return self._masked_attention != self.config._attn_implementation
+
+    @cached_property
+    def _device(self) -> torch.device:
+        """Of the model's first weight."""
+        device: torch.device = self.model.device
+        return device
+
+    @cached_property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The model and all modules in it."""
+        return tuple(parts_of(self.model))
 
     @cached_property
     def _parameters(self) -> frozenset[str]:

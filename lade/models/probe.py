@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lade.attention import Block
 from lade.models.base import PLAIN_LAYERS, ModelAdapter
-from lade.models.view import parts_of
 
 # The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
 LONGEST_TRIAL = 2048
@@ -27,18 +26,24 @@ KNOWN_CODE = ("torch.", "transformers.")
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, str | None]] = weakref.WeakKeyDictionary()
 
 
-def foreign_code(model: PreTrainedModel) -> Hashable:
+def foreign_code(parts: Iterable[nn.Module]) -> Hashable:
     """What of a model's code is neither torch's nor transformers': classes, and functions put in place of their forwards.
 
-    None where there is nothing of that kind. Two equal results mean the same code.
+    parts: the model and all modules in it. None where there is nothing of that kind. Two equal results mean the same code.
     """
     found = []
-    for module in parts_of(model):
+    is_known: dict[type[nn.Module], bool] = {}  # classes are few, and a call looks at all modules
+    for module in parts:
         kind, own = type(module), vars(module).get("forward")
-        sources = (kind, kind.forward) if own is None else (kind, kind.forward, own)
-        if not all((getattr(source, "__module__", None) or "").startswith(KNOWN_CODE) for source in sources):
+        if kind not in is_known:
+            is_known[kind] = _is_known(kind) and _is_known(kind.forward)
+        if not is_known[kind] or (own is not None and not _is_known(own)):
             found.append((kind, kind.forward, None if own is None else id(own)))
     return tuple(found) or None
+
+
+def _is_known(source: Any) -> bool:
+    return (getattr(source, "__module__", None) or "").startswith(KNOWN_CODE)
 
 
 def trial_reason(adapter: ModelAdapter, max_length: int) -> str | None:
@@ -49,7 +54,7 @@ def trial_reason(adapter: ModelAdapter, max_length: int) -> str | None:
     length = SHORTEST_TRIAL
     while length < min(max_length, LONGEST_TRIAL):
         length *= 2
-    key = (foreign_code(adapter.model), adapter.config._attn_implementation, adapter.dtype, length)
+    key = (foreign_code(adapter.parts), adapter.config._attn_implementation, adapter.dtype, length)
     verdicts = _verdicts.setdefault(adapter.model, {})
     if key not in verdicts:
         try:
