@@ -110,10 +110,10 @@ def restore_all() -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def fallback_reason(
+def adapter_or_reason(
     model: PreTrainedModel, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-) -> str | None:
-    """Why a request that reached `_sample` goes to the original, as a sentence; None when lookahead can serve it."""
+) -> ModelAdapter | str:
+    """What serves a request that reached `_sample`; or why it goes to the original, as a sentence."""
     if not isinstance(model, PreTrainedModel):
         return f"{type(model).__name__} is not a transformers model"
     cache = model_kwargs.get("past_key_values")
@@ -140,6 +140,7 @@ def fallback_reason(
         or unsupported_arguments(adapter, model_kwargs)
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
         or (trial_reason(adapter, generation_config.max_length) if needs_trial(adapter) else None)
+        or adapter
     )
 
 
@@ -241,14 +242,15 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
             with team_for(current_config(), input_ids.device, stats) as team:
                 # Several processes have to agree on each token, however few there are.
                 is_useless = type(team) is Alone and is_short(input_ids, generation_config)
-                reason = TOO_SHORT if is_useless else fallback_reason(self, input_ids, generation_config, model_kwargs)
+                found = TOO_SHORT if is_useless else adapter_or_reason(self, input_ids, generation_config, model_kwargs)
+                reason = found if isinstance(found, str) else None
                 reason = team.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
                 if reason is None:
                     return lookahead_decode(
                         *arguments,
                         config=team.config,
-                        adapter=adapter_for(self),
+                        adapter=found,
                         stats=stats,
                         callers_cache=callers_cache(generation_config, model_kwargs),
                         team=team,

@@ -119,7 +119,7 @@ def lookahead_decode(
                 offsets=offsets,
                 positions=offsets + (ahead + starts),
                 visible=layout.visibility(share.tree),
-                logit_rows=layout.logit_rows,
+                logit_rows=layout.logit_rows if draft.has_window else layout.answers,
                 lengths=cache.lengths,
                 key_mask=key_mask,
             )

@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -71,9 +70,7 @@ class Answers:
 
     def best(self) -> list[list[int]]:
         """The likeliest token behind each of them, [B, 1 + n]."""
-        if self.logits.device.type == "cpu":
-            return best_on_host(self.logits).tolist()
-        found: list[list[int]] = best_on_device(self.logits).tolist()
+        found: list[list[int]] = best_tokens(self.logits).tolist()
         return found
 
     def of_row(self, row: int, node: int) -> Tensor:
@@ -336,12 +333,9 @@ def is_row_wise(processor: Callable[..., Tensor]) -> bool:
 
 def best_tokens(logits: Tensor) -> Tensor:
     """argmax with the ties that generate() sees, which compares in float32. logits: [..., V]. Returns [...] ids."""
-    return torch.from_numpy(best_on_host(logits)) if logits.device.type == "cpu" else best_on_device(logits)
-
-
-def best_on_host(logits: Tensor) -> npt.NDArray[np.int64]:
-    """The same for logits on the CPU: numpy's argmax is vectorised, and in half precision it takes a tenth of torch's time."""
-    return np.asarray(logits.float().numpy().argmax(axis=-1))
+    if logits.device.type == "cpu":  # numpy's argmax is vectorised: in half precision it takes a tenth of torch's time
+        return torch.from_numpy(np.asarray(logits.float().numpy().argmax(axis=-1)))
+    return best_on_device(logits)
 
 
 def first_to_arrive(probabilities: Tensor, draws: Tensor) -> list[int]:

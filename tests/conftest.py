@@ -124,6 +124,27 @@ def generate_plain(model, inputs, **arguments):
             os.environ["USE_LADE"] = before
 
 
+def inference_tensors(model) -> list[str]:
+    """What a model or a part of it holds that was made in torch's inference mode, and could not be trained with."""
+
+    def tensors(value):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from tensors(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from tensors(item)
+
+    return [
+        f"{part}.{name}"
+        for part, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name != "_modules" and any(tensor.is_inference() for tensor in tensors(value))
+    ]
+
+
 class Recorder(BaseStreamer):
     """Remembers what it is given, shapes included."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import generate_plain
+from conftest import generate_plain, inference_tensors
 from families import COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
 from packaging.version import Version
 
@@ -92,6 +92,8 @@ def test_family(small_block, family):
         assert torch.equal(found, expected)
         assert lade.last_stats().fallback_reason is None
 
+    assert not inference_tensors(model)
+
     # The negative control: a block whose mask is ignored would give clearly other logits.
     error, effect = probe(adapter_for(model), 44)
     assert error < (1e-5 if model.dtype == torch.float64 else 1e-3)  # some compute a softmax or a router in float32
@@ -116,6 +118,7 @@ def test_composite(small_block, family, with_image):
     for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 0.6}):
         expected, found = both(model, inputs, FEW, **arguments)
         assert torch.equal(found, expected)
+    assert not inference_tensors(model)
     reason = lade.last_stats().fallback_reason
     note = "; ".join(filter(None, [family.note, "image and text" if with_image else "text"]))
     rows.append((family.name, note, family.attention, reason or "lookahead"))

@@ -51,9 +51,8 @@ def test_layout_is_the_definition(ngram_size, window_size, num_tails):
     assert offsets == [what[1] + what[2] if what[0] == "window" else len(what[1]) for what in block]
 
     last_level = [i for i, what in enumerate(block) if what[0] == "window" and what[1] == ngram_size - 2]
-    if last_level == [0]:  # the root is all of the window, and its row is there
-        last_level = []
     assert layout.logit_rows.tolist() == [*range(1 + tree.num_nodes), *last_level]
+    assert layout.answers.tolist() == [*range(1 + tree.num_nodes)]
 
     cells = torch.arange(100, 100 + (ngram_size - 1) * window_size - 1)[None]
     tokens = layout.tokens([7], tree, cells)[0].tolist()

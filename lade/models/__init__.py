@@ -11,7 +11,6 @@ from lade.models.lfm2 import Lfm2Adapter
 from lade.models.limits import DogeAdapter, Phi3Adapter
 from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
-from lade.models.probe import foreign_code
 from lade.models.vision import GemmaVisionAdapter, QwenVisionAdapter
 
 __all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "needs_trial", "register_adapter"]
@@ -79,4 +78,4 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
 def needs_trial(adapter: ModelAdapter) -> bool:
     """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user."""
     model_type = adapter.model.config.model_type
-    return model_type not in _vouched_for and (model_type not in _adapters or foreign_code(adapter.parts) is not None)
+    return model_type not in _vouched_for and (model_type not in _adapters or adapter.foreign_code is not None)

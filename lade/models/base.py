@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,7 +31,7 @@ from lade.config import LookaheadConfig
 from lade.kernels import kernel_problem, left_padding
 from lade.kv_cache import LookaheadCache
 from lade.models.fixed import FixedBlocks, padded_capacity
-from lade.models.view import has_foreign_forward, has_hooks, parts_of, private_view
+from lade.models.view import foreign_code, has_foreign_forward, has_hooks, has_plain_weights, parts_of, private_view
 from lade.stats import GenerationStats
 
 # Their attention takes the 4-D mask that a block needs.
@@ -98,7 +100,7 @@ class ModelAdapter:
             return f"attention {attention!r} is not known to take a mask per block; eager and sdpa do"
         if attention not in MASKED_ATTENTION and not model._can_set_attn_implementation():
             return f"attention {attention!r} of {type(model).__name__} is built in and takes no mask per block"
-        if self.needs_view and has_foreign_forward(model):
+        if self.needs_view and has_foreign_forward(self.parts):
             return "blocks need a changed view of this model, which a dispatched or patched model does not allow"
         if model.training:
             return "the model is in training mode, where dropout and checkpointing depend on the block"
@@ -212,7 +214,7 @@ class ModelAdapter:
         own = type(self)
         if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks:
             return "this family's blocks need masks of their own"
-        if has_foreign_forward(self.model):
+        if has_foreign_forward(self.parts):
             return "the kernel needs a changed view of the model, which a dispatched or patched model does not allow"
         reason = kernel_unsupported_reason(self.model)
         if reason is not None:
@@ -257,9 +259,9 @@ class ModelAdapter:
         own = type(self)
         if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks:
             return "this family's blocks run on a changed view of the model"
-        if has_foreign_forward(self.model):
+        if has_foreign_forward(self.parts):
             return "the model is dispatched or patched"
-        if has_hooks(self.model):
+        if has_hooks(self.parts):
             return "the model has hooks, which compiled or captured forwards pass by"
         if not self.takes_positions:
             return f"{type(self.model).__name__}.forward takes no position_ids"
@@ -301,20 +303,24 @@ class ModelAdapter:
                 return CausalLMOutputWithPast(logits=logits)
         return self.ordinary_forward(block, cache, **arguments)
 
-    def ordinary_forward(self, block: Block, cache: LookaheadCache, **arguments: Any) -> Any:
-        """The model's ordinary forward over a block that `cache` has room for."""
+    def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
+        """The model's ordinary forward over a block that `cache` has room for. wanted: as for `forward_block`."""
+        arguments: dict[str, Any] = {}
         if self.takes_positions:
             arguments["position_ids"] = block.positions
         if self.keeps_rows:
             arguments["logits_to_keep"] = 0 if block.needs_all_rows else block.logit_rows
-        outputs = self.run_blocks(
-            input_ids=block.tokens,
-            attention_mask=self.masks(block),
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **arguments,
-        )
+        attention_mask = self.masks(block)
+        with torch.inference_mode() if self.leaves_no_tensor and not wanted else nullcontext():
+            outputs = self.run_blocks(
+                input_ids=block.tokens,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+                **wanted,
+            )
         if not self.keeps_rows and not block.needs_all_rows:
             outputs.logits = outputs.logits[:, block.logit_rows]
         return outputs
@@ -322,6 +328,20 @@ class ModelAdapter:
     def run_blocks(self, **arguments: Any) -> Any:
         """The model's own forward, and nothing else."""
         return self.block_model(**arguments)
+
+    @cached_property
+    def leaves_no_tensor(self) -> bool:
+        """Whether nobody but lade sees the tensors that a block's forward makes.
+
+        Then it runs in torch's inference mode, where each operation costs less. Tensors made in it can take no part in training
+        and are not to be changed elsewhere: the user's hooks and modules may keep some, and so does a model whose rotary
+        frequencies follow the length of the text.
+        """
+        kind = self._device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            return False  # it keeps the weights that it has cast
+        is_own = self.foreign_code is None and not has_foreign_forward(self.parts) and not has_hooks(self.parts)
+        return is_own and has_plain_weights(self.parts) and not self.needs_equal_lengths
 
     @property
     def prompt_model(self) -> Any:
@@ -367,6 +387,11 @@ class ModelAdapter:
     def parts(self) -> tuple[nn.Module, ...]:
         """The model and all modules in it."""
         return tuple(parts_of(self.model))
+
+    @cached_property
+    def foreign_code(self) -> Hashable:
+        """What of the model's code is neither torch's nor transformers'; None where all is."""
+        return foreign_code(self.parts)
 
     @cached_property
     def _parameters(self) -> frozenset[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -20,30 +20,9 @@ SHORTEST_TRIAL = 64
 # The block's error must be so much smaller than what an ignored mask would cause; in half precision both are rounded.
 SAFETY = {torch.float64: 1000.0, torch.float32: 1000.0}
 SAFETY_IN_HALF_PRECISION = 10.0
-KNOWN_CODE = ("torch.", "transformers.")
 
 # What came of trials, by the code that ran and the length that was tried; a model that is gone takes its entries along.
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, str | None]] = weakref.WeakKeyDictionary()
-
-
-def foreign_code(parts: Iterable[nn.Module]) -> Hashable:
-    """What of a model's code is neither torch's nor transformers': classes, and functions put in place of their forwards.
-
-    parts: the model and all modules in it. None where there is nothing of that kind. Two equal results mean the same code.
-    """
-    found = []
-    is_known: dict[type[nn.Module], bool] = {}  # classes are few, and a call looks at all modules
-    for module in parts:
-        kind, own = type(module), vars(module).get("forward")
-        if kind not in is_known:
-            is_known[kind] = _is_known(kind) and _is_known(kind.forward)
-        if not is_known[kind] or (own is not None and not _is_known(own)):
-            found.append((kind, kind.forward, None if own is None else id(own)))
-    return tuple(found) or None
-
-
-def _is_known(source: Any) -> bool:
-    return (getattr(source, "__module__", None) or "").startswith(KNOWN_CODE)
 
 
 def trial_reason(adapter: ModelAdapter, max_length: int) -> str | None:
@@ -54,7 +33,7 @@ def trial_reason(adapter: ModelAdapter, max_length: int) -> str | None:
     length = SHORTEST_TRIAL
     while length < min(max_length, LONGEST_TRIAL):
         length *= 2
-    key = (foreign_code(adapter.parts), adapter.config._attn_implementation, adapter.dtype, length)
+    key = (adapter.foreign_code, adapter.config._attn_implementation, adapter.dtype, length)
     verdicts = _verdicts.setdefault(adapter.model, {})
     if key not in verdicts:
         try:

@@ -7,7 +7,7 @@ the model meanwhile sees nothing of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
+KNOWN_CODE = ("torch.", "transformers.")
 # Dictionaries of a module that the view must be able to change; the tensors and hooks inside are shared.
 OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
@@ -60,23 +61,53 @@ def take_hooks(module: nn.Module, stock: nn.Module) -> None:
         module.__dict__[name] = stock.__dict__[name].copy()
 
 
-def has_foreign_forward(model: PreTrainedModel) -> bool:
+def has_foreign_forward(parts: Iterable[nn.Module]) -> bool:
     """Whether some module runs other code than its class says, which a view would take along bound to the original's modules.
 
-    So do accelerate's dispatch, which replaces `forward` on the object, and `module.compile()`.
+    parts: the model and all modules in it. So do accelerate's dispatch, which replaces `forward` on the object, and
+    `module.compile()`.
     """
-    return any("forward" in vars(part) or vars(part).get("_compiled_call_impl") is not None for part in parts_of(model))
+    return any("forward" in vars(part) or vars(part).get("_compiled_call_impl") is not None for part in parts)
 
 
-def has_hooks(model: nn.Module) -> bool:
+def has_hooks(parts: Iterable[nn.Module]) -> bool:
     """Whether something of the user's is to run before or after the model or a part of it.
 
-    transformers puts on hooks of its own, which only collect hidden states and attentions where a call asks for them.
+    parts: the model and all modules in it. transformers puts on hooks of its own, which only collect hidden states and attentions where a call asks for them.
     """
     everywhere = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
-    own = (vars(part)[name] for part in parts_of(model) for name in ("_forward_hooks", "_forward_pre_hooks"))
-    hooks = chain.from_iterable(found.values() for found in chain(everywhere, own))
+    own = (vars(part)[name] for part in parts for name in ("_forward_hooks", "_forward_pre_hooks"))
+    hooks = chain.from_iterable(found.values() for found in chain(everywhere, own) if found)
     return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
+
+
+def foreign_code(parts: Iterable[nn.Module]) -> Hashable:
+    """What of a model's code is neither torch's nor transformers': classes, and functions put in place of their forwards.
+
+    parts: the model and all modules in it. None where there is nothing of that kind. Two equal results mean the same code.
+    """
+    found = []
+    is_known: dict[type[nn.Module], bool] = {}  # classes are few, and a call looks at all modules
+    for module in parts:
+        kind, own = type(module), vars(module).get("forward")
+        if kind not in is_known:
+            is_known[kind] = _is_known(kind) and _is_known(kind.forward)
+        if not is_known[kind] or (own is not None and not _is_known(own)):
+            found.append((kind, kind.forward, None if own is None else id(own)))
+    return tuple(found) or None
+
+
+def _is_known(source: Any) -> bool:
+    return (getattr(source, "__module__", None) or "").startswith(KNOWN_CODE)
+
+
+def has_plain_weights(parts: Iterable[nn.Module]) -> bool:
+    """Whether all weights are ordinary tensors: none of those that are quantized or lie on several devices.
+
+    parts: the model and all modules in it.
+    """
+    weights = chain.from_iterable(vars(part)["_parameters"].values() for part in parts)
+    return {type(weight) for weight in weights} <= {nn.Parameter, type(None)}
 
 
 def parts_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,0 +1,136 @@
+"""Blocks run in torch's inference mode, which is faster, and nothing that was made in it gets out of a call."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import generate_plain, inference_tensors, prompt, tiny_llama
+
+import lade
+from lade.models.base import ModelAdapter
+
+
+@pytest.fixture
+def modes(monkeypatch, lade_on):
+    """Whether each block so far ran in inference mode."""
+    found, run = [], ModelAdapter.run_blocks
+
+    def run_blocks(self, **arguments):
+        found.append(torch.is_inference_mode_enabled())
+        return run(self, **arguments)
+
+    monkeypatch.setattr(ModelAdapter, "run_blocks", run_blocks)
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    return found
+
+
+def check(model, modes, expected_mode, inputs=None, context=nullcontext, **arguments):
+    """Same text as plain generate(), every block in the mode that is expected. Returns the output."""
+    inputs = prompt(12) if inputs is None else inputs
+    arguments = {"max_new_tokens": 24, "do_sample": False} | arguments
+    with context():
+        expected = generate_plain(model, inputs, **arguments)
+        modes.clear()
+        found = model.generate(**inputs, **arguments)
+    assert lade.last_stats().fallback_reason is None
+    assert modes
+    assert set(modes) == {expected_mode}
+    texts = [output if isinstance(output, torch.Tensor) else output.sequences for output in (expected, found)]
+    assert torch.equal(*texts)
+    assert texts[0].is_inference() == texts[1].is_inference()
+    return found
+
+
+def train(model, inputs=None):
+    """One step of training works afterwards."""
+    inputs = prompt(12) if inputs is None else inputs
+    model.train()
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    model.eval()
+
+
+@pytest.mark.parametrize("mode", ["auto", "lookahead"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_blocks_run_in_it(modes, mode, do_sample):
+    model = tiny_llama()
+    lade.config_lade(MODE=mode)
+    torch.manual_seed(3)
+    expected = generate_plain(model, prompt(12), max_new_tokens=30, do_sample=do_sample)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(**prompt(12), max_new_tokens=30, do_sample=do_sample), expected)
+    assert modes
+    assert all(modes)
+    assert not inference_tensors(model)
+    train(model)
+
+
+def test_what_is_returned_may_be_changed(modes):
+    """The cache, scores and logits that a call returns; hidden states and attentions keep blocks out of the mode."""
+    model = tiny_llama(attn_implementation="eager")
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    output = check(model, modes, True, **wanted)
+    layers = output.past_key_values.layers
+    for tensor in (
+        *output.scores,
+        *output.logits,
+        *(layer.keys for layer in layers),
+        *(layer.values for layer in layers),
+    ):
+        assert not tensor.is_inference()
+        tensor.add_(1.0)
+    output = check(model, modes, False, **wanted, output_hidden_states=True, output_attentions=True)
+    for step in (*output.hidden_states, *output.attentions):
+        assert not any(tensor.is_inference() for tensor in step)
+
+
+def test_what_a_hook_sees_may_be_kept(modes):
+    model, kept = tiny_llama(), []
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: kept.append(output))
+    check(model, modes, False)
+    assert kept
+    assert not any(tensor.is_inference() for tensor in kept)
+    handle.remove()
+    check(model, modes, True)
+
+
+def test_somebody_elses_module_may_keep_what_it_computes(modes):
+    class Keeping(torch.nn.Linear):
+        def forward(self, x):
+            self.latest = super().forward(x)
+            return self.latest
+
+    model = tiny_llama()
+    layer = model.model.layers[0].mlp
+    weight = layer.down_proj.weight
+    layer.down_proj = Keeping(weight.shape[1], weight.shape[0], bias=False).to(weight.dtype)
+    check(model, modes, False)
+    assert not inference_tensors(model)
+    train(model)
+
+
+def test_frequencies_that_follow_the_length(modes):
+    ropes = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny_llama(max_position_embeddings=64, rope_parameters=ropes)
+    check(model, modes, False, prompt(56))
+    assert not inference_tensors(model)
+    train(model, prompt(80))
+
+
+def test_quantized_weights(modes):
+    """A subclass of Tensor need not work in it."""
+
+    class Packed(torch.nn.Parameter):
+        pass
+
+    model = tiny_llama()
+    model.lm_head.weight = Packed(model.lm_head.weight.detach().clone())
+    check(model, modes, False)
+
+
+def test_weights_that_autocast_has_cast(modes):
+    model = tiny_llama(torch.float32)
+    check(model, modes, False, context=lambda: torch.autocast("cpu", torch.bfloat16), max_new_tokens=4)
+
+
+def test_inside_of_the_users_own(modes):
+    check(tiny_llama(), modes, True, context=torch.inference_mode)
