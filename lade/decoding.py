@@ -168,7 +168,7 @@ def lookahead_decode(
 
 
 def wait_for(device: torch.device) -> None:
-    """Let the device finish, so that times are those of what ran; verification, which comes next, would wait as well.
+    """Let a device other than the CPU finish, so that times are those of what ran; verification, which comes next, would wait as well.
 
     On CUDA for this thread's stream: to wait for all of a device breaks off a graph that another thread is capturing.
     """

@@ -29,7 +29,7 @@ class BlockLayout:
     visible:    [q, q] bool, query by key; the square of the root and the tree is left to each tree.
     logit_rows: [1 + num_nodes + W] rows whose logits are needed: the root, the nodes, the last level of the window.
     answers:    [1 + num_nodes] the first of these, without the window.
-    has_window: whether there is more than the root and the tree.
+    num_nodes, num_tokens, has_window: n as padded, q, and whether there is more than the root and the tree.
     cells:      which of the window's cells are part of the block, as indices into `window_cells`; None for all.
     """
 

@@ -43,13 +43,15 @@ class StepPrice:
         self._lock = threading.Lock()
         self._measured: dict[int, float] = {}  # cost by size
         self._costs: dict[int, float] = {}  # the same, never falling with the size; replaced, never changed
-        self._run: tuple[int, list[float]] = (
-            0,
-            [],
-        )  # size of the latest steps, and their seconds; replaced, never changed
+        # Size of the latest steps, and their seconds; replaced, never changed.
+        self._run: tuple[int, list[float]] = 0, []
+        self._pace: float = 1.0 if similar is None else similar._pace  # seconds per unit of cost, lately
+        self._changed = (
+            0  # the size whose cost the latest comparison told; 0 where that has been put together with the next one
+        )
         self._num_chosen = 0
         self._seen_at: dict[int, int] = {}  # size -> _num_chosen when it was last measured
-        # What all steps have cost; what those have that tried a new size, beyond plain steps.
+        # What all steps have cost; and what those have that tried a new size, beyond plain steps.
         self._spent = self._lost = 0.0
         self._offers: dict[int, Offers] = {}  # by limit; made anew where prices have changed
         self._num_observed = 0  # since then
@@ -75,26 +77,53 @@ class StepPrice:
                 return
             self._seen_at[size] = self._num_chosen
             other, run = self._run
+            before, changed = self._costs, size
             if size == other:
                 self._run = size, [*run[1 - RUN_LENGTH :], seconds]
-                return
-            if size not in self._measured:
-                self._measured[size] = self.cost(size)
-            larger = max(size, other)
-            if run:
-                growth = seconds / _median(run) if larger == size else _median(run) / seconds
-                seen = self._seen[larger]
-                seen.append(self._measured[min(size, other)] * growth)
-                ordered, count = sorted(seen), len(seen)
-                # No further than to the two in the middle: one odd measurement beside one other changes nothing.
-                before = self._measured[larger]
-                self._measured[larger] = max(ordered[(count - 1) // 2], min(before, ordered[count // 2]))
-            price, self._costs = self._costs.get(larger), _rising(self._measured)
-            self._run = size, [seconds]
-        self._num_observed += 1
-        has_changed = price is None or abs(self._costs[larger] - price) > SAME_PRICE * price
-        if has_changed or self._num_observed == RENEW_EVERY:
-            self._offers, self._num_observed = {}, 0
+            else:
+                if size not in self._measured:
+                    self._measured[size] = self.cost(size)
+                if run:
+                    changed = max(size, other)
+                    growth = seconds / _median(run) if changed == size else _median(run) / seconds
+                    self._compare(changed, self._measured[min(size, other)] * growth, is_same_step=len(run) == 1)
+                self._costs = self._rising_costs()
+                self._run = size, [seconds]
+            self._pace = _median(self._run[1]) / self._costs[size]
+            self._num_observed += 1
+            price = before.get(changed)
+            has_changed = price is None or abs(self._costs[changed] - price) > SAME_PRICE * price
+            if has_changed or self._num_observed == RENEW_EVERY:
+                self._offers, self._num_observed = {}, 0
+
+    def begin(self) -> None:
+        """The next step is compared with none before it: other things have been done in between."""
+        self._run = 0, []
+
+    def _compare(self, size: int, cost: float, is_same_step: bool) -> None:
+        """A size's cost has been found. is_same_step: a single step of it, or of the other size, was compared before and after."""
+        seen = self._seen[size]
+        if is_same_step and self._changed == size and seen:
+            cost, self._changed = sqrt(cost * seen.pop()), 0  # one odd step is to count but once
+        else:
+            self._changed = size
+        seen.append(cost)
+        ordered, count = sorted(seen), len(seen)
+        # No further than to the two in the middle: one odd measurement beside one other changes nothing.
+        self._measured[size] = max(ordered[(count - 1) // 2], min(self._measured[size], ordered[count // 2]))
+
+    def _rising_costs(self) -> dict[int, float]:
+        """Costs that never fall with the size: neighbours in the wrong order get their mean (isotonic regression)."""
+        groups: list[tuple[float, int, list[int]]] = []  # cost, weight, sizes
+        for size in sorted(self._measured):
+            # What has not been compared is what others are compared with.
+            cost, weight, sizes = self._measured[size], len(self._seen.get(size, ())) or OBSERVATIONS, [size]
+            while groups and groups[-1][0] >= cost:
+                other, other_weight, others = groups.pop()
+                cost = (other * other_weight + cost * weight) / (other_weight + weight)
+                weight, sizes = other_weight + weight, others + sizes
+            groups.append((cost, weight, sizes))
+        return {size: cost for cost, _, sizes in groups for size in sizes}
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step of q tokens, the machine being as fast as in the latest steps; of no meaning before them."""
@@ -106,7 +135,11 @@ class StepPrice:
         if num_tokens in measured:
             return measured[num_tokens]
         if self._similar is not None:
-            return self._similar.cost(num_tokens)
+            cost = self._similar.cost(num_tokens)
+            if not measured:
+                return cost
+            known = min(measured, key=lambda size: abs(size - num_tokens))
+            return cost * measured[known] / self._similar.cost(known)
         below = max((size for size in measured if size < num_tokens), default=None)
         above = min((size for size in measured if size > num_tokens), default=None)
         if below is not None and above is not None:
@@ -128,12 +161,6 @@ class StepPrice:
         """Whether trying sizes that nobody has measured has cost little so far."""
         return self._lost <= FREE_TRIALS * self._costs.get(1, 0.0) + TRIAL_SHARE * self._spent
 
-    @property
-    def _pace(self) -> float:
-        """Seconds per unit of cost in the latest steps."""
-        size, run = self._run
-        return _median(run) / self._costs[size] if run else 1.0
-
     @classmethod
     def of(cls, seconds: dict[int, float]) -> StepPrice:
         """What was measured earlier, as `measured` told it."""
@@ -144,7 +171,8 @@ class StepPrice:
     @property
     def measured(self) -> dict[int, float]:
         """Seconds by size, of the sizes that were measured."""
-        return {size: self.seconds(size) for size in self._costs}
+        pace = self._pace
+        return {size: pace * cost for size, cost in self._costs.items()}
 
     @property
     def largest_known(self) -> int:
@@ -244,18 +272,6 @@ def _median(seconds: list[float]) -> float:
     return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
-def _rising(costs: dict[int, float]) -> dict[int, float]:
-    """Costs by size that never fall with it: neighbours in the wrong order get their mean (isotonic regression)."""
-    groups: list[tuple[float, list[int]]] = []
-    for size in sorted(costs):
-        cost, sizes = costs[size], [size]
-        while groups and groups[-1][0] >= cost:
-            other, others = groups.pop()
-            cost, sizes = (other * len(others) + cost * len(sizes)) / (len(others) + len(sizes)), others + sizes
-        groups.append((cost, sizes))
-    return {size: cost for cost, sizes in groups for size in sizes}
-
-
 SavedPrices = dict[str, dict[str, float]]  # what else a price depends on -> size -> seconds
 
 _prices: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepPrice]] = weakref.WeakKeyDictionary()
@@ -271,6 +287,7 @@ class ModelPrices:
         """
         self._kind, self._all = kind, _prices.setdefault(model, {})
         self._saved = saved or {}
+        self._latest: StepPrice | None = None
 
     def at(self, num_slots: int) -> StepPrice:
         """The prices for texts of about this many tokens."""
@@ -284,7 +301,10 @@ class ModelPrices:
             if similar is None and saved:
                 similar = StepPrice.of({int(size): seconds for size, seconds in saved.items()})
             self._all[key] = StepPrice(similar)
-        return self._all[key]
+        if self._all[key] is not self._latest:
+            self._latest = self._all[key]
+            self._latest.begin()
+        return self._latest
 
 
 def saved_prices(model: Any) -> SavedPrices:

@@ -1,10 +1,13 @@
 """Blocks run in torch's inference mode, which is faster, and nothing that was made in it gets out of a call."""
 
+import functools
 from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import generate_plain, inference_tensors, prompt, tiny_llama
+from families import FAMILIES
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade
 from lade.models.base import ModelAdapter
@@ -114,6 +117,39 @@ def test_frequencies_that_follow_the_length(modes):
     check(model, modes, False, prompt(56))
     assert not inference_tensors(model)
     train(model, prompt(80))
+
+
+def test_a_table_that_grows(modes):
+    """XGLM makes a larger table of positions when a text gets beyond its end."""
+    family = next(family for family in FAMILIES if family.name == "xglm")
+    model = family.build()
+    room = model.config.max_position_embeddings
+    check(model, modes, False, prompt(room - 8))
+    assert model.model.embed_positions.weights.shape[0] > room + 2
+    assert not inference_tensors(model)
+
+
+def test_functions_put_in_place_of_a_models_own(modes, monkeypatch):
+    """Also those that have taken over the name of what they replace."""
+    kept, original = [], LlamaMLP.forward
+
+    @functools.wraps(original)
+    def keeping(self, x):
+        kept.append(original(self, x))
+        return kept[-1]
+
+    monkeypatch.setattr(LlamaMLP, "forward", keeping)
+    check(tiny_llama(), modes, False)
+    assert kept
+    assert not any(tensor.is_inference() for tensor in kept)
+
+
+def test_a_cache_that_grows_and_rows_that_part(modes):
+    inputs = prompt(12, batch_size=3)
+    check(tiny_llama(), modes, True, inputs)
+    output = check(tiny_llama(), modes, True, prompt(12), max_new_tokens=400, return_dict_in_generate=True)
+    for layer in output.past_key_values.layers:
+        assert not layer.keys.is_inference()
 
 
 def test_quantized_weights(modes):

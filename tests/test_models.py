@@ -443,3 +443,20 @@ def test_int8_weights():
     expected = generate_plain(quantised, prompt(), max_new_tokens=40)
     assert torch.equal(quantised.generate(**prompt(), max_new_tokens=40), expected)
     assert lade.last_stats().steps < 40
+
+
+def test_a_trial_leaves_nothing_for_the_call(lade_on):
+    """The adapter that tried a model out holds a view and masks of the trial's block."""
+
+    class Ordinary(torch.nn.Linear):
+        """Somebody else's, which makes a trial necessary."""
+
+    model = named("lfm2")
+    layer = model.model.layers[0].feed_forward
+    other = Ordinary(layer.w1.in_features, layer.w1.out_features, bias=False).to(layer.w1.weight.dtype)
+    other.weight.data.copy_(layer.w1.weight)
+    layer.w1 = other
+    expected = generate_plain(model, prompt(24), max_new_tokens=20)
+    for _ in range(2):  # the first call tries the model
+        assert torch.equal(model.generate(**prompt(24), max_new_tokens=20), expected)
+        assert lade.last_stats().fallback_reason is None

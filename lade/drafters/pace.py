@@ -41,7 +41,7 @@ class Pace:
         if self._num_steps <= PLAIN_STEPS:
             return Part.NOTHING
         rates = {
-            part: (1 + self._accepted[part]) / price.seconds(round(self._sizes.get(part, sizes[part]))) for part in Part
+            part: (1 + self._accepted[part]) / price.cost(round(self._sizes.get(part, sizes[part]))) for part in Part
         }
         best, second, _ = sorted(Part, key=rates.__getitem__, reverse=True)
         if PLAIN_STEPS < self._num_steps % RETRY_EVERY <= PLAIN_STEPS + RETRY_STEPS:

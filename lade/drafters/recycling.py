@@ -178,10 +178,9 @@ class RecyclingDrafter:
         price = self.prices.at(num_slots)
         price.observe(num_tokens, seconds)
         if self._has_searched:
-            plain = price.seconds(1)
-            search = min(search_seconds, plain)  # an interruption says nothing about the search
-            lost = price.seconds(num_tokens) - plain + search
-            self._cool_down.learn(self._mean_accepted - lost / plain, self.acceptance.promise)
+            search = min(1.0, search_seconds / price.seconds(1))  # an interruption says nothing about the search
+            lost = price.cost(num_tokens) / price.cost(1) - 1 + search
+            self._cool_down.learn(self._mean_accepted - lost, self.acceptance.promise)
 
     def sources(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}

@@ -8,7 +8,7 @@ from lade.models.alibi import BloomAdapter, FalconAdapter, MptAdapter
 from lade.models.base import ModelAdapter
 from lade.models.gpt_neo import GPTNeoAdapter
 from lade.models.lfm2 import Lfm2Adapter
-from lade.models.limits import DogeAdapter, Phi3Adapter
+from lade.models.limits import DogeAdapter, Phi3Adapter, XGLMAdapter
 from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
 from lade.models.vision import GemmaVisionAdapter, QwenVisionAdapter
@@ -38,6 +38,7 @@ SPECIAL: dict[str, type[ModelAdapter]] = {
     "qwen2_vl": QwenVisionAdapter,
     "qwen3_vl": QwenVisionAdapter,
     "qwen3_vl_moe": QwenVisionAdapter,
+    "xglm": XGLMAdapter,
 }
 # Families that do not; tests/test_families.py runs every one of them.
 REGULAR = frozenset(
@@ -50,7 +51,7 @@ REGULAR = frozenset(
     laguna llava llava_next llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
     ministral3 mistral mistral3 mistral4 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
     persimmon phi qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma
-    xglm youtu
+    youtu
     """.split()  # noqa: SIM905
 )
 

@@ -23,6 +23,12 @@ class Phi3Adapter(ModelAdapter):
         return super().unsupported_request(request)
 
 
+class XGLMAdapter(ModelAdapter):
+    """XGLM: beyond its table of positions it makes a larger one, in whatever forward that happens."""
+
+    leaves_no_tensor = False
+
+
 class DogeAdapter(ModelAdapter):
     """Doge: each query keeps the keys that it finds best, which guesses would crowd out."""
 

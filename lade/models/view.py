@@ -64,8 +64,8 @@ def take_hooks(module: nn.Module, stock: nn.Module) -> None:
 def has_foreign_forward(parts: Iterable[nn.Module]) -> bool:
     """Whether some module runs other code than its class says, which a view would take along bound to the original's modules.
 
-    parts: the model and all modules in it. So do accelerate's dispatch, which replaces `forward` on the object, and
-    `module.compile()`.
+    Accelerate's dispatch, which replaces `forward` on the object, is such a case, and so is `module.compile()`. parts: the model
+    and all modules in it.
     """
     return any("forward" in vars(part) or vars(part).get("_compiled_call_impl") is not None for part in parts)
 
@@ -98,7 +98,9 @@ def foreign_code(parts: Iterable[nn.Module]) -> Hashable:
 
 
 def _is_known(source: Any) -> bool:
-    return (getattr(source, "__module__", None) or "").startswith(KNOWN_CODE)
+    """Whether a class or function is torch's or transformers': by where it is written, too, since wrappers take names over."""
+    written_in = getattr(source, "__globals__", {}).get("__name__", source.__module__)
+    return all((name or "").startswith(KNOWN_CODE) for name in (getattr(source, "__module__", None), written_in))
 
 
 def has_plain_weights(parts: Iterable[nn.Module]) -> bool:
