@@ -134,9 +134,12 @@ def adapter_or_reason(
     if reason is not None:
         return reason
     adapter = adapter_for(model)
+    is_callers = callers_cache(generation_config, model_kwargs) is not None
+    if type(cache) is DynamicCache and cache.layers and not is_callers:
+        adapter.cache_layers = cache.layers  # generate() has made it for the call, as the model asks for it
     return (
         adapter.unsupported_reason()
-        or unsupported_cache(cache, generation_config, callers_cache(generation_config, model_kwargs) is not None)
+        or unsupported_cache(cache, generation_config, is_callers)
         or unsupported_arguments(adapter, model_kwargs)
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
         or (trial_reason(adapter_for(model), generation_config.max_length) if needs_trial(adapter) else None)

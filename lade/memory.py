@@ -67,6 +67,7 @@ class Memory:
         self.identity: dict[str, Any] | None = None  # of the model
         self.prices: SavedPrices = {}  # what steps of it cost, as the file said
         self._model: weakref.ref[Any] | None = None
+        self.outlives_call = True  # so that what a call learns last is worth learning
         if self.path is not None and self.path.exists():
             self._load(self.path)
 
@@ -299,7 +300,9 @@ def memory_for(model: Any, share: bool) -> Memory:
         active.belong_to(model)
         return active
     if not share:
-        return Memory()
+        memory = Memory()
+        memory.outlives_call = False
+        return memory
     vocab_size = model.config.get_text_config().vocab_size
     if model not in _shared or _shared[model][0] != vocab_size:  # embeddings may be resized
         _shared[model] = vocab_size, Memory()

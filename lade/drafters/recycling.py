@@ -168,7 +168,7 @@ class RecyclingDrafter:
             self._learn_rows()
 
     def finish(self) -> None:
-        if self._seen:
+        if self._seen and self.memory.outlives_call:
             self._learn_rows()
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:

@@ -31,7 +31,7 @@ from lade.config import LookaheadConfig
 from lade.kernels import kernel_problem, left_padding
 from lade.kv_cache import LookaheadCache
 from lade.models.fixed import FixedBlocks, padded_capacity
-from lade.models.view import foreign_code, has_foreign_forward, has_hooks, has_plain_weights, parts_of, private_view
+from lade.models.view import foreign_code, has_foreign_forward, has_hooks, is_as_made, parts_of, private_view
 from lade.stats import GenerationStats
 
 # Their attention takes the 4-D mask that a block needs.
@@ -119,7 +119,7 @@ class ModelAdapter:
         for layer_type in getattr(self.config, "layer_types", None) or ():
             if layer_type not in LAYER_REACH:
                 return f"layers of type {layer_type!r} cannot take a tree of guesses"
-        for layer in DynamicCache(config=self.config).layers:
+        for layer in self.cache_layers:
             if type(layer) not in PLAIN_LAYERS:
                 return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
         return None
@@ -340,8 +340,7 @@ class ModelAdapter:
         kind = self._device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return False  # it keeps the weights that it has cast
-        is_own = self.foreign_code is None and not has_foreign_forward(self.parts) and not has_hooks(self.parts)
-        return is_own and has_plain_weights(self.parts) and not self.needs_equal_lengths
+        return self.foreign_code is None and is_as_made(self.parts) and not self.needs_equal_lengths
 
     @property
     def prompt_model(self) -> Any:
@@ -387,6 +386,12 @@ class ModelAdapter:
     def parts(self) -> tuple[nn.Module, ...]:
         """The model and all modules in it."""
         return tuple(parts_of(self.model))
+
+    @cached_property
+    def cache_layers(self) -> list[Any]:
+        """Layers of the cache that the model asks for."""
+        layers: list[Any] = DynamicCache(config=self.config).layers
+        return layers
 
     @cached_property
     def foreign_code(self) -> Hashable:

@@ -103,13 +103,23 @@ def _is_known(source: Any) -> bool:
     return all((name or "").startswith(KNOWN_CODE) for name in (getattr(source, "__module__", None), written_in))
 
 
-def has_plain_weights(parts: Iterable[nn.Module]) -> bool:
-    """Whether all weights are ordinary tensors: none of those that are quantized or lie on several devices.
+def is_as_made(parts: Iterable[nn.Module]) -> bool:
+    """Whether a model runs as its classes say, on ordinary tensors: with nothing hooked on or put in place of a forward, and no
+    weights that are quantized or lie on several devices.
 
-    parts: the model and all modules in it.
+    parts: the model and all modules in it, which each call looks at: once.
     """
-    weights = chain.from_iterable(vars(part)["_parameters"].values() for part in parts)
-    return {type(weight) for weight in weights} <= {nn.Parameter, type(None)}
+    is_hooked = bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
+    for part in parts:
+        own = vars(part)
+        if "forward" in own or own.get("_compiled_call_impl") is not None:
+            return False
+        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            is_hooked = True
+        for weight in own["_parameters"].values():
+            if weight is not None and type(weight) is not nn.Parameter:
+                return False
+    return not (is_hooked and has_hooks(parts))
 
 
 def parts_of(model: nn.Module) -> Iterator[nn.Module]:
