@@ -46,9 +46,8 @@ class StepPrice:
         # Size of the latest steps, and their seconds; replaced, never changed.
         self._run: tuple[int, list[float]] = 0, []
         self._pace: float = 1.0 if similar is None else similar._pace  # seconds per unit of cost, lately
-        self._changed = (
-            0  # the size whose cost the latest comparison told; 0 where that has been put together with the next one
-        )
+        # The size whose cost the latest comparison told; 0 where that was put together with the one before.
+        self._changed = 0
         self._num_chosen = 0
         self._seen_at: dict[int, int] = {}  # size -> _num_chosen when it was last measured
         # What all steps have cost; and what those have that tried a new size, beyond plain steps.

@@ -73,7 +73,8 @@ def has_foreign_forward(parts: Iterable[nn.Module]) -> bool:
 def has_hooks(parts: Iterable[nn.Module]) -> bool:
     """Whether something of the user's is to run before or after the model or a part of it.
 
-    parts: the model and all modules in it. transformers puts on hooks of its own, which only collect hidden states and attentions where a call asks for them.
+    parts: the model and all modules in it. transformers puts on hooks of its own, which only collect hidden states and
+    attentions where a call asks for them.
     """
     everywhere = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
     own = (vars(part)[name] for part in parts for name in ("_forward_hooks", "_forward_pre_hooks"))
@@ -99,8 +100,9 @@ def foreign_code(parts: Iterable[nn.Module]) -> Hashable:
 
 def _is_known(source: Any) -> bool:
     """Whether a class or function is torch's or transformers': by where it is written, too, since wrappers take names over."""
-    written_in = getattr(source, "__globals__", {}).get("__name__", source.__module__)
-    return all((name or "").startswith(KNOWN_CODE) for name in (getattr(source, "__module__", None), written_in))
+    named = getattr(source, "__module__", None)
+    written_in = getattr(source, "__globals__", {}).get("__name__", named)
+    return all((name or "").startswith(KNOWN_CODE) for name in (named, written_in))
 
 
 def is_as_made(parts: Iterable[nn.Module]) -> bool:
