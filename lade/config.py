@@ -64,6 +64,9 @@ class LookaheadConfig:
     adaptive: bool = True  # public name ADAPTIVE: each step's block is as large as pays
     max_block: int = 64  # public name MAX_BLOCK: tokens of a step
     share: bool = True  # public name SHARE: calls learn from each other
+    deterministic: bool = (
+        False  # public name DETERMINISTIC: in half precision sizes follow assumed costs, never measured ones
+    )
     dist_workers: int | None = None  # public name DIST_WORKERS; None = what the environment says
     backend: str | None = None  # for keys/values between processes; None = nccl for a model on CUDA, else gloo
     compile: bool = False  # public name COMPILE: blocks of fixed shapes go through torch.compile where they can
@@ -152,6 +155,7 @@ def config_lade(
     SHARE: int | bool | None = None,
     COMPILE: int | bool | None = None,
     CUDA_GRAPH: int | bool | str | None = None,
+    DETERMINISTIC: int | bool | None = None,
 ) -> None:
     """Change the settings of all later `generate()` calls; what is not given keeps its value.
 
@@ -168,7 +172,7 @@ def config_lade(
     before (docs/drafting.md), and "auto", the default, leaves the choice to lade: today that is the tree. Giving LEVEL,
     WINDOW_SIZE or GUESS_SET_SIZE without MODE means "lookahead". ADAPTIVE=0 lays out the whole block in every step instead of as
     much of it as pays on this machine. MAX_BLOCK is the most tokens that a step of the tree may have (2 to 512). SHARE=0 lets no
-    call learn from another.
+    call learn from another. DETERMINISTIC=1 measures no step costs where they could change a text, in half precision.
 
     Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
 
@@ -194,6 +198,8 @@ def config_lade(
         changes["max_block"] = MAX_BLOCK
     if SHARE is not None:
         changes["share"] = _check_flag("SHARE", SHARE)
+    if DETERMINISTIC is not None:
+        changes["deterministic"] = _check_flag("DETERMINISTIC", DETERMINISTIC)
     if DEBUG is not None:
         changes["debug"] = _check_integer("DEBUG", int(DEBUG) if isinstance(DEBUG, bool) else DEBUG, 0, 9)
     if ALWAYS_FWD_ONE is not None:

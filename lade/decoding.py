@@ -64,7 +64,15 @@ def lookahead_decode(
     team.num_tokens = adapter.num_tokens
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
     drafter = make_drafter(
-        config, adapter.model, adapter.num_tokens, input_ids, key_mask, temperature, rules.noise, adapter.forward_kind
+        config,
+        adapter.model,
+        adapter.num_tokens,
+        input_ids,
+        key_mask,
+        temperature,
+        rules.noise,
+        adapter.forward_kind,
+        is_exact=not config.adaptive or adapter.is_exact,
     )
 
     num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens

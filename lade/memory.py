@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lade.acceptance import NUM_KINDS, Acceptance
-from lade.price import SavedPrices, saved_prices
+from lade.block_size import SavedCosts, saved_costs
 from lade.row_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, RowTable
 
 MAX_BYTES = 16 * 2**20
@@ -65,7 +65,7 @@ class Memory:
         self.unseen: dict[int, None] = {}  # likely tokens without a row of their own, the latest last
         self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}  # by whether tokens are sampled
         self.identity: dict[str, Any] | None = None  # of the model
-        self.prices: SavedPrices = {}  # what steps of it cost, as the file said
+        self.prices: SavedCosts = {}  # what steps of it cost, as the file said
         self._model: weakref.ref[Any] | None = None
         self.outlives_call = True  # so that what a call learns last is worth learning
         if self.path is not None and self.path.exists():
@@ -152,7 +152,7 @@ class Memory:
         if not target.parent.is_dir():
             raise ValueError(f"path must be in a folder that exists, got {str(target)!r}")
         model = None if self._model is None else self._model()
-        prices = self.prices if model is None else self.prices | saved_prices(model)
+        prices = self.prices if model is None else self.prices | saved_costs(model)
         header = {"format": FORMAT, "model": self.identity, "prices": prices}
         arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
         for name, table in (("singles", self.singles), ("pairs", self.pairs)):

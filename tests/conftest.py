@@ -18,11 +18,13 @@ from lade import augment
 from lade import config as lade_config
 
 torch.set_num_threads(1)  # tiny models gain nothing from more
+os.environ["LADE_CACHE"] = "0"  # no test depends on what this machine has measured before, nor leaves anything behind
 VOCAB = 61
 ROOT = Path(lade.__file__).parent.parent
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if not name.startswith(("USE_LADE", "LOAD_LADE", "LADE_"))
 }
+ENVIRONMENT["LADE_CACHE"] = "0"
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 _programs, _results = {}, {}
 

@@ -316,9 +316,9 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
 def test_what_a_step_costs_depends_on_the_way(model, on_cuda, kernel, monkeypatch):
     kinds = []
 
-    def spy(*args):
+    def spy(*args, **named):
         kinds.append(args[-1])
-        return make_drafter(*args)
+        return make_drafter(*args, **named)
 
     monkeypatch.setattr(lade.decoding, "make_drafter", spy)
     for settings in ({}, {"USE_FLASH": 0}, {"CUDA_GRAPH": 0}, {"USE_FLASH": 1}):
@@ -328,7 +328,7 @@ def test_what_a_step_costs_depends_on_the_way(model, on_cuda, kernel, monkeypatc
     drafters = [
         make_drafter(current_config(), model, 61, prompt()["input_ids"], None, None, None, kind) for kind in kinds
     ]
-    assert len({id(drafter.prices.at(100)) for drafter in drafters}) == len(kinds)
+    assert len({id(drafter.costs.at(100)) for drafter in drafters}) == len(kinds)
 
 
 @pytest.mark.parametrize("share", [1.0, 1e-9], ids=["room", "no-room"])

@@ -7,7 +7,7 @@ from conftest import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.acceptance import FORGET_EVERY, PAIR, SECOND_SUFFIX, SINGLE, SUFFIX, Acceptance
-from lade.drafters.cool_down import LONGEST_REST, PATIENCE, SHORTEST_REST, TRIAL, CoolDown
+from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
 from lade.drafters.recycling import BOTH_ROWS, LONG_MATCH, RecyclingDrafter
 from lade.layout import BlockLayout
 from lade.row_table import NUM_BINS
@@ -230,36 +230,34 @@ def test_a_text_looks_predictable_where_the_likeliest_tokens_are_likely():
 
 
 def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():
-    def steps_until_rest(cool_down, gain, promise):
-        return next(count for count in range(1, 1000) if cool_down.learn(gain, promise) or cool_down.takes_rest())
+    def steps_until_rest(backoff, gain, promise):
+        return next(count for count in range(1, 1000) if backoff.learn(gain, promise) or backoff.rests())
 
-    def length_of_rest(cool_down):
-        return 1 + sum(iter(cool_down.takes_rest, False))
+    def length_of_rest(backoff):
+        return 1 + sum(iter(backoff.rests, False))
 
-    cool_down = CoolDown()
-    assert steps_until_rest(cool_down, -0.05, 1.0) == pytest.approx(PATIENCE / 0.05, abs=1.5)
-    rests = [length_of_rest(cool_down)]
+    backoff = SpeculationBackoff()
+    assert steps_until_rest(backoff, -0.05, 1.0) == pytest.approx(PATIENCE / 0.05, abs=1.5)
+    rests = [length_of_rest(backoff)]
     for _ in range(5):
-        assert steps_until_rest(cool_down, -0.05, 1.0) == pytest.approx(TRIAL / 0.05, abs=1.5)
-        rests.append(length_of_rest(cool_down))
-    assert rests == [SHORTEST_REST, 2 * SHORTEST_REST, 4 * SHORTEST_REST, LONGEST_REST, LONGEST_REST, LONGEST_REST]
-    cool_down.learn(1.0, 1.0)  # it paid
-    steps_until_rest(cool_down, -0.05, 1.0)
-    assert length_of_rest(cool_down) == SHORTEST_REST
-    assert steps_until_rest(CoolDown(), -0.05, 0.2) == pytest.approx(PATIENCE * 0.2 / 0.05, abs=1.5)
+        assert steps_until_rest(backoff, -0.05, 1.0) == pytest.approx(TRIAL / 0.05, abs=1.5)
+        rests.append(length_of_rest(backoff))
+    assert rests == [MIN_REST, 2 * MIN_REST, 4 * MIN_REST, MAX_REST, MAX_REST, MAX_REST]
+    backoff.learn(1.0, 1.0)  # it paid
+    steps_until_rest(backoff, -0.05, 1.0)
+    assert length_of_rest(backoff) == MIN_REST
+    assert steps_until_rest(SpeculationBackoff(), -0.05, 0.2) == pytest.approx(PATIENCE * 0.2 / 0.05, abs=1.5)
 
 
 def test_the_document_says_when_guessing_rests():
     text = (ROOT / "docs" / "drafting.md").read_text(encoding="utf-8")
     assert f"falls below -{PATIENCE}, " in text
-    assert (
-        f"rests: {SHORTEST_REST} steps, then a short trial, then {2 * SHORTEST_REST} and up to {LONGEST_REST} " in text
-    )
+    assert f"rests: {MIN_REST} steps, then a short trial, then {2 * MIN_REST} and up to {MAX_REST} " in text
 
 
 def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     """While guessing rests, a tree is grown only behind what has been said before; the text stays the same."""
-    monkeypatch.setattr(CoolDown, "takes_rest", lambda self: True)
+    monkeypatch.setattr(SpeculationBackoff, "rests", lambda self: True)
     grown, inner = [], RecyclingDrafter._grow_all
 
     def grow(self, rows, *others):

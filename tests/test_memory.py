@@ -10,8 +10,8 @@ from conftest import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade import memory as memory_module
+from lade.block_size import LiveCosts
 from lade.memory import Memory, most_likely
-from lade.price import StepPrice
 from lade.row_table import ROW_LENGTH, RowTable
 from lade.suffix_index import SuffixIndex
 
@@ -121,8 +121,8 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
 
 def test_prices_are_saved_too(tmp_path, monkeypatch):
     """A process that begins with them needs no small steps to find out what larger ones cost."""
-    observe = StepPrice.observe  # steps have set prices, whatever this machine is doing
-    monkeypatch.setattr(StepPrice, "observe", lambda self, q, seconds: observe(self, q, 1 + 0.01 * q))
+    observe = LiveCosts.observe  # steps have set prices, whatever this machine is doing
+    monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q))
     lade.config_lade(ADAPTIVE=1, MAX_BLOCK=64)
     blocks = []
     for _ in range(2):

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import lade
+from lade.block_size.tables import can_store, cpu_name, folder, stored
 from lade.config import apply_environment, current_config
 from lade.versions import version_problem
 
@@ -75,6 +76,8 @@ def lade_lines() -> Iterable[str]:
     settings = asdict(current_config())
     settings |= {name: "auto" for name in ("use_flash", "cuda_graph") if settings[name] is None}
     yield "settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())
+    where = f"{len(stored())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
+    yield f"step costs in half precision: {where}"
 
 
 def package_lines() -> Iterable[str]:
@@ -116,8 +119,8 @@ def environment_lines() -> Iterable[str]:
 
 def methods_of_generation_mixin() -> set[str]:
     spec = importlib.util.find_spec("transformers")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        source = Path(folder, "generation", "utils.py").read_text(encoding="utf-8")
+    for place in (spec and spec.submodule_search_locations) or ():
+        source = Path(place, "generation", "utils.py").read_text(encoding="utf-8")
         for node in ast.parse(source).body:
             if isinstance(node, ast.ClassDef) and node.name == "GenerationMixin":
                 return {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
@@ -129,13 +132,3 @@ def installed_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def cpu_name() -> str:
-    """As /proc/cpuinfo has it, where there is one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

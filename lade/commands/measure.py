@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 import lade
-from lade.commands.env import cpu_name
+from lade.block_size.tables import cpu_name
 from lade.config import temporary_settings
 from lade.models.cost import synchronize
 

@@ -8,22 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.block_size import BlockModePolicy, StepCostsByLength
 from lade.config import LookaheadConfig
 from lade.drafters.base import Draft, Drafter, Outcome
 from lade.drafters.lookahead import LookaheadDrafter
-from lade.drafters.pace import Pace
 from lade.drafters.recycling import RecyclingDrafter
 from lade.memory import memory_for
 from lade.noise import Noise
-from lade.price import ModelPrices
 
 __all__ = ["Draft", "Drafter", "LookaheadDrafter", "Outcome", "RecyclingDrafter", "make_drafter"]
 
 
 BLIND_BLOCK = 16  # tokens of a tree's block whose price cannot be known: they pay on most devices
 
-# What lookahead's blocks have been worth, by model, settings and what else changes a step's price.
-_paces: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Pace]] = weakref.WeakKeyDictionary()
+# What the modes of lookahead's blocks have been worth, by model, settings and what else changes a step's cost.
+_mode_policies: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], BlockModePolicy]] = weakref.WeakKeyDictionary()
 
 
 def make_drafter(
@@ -35,19 +34,26 @@ def make_drafter(
     temperature: float | None,
     noise: Noise | None = None,
     forward_kind: tuple[str, ...] = (),
+    is_exact: bool = True,
 ) -> Drafter:
-    """The drafter that the settings ask for. Arguments as for the drafters; forward_kind: what else changes a step's price."""
+    """The drafter that the settings ask for. Arguments as for the drafters.
+
+    forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow live costs.
+    """
     kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile, *forward_kind)
-    kind += ("window",) * config.uses_window  # whose search counts as part of the price
+    kind += ("window",) * config.uses_window  # whose search counts as part of the cost
     # Processes that compute one forward together must lay out the same block, whatever each one's clock says.
     is_split = (getattr(model, "_tp_size", None) or 1) > 1
     memory = None if config.uses_window else memory_for(model, config.share)
     saved = None if memory is None else memory.prices
-    prices = ModelPrices(model, kind, saved) if config.adaptive and not is_split else None
+    costs = None
+    if config.adaptive and not is_split:
+        may_measure = not (config.deterministic or torch.are_deterministic_algorithms_enabled())
+        costs = StepCostsByLength(model, kind, saved, None if is_exact else len(prompt_ids), may_measure)
     if memory is None:
         sizes = (config.ngram_size, config.window_size, config.num_guesses)
-        paces = _paces.setdefault(model, {}) if config.share else {}
-        pace = None if prices is None else paces.setdefault((*kind, *sizes), Pace())
-        return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, prices, pace)
+        policies = _mode_policies.setdefault(model, {}) if config.share else {}
+        policy = None if costs is None else policies.setdefault((*kind, *sizes), BlockModePolicy())
+        return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, costs, policy)
     max_block = min(config.max_block, BLIND_BLOCK) if config.adaptive and is_split else config.max_block
-    return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, temperature, max_block, prices, noise)
+    return RecyclingDrafter(memory, num_tokens, prompt_ids, key_mask, temperature, max_block, costs, noise)

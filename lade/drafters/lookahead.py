@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lade.block_size import BlockMode, BlockModePolicy, StepCostsByLength
 from lade.config import LookaheadConfig
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
-from lade.drafters.pace import Pace, Part
 from lade.ngram_pool import Pool, pool_for
-from lade.price import ModelPrices
 from lade.texts import Texts
 from lade.token_tree import TokenTree, merge_candidates
 from lade.window import JacobiWindow
@@ -24,15 +23,15 @@ class LookaheadDrafter:
         vocab_size: int,
         prompt_ids: Tensor,
         key_mask: Tensor | None,
-        prices: ModelPrices | None = None,
-        pace: Pace | None = None,
+        costs: StepCostsByLength | None = None,
+        policy: BlockModePolicy | None = None,
     ) -> None:
         """prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool, False for padding; None without.
 
-        prices, pace: what blocks cost, and who says how much of one pays; None to lay out the whole block in every step.
+        costs, policy: what blocks cost, and which parts of one pay; None to lay out the whole block in every step.
         """
-        self.config, self.prices, self.pace = config, prices, pace
-        self._part = Part.WINDOW
+        self.config, self.costs, self.policy = config, costs, policy
+        self._mode = BlockMode.WINDOW
         self._num_proposed = self._num_accepted = 0
         prompt_ids = prompt_ids.long()
         # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
@@ -58,12 +57,12 @@ class LookaheadDrafter:
         roots = torch.tensor(texts.roots(), device=texts.ids.device)
         self.window.set_root(roots)
         max_depth = self.config.ngram_size - 1
-        self._part = self._choose_part(max(texts.lengths))
-        if self._part == Part.NOTHING:
+        self._mode = self._choose_mode(max(texts.lengths))
+        if self._mode == BlockMode.PLAIN:
             max_depth = 0
         shape, cells = (self.config.ngram_size, self.config.window_size), self.window.cells()
         reach = max(sum(shape) - 3, max_depth)  # (N-2) + (W-1), the window's last cell
-        if self._part != Part.WINDOW or (max_offset is not None and max_offset < reach):
+        if self._mode != BlockMode.WINDOW or (max_offset is not None and max_offset < reach):
             shape, cells = ROOT_ALONE, cells[:, :0]
         if max_offset is not None:
             max_depth = min(max_depth, max_offset)
@@ -78,11 +77,11 @@ class LookaheadDrafter:
         for path, tokens in zip(outcome.accepted, outcome.tree.tokens, strict=True):
             self._num_proposed += 0 if path is None else len(tokens)
             self._num_accepted += 0 if path is None else len(path)
-        if self.pace is not None:
+        if self.policy is not None:
             judged = [len(path) for path in outcome.accepted if path is not None]
             num_cells = 1 if chosen is None else self.window.levels[0].numel()
             num_tokens = num_cells + outcome.tree.num_nodes
-            self.pace.learn(self._part, num_tokens, sum(judged) / max(1, len(judged)))
+            self.policy.learn(self._mode, num_tokens, sum(judged) / max(1, len(judged)))
         reach = self.config.ngram_size - 1  # an n-gram that ends in a new token begins at most so far before it
         found = [
             _ngrams_of(outcome.texts.row(row)[0, -(count + reach) :], self.config.ngram_size)
@@ -99,8 +98,8 @@ class LookaheadDrafter:
         """Nothing has waited."""
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
-        if self.prices is not None:
-            self.prices.at(num_slots).observe(num_tokens, seconds + search_seconds)
+        if self.costs is not None:
+            self.costs.at(num_slots).observe(num_tokens, seconds + search_seconds)
 
     def sources(self) -> dict[str, list[int]]:
         return {"pool": [self._num_proposed, self._num_accepted]}
@@ -112,14 +111,14 @@ class LookaheadDrafter:
         self._num_proposed += num_proposed
         self._num_accepted += num_accepted
 
-    def _choose_part(self, num_slots: int) -> Part:
-        """How much of the block pays."""
-        if self.pace is None or self.prices is None:
-            return Part.WINDOW
+    def _choose_mode(self, num_slots: int) -> BlockMode:
+        """Which parts of the block pay."""
+        if self.policy is None or self.costs is None:
+            return BlockMode.WINDOW
         num_cells = self.window.levels[0].numel()
         num_nodes = self.config.max_block_tokens - num_cells
-        sizes = {Part.NOTHING: 1, Part.CANDIDATES: 1 + num_nodes, Part.WINDOW: num_cells + num_nodes}
-        return self.pace.choose(self.prices.at(num_slots), sizes)
+        sizes = {BlockMode.PLAIN: 1, BlockMode.CANDIDATES: 1 + num_nodes, BlockMode.WINDOW: num_cells + num_nodes}
+        return self.policy.choose(self.costs.at(num_slots), sizes)
 
     def _remember(self, found: list[Tensor]) -> None:
         """Put n-grams into the pool, oldest first. found: [M, N] ids each."""

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from lade.acceptance import PAIR, PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
+from lade.block_size import EarlyStop, SpeculationBackoff, StepCostsByLength, choose_size
 from lade.drafters.base import ROOT_ALONE, Draft, Outcome
-from lade.drafters.cool_down import CoolDown
 from lade.memory import KEY_SHIFT, Memory, most_likely
 from lade.noise import Draws, Noise, win_chances
-from lade.price import Appetite, ModelPrices
 from lade.row_table import BIN_EDGES, BIN_MIDDLES, Row
 from lade.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
 from lade.texts import Texts
@@ -96,15 +95,15 @@ class RecyclingDrafter:
         key_mask: Tensor | None,
         temperature: float | None,
         max_block: int,
-        prices: ModelPrices | None,
+        costs: StepCostsByLength | None,
         noise: Noise | None = None,
     ) -> None:
         """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
 
-        temperature: of sampling, None for greedy. max_block: the largest q. prices: what blocks cost; None to propose as many
+        temperature: of sampling, None for greedy. max_block: the largest q. costs: what blocks cost; None to propose as many
         guesses as there is room for. noise: what sampling draws; None to do without.
         """
-        self.memory, self.num_tokens, self.max_block, self.prices = memory, num_tokens, max_block, prices
+        self.memory, self.num_tokens, self.max_block, self.costs = memory, num_tokens, max_block, costs
         self.acceptance = memory.acceptance[temperature is not None]
         self._temperature = 1.0 if temperature is None else temperature
         self._texts = [SuffixIndex() for _ in prompt_ids]
@@ -119,7 +118,7 @@ class RecyclingDrafter:
         self._num_generated = [0] * len(prompt_ids)
         self._growths = [Growth() for _ in self._texts]
         self._seen: list[Seen] = []  # not yet learned from
-        self._cool_down = CoolDown()
+        self._backoff = SpeculationBackoff()
         self._has_searched = False  # for guesses of this step
         self._mean_accepted = 0.0  # guesses per row of the last step
         self._proposed: Counter[int] = Counter()  # by kind
@@ -172,15 +171,15 @@ class RecyclingDrafter:
             self._learn_rows()
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
-        if self.prices is None:
+        if self.costs is None:
             return
-        # The price is without the search for guesses, which is over when a size is chosen.
-        price = self.prices.at(num_slots)
-        price.observe(num_tokens, seconds)
-        if self._has_searched:
-            search = min(1.0, search_seconds / price.seconds(1))  # an interruption says nothing about the search
-            lost = price.cost(num_tokens) / price.cost(1) - 1 + search
-            self._cool_down.learn(self._mean_accepted - lost, self.acceptance.promise)
+        # A step's cost is without the search for guesses, which is over when a size is chosen.
+        costs = self.costs.at(num_slots)
+        is_scheduled = costs.is_scheduled
+        costs.observe(num_tokens, seconds, search_seconds)
+        if self._has_searched and not is_scheduled:
+            lost = costs.cost(num_tokens) / costs.cost(1) - 1 + costs.search_cost(search_seconds)
+            self._backoff.learn(self._mean_accepted - lost, self.acceptance.promise)
 
     def sources(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -192,34 +191,41 @@ class RecyclingDrafter:
 
     def _takes_rest(self, rows: list[int]) -> bool:
         """Whether to propose nothing, because guesses have not paid lately; a text that repeats itself is worth an exception."""
-        if self.prices is None or not self._cool_down.takes_rest():
+        if self.costs is None or not self._backoff.rests():
             return False
         return all(length < LONG_MATCH for row in rows for _, length in self._texts[row].matches())
 
     def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
         """Trees for some rows, all of the size that pays."""
-        if self.prices is None:
+        if self.costs is None:
             for row in rows:
                 self._growths[row] = self._grow(row, max_depth, self.max_block - 1, 0.0, None)
             return
-        price, trust = self.prices.at(num_slots), self.acceptance.trust
-        offers = price.offers(self.max_block)
+        costs, trust = self.costs.at(num_slots), self.acceptance.trust
+        scheduled = costs.scheduled_size(len(rows), self.max_block)
+        if scheduled is not None:
+            for row in rows:
+                self._growths[row] = self._grow(row, max_depth, scheduled - 1, 0.0, None)
+                self._fill(self._growths[row], scheduled - 1)
+            return
+        offers = costs.offers(self.max_block)
         room, least = offers.sizes[-1] - 1, offers.least_chance / trust
         for row in rows:
-            self._growths[row] = self._grow(row, max_depth, room, least, price.appetite(self.max_block, trust))
+            stop = EarlyStop(offers, trust, spare=int(costs.may_explore_next))
+            self._growths[row] = self._grow(row, max_depth, room, least, stop)
         grown = [self._growths[row] for row in rows]
         expected = [
             trust * total
             for total in accumulate(map(sum, zip_longest(*(g.chances for g in grown), fillvalue=0.0)), initial=0.0)
         ]
-        size = price.choose(expected, len(rows), self.max_block)
+        size = choose_size(costs, expected, len(rows), self.max_block)
         for growth in grown:
             growth.cut(size - 1)
 
-    def _grow(self, row: int, max_depth: int, size: int, least: float, appetite: Appetite | None) -> Growth:
+    def _grow(self, row: int, max_depth: int, size: int, least: float, stop: EarlyStop | None) -> Growth:
         """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`.
 
-        appetite: says when more of them cannot pay; None where all are wanted.
+        stop: tells when more of them cannot pay; None where all are wanted.
         """
         growth = Growth()
         tokens, chances = growth.tokens, self.acceptance.chances
@@ -243,7 +249,7 @@ class RecyclingDrafter:
         starts = zip(index.matches(), (SUFFIX, SECOND_SUFFIX), strict=False)
         pointers = tuple((place, length, kind, place) for (place, length), kind in starts)
         add_children(-1, text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1, pointers)
-        if appetite is not None and appetite.is_sated(0, 0.0, max(-frontier[0][0] if frontier else 0.0, probe)):
+        if stop is not None and stop.is_enough(0, 0.0, max(-frontier[0][0] if frontier else 0.0, probe)):
             return growth
         while frontier and len(tokens) < size:
             negative, _, token, parent, kind, depth, place = heappop(frontier)
@@ -254,7 +260,7 @@ class RecyclingDrafter:
             growth.chances.append(-negative)
             growth.depths.append(depth)
             expected -= negative
-            if appetite is not None and appetite.is_sated(node + 1, expected, max(-negative, probe)):
+            if stop is not None and stop.is_enough(node + 1, expected, max(-negative, probe)):
                 return growth  # before its children are looked for, which takes longest
             if depth < max_depth and node + 1 < size:
                 before = text[-1] if parent < 0 else tokens[parent]
@@ -314,11 +320,22 @@ class RecyclingDrafter:
             return
         known = {token for token, parent in zip(growth.tokens, growth.parents, strict=True) if parent < 0}
         for token in islice((token for token in reversed(list(self.memory.unseen)) if token not in known), room):
-            growth.tokens.append(token)
-            growth.parents.append(-1)
-            growth.kinds.append(PROBE)
-            growth.chances.append(self.acceptance.chances[PROBE])
-            growth.depths.append(1)
+            self._add_probe(growth, token)
+
+    def _fill(self, growth: Growth, size: int) -> None:
+        """Fill a tree with any tokens, so that a step has the size that is to be timed. Few of them are right."""
+        known = {token for token, parent in zip(growth.tokens, growth.parents, strict=True) if parent < 0}
+        for token in islice(
+            (token for token in range(self.num_tokens) if token not in known), size - len(growth.tokens)
+        ):
+            self._add_probe(growth, token)
+
+    def _add_probe(self, growth: Growth, token: int) -> None:
+        growth.tokens.append(token)
+        growth.parents.append(-1)
+        growth.kinds.append(PROBE)
+        growth.chances.append(self.acceptance.chances[PROBE])
+        growth.depths.append(1)
 
     def _learn_rows(self) -> None:
         """Remember the rows seen, those of accepted tokens last: later ones count more."""

@@ -38,6 +38,7 @@ from lade.stats import GenerationStats
 MASKED_ATTENTION = ("eager", "sdpa")
 # These compute the same without taking such a mask; parts of their names.
 MASKLESS_ATTENTION = ("flash", "flex_attention")
+EXACT_DTYPES = (torch.float32, torch.float64)
 # They keep every key of the text, those that fall out of a window apart, or share another layer's.
 PLAIN_LAYERS = tuple(
     getattr(cache_utils, name)
@@ -341,6 +342,21 @@ class ModelAdapter:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return False  # it keeps the weights that it has cast
         return self.foreign_code is None and is_as_made(self.parts) and not self.needs_equal_lengths
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether the size of a block cannot change a text: everything is computed in float32 or float64.
+
+        In half precision, and in what is quantized or multiplied in less than its dtype says, products of more rows are rounded
+        otherwise.
+        """
+        if self.dtype not in EXACT_DTYPES or torch.get_float32_matmul_precision() != "highest":
+            return False
+        kind = self._device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            return False
+        weights = (weight for part in self.parts for weight in part._parameters.values() if weight is not None)
+        return all(type(weight) is nn.Parameter and weight.dtype in EXACT_DTYPES for weight in weights)
 
     @property
     def prompt_model(self) -> Any:

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 import lade
-from lade.commands.env import cpu_name
+from lade.block_size.tables import cpu_name
 from lade.commands.eval.data import BadData, load_questions
 from lade.commands.eval.methods import LADE, METHODS, PLAIN, Answerer
 from lade.commands.eval.programs import WARNING, Limits

@@ -10,29 +10,31 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
 from lade import decoding, noise
+from lade.block_size import (
+    BlockMode,
+    BlockModePolicy,
+    EarlyStop,
+    LiveCosts,
+    StepCostsByLength,
+    choose_size,
+    saved_costs,
+)
+from lade.block_size.costs import EXPLORE_EVERY, OBSERVATIONS, RENEW_EVERY, SAME_COST, SIZES, STALE_AFTER
 from lade.drafters import recycling
-from lade.drafters.pace import Pace, Part
 from lade.drafters.recycling import RecyclingDrafter
 from lade.models.base import ModelAdapter
-from lade.price import (
-    EXPLORE_EVERY,
-    OBSERVATIONS,
-    RENEW_EVERY,
-    SAME_PRICE,
-    SIZES,
-    STALE_AFTER,
-    ModelPrices,
-    StepPrice,
-    saved_prices,
-)
 
 
 def measured(curve, sizes=SIZES[:14]):
-    price = StepPrice()
+    price = LiveCosts()
     for size in sizes:
         for _ in range(3):
             price.observe(size, curve(size))
     return price
+
+
+def early_stop(price, limit=64):
+    return EarlyStop(price.offers(limit), 1.0, spare=int(price.may_explore_next))
 
 
 def test_lines_between_and_a_slope_beyond():
@@ -43,7 +45,7 @@ def test_lines_between_and_a_slope_beyond():
 
 
 def test_the_first_step_of_a_size_does_not_count():
-    price = StepPrice()
+    price = LiveCosts()
     price.observe(8, 1000.0)
     assert price.largest_known == 0
     price.observe(8, 2.0)
@@ -60,7 +62,7 @@ def test_a_step_that_took_no_time_does_not_count():
 
 def test_a_machine_that_gets_slower_and_faster_changes_no_price():
     """Each size is used at another speed than the others, for a while; only steps next to each other tell what is dearer."""
-    price = StepPrice()
+    price = LiveCosts()
     for turn in range(40):
         size = SIZES[turn % 7]
         for _ in range(8):
@@ -81,7 +83,7 @@ def test_a_busy_moment_does_not_stick():
 
 def test_one_odd_step_counts_once():
     """It is compared with the steps before it and with those behind: two comparisons against the one that there was."""
-    price = StepPrice()
+    price = LiveCosts()
     for size in (1, 2, 4, *(1, 1), *(2, 2), *(4, 4), *(1, 1)):  # the first three do not count
         price.observe(size, float(size))
     price.observe(2, 20.0)
@@ -92,7 +94,7 @@ def test_one_odd_step_counts_once():
 def test_other_texts_prices_are_taken_in_proportion():
     """Where a longer text makes large blocks dearer, sizes that it has not tried are dearer, too."""
     shorter = measured(lambda q: 1 + 0.1 * q)
-    longer = StepPrice(shorter)
+    longer = LiveCosts(shorter)
     for size in (1, 8, 1, 8, 1, 8):
         longer.observe(size, 2 + 0.4 * size)
     assert longer.cost(8) / longer.cost(1) == pytest.approx(5.2 / 2.4)
@@ -103,7 +105,7 @@ def test_other_texts_prices_are_taken_in_proportion():
 def test_a_new_call_is_not_compared_with_the_last_one():
     model = torch.nn.Linear(1, 1)
     for seconds in (1.0, 500.0, 1.0):  # in between others had the machine
-        price = ModelPrices(model, ("cpu", 1)).at(100)
+        price = StepCostsByLength(model, ("cpu", 1)).at(100)
         for size in (1, 1, 4, 4, 8):
             price.observe(size, seconds * (1 + 0.1 * size))
     assert [price.cost(size) / price.cost(1) for size in (4, 8)] == pytest.approx([1.4 / 1.1, 1.8 / 1.1])
@@ -117,10 +119,10 @@ def test_the_order_of_sizes_is_kept():
 
 
 def test_sizes_are_tried_from_small_to_large():
-    price, sizes = StepPrice(), []
+    price, sizes = LiveCosts(), []
     expected = [0.9 * k for k in range(65)]
     for _ in range(20):
-        sizes.append(price.choose(expected, 1, 64))
+        sizes.append(choose_size(price, expected, 1, 64))
         price.observe(sizes[-1], 1.0)
     assert sizes[0] == 1
     assert max(sizes) == 64
@@ -132,8 +134,8 @@ def test_sizes_are_tried_from_small_to_large():
 )
 def test_the_best_rate_wins(slope, chance, best):
     price = measured(lambda q: 1 + slope * (q - 1))
-    assert price.choose([chance * k for k in range(64)], 1, 64) == best
-    assert price.choose([chance * k for k in range(64)], 1, 10) == min(best, 10)
+    assert choose_size(price, [chance * k for k in range(64)], 1, 64) == best
+    assert choose_size(price, [chance * k for k in range(64)], 1, 10) == min(best, 10)
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.01, 0.05, 0.3])
@@ -144,21 +146,21 @@ def test_a_tree_grows_until_no_larger_block_can_pay(slope, first, fall):
     expected = [0.0]
     for k in range(1, 64):
         expected.append(expected[-1] + first / k**fall)
-    appetite, num_nodes = price.appetite(64, 1.0), 0
-    while num_nodes < 63 and not appetite.is_sated(num_nodes, expected[num_nodes], first / (num_nodes + 1) ** fall):
+    stop, num_nodes = early_stop(price), 0
+    while num_nodes < 63 and not stop.is_enough(num_nodes, expected[num_nodes], first / (num_nodes + 1) ** fall):
         num_nodes += 1
-    best = price.choose(expected, 1, 64)
-    assert price.choose(expected[: num_nodes + 1], 1, 64) == best
+    best = choose_size(price, expected, 1, 64)
+    assert choose_size(price, expected[: num_nodes + 1], 1, 64) == best
     assert num_nodes == 63 or num_nodes < max(8, 4 * best)
 
 
 def test_a_tree_grows_one_size_further_where_that_is_to_be_tried():
     price = measured(lambda q: 1 + 0.3 * (q - 1))
     for _ in range(EXPLORE_EVERY - 1):
-        assert price.appetite(64, 1.0).is_sated(0, 0.0, 0.05)
-        price.choose([0.0], 1, 64)
-    appetite = price.appetite(64, 1.0)
-    assert [appetite.is_sated(0, 0.0, 0.05), appetite.is_sated(1, 0.05, 0.05)] == [False, True]
+        assert early_stop(price).is_enough(0, 0.0, 0.05)
+        choose_size(price, [0.0], 1, 64)
+    stop = early_stop(price)
+    assert [stop.is_enough(0, 0.0, 0.05), stop.is_enough(1, 0.05, 0.05)] == [False, True]
 
 
 def test_prices_that_hardly_change_are_compared_now_and_then():
@@ -170,7 +172,7 @@ def test_prices_that_hardly_change_are_compared_now_and_then():
     for turn in range(4 * OBSERVATIONS):
         price.observe(1 + turn % 2, 1.0 + 2 * (turn % 2))
         costs = price.offers(64).costs
-        assert costs[:2] == pytest.approx([price.cost(1), price.cost(2)], rel=SAME_PRICE)
+        assert costs[:2] == pytest.approx([price.cost(1), price.cost(2)], rel=SAME_COST)
     assert costs[1] / costs[0] == pytest.approx(3.0)
 
 
@@ -179,7 +181,7 @@ def test_guesses_get_rarer_and_the_block_ends_there():
     expected = [0.0]
     for k in range(63):
         expected.append(expected[-1] + 0.5 * 0.8**k)
-    size = price.choose(expected, 1, 64)
+    size = choose_size(price, expected, 1, 64)
     assert 4 <= size <= 12
     assert 0 < price.offers(64).least_chance <= 0.05
 
@@ -189,7 +191,7 @@ def test_other_sizes_are_measured_now_and_then():
     price, sizes = measured(lambda q: 1 + 0.05 * (q - 1)), []
     expected = [min(4.0, 0.9 * k) for k in range(64)]
     for _ in range(8 * STALE_AFTER):
-        sizes.append(price.choose(expected, 1, 64))
+        sizes.append(choose_size(price, expected, 1, 64))
         price.observe(sizes[-1], 1 + 0.05 * (sizes[-1] - 1))
     usual = max(sizes, key=sizes.count)
     others = {1, *(SIZES[SIZES.index(usual) + step] for step in (-1, 1))}
@@ -202,19 +204,19 @@ def test_a_size_that_is_used_anyway_is_not_measured_apart():
     price = measured(lambda q: 1 + 0.05 * (q - 1))
     easy, hard = [min(4.0, 0.9 * k) for k in range(64)], [0.0] * 64
     for turn in range(8 * STALE_AFTER):
-        size = price.choose(easy if turn % 2 else hard, 1, 64)
+        size = choose_size(price, easy if turn % 2 else hard, 1, 64)
         price.observe(size, 1 + 0.05 * (size - 1))
         assert turn % 2 == 0 or size > 1
 
 
 def test_longer_texts_start_from_the_prices_of_shorter_ones():
     model = torch.nn.Linear(1, 1)
-    prices = ModelPrices(model, ("cpu", 1))
+    prices = StepCostsByLength(model, ("cpu", 1))
     for size in (1, 4, 16):
         for _ in range(2):
             prices.at(100).observe(size, float(size))
     assert prices.at(250) is prices.at(100)
-    longer = ModelPrices(model, ("cpu", 1)).at(5000)
+    longer = StepCostsByLength(model, ("cpu", 1)).at(5000)
     assert longer.cost(4) / longer.cost(1) == pytest.approx(4)
     longer.observe(4, 8.0)
     longer.observe(4, 8.0)  # everything takes twice as long here
@@ -223,26 +225,26 @@ def test_longer_texts_start_from_the_prices_of_shorter_ones():
         longer.observe(size, 1.0 + size)  # and grows otherwise
     assert longer.cost(4) / longer.cost(1) == pytest.approx(2.5)
     assert prices.at(100).cost(4) / prices.at(100).cost(1) == pytest.approx(4)
-    assert ModelPrices(model, ("cpu", 2)).at(100).largest_known == 0
+    assert StepCostsByLength(model, ("cpu", 2)).at(100).largest_known == 0
 
 
-@pytest.mark.parametrize(("slope", "num_accepted", "part"), [(0.01, 1.0, Part.WINDOW), (0.01, 0, Part.NOTHING)])
-def test_pace(slope, num_accepted, part):
-    price, pace = StepPrice(), Pace()
-    sizes = {Part.NOTHING: 1, Part.CANDIDATES: 29, Part.WINDOW: 56}
+@pytest.mark.parametrize(("slope", "num_accepted", "part"), [(0.01, 1.0, BlockMode.WINDOW), (0.01, 0, BlockMode.PLAIN)])
+def test_mode_policy(slope, num_accepted, part):
+    price, pace = LiveCosts(), BlockModePolicy()
+    sizes = {BlockMode.PLAIN: 1, BlockMode.CANDIDATES: 29, BlockMode.WINDOW: 56}
     parts = []
     for _ in range(64):
         parts.append(pace.choose(price, sizes))
         price.observe(sizes[parts[-1]], 1 + slope * sizes[parts[-1]])
         # Without the window there is little to accept.
-        pace.learn(parts[-1], sizes[parts[-1]], num_accepted * {Part.CANDIDATES: 0.3}.get(parts[-1], 1.0))
-    assert parts[:3] == [Part.NOTHING] * 3
+        pace.learn(parts[-1], sizes[parts[-1]], num_accepted * {BlockMode.CANDIDATES: 0.3}.get(parts[-1], 1.0))
+    assert parts[:3] == [BlockMode.PLAIN] * 3
     assert parts[32:].count(part) >= 29
 
 
 def test_one_slow_step_does_not_end_guessing():
     """Without the sizes in between being tried again nobody would learn that it was chance."""
-    price = StepPrice()
+    price = LiveCosts()
     for _ in range(3):
         price.observe(1, 1.0)
     for _ in range(2):
@@ -251,29 +253,29 @@ def test_one_slow_step_does_not_end_guessing():
     sizes = []
     for _ in range(200):
         grown = [total for total in expected if total <= 0.9 * 64]
-        sizes.append(price.choose(grown, 1, 64))
+        sizes.append(choose_size(price, grown, 1, 64))
         price.observe(sizes[-1], 1 + 0.01 * sizes[-1])
     assert price.offers(64).least_chance <= 0.05
     assert sizes[-10:].count(64) >= 9
 
 
 def test_trying_is_paid_for_from_a_small_share_of_all_time():
-    price, tokens = StepPrice(), 0.0
+    price, tokens = LiveCosts(), 0.0
     for _ in range(2000):
-        size = price.choose([0.99 * k for k in range(65)], 1, 64)
+        size = choose_size(price, [0.99 * k for k in range(65)], 1, 64)
         tokens += 1 + 0.99 * (size - 1)
         price.observe(size, float(size))
     assert price._spent <= 1.05 * tokens  # a plain call would have taken as many seconds as tokens
 
 
 def test_threads_share_prices():
-    price, errors = StepPrice(), []
+    price, errors = LiveCosts(), []
 
     def use():
         try:
             for step in range(300):
                 price.observe(SIZES[step % 12], 1.0 + step % 7)
-                price.choose([0.1 * k for k in range(40)], 1, 40)
+                choose_size(price, [0.1 * k for k in range(40)], 1, 40)
         except Exception as error:
             errors.append(error)
 
@@ -323,8 +325,8 @@ def slope(request):
 @pytest.fixture
 def priced(monkeypatch, lade_on, slope):
     """Steps have set prices, whatever this machine is doing."""
-    observe = StepPrice.observe
-    monkeypatch.setattr(StepPrice, "observe", lambda self, q, seconds: observe(self, q, 1 + slope * (q - 1)))
+    observe = LiveCosts.observe
+    monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + slope * (q - 1)))
     lade.config_lade(ADAPTIVE=1)
 
 
@@ -436,7 +438,7 @@ def test_the_search_for_guesses_is_no_part_of_a_price(do_sample, clock):
     assert stats.draft_seconds == 0.5 * len(clock)
     num_draws = stats.verify_seconds / 0.25
     assert 58 <= num_draws <= 60 + recycling.MAX_DEPTH if do_sample else num_draws == 0
-    (prices,) = saved_prices(model).values()
+    (prices,) = saved_costs(model).values()
     assert prices
     assert list(prices.values()) == pytest.approx([1.0] * len(prices))
 

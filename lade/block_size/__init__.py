@@ -1,0 +1,20 @@
+"""How many tokens a step's block has: what blocks cost on this machine, and which size is worth its cost. Floor 1."""
+
+from __future__ import annotations
+
+from lade.block_size.costs import FixedCosts, LiveCosts, SavedCosts, StepCosts, StepCostsByLength, saved_costs
+from lade.block_size.policy import BlockMode, BlockModePolicy, EarlyStop, SpeculationBackoff, choose_size
+
+__all__ = [
+    "BlockMode",
+    "BlockModePolicy",
+    "EarlyStop",
+    "FixedCosts",
+    "LiveCosts",
+    "SavedCosts",
+    "SpeculationBackoff",
+    "StepCosts",
+    "StepCostsByLength",
+    "choose_size",
+    "saved_costs",
+]

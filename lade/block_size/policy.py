@@ -1,0 +1,160 @@
+"""Which block pays: the size of a tree, the parts of the paper's block, and when to stop guessing for a while. Floor 1.
+
+Every decision compares tokens per unit of cost. Costs come from `lade.block_size.costs`; everything else here counts tokens and
+steps, never seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import lru_cache
+from math import sqrt
+
+from lade.block_size.costs import Offers, StepCosts
+
+
+def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limit: int) -> int:
+    """The size of block that commits most tokens per second; now and then another one, where costs are measured live.
+
+    expected: accepted guesses, summed over rows, that k guesses per row are good for, at index k. num_rows: rows that are not
+    finished. limit: the largest block that is allowed. Returns q, 1 for a plain step.
+    """
+    offers = costs.offers(limit)
+    sizes = [size for size in offers.sizes if size <= len(expected)]
+    rates = [(num_rows + expected[size - 1]) / cost for size, cost in zip(sizes, offers.costs, strict=False)]
+    return sizes[costs.explored_place(sizes, rates.index(max(rates)))]
+
+
+@lru_cache(maxsize=256)
+def _expected_gains(sizes: tuple[int, ...], place: int) -> list[float]:
+    """How many accepted guesses each larger block may add, in units of the next guess's chance, where one size is full.
+
+    Assumes that chances fall with the rank of the guess: the k-th has chance * sqrt(size / k).
+    """
+    size = sizes[place]
+    return [1 + 2 * (sqrt(size * (larger - 1)) - size) for larger in sizes[place + 1 :]]
+
+
+class EarlyStop:
+    """Tells when a tree that grows best guess first has grown enough: no larger block could pay better."""
+
+    def __init__(self, offers: Offers, trust: float, spare: int) -> None:
+        """trust: accepted guesses per expected one. spare: sizes to grow beyond what is enough."""
+        self._offers, self._trust, self._spare = offers, trust, spare
+        self._place = 0  # of the smallest size that the tree has not reached yet
+        self._best = 0.0  # tokens per cost, of the sizes that it has reached
+
+    def is_enough(self, num_nodes: int, expected: float, chance: float) -> bool:
+        """num_nodes: guesses so far, one more in each call. expected: sum of their chances. chance: of the next one, at most."""
+        sizes, costs, place = self._offers.sizes, self._offers.costs, self._place
+        if place == len(sizes):
+            return True
+        if num_nodes + 1 < sizes[place]:
+            return False
+        self._place += 1
+        gain = 1 + self._trust * expected
+        self._best = max(self._best, gain / costs[place])
+        promise = self._trust * chance
+        for more, cost in zip(_expected_gains(sizes, place), costs[place + 1 :], strict=True):
+            if gain + promise * more > self._best * cost:
+                return False
+        self._spare -= 1
+        return self._spare < 0
+
+
+# Plain steps that guessing may lose, on a text that looks predictable, before it stops for the first time.
+PATIENCE = 2.5
+MAX_CREDIT = 0.5  # of earlier gains, so that a text that has become hard is noticed
+TRIAL = 0.15  # plain steps that guessing may lose when it is tried again
+MIN_REST, MAX_REST = 8, 64  # steps
+
+
+class SpeculationBackoff:
+    """Counts what guessing has gained and lost, in plain steps; where it loses, some steps go without guesses.
+
+    Each trial that fails doubles the next rest.
+    """
+
+    def __init__(self) -> None:
+        self._balance = 0.0  # plain steps gained
+        self._rest = MIN_REST  # the next one
+        self._num_left = 0  # steps of this one
+
+    def rests(self) -> bool:
+        """Whether the next step goes without guesses. To be asked once before each step."""
+        if self._num_left == 0:
+            return False
+        self._num_left -= 1
+        return True
+
+    def learn(self, gain: float, predictability: float) -> None:
+        """What one step with guesses has gained, in plain steps; negative for a loss.
+
+        predictability: of the text, from 0 to 1; it says how much may be lost.
+        """
+        limit = -PATIENCE * predictability
+        if gain > 0:
+            self._rest = MIN_REST
+        self._balance = min(MAX_CREDIT, self._balance + gain)
+        if self._balance < limit:
+            self._num_left, self._rest = self._rest, min(MAX_REST, 2 * self._rest)
+            self._balance = limit + TRIAL
+
+
+MEMORY = 32  # steps that a mean mostly rests on
+PRIOR_MEAN, PRIOR_WEIGHT = 1.0, 2  # accepted guesses per step of an untried mode, and steps that this counts for
+PLAIN_STEPS = 3  # at first: all else is measured by them
+MIN_GAIN = 1.02  # a change of mode must be better by so much
+RETRY_EVERY, RETRY_STEPS = 128, 6  # how often, and for how long, another mode is tried
+RETRY_SHARE = 0.8  # of the best rate: the second best mode is tried from there on, otherwise the cheap candidates
+FORGET = 1 / 1024  # how fast the mean of an untried mode returns to the prior: the text may have become easy
+
+
+class BlockMode(IntEnum):
+    """Which parts of the paper's (N, W, G) block a step lays out."""
+
+    PLAIN = 0
+    CANDIDATES = 1
+    WINDOW = 2  # with the candidates
+
+
+class BlockModePolicy:
+    """Chooses a mode by tokens per step over cost per step."""
+
+    def __init__(self) -> None:
+        self._accepted = {BlockMode.PLAIN: 0.0, BlockMode.CANDIDATES: PRIOR_MEAN, BlockMode.WINDOW: PRIOR_MEAN}
+        self._num_tried = {BlockMode.CANDIDATES: 0, BlockMode.WINDOW: 0}
+        self._sizes = {BlockMode.PLAIN: 1.0}  # mean block of each mode
+        self._mode, self._num_steps = BlockMode.PLAIN, 0
+
+    def choose(self, costs: StepCosts, sizes: dict[BlockMode, int]) -> BlockMode:
+        """The next step's mode. sizes: tokens of a step in each mode, for those that were not tried yet."""
+        self._num_steps += 1
+        wanted = costs.scheduled_size(1, sizes[BlockMode.WINDOW])
+        if wanted is not None:
+            return next(mode for mode in BlockMode if sizes[mode] >= wanted)
+        if self._num_steps <= PLAIN_STEPS:
+            return BlockMode.PLAIN
+        rates = {
+            mode: (1 + self._accepted[mode]) / costs.cost(round(self._sizes.get(mode, sizes[mode])))
+            for mode in BlockMode
+        }
+        best, second, _ = sorted(BlockMode, key=rates.__getitem__, reverse=True)
+        if PLAIN_STEPS < self._num_steps % RETRY_EVERY <= PLAIN_STEPS + RETRY_STEPS:
+            return second if rates[second] > RETRY_SHARE * rates[best] else BlockMode.CANDIDATES
+        if rates[best] > MIN_GAIN * rates[self._mode]:
+            self._mode = best
+        return self._mode
+
+    def learn(self, mode: BlockMode, num_tokens: int, num_accepted: float) -> None:
+        """A step laid out q tokens, of which as many guesses per row were accepted."""
+        for other in (BlockMode.CANDIDATES, BlockMode.WINDOW):
+            if other != mode:
+                self._accepted[other] += FORGET * (PRIOR_MEAN - self._accepted[other])
+        if mode != BlockMode.PLAIN:
+            self._num_tried[mode] += 1
+            weight = max(1 / MEMORY, 1 / (self._num_tried[mode] + PRIOR_WEIGHT))
+            self._accepted[mode] += weight * (num_accepted - self._accepted[mode])
+            size = self._sizes.get(mode, float(num_tokens))
+            self._sizes[mode] = size + weight * (num_tokens - size)

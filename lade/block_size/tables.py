@@ -1,0 +1,234 @@
+"""Tables of step costs that outlive a process: made once per machine, model shape and dtype, stored in the user's cache folder. Floor 0.
+
+In half precision the sizes of blocks must not follow a clock, or the same call would give another text in each run. So costs are
+timed once, rounded to a coarse grid, and stored; the first process to store a table decides for all later ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("lade")
+
+FORMAT = 1  # of a stored table
+GRID = 1.05  # costs are rounded to powers of it
+# Costs beside a plain step's, at batch size 1, before anything was measured: bfloat16 on two cores with AVX-512, measured in the
+# decoding loop. On accelerators a step of that many tokens is bound by reading the weights.
+ASSUMED_ON_CPU = {1: 1.0, 4: 1.08, 8: 1.19, 16: 1.33, 32: 1.65, 64: 2.15, 128: 3.7}
+ASSUMED_ELSEWHERE = {1: 1.0, 128: 1.25, 512: 2.5}
+ASSUMED_SEARCH = 0.05  # of a plain step: a search for guesses
+# Sizes of the steps of one round, in order: each lies next to a plain one, the last next to that of the next round.
+ROUND = (1, 8, 32, 1, 16, 4, 1, 64)
+NUM_ROUNDS = 6
+MAX_BATCH_TOKENS = 128  # of a scheduled step, all rows together; four tokens a row are always tried
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """costs: by size, beside a plain step's; never falling. search: of a search for guesses, in plain steps."""
+
+    costs: dict[int, float]
+    search: float
+
+
+class Calibration:
+    """Times steps of scheduled sizes, each beside the nearest plain step. Which sizes come depends on no clock."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._num_steps = 0
+        self._runs: list[list[tuple[int, float]]] = [[]]  # (size, seconds) of steps in a row
+        self._seen: set[int] = set()
+        self._searches: list[float] = []  # seconds
+
+    def next_size(self, limit: int) -> int:
+        """limit: the largest block that is allowed."""
+        sizes = self._round(limit)
+        return sizes[self._num_steps % len(sizes)]
+
+    def add(self, num_tokens: int, seconds: float, search_seconds: float) -> bool:
+        """A step has run. Returns whether that was the last one of the schedule."""
+        self._num_steps += 1
+        if num_tokens in self._seen:
+            self._runs[-1].append((num_tokens, seconds))
+        else:  # the first step of a size also pays for setting kernels up
+            self._seen.add(num_tokens)
+            self.begin()
+        if num_tokens > 1:
+            self._searches.append(search_seconds)
+        return self._num_steps == NUM_ROUNDS * len(ROUND)
+
+    def begin(self) -> None:
+        """The next step does not follow the last one."""
+        self._runs.append([])
+
+    def table(self) -> CostTable | None:
+        """What was found; None where there is too little to say anything."""
+        ratios: dict[int, list[float]] = {1: [1.0]}
+        plain: list[float] = []
+        for run in self._runs:
+            places = [place for place, (size, seconds) in enumerate(run) if size == 1 and seconds > 0]
+            plain += [run[place][1] for place in places]
+            for place, (size, seconds) in enumerate(run):
+                if size > 1 and places and seconds > 0:
+                    nearest = min(places, key=lambda other: abs(other - place))
+                    ratios.setdefault(size, []).append(seconds / run[nearest][1])
+        if len(ratios) < 2:
+            return None
+        weights = {size: NUM_ROUNDS if size == 1 else len(found) for size, found in ratios.items()}
+        costs = rising({size: median(found) for size, found in ratios.items()}, weights)
+        search = median(self._searches) / median(plain)
+        return CostTable({size: rounded(cost / costs[1]) for size, cost in costs.items()}, min(1.0, rounded(search)))
+
+    def _round(self, limit: int) -> list[int]:
+        most = max(4, MAX_BATCH_TOKENS // self._batch_size)
+        return [size for size in ROUND if size <= min(limit, most)]
+
+
+def rounded(value: float) -> float:
+    """To the grid; 0 stays 0."""
+    return exp(round(log(value) / log(GRID)) * log(GRID)) if value > 0 else 0.0
+
+
+def default_costs(device_type: str, batch_size: int, sizes: Sequence[int]) -> CostTable:
+    """What is assumed for a kind of device, where nothing was measured."""
+    assumed = ASSUMED_ON_CPU if device_type == "cpu" else ASSUMED_ELSEWHERE
+    plain = interpolated(assumed, batch_size)
+    return CostTable({size: interpolated(assumed, size * batch_size) / plain for size in sizes}, ASSUMED_SEARCH)
+
+
+def interpolated(costs: Mapping[int, float], num_tokens: int) -> float:
+    """On the line between the nearest sizes, and beyond the last on the line through the last two. costs: not empty."""
+    if num_tokens in costs:
+        return costs[num_tokens]
+    sizes = sorted(costs)
+    if len(sizes) == 1 or num_tokens < sizes[0]:
+        return costs[sizes[0]]
+    place = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
+    low, high = sizes[place - 1], sizes[place]
+    return costs[low] + (num_tokens - low) * (costs[high] - costs[low]) / (high - low)
+
+
+def rising(costs: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
+    """Costs that never fall with the size: neighbours in the wrong order get their mean (isotonic regression)."""
+    groups: list[tuple[float, float, list[int]]] = []  # cost, weight, sizes
+    for size in sorted(costs):
+        cost, weight, sizes = costs[size], weights[size], [size]
+        while groups and groups[-1][0] >= cost:
+            other, other_weight, others = groups.pop()
+            cost = (other * other_weight + cost * weight) / (other_weight + weight)
+            weight, sizes = other_weight + weight, others + sizes
+        groups.append((cost, weight, sizes))
+    return {size: cost for cost, _, sizes in groups for size in sizes}
+
+
+def folder() -> Path | None:
+    """Where tables are stored: LADE_CACHE, else `lade` in the user's cache folder. None where LADE_CACHE is 0 or empty."""
+    chosen = os.environ.get("LADE_CACHE")
+    if chosen is not None:
+        return None if chosen.strip() in ("", "0") else Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lade"
+
+
+def can_store() -> bool:
+    """Whether a table that is made now will be there for the next process."""
+    try:
+        path = folder()
+        if path is None:
+            return False
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home
+        return False
+    return os.access(path, os.W_OK | os.X_OK)
+
+
+def load(name: str) -> CostTable | None:
+    """The stored table of a name, None where there is none that can be read."""
+    path = _path_of(name)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or content["name"] != name:
+            raise ValueError(f"its format is {content['format']!r}")
+        costs = {int(size): float(cost) for size, cost in content["costs"].items()}
+        search = float(content["search"])
+        ordered = [costs[size] for size in sorted(costs)]
+        if min(costs) != 1 or len(costs) < 2 or ordered != sorted(ordered) or not 0 < ordered[0] <= ordered[-1] < 1e6:
+            raise ValueError("its costs are not those of rising sizes from 1")
+        if not 0 <= search <= 1:
+            raise ValueError("its cost of a search is not a share of a step")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        logger.warning("lade: the step costs in %s cannot be used and are measured again: %s", path, error)
+        return None
+    return CostTable(costs, search)
+
+
+def store(name: str, table: CostTable) -> CostTable | None:
+    """Write a table, unless another process was faster. Returns what later processes will find, None where that is nothing."""
+    content = {"format": FORMAT, "name": name, "costs": table.costs, "search": table.search}
+    path = _path_of(name)
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        try:
+            os.link(temporary, path)  # fails where the file is there
+        except FileExistsError:
+            found = load(name)
+            if found is not None:
+                return found
+            os.replace(temporary, path)  # what lies there is damaged
+            return table
+        finally:
+            if os.path.exists(temporary):
+                os.unlink(temporary)
+    except OSError:  # a full disk, a folder that has gone, a file system without links
+        return None
+    return table
+
+
+def stored() -> list[Path]:
+    """The files of all stored tables."""
+    path = folder()
+    return [] if path is None else sorted(path.glob("step-costs-*.json"))
+
+
+def _path_of(name: str) -> Path:
+    path = folder()
+    assert path is not None
+    return path / f"step-costs-{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
+
+
+def table_name(model: Any, kind: tuple[Any, ...]) -> str:
+    """By what a table is known again: the machine, the shape of a model, and whatever else changes a step's cost."""
+    sizes = sum(parameter.numel() for parameter in model.parameters())
+    device = model.device
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores"
+    return f"{machine}; torch {torch.__version__}; {type(model).__name__} of {sizes} parameters; " + " ".join(
+        map(str, kind)
+    )
+
+
+def cpu_name() -> str:
+    """As Linux tells it, otherwise as Python does."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
