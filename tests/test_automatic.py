@@ -306,7 +306,7 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
     monkeypatch.setattr(fixed, "capture", slow)
     for module in (fixed, lade.decoding):
         monkeypatch.setattr(module, "perf_counter", clock)
-    monkeypatch.setattr(lade.decoding, "make_drafter", lambda *args: Spy(make_drafter(*args)))
+    monkeypatch.setattr(lade.decoding, "make_drafter", lambda *args, **named: Spy(make_drafter(*args, **named)))
     stats = run(tiny_llama())
     assert stats.forward_seconds == now[0] >= 5
     assert set(seen) == ({0.0, 5.0} if fails else {0.0})
