@@ -620,7 +620,10 @@ def test_exceptions_leave_no_trace(where, error):
         arguments["stopping_criteria"] = StoppingCriteriaList([ExplosiveCriterion(error)])
     else:
         bomb = Explosive(error)
-        hook = model.model.layers[0].register_forward_hook(lambda *_: bomb._tick())
+        tick = lade.allow_hook(lambda *_: is_armed and bomb._tick())
+        hook, is_armed = model.model.layers[0].register_forward_hook(tick), False
+        model.generate(**inputs, max_new_tokens=30)  # the hook's trial
+        is_armed = True
     with pytest.raises(type(error)):
         model.generate(**inputs, **arguments)
     if where == "model":
@@ -1035,7 +1038,9 @@ def test_synced_gpus_keeps_forwarding_until_all_are_done(model, monkeypatch):
 
     monkeypatch.setattr(type(model), "_has_unfinished_sequences", has_unfinished)
     calls = []
-    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    hook = model.register_forward_hook(lade.allow_hook(lambda *_: calls.append(1)))
+    model.generate(**inputs, max_new_tokens=10)  # the hook's trial
+    calls.clear()
     result = model.generate(**inputs, max_new_tokens=10, synced_gpus=True)
     hook.remove()
     stats = assert_ran()

@@ -52,7 +52,7 @@ def clock(monkeypatch):
             time += 1 + slope * (kwargs["input_ids"].shape[1] - 1)
 
         model = tiny_llama(**changes)
-        model.register_forward_pre_hook(tick, with_kwargs=True)
+        model.register_forward_pre_hook(lade.allow_hook(tick), with_kwargs=True)
         return model
 
     fake = SimpleNamespace(perf_counter=lambda: time)
