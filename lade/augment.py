@@ -21,9 +21,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 from lade.config import apply_environment, current_config, is_enabled
 from lade.decoding import lookahead_decode
 from lade.link import is_leader
-from lade.models import ModelAdapter, adapter_for
+from lade.models import ModelAdapter, adapter_for, needs_trial
 from lade.models.base import Request
-from lade.models.probe import distrust_reason
+from lade.models.probe import trial_reason
 from lade.parallel import Alone, team_for
 from lade.stats import GenerationStats, open_stats, recording
 from lade.versions import version_problem
@@ -142,7 +142,7 @@ def adapter_or_reason(
         or unsupported_cache(cache, generation_config, is_callers)
         or unsupported_arguments(adapter, model_kwargs)
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
-        or distrust_reason(adapter, generation_config.max_length, input_ids.shape[0])
+        or (trial_reason(adapter, generation_config.max_length, len(input_ids)) if needs_trial(adapter) else None)
         or adapter
     )
 

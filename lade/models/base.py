@@ -113,6 +113,10 @@ class ModelAdapter:
             is_safe = name in self.safe_hooks and getattr(function, "__module__", "").startswith("transformers.models.")
             if function is not getattr(GenerationMixin, name) and not is_safe:
                 return f"{type(model).__name__} has a {name} of its own"
+        if self.code.refused_hook is not None:
+            return (
+                f"the hook {self.code.refused_hook} would see guesses that are rejected; lade.allow_hook(hook) lets it"
+            )
         return None
 
     def unsupported_layers(self) -> str | None:

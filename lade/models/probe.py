@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from lade.attention import Block
 from lade.config import current_config
 from lade.kv_cache import is_out_of_memory
-from lade.models import needs_trial
 from lade.models.base import PLAIN_LAYERS, ModelAdapter
 from lade.models.foreign import is_gone
 from lade.noise import drawing
@@ -32,21 +31,11 @@ _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, str | None]
 MOST_VERDICTS = 64  # per model: hooks may come with other arguments in each call
 
 
-def distrust_reason(adapter: ModelAdapter, max_length: int, num_rows: int) -> str | None:
-    """Why code that nobody has vouched for keeps a call from being served, as a sentence; None where nothing does.
+def trial_reason(adapter: ModelAdapter, max_length: int, num_rows: int = 1) -> str | None:
+    """Why a model failed its trial, as a sentence; None when it passed. Tried once for each model, code and size of a call.
 
     max_length: how long the text may get, in tokens. num_rows: B.
     """
-    if adapter.code.refused_hook is not None:
-        return (
-            f"the hook {adapter.code.refused_hook!r} would see guesses that are rejected later; "
-            "lade.allow_hook(hook) lets it, once it is tried out"
-        )
-    return trial_reason(adapter, max_length, num_rows) if needs_trial(adapter) else None
-
-
-def trial_reason(adapter: ModelAdapter, max_length: int, num_rows: int = 1) -> str | None:
-    """Why a model failed its trial, as a sentence; None when it passed. Tried once for each model, code and size of a call."""
     code = adapter.code
     length = SHORTEST_TRIAL
     while length < min(max_length, LONGEST_TRIAL):
