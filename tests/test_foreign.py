@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
-from lade.models import probe
+from lade.models import foreign, probe
 from lade.models.foreign import AUTHORS, is_written_by
 
 SDPA = functional.scaled_dot_product_attention
@@ -228,6 +228,20 @@ def test_partial_functions_with_the_same_plain_arguments_are_one_hook(model, tri
         check(model, reason)
         handle.remove()
     assert len(trials) == 1
+
+
+def test_a_library_that_keeps_nothing_needs_nobodys_leave(model, trials, monkeypatch):
+    """peft puts on hooks of its own for each call, alike each time."""
+    monkeypatch.setattr(foreign, "RETAINS_NOTHING", foreign.AUTHORS | {"peft"} | {__name__.partition(".")[0]})
+
+    def steer(module, args, output, by):
+        return with_tensor(output, tensor_of(output) + by * (tensor_of(output).shape[1] == 1))
+
+    for by, reason in ((0.0, None), (0.0, None), (3.0, "trial block"), (3.0, "trial block")):
+        handle = model.model.layers[0].register_forward_hook(functools.partial(steer, by=by))
+        check(model, reason)
+        handle.remove()
+    assert len(trials) == 2
 
 
 @pytest.mark.parametrize("bad", [None, "steer", 3])

@@ -85,17 +85,23 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     functions = [each for each in functions if not is_written_by(AUTHORS, each[-1])]
     functions.extend(_foreign_attention(known, attentions))
     foreign = [each for each in hooks if not is_written_by(AUTHORS, each[-1])]
-    refused = (hook for *_, hook in foreign if not (key_of(hook) in _allowed or is_written_by(RETAINS_NOTHING, hook)))
+    refused = (hook for *_, hook in foreign if not (_leave_for(hook) or is_written_by(RETAINS_NOTHING, hook)))
     return Code(
         classes=tuple(classes),
         functions=tuple((*where, key_of(function)) for *where, function in functions),
-        hooks=tuple((*where, key_of(hook), Held(_allowed.get(key_of(hook)))) for *where, hook in foreign),
+        hooks=tuple((*where, key_of(hook), _leave_for(hook)) for *where, hook in foreign),
         names=tuple(dict.fromkeys(name_of(each[-1]) for each in (*functions, *foreign))),
         refused_hook=next(map(name_of, refused), None),
         is_patched=is_patched,
         is_hooked=not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
     )
+
+
+def _leave_for(hook: Any) -> Hashable:
+    """Its owner's permission for a hook, as a key; None where there is none."""
+    leave = _allowed.get(key_of(hook))
+    return leave and Held(leave)
 
 
 def _is_known_class(kind: type[nn.Module]) -> bool:
