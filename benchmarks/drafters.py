@@ -95,13 +95,14 @@ def static_tree(size: int) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def counting_forwards(model) -> Iterator[Counter]:
+def counting_forwards(model, on: bool) -> Iterator[Counter]:
     counts: Counter = Counter()
-    hook = model.register_forward_hook(lambda *_: counts.update(forwards=1))
+    hook = model.register_forward_hook(lambda *_: counts.update(forwards=1)) if on else None
     try:
         yield counts
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
 
 
 def tokens_per_step(model, prompts, method: str, q: int, common: dict) -> tuple[list[int], list[int], list[bool]]:
@@ -123,7 +124,7 @@ def tokens_per_step(model, prompts, method: str, q: int, common: dict) -> tuple[
             harness.use_lade(method != "prompt lookup"),
             memory.active(),
             mock.patch("lade.decoding.make_drafter", make),
-            counting_forwards(model) as counts,
+            counting_forwards(model, method == "prompt lookup") as counts,
         ):
             output, _ = harness.generate_timed(model, inputs, **arguments)
         stats = lade.last_stats()

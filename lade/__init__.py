@@ -19,7 +19,7 @@ from lade.stats import GenerationStats, last_stats, log_history, save_log
 if TYPE_CHECKING:
     from lade.augment import augment_all, augment_generate, augment_llama, restore_all
     from lade.memory import Memory
-    from lade.models import ModelAdapter, register_adapter
+    from lade.models import ModelAdapter, allow_hook, register_adapter
     from lade.parallel import distributed, get_device
 
 __version__ = "0.1.0"
@@ -29,6 +29,7 @@ __all__ = [
     "LookaheadConfig",
     "Memory",
     "ModelAdapter",
+    "allow_hook",
     "augment_all",
     "augment_generate",
     "augment_llama",
@@ -47,6 +48,7 @@ __all__ = [
 _LAZY = {
     "Memory": "lade.memory",
     "ModelAdapter": "lade.models",
+    "allow_hook": "lade.models",
     "augment_all": "lade.augment",
     "augment_generate": "lade.augment",
     "augment_llama": "lade.augment",

@@ -142,7 +142,7 @@ def adapter_or_reason(
         or unsupported_cache(cache, generation_config, is_callers)
         or unsupported_arguments(adapter, model_kwargs)
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
-        or (trial_reason(adapter_for(model), generation_config.max_length) if needs_trial(adapter) else None)
+        or (trial_reason(adapter, generation_config.max_length, len(input_ids)) if needs_trial(adapter) else None)
         or adapter
     )
 

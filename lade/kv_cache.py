@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 MIN_CAPACITY = 256  # slots
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")  # where no class says so
 
 
 def least_capacity(num_slots: int) -> int:
@@ -256,10 +257,17 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
     """Zeros of shape [S, B, H, C, D]; says how much was asked for where there is no room."""
     try:
         return like.new_zeros(shape)
-    except RuntimeError as error:  # OutOfMemoryError is one; the CPU's allocator raises a plain one
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
         raise torch.OutOfMemoryError(
             f"lade: no room for a key/value cache of {shape[3]} tokens, "
             f"{math.prod(shape) * like.element_size() / 2**20:,.0f} MiB; a smaller max_new_tokens or batch needs less"
         ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was missing, which it may not be next time. The CPU's allocator raises a plain RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

@@ -438,9 +438,11 @@ def fail(rank, culprit, how):
     own_group(seconds=4 if how == "hangs" else PATIENCE)
     store = torch.distributed.distributed_c10d._get_default_store()
     link.POLL, link.GRACE = datetime.timedelta(seconds=0.2), 2.0
-    began = time.monotonic()
+    is_armed = False
 
     def before_forward(*_):
+        if not is_armed:
+            return
         steps.append(time.monotonic())
         if rank == culprit and len(steps) == 5:
             if how == "dies":
@@ -449,8 +451,11 @@ def fail(rank, culprit, how):
                 store.wait([f"ended/{other}" for other in range(3) if other != culprit])
             raise RuntimeError("no memory left")
 
-    hook = model.model.register_forward_pre_hook(before_forward)
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=3)
+    hook = model.model.register_forward_pre_hook(lade.allow_hook(before_forward))
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=1)
+    model.generate(**prompt(20), max_new_tokens=40)  # the hook's trial
+    lade.config_lade(DIST_WORKERS=3)
+    is_armed, began = True, time.monotonic()
     try:
         model.generate(**prompt(20), max_new_tokens=40)
         ended = None

@@ -620,7 +620,10 @@ def test_exceptions_leave_no_trace(where, error):
         arguments["stopping_criteria"] = StoppingCriteriaList([ExplosiveCriterion(error)])
     else:
         bomb = Explosive(error)
-        hook = model.model.layers[0].register_forward_hook(lambda *_: bomb._tick())
+        tick = lade.allow_hook(lambda *_: bomb._tick() if is_armed else None)
+        hook, is_armed = model.model.layers[0].register_forward_hook(tick), False
+        model.generate(**inputs, max_new_tokens=30)  # the hook's trial
+        is_armed = True
     with pytest.raises(type(error)):
         model.generate(**inputs, **arguments)
     if where == "model":
@@ -1025,7 +1028,10 @@ def test_synced_gpus_keeps_forwarding_until_all_are_done(model, monkeypatch):
     """A process whose text has ended goes on calling the model while others decode, and changes nothing."""
     inputs = prompt(24)
     expected = generate_plain(model, inputs, max_new_tokens=10)
-    waits = 3
+    waits, calls = 3, []
+    hook = model.register_forward_hook(lade.allow_hook(lambda *_: calls.append(1)))
+    model.generate(**inputs, max_new_tokens=10)  # the hook's trial
+    calls.clear()
 
     def has_unfinished(self, is_finished, synced_gpus, device):
         nonlocal waits
@@ -1034,8 +1040,6 @@ def test_synced_gpus_keeps_forwarding_until_all_are_done(model, monkeypatch):
         return not is_finished or waits >= 0
 
     monkeypatch.setattr(type(model), "_has_unfinished_sequences", has_unfinished)
-    calls = []
-    hook = model.register_forward_hook(lambda *_: calls.append(1))
     result = model.generate(**inputs, max_new_tokens=10, synced_gpus=True)
     hook.remove()
     stats = assert_ran()

@@ -105,7 +105,7 @@ def test_the_trial_happens_once_and_leaves_no_trace(monkeypatch):
 def test_a_trial_that_raises_is_a_reason(monkeypatch):
     model = build(Obedient)
 
-    def broken(adapter, length):
+    def broken(adapter, *sizes):
         raise AssertionError("a mask of two dimensions, please")
 
     monkeypatch.setattr(models.probe, "probe", broken)
@@ -115,7 +115,7 @@ def test_a_trial_that_raises_is_a_reason(monkeypatch):
 
 
 def test_running_out_of_memory_is_not_remembered(monkeypatch):
-    def too_large(adapter, length):
+    def too_large(adapter, *sizes):
         raise torch.OutOfMemoryError
 
     model, original = build(Obedient), models.probe.probe
@@ -216,7 +216,7 @@ def test_hooks_on_modules_that_a_view_replaces(name, path):
         return (tensor * 0.5 + 0.2, *rest) if rest else tensor * 0.5 + 0.2
 
     before = model.generate(**prompt(), max_new_tokens=20)
-    handle = model.get_submodule(path).register_forward_hook(steer)
+    handle = model.get_submodule(path).register_forward_hook(lade.allow_hook(steer))
     assert_same(model, prompt(), None, max_new_tokens=20)
     assert len(calls) > 20
     assert not torch.equal(model.generate(**prompt(), max_new_tokens=20), before)

@@ -52,7 +52,7 @@ def clock(monkeypatch):
             time += 1 + slope * (kwargs["input_ids"].shape[1] - 1)
 
         model = tiny_llama(**changes)
-        model.register_forward_pre_hook(tick, with_kwargs=True)
+        model.register_forward_pre_hook(lade.allow_hook(tick), with_kwargs=True)
         return model
 
     fake = SimpleNamespace(perf_counter=lambda: time)
@@ -77,7 +77,9 @@ def test_step_costs_runs_the_blocks_that_it_times():
     model = tiny_llama()
     seen = []
     model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append((*kwargs["input_ids"].shape, kwargs.get("logits_to_keep"))),
+        lade.allow_hook(
+            lambda module, args, kwargs: seen.append((*kwargs["input_ids"].shape, kwargs.get("logits_to_keep")))
+        ),
         with_kwargs=True,
     )
     with_progress = []

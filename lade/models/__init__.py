@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from lade.models.alibi import BloomAdapter, FalconAdapter, MptAdapter
 from lade.models.base import ModelAdapter
+from lade.models.foreign import allow_hook
 from lade.models.gpt_neo import GPTNeoAdapter
 from lade.models.lfm2 import Lfm2Adapter
 from lade.models.limits import DogeAdapter, Phi3Adapter, XGLMAdapter
@@ -13,7 +14,7 @@ from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
 from lade.models.vision import GemmaVisionAdapter, QwenVisionAdapter
 
-__all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "needs_trial", "register_adapter"]
+__all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_trial", "register_adapter"]
 
 # Families that differ from transformers' conventions.
 SPECIAL: dict[str, type[ModelAdapter]] = {
@@ -77,6 +78,11 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
 
 
 def needs_trial(adapter: ModelAdapter) -> bool:
-    """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user."""
-    model_type = adapter.model.config.model_type
-    return model_type not in _vouched_for and (model_type not in _adapters or adapter.foreign_code is not None)
+    """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user.
+
+    Whoever registers an adapter vouches for a family's classes, and for nothing that is put on a model later.
+    """
+    code, model_type = adapter.code, adapter.model.config.model_type
+    if code.functions or code.hooks:
+        return True
+    return model_type not in _vouched_for and (model_type not in _adapters or bool(code.classes))

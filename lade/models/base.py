@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -31,7 +30,8 @@ from lade.config import LookaheadConfig
 from lade.kernels import kernel_problem, left_padding
 from lade.kv_cache import LookaheadCache
 from lade.models.fixed import FixedBlocks, padded_capacity
-from lade.models.view import foreign_code, has_foreign_forward, has_hooks, is_as_made, parts_of, private_view
+from lade.models.foreign import Code, code_of
+from lade.models.view import parts_of, private_view
 from lade.stats import GenerationStats
 
 # Their attention takes the 4-D mask that a block needs.
@@ -47,6 +47,7 @@ PLAIN_LAYERS = tuple(
 )
 # What plain generate() does around each forward, and the loop does in its own way.
 HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # nor to be replaced, or kept for later calls
 # Arguments that plain generate() passes with the prompt and never again; older versions leave that to each model.
 PROMPT_ARGUMENTS = frozenset(getattr(generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
@@ -101,7 +102,7 @@ class ModelAdapter:
             return f"attention {attention!r} is not known to take a mask per block; eager and sdpa do"
         if attention not in MASKED_ATTENTION and not model._can_set_attn_implementation():
             return f"attention {attention!r} of {type(model).__name__} is built in and takes no mask per block"
-        if self.needs_view and has_foreign_forward(self.parts):
+        if self.needs_view and self.code.is_patched:
             return "blocks need a changed view of this model, which a dispatched or patched model does not allow"
         if model.training:
             return "the model is in training mode, where dropout and checkpointing depend on the block"
@@ -113,6 +114,10 @@ class ModelAdapter:
             is_safe = name in self.safe_hooks and getattr(function, "__module__", "").startswith("transformers.models.")
             if function is not getattr(GenerationMixin, name) and not is_safe:
                 return f"{type(model).__name__} has a {name} of its own"
+        if self.code.refused_hook is not None:
+            return (
+                f"the hook {self.code.refused_hook} would see guesses that are rejected; lade.allow_hook(hook) lets it"
+            )
         return None
 
     def unsupported_layers(self) -> str | None:
@@ -215,8 +220,10 @@ class ModelAdapter:
         own = type(self)
         if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks:
             return "this family's blocks need masks of their own"
-        if has_foreign_forward(self.parts):
+        if self.code.is_patched:
             return "the kernel needs a changed view of the model, which a dispatched or patched model does not allow"
+        if self.code.functions:
+            return FOREIGN_ATTENTION
         reason = kernel_unsupported_reason(self.model)
         if reason is not None:
             return reason
@@ -260,9 +267,11 @@ class ModelAdapter:
         own = type(self)
         if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks:
             return "this family's blocks run on a changed view of the model"
-        if has_foreign_forward(self.parts):
+        if self.code.is_patched:
             return "the model is dispatched or patched"
-        if has_hooks(self.parts):
+        if self.code.functions:
+            return FOREIGN_ATTENTION
+        if self.code.is_hooked:
             return "the model has hooks, which compiled or captured forwards pass by"
         if not self.takes_positions:
             return f"{type(self.model).__name__}.forward takes no position_ids"
@@ -341,7 +350,7 @@ class ModelAdapter:
         kind = self._device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return False  # it keeps the weights that it has cast
-        return self.foreign_code is None and is_as_made(self.parts) and not self.needs_equal_lengths
+        return self.code.is_as_made and not self.needs_equal_lengths
 
     @cached_property
     def is_exact(self) -> bool:
@@ -410,9 +419,9 @@ class ModelAdapter:
         return layers
 
     @cached_property
-    def foreign_code(self) -> Hashable:
-        """What of the model's code is neither torch's nor transformers'; None where all is."""
-        return foreign_code(self.parts)
+    def code(self) -> Code:
+        """Whose code runs inside the model's forward."""
+        return code_of(self.parts, dict.fromkeys((self.config._attn_implementation, self._masked_attention)))
 
     @cached_property
     def _parameters(self) -> frozenset[str]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from lade.attention import Block
 from lade.config import LookaheadConfig
-from lade.kv_cache import LookaheadCache, least_capacity
+from lade.kv_cache import LookaheadCache, is_out_of_memory, least_capacity
 from lade.models.fingerprint import fingerprint, numerics
 from lade.models.fixed_inputs import FixedInputs, Forward, Masks, mask_shapes, plain_forward
 from lade.models.graphs import NotCompiled, capture, refuse_waiting
@@ -91,7 +91,7 @@ def capture_failure(model: PreTrainedModel, what: str) -> str | None:
 def remember_failure(model: PreTrainedModel, what: str, problem: Exception) -> str:
     """Returns the problem as a sentence. Memory may be there again next time."""
     reason = in_short(problem)
-    if not isinstance(problem, torch.OutOfMemoryError):
+    if not is_out_of_memory(problem):
         _not_capturable.setdefault(model, {})[what] = reason
     return reason
 

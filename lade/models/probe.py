@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lade.attention import Block
+from lade.config import current_config
+from lade.kv_cache import is_out_of_memory
 from lade.models.base import PLAIN_LAYERS, ModelAdapter
+from lade.models.foreign import is_gone
+from lade.noise import drawing
 
 # The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
 LONGEST_TRIAL = 2048
@@ -21,56 +26,80 @@ SHORTEST_TRIAL = 64
 SAFETY = {torch.float64: 1000.0, torch.float32: 1000.0}
 SAFETY_IN_HALF_PRECISION = 10.0
 
-# What came of trials, by the code that ran and the length that was tried; a model that is gone takes its entries along.
+# What came of trials, by the code that ran and by what was tried; a model that is gone takes its entries along, and so does the code.
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, str | None]] = weakref.WeakKeyDictionary()
+MOST_VERDICTS = 64  # per model: hooks may come with other arguments in each call
 
 
-def trial_reason(adapter: ModelAdapter, max_length: int) -> str | None:
-    """Why a model failed its trial, as a sentence; None when it passed. Tried once for each model, code and length.
+def trial_reason(adapter: ModelAdapter, max_length: int, num_rows: int = 1) -> str | None:
+    """Why a model failed its trial, as a sentence; None when it passed. Tried once for each model, code and size of a call.
 
-    max_length: how long the text may get, in tokens.
+    max_length: how long the text may get, in tokens. num_rows: B.
     """
+    code = adapter.code
     length = SHORTEST_TRIAL
     while length < min(max_length, LONGEST_TRIAL):
         length *= 2
-    key = (adapter.foreign_code, adapter.config._attn_implementation, adapter.dtype, length)
+    sizes = (length, current_config().max_block_tokens, num_rows if code.hooks else 1)  # a hook may go by the row
+    key = (code.classes, code.functions, code.hooks, adapter.config._attn_implementation, adapter.dtype, sizes)
     verdicts = _verdicts.setdefault(adapter.model, {})
     if key not in verdicts:
         try:
-            verdicts[key] = _try_out(adapter, length)
-        except torch.OutOfMemoryError:
+            verdict = _try_out(type(adapter)(adapter.model), *sizes)
+        except Exception as problem:
+            if not is_out_of_memory(problem):
+                raise
             return "there was no room for a trial block"  # there may be for the next call
+        for old in [old for old in verdicts if is_gone(old)] + list(verdicts)[: -MOST_VERDICTS + 1]:
+            verdicts.pop(old, None)
+        verdicts[key] = verdict
     return verdicts[key]
 
 
-def _try_out(adapter: ModelAdapter, length: int) -> str | None:
-    family = adapter.model.config.model_type
+def _try_out(adapter: ModelAdapter, *sizes: int) -> str | None:
+    """adapter: one of its own, since it holds masks and views of the trial afterwards. sizes: as for `probe`."""
+    names = adapter.code.names
+    what = f"this {adapter.model.config.model_type!r} model" + (f" with {', '.join(names[:3])}" if names else "")
     try:
-        error, effect = probe(adapter, length)
-    except torch.OutOfMemoryError:
-        raise
+        with keeping_generators(adapter.model):
+            error, effect = probe(adapter, *sizes)
     except Exception as problem:  # whatever somebody's code raises when it is given a block
-        return f"a trial block failed on this {family!r} model ({type(problem).__name__}: {problem})"
+        if is_out_of_memory(problem):
+            raise
+        return f"a trial block failed on {what} ({type(problem).__name__}: {problem})"
     if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:  # also where either is nan
         return (
-            f"a trial block on this {family!r} model was off by {error:.2g}, where an ignored mask costs {effect:.2g}; "
+            f"a trial block on {what} was off by {error:.2g}, where an ignored mask costs {effect:.2g}; "
             "see docs/adding-a-model.md"
         )
     return None
 
 
+@contextmanager
+def keeping_generators(model: PreTrainedModel) -> Iterator[None]:
+    """Leave torch's generators as they were, whatever somebody's code draws from them inside."""
+    devices = {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}
+    kind = min((device.type for device in devices), default="cuda")
+    with drawing, torch.random.fork_rng([device for device in devices if device.type == kind], device_type=kind):
+        yield
+
+
 @torch.no_grad()
-def probe(adapter: ModelAdapter, length: int = SHORTEST_TRIAL) -> tuple[float, float]:
+def probe(
+    adapter: ModelAdapter, length: int = SHORTEST_TRIAL, largest_block: int = 0, num_rows: int = 1
+) -> tuple[float, float]:
     """How far a block's logits are from plain decoding's, and how far they would be if the model ignored the mask.
 
-    length: tokens of the text, fewer where the model's positions end before. The block holds a root, a wrong guess, and behind it a branch of two right ones: rows that a plain causal mask would change.
+    length: tokens of the text, fewer where the model's positions end before. The block holds a root, a wrong guess, and behind it a
+    branch of two right ones: rows that a plain causal mask would change. largest_block: tokens of a second one with more wrong guesses,
+    since code may go by the size. num_rows: B, all of the same text.
     """
     model, vocab_size = adapter.model, adapter.config.vocab_size
     device = model.get_input_embeddings().weight.device
     numbers = torch.Generator().manual_seed(0)
     count = min(length, getattr(adapter.config, "max_position_embeddings", None) or length) - 4
     text = torch.randint(vocab_size, (1, count + 4), generator=numbers).to(device)
-    prefix, (root, wrong, first, second) = text[:, :count], text[0, count:]
+    prefix, (root, wrong, first, second) = text[:, :count].expand(num_rows, -1), text[0, count:]
 
     tokens = torch.stack([root, first, second])
     expected = plain_logits(adapter, prefix, tokens, DynamicCache(config=adapter.config))
@@ -79,39 +108,42 @@ def probe(adapter: ModelAdapter, length: int = SHORTEST_TRIAL) -> tuple[float, f
     if DynamicSlidingWindowLayer in kinds and kinds <= set(PLAIN_LAYERS):
         # A caller's own cache may keep every key; only what both agree on is what the model says.
         doubt = float((expected - plain_logits(adapter, prefix, tokens, DynamicCache())).abs().max())
-    cache = adapter.make_cache(count + 8)
-    positions = torch.arange(count + 4, device=device)[None]
+    largest_block = max(largest_block, 4)
+    cache = adapter.make_cache(count + largest_block + 4)
+    positions = torch.arange(count + 4, device=device).expand(num_rows, -1)
     arguments = {"position_ids": positions[:, :count]} if adapter.takes_positions else {}
     adapter.prompt_model(input_ids=prefix, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
-    cache.end_prefill(1)
+    cache.end_prefill(num_rows)
 
-    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool, device=device)
-    offsets = torch.tensor([[0, 1, 1, 2]], device=device)
-    results = []
-    for visible in (tree, torch.ones_like(tree).tril()):
+    def distance(size: int, is_causal: bool = False) -> float:
+        visible = torch.eye(size, dtype=torch.bool, device=device)
+        visible[:, 0] = visible[3, 2] = True
+        offsets = torch.tensor([0, 1, 1, 2] + [1] * (size - 4), device=device).expand(num_rows, -1)
         block = Block(
-            tokens=torch.stack([root, wrong, first, second])[None],
+            tokens=torch.cat([torch.stack([root, wrong, first, second]), wrong.expand(size - 4)]).expand(num_rows, -1),
             offsets=offsets,
             positions=count + offsets,
-            visible=visible[None],
+            visible=(torch.ones_like(visible).tril() if is_causal else visible).expand(num_rows, -1, -1),
             logit_rows=torch.tensor([0, 2, 3], device=device),
             lengths=cache.lengths,
             key_mask=None,
         )
-        results.append(adapter.forward_block(block, cache).logits[0].double().to(expected.device))
-    error, effect = (float((result - expected).abs().max()) for result in results)
-    return max(error, doubt), effect
+        result = adapter.forward_block(block, cache).logits.double().to(expected.device)
+        return float((result - expected).abs().max())
+
+    error = max(distance(4), distance(largest_block)) if largest_block > 4 else distance(4)
+    return max(error, doubt), distance(4, is_causal=True)
 
 
 def plain_logits(adapter: ModelAdapter, prefix: Tensor, tokens: Tensor, cache: DynamicCache) -> Tensor:
-    """Logits behind each of `tokens`, one forward after the other as plain generate() does. Returns [len(tokens), V]."""
+    """Logits behind each of `tokens`, one forward after the other as plain generate() does. prefix: [B, P]. Returns [B, len(tokens), V]."""
     model: Any = adapter.model
     logits = []
     start = 0
-    for ids in (prefix, *tokens[:, None, None]):
-        places = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+    for ids in (prefix, *tokens[:, None, None].expand(-1, len(prefix), -1)):
+        places = torch.arange(start, start + ids.shape[1], device=ids.device).expand(len(ids), -1)
         arguments = {"position_ids": places} if adapter.takes_positions else {}
         outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
-        logits.append(outputs.logits[0, -1])
+        logits.append(outputs.logits[:, -1])
         start += ids.shape[1]
-    return torch.stack(logits[1:]).double()
+    return torch.stack(logits[1:], dim=1).double()

@@ -7,12 +7,10 @@ the model meanwhile sees nothing of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.nn.modules import module as nn_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
@@ -23,7 +21,6 @@ HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-KNOWN_CODE = ("torch.", "transformers.")
 # Dictionaries of a module that the view must be able to change; the tensors and hooks inside are shared.
 OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
@@ -59,69 +56,6 @@ def take_hooks(module: nn.Module, stock: nn.Module) -> None:
     """Give a module that stands for another one in a view that one's hooks."""
     for name in HOOKS:
         module.__dict__[name] = stock.__dict__[name].copy()
-
-
-def has_foreign_forward(parts: Iterable[nn.Module]) -> bool:
-    """Whether some module runs other code than its class says, which a view would take along bound to the original's modules.
-
-    Accelerate's dispatch, which replaces `forward` on the object, is such a case, and so is `module.compile()`. parts: the model
-    and all modules in it.
-    """
-    return any("forward" in vars(part) or vars(part).get("_compiled_call_impl") is not None for part in parts)
-
-
-def has_hooks(parts: Iterable[nn.Module]) -> bool:
-    """Whether something of the user's is to run before or after the model or a part of it.
-
-    parts: the model and all modules in it. transformers puts on hooks of its own, which only collect hidden states and
-    attentions where a call asks for them.
-    """
-    everywhere = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
-    own = (vars(part)[name] for part in parts for name in ("_forward_hooks", "_forward_pre_hooks"))
-    hooks = chain.from_iterable(found.values() for found in chain(everywhere, own) if found)
-    return any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
-
-
-def foreign_code(parts: Iterable[nn.Module]) -> Hashable:
-    """What of a model's code is neither torch's nor transformers': classes, and functions put in place of their forwards.
-
-    parts: the model and all modules in it. None where there is nothing of that kind. Two equal results mean the same code.
-    """
-    found = []
-    is_known: dict[type[nn.Module], bool] = {}  # classes are few, and a call looks at all modules
-    for module in parts:
-        kind, own = type(module), vars(module).get("forward")
-        if kind not in is_known:
-            is_known[kind] = _is_known(kind) and _is_known(kind.forward)
-        if not is_known[kind] or (own is not None and not _is_known(own)):
-            found.append((kind, kind.forward, None if own is None else id(own)))
-    return tuple(found) or None
-
-
-def _is_known(source: Any) -> bool:
-    """Whether a class or function is torch's or transformers': by where it is written, too, since wrappers take names over."""
-    named = getattr(source, "__module__", None)
-    written_in = getattr(source, "__globals__", {}).get("__name__", named)
-    return all((name or "").startswith(KNOWN_CODE) for name in (named, written_in))
-
-
-def is_as_made(parts: Iterable[nn.Module]) -> bool:
-    """Whether a model runs as its classes say, on ordinary tensors: with nothing hooked on or put in place of a forward, and no
-    weights that are quantized or lie on several devices.
-
-    parts: the model and all modules in it, which each call looks at: once.
-    """
-    is_hooked = bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
-    for part in parts:
-        own = vars(part)
-        if "forward" in own or own.get("_compiled_call_impl") is not None:
-            return False
-        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-            is_hooked = True
-        for weight in own["_parameters"].values():
-            if weight is not None and type(weight) is not nn.Parameter:
-                return False
-    return not (is_hooked and has_hooks(parts))
 
 
 def parts_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,0 +1,520 @@
+"""Code of somebody else's inside a model's forward: hooks, attention functions and forwards are tried out, or refused with a reason."""
+
+import functools
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from conftest import generate_plain, prompt, tiny_llama
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import lade
+from lade.models import foreign, probe
+from lade.models.foreign import AUTHORS, is_written_by
+
+SDPA = functional.scaled_dot_product_attention
+EAGER = modeling_llama.eager_attention_forward
+
+
+@pytest.fixture(autouse=True)
+def settings(lade_on):
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=5, GUESS_SET_SIZE=4)
+
+
+@pytest.fixture
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """What was tried out."""
+    seen, original = [], probe.probe
+    monkeypatch.setattr(probe, "probe", lambda *args: seen.append(args) or original(*args))
+    return seen
+
+
+def check(model, reason=None, inputs=None, length=24, **arguments):
+    """generate() gives plain's text and leaves the generator as plain does; lookahead ran, or not for that reason."""
+    inputs = prompt() if inputs is None else inputs
+    found = []
+    for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
+        torch.manual_seed(5)
+        found.append((run(model, inputs, max_new_tokens=length, **arguments), torch.get_rng_state()))
+    said = lade.last_stats().fallback_reason
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    if reason is None:
+        assert said is None
+        assert lade.last_stats().steps < len(found[0][0]) * length
+    else:
+        assert reason in said
+    return said
+
+
+def tensor_of(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def with_tensor(output, tensor):
+    return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
+
+
+def steering(where):
+    """A hook that adds to the hidden states where(h) says so. h: [B, q, H]."""
+
+    def steer(module, args, output):
+        h = tensor_of(output)
+        return with_tensor(output, h + 3.0 * where(h) * torch.arange(h.shape[-1]).to(h).sin())
+
+    return steer
+
+
+HOOKS = {
+    "single tokens": (lambda h: h.shape[1] == 1, "trial block"),
+    "blocks": (lambda h: h.shape[1] > 1, "trial block"),
+    "large blocks": (lambda h: h.shape[1] > 20, "trial block"),
+    "by index": (lambda h: torch.arange(h.shape[1])[None, :, None] / 8, "trial block"),
+    "by chance": (lambda h: torch.rand(h.shape[:2])[..., None], "trial block"),
+    "everything": (lambda h: 1, None),
+    "by content": (lambda h: h[..., :1] > 0, None),
+    "by row": (lambda h: torch.arange(len(h))[:, None, None], None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_an_allowed_hook_is_tried_out(model, trials, kind):
+    where, reason = HOOKS[kind]
+    before = generate_plain(model, prompt(batch_size=2), max_new_tokens=24)
+    model.model.layers[0].register_forward_hook(lade.allow_hook(steering(where)))
+    said = {check(model, reason, prompt(batch_size=2), do_sample=do_sample) for do_sample in (False, True)}
+    assert len(said) == len(trials) == 1
+    assert reason is None or "with steering.<locals>.steer was off by" in said.pop()
+    if kind != "large blocks":  # plain decoding has none, but the prompt
+        assert not torch.equal(generate_plain(model, prompt(batch_size=2), max_new_tokens=24), before)
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+@pytest.mark.parametrize("kind", ["module", "global", "module, before", "global, before"])
+def test_wherever_hooks_are_put_on(model, kind, is_allowed):
+    layer = model.model.layers[0].mlp
+
+    def steer(module, args, output=None):
+        if module is layer:
+            h = args[0] if output is None else output
+            return h + 3.0 * (h.shape[1] == 1)
+        return None
+
+    register = {
+        "module": layer.register_forward_hook,
+        "global": register_module_forward_hook,
+        "module, before": layer.register_forward_pre_hook,
+        "global, before": register_module_forward_pre_hook,
+    }[kind]
+    handle = register(lade.allow_hook(steer) if is_allowed else steer)
+    try:
+        said = check(model, "trial block" if is_allowed else "allow_hook")
+        assert "steer" in said
+    finally:
+        handle.remove()
+    check(model)
+
+
+@pytest.mark.parametrize("name", ["position_ids", "past_key_values"])
+def test_a_hook_that_goes_by_position(model, name):
+    """Positions of a block are right, what lies in the cache is not all of the text before a token."""
+
+    def steer(module, args, kwargs):
+        (h,) = args
+        positions = kwargs[name] if name == "position_ids" else torch.tensor([[kwargs[name].get_seq_length()]])
+        return (h + 0.5 * positions[..., None],), kwargs
+
+    model.model.layers[0].register_forward_pre_hook(lade.allow_hook(steer), with_kwargs=True)
+    check(model, None if name == "position_ids" else "trial block")
+
+
+def test_a_hook_meets_nothing_that_plain_generate_would_not_show_it(model, trials):
+    kept = []
+    model.model.layers[1].register_forward_hook(lambda module, args, output: kept.append(tensor_of(output).clone()))
+    generate_plain(model, prompt(), max_new_tokens=12)
+    expected = kept.copy()
+    for _ in range(2):
+        kept.clear()
+        model.generate(**prompt(), max_new_tokens=12)
+        assert "allow_hook" in lade.last_stats().fallback_reason
+        assert len(kept) == len(expected)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept, expected, strict=True))
+    assert not trials
+
+
+def test_an_allowed_hook_may_keep_what_it_sees(model):
+    calls = []
+
+    @lade.allow_hook
+    def count(module, args, output):
+        calls.append(tensor_of(output).shape[1])
+
+    model.model.layers[1].register_forward_hook(count)
+    check(model)
+    calls.clear()
+    model.generate(**prompt(), max_new_tokens=24)
+    assert len(calls) == lade.last_stats().steps
+    assert max(calls[1:]) > 1
+
+
+def test_hooks_come_and_go(model, trials):
+    """A verdict is for one hook at one place, and is not asked for twice."""
+    layers = model.model.layers
+    steer, count = lade.allow_hook(steering(lambda h: h.shape[1] == 1)), lade.allow_hook(lambda *_: None)
+    for _ in range(2):
+        check(model)
+        for hook, layer, reason in ((count, 0, None), (steer, 0, "trial block"), (count, 1, None)):
+            handle = layers[layer].register_forward_hook(hook)
+            check(model, reason)
+            handle.remove()
+    assert len(trials) == 3
+
+
+class Steering:
+    """Bound methods are made anew each time that somebody asks for them."""
+
+    strength = 0.0
+
+    def steer(self, module, args, output):
+        return with_tensor(output, tensor_of(output) + self.strength * (tensor_of(output).shape[1] == 1))
+
+    __call__ = steer
+
+
+def test_bound_methods_and_objects(model, trials):
+    for hook in (Steering(), Steering().steer, functools.partial(Steering.steer, Steering())):
+        lade.allow_hook(hook)
+        for _ in range(2):
+            again = types.MethodType(hook.__func__, hook.__self__) if isinstance(hook, types.MethodType) else hook
+            handle = model.model.layers[0].register_forward_hook(again)
+            check(model)
+            handle.remove()
+    assert len(trials) == 3
+
+
+def test_a_hook_that_has_changed_is_allowed_anew(model, trials):
+    hook = lade.allow_hook(Steering())
+    model.model.layers[0].register_forward_hook(hook)
+    check(model)
+    hook.strength = 3.0
+    lade.allow_hook(hook)
+    check(model, "trial block")
+    assert len(trials) == 2
+
+
+def test_partial_functions_with_the_same_plain_arguments_are_one_hook(model, trials):
+    def steer(module, args, output, by, names):
+        return with_tensor(output, tensor_of(output) + by * (tensor_of(output).shape[1] == 1))
+
+    lade.allow_hook(functools.partial(steer, by=0.0, names=["a", "b"]))
+    for by, reason in ((0.0, None), (0.0, None), (3.0, "allow_hook")):
+        hook = functools.partial(steer, by=by, names=["a", "b"])
+        handle = model.model.layers[0].register_forward_hook(hook)
+        check(model, reason)
+        handle.remove()
+    assert len(trials) == 1
+
+
+def test_a_library_that_keeps_nothing_needs_nobodys_leave(model, trials, monkeypatch):
+    """peft puts on hooks of its own for each call, alike each time."""
+    monkeypatch.setattr(foreign, "RETAINS_NOTHING", foreign.AUTHORS | {"peft"} | {__name__.partition(".")[0]})
+
+    def steer(module, args, output, by):
+        return with_tensor(output, tensor_of(output) + by * (tensor_of(output).shape[1] == 1))
+
+    for by, reason in ((0.0, None), (0.0, None), (3.0, "trial block"), (3.0, "trial block")):
+        handle = model.model.layers[0].register_forward_hook(functools.partial(steer, by=by))
+        check(model, reason)
+        handle.remove()
+    assert len(trials) == 2
+
+
+@pytest.mark.parametrize("bad", [None, "steer", 3])
+def test_allow_hook_takes_hooks(bad):
+    with pytest.raises(TypeError, match="hook must be callable"):
+        lade.allow_hook(bad)
+
+
+def test_a_hook_is_not_kept_alive(model):
+    hook = lade.allow_hook(steering(lambda h: 1))
+    handle = model.model.layers[0].register_forward_hook(hook)
+    check(model)
+    handle.remove()
+    gone = weakref.ref(hook)
+    del hook
+    gc.collect()
+    assert gone() is None
+    for _ in range(3):  # what is gone takes its verdict along, as soon as there is another one
+        handle = model.model.layers[0].register_forward_hook(lade.allow_hook(steering(lambda h: 1)))
+        check(model)
+        handle.remove()
+        assert len(probe._verdicts[model]) == 1
+        gc.collect()
+
+
+def test_a_model_is_not_kept_alive():
+    model = tiny_llama()
+    model.forward = types.MethodType(lambda self, **arguments: type(self).forward(self, **arguments), model)
+    model.generate(**prompt(), max_new_tokens=5)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def good_attention(self, *args, **kwargs):
+    return LlamaAttention.forward(self, *args, **kwargs)
+
+
+def deaf_attention(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **arguments):
+    return LlamaAttention.forward(self, hidden_states, position_embeddings, None, past_key_values, **arguments)
+
+
+def test_a_verdict_does_not_outlive_the_forward_it_was_about(model, trials):
+    """The next bound method comes to lie at the first one's address."""
+    attention = model.model.layers[0].self_attn
+    attention.forward = types.MethodType(good_attention, attention)
+    address = id(attention.forward)
+    check(model)
+    del attention.forward
+    others = []
+    for _ in range(1000):
+        others.append(types.MethodType(deaf_attention, attention))
+        if id(others[-1]) == address:
+            break
+    attention.forward = others[-1]
+    check(model, "an ignored mask")
+    attention.forward = types.MethodType(good_attention, attention)
+    check(model)
+    assert len(trials) == 2
+
+
+def test_code_that_is_reloaded_into_the_same_function(model, trials):
+    """As IPython's autoreload does it."""
+
+    def patched(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **arguments):
+        return LlamaAttention.forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values, **arguments
+        )
+
+    attention = model.model.layers[0].self_attn
+    attention.forward = types.MethodType(patched, attention)
+    check(model)
+    patched.__code__ = deaf_attention.__code__
+    check(model, "an ignored mask")
+    assert len(trials) == 2
+
+
+NO_ROOM = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(NO_ROOM)])
+def test_missing_memory_is_no_verdict(model, error):
+    is_full = True
+
+    def forward(self, *args, **kwargs):
+        if is_full and args[0].shape[1] == 60:  # of the trial alone
+            raise error
+        return LlamaAttention.forward(self, *args, **kwargs)
+
+    attention = model.model.layers[0].self_attn
+    attention.forward = types.MethodType(
+        lambda self, hidden_states, **kwargs: forward(self, hidden_states, **kwargs), attention
+    )
+    check(model, "no room")
+    is_full = False
+    check(model)
+
+
+def deaf_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    is_causal = query.shape[2] > 1 and query.shape[2] == key.shape[2]
+    return SDPA(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def same_sdpa(*args, **kwargs):
+    return SDPA(*args, **kwargs)
+
+
+def half_sdpa(*args, **kwargs):
+    return 0.5 * SDPA(*args, **kwargs)
+
+
+def interface(change):
+    """The same change as an attention function of transformers."""
+
+    def attention(*args, **kwargs):
+        before = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = change
+        try:
+            return sdpa_attention_forward(*args, **kwargs)
+        finally:
+            functional.scaled_dot_product_attention = before
+
+    return attention
+
+
+def put_in_torch(change, monkeypatch):
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", change)
+
+
+def put_in_the_interface(change, monkeypatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", interface(change))
+
+
+def put_in_the_instance(change, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", interface(change))
+
+
+PLACES = [put_in_torch, put_in_the_interface, put_in_the_instance]
+
+
+@pytest.mark.parametrize("change", [same_sdpa, half_sdpa, deaf_sdpa])
+@pytest.mark.parametrize("put", PLACES)
+def test_a_swapped_attention(model, trials, put, change):
+    reason = "an ignored mask" if change is deaf_sdpa else None
+    check(model)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            put(change, patch)
+            for _ in range(2):
+                check(model, reason)
+        check(model)  # as before, without a trial
+    assert len(trials) == (1 if put is put_in_torch else 2)  # the same function again; another one each time
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_a_swapped_eager_attention(monkeypatch, is_deaf):
+    model = tiny_llama(attention="eager")
+
+    def attention(module, query, key, value, attention_mask, *args, **kwargs):
+        mask = None if is_deaf and query.shape[2] < key.shape[2] else attention_mask
+        return EAGER(module, query, key, value, mask, *args, **kwargs)
+
+    check(model)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
+    check(model, "an ignored mask" if is_deaf else None)
+
+
+def test_a_function_of_transformers_under_anothers_name(model, monkeypatch):
+    """It takes no mask of four dimensions."""
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "sdpa", AttentionInterface._global_mapping["flash_attention_2"]
+    )
+    with pytest.raises(Exception) as plain:  # noqa: PT011 - flash attention does not run here
+        generate_plain(model, prompt(), max_new_tokens=8)
+    with pytest.raises(plain.type):
+        model.generate(**prompt(), max_new_tokens=8)
+    assert "trial block failed on this 'llama' model with flash_attention_forward" in lade.last_stats().fallback_reason
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_a_swapped_mask_function(model, monkeypatch, is_narrow):
+    """Plain decoding would see less of the text than the blocks, whose masks lade makes."""
+
+    def mask(*args, **kwargs):
+        kwargs["allow_is_causal_skip"] = False
+        made = sdpa_mask(*args, **kwargs)
+        made[..., 8:20] &= not is_narrow
+        return made
+
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", mask)
+    check(model, "trial block" if is_narrow else None)
+
+
+@pytest.mark.parametrize("setting", ["COMPILE", "USE_FLASH"])
+def test_nothing_goes_past_a_swapped_attention(model, monkeypatch, setting):
+    """Neither the kernel nor a compiled forward of an earlier call."""
+    lade.config_lade(**{setting: 1})
+    put_in_torch(half_sdpa, monkeypatch)
+    check(model)
+    stats = lade.last_stats()
+    assert "not transformers' own" in (stats.compile_reason if setting == "COMPILE" else stats.kernel_reason)
+
+
+class Steered(ModelHook):
+    strength = 0.0
+
+    def post_forward(self, module, output):
+        return with_tensor(output, tensor_of(output) + self.strength * (tensor_of(output).shape[1] == 1))
+
+
+def test_hooks_of_accelerate(model):
+    """Its own classes of hooks are served; somebody else's is a hook as any."""
+    add_hook_to_module(model.model.layers[0], ModelHook())
+    check(model)
+    hook = Steered()
+    add_hook_to_module(model.model.layers[0], hook, append=True)
+    check(model, "Steered")
+    lade.allow_hook(hook)
+    check(model)
+    hook.strength = 3.0
+    lade.allow_hook(hook)
+    check(model, "trial block")
+
+
+def test_what_accelerate_wraps_is_looked_at(model):
+    attention = model.model.layers[0].self_attn
+    attention.forward = types.MethodType(deaf_attention, attention)
+    add_hook_to_module(attention, ModelHook())
+    check(model, "an ignored mask")
+
+
+def test_hooks_of_transformers_are_served(model, trials):
+    model.enable_input_require_grads()
+    check(model)
+    assert not trials
+
+
+def test_a_trial_has_the_calls_rows(model):
+    """A hook with an argument for each row, as peft's for mixed batches has it."""
+
+    def by_row(module, args, output, factors):
+        h = tensor_of(output)
+        if len(factors) != len(h):
+            raise ValueError("one factor a row")
+        return with_tensor(output, h * torch.tensor(factors).to(h)[:, None, None])
+
+    hook = lade.allow_hook(functools.partial(by_row, factors=[1.0, 2.0, 0.5]))
+    model.model.layers[0].register_forward_hook(hook)
+    check(model, inputs=prompt(batch_size=3))
+
+
+def test_a_module_that_draws_leaves_the_generator_alone(model):
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.rand(())
+
+    head = Noisy(48, 61, bias=False).double()
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    check(model, "trial block", do_sample=True)
+
+
+def test_where_code_is_written():
+    wrapped = torch.no_grad()(deaf_attention)
+    named = functools.wraps(sdpa_attention_forward)(lambda *args: None)
+    for source in (deaf_attention, wrapped, named, functools.partial(deaf_attention), [].append, Steering(), Steering):
+        assert not is_written_by(AUTHORS, source)
+    for source in (
+        SDPA,
+        sdpa_attention_forward,
+        nn.Linear,
+        nn.Linear.forward,
+        functools.partial(sdpa_attention_forward),
+    ):
+        assert is_written_by(AUTHORS, source)
