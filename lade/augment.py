@@ -130,7 +130,9 @@ def adapter_or_reason(
             "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers",
         ),
     ]
-    reason = next((reason for applies, reason in checks if applies), None)
+    reason = next((reason for applies, reason in checks if applies), None) or compile_reason(
+        model, generation_config, model_kwargs
+    )
     if reason is not None:
         return reason
     adapter = adapter_for(model)
@@ -144,6 +146,18 @@ def adapter_or_reason(
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
         or (trial_reason(adapter_for(model), generation_config.max_length) if needs_trial(adapter) else None)
         or adapter
+    )
+
+
+def compile_reason(model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
+    """Why transformers' own compilation keeps lookahead from running, as a sentence: where a call asks for it and will get it."""
+    if generation_config.compile_config is None or not model._valid_auto_compile_criteria(
+        model_kwargs, generation_config
+    ):
+        return None
+    return (
+        "compile_config asks for transformers' own compiled forward; "
+        "leave it out and lade runs, with blocks compiled in its own way under COMPILE=1"
     )
 
 

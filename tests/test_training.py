@@ -14,6 +14,7 @@ from lade.models import adapter_for
 
 RANDOM = re.compile("drop|jitter|noise")
 DRAWS = ("PhimoeForCausalLM",)  # whatever its settings
+HAS_NO_DROPOUT = ("DiffLlamaForCausalLM",)  # whatever its configuration says
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def test_families(family):
         both(model, inputs, max_new_tokens=8)
         assert not inference_tensors(model)
         model(**inputs).logits.sum().backward()
-    if set_randomness(model, 0.1):
+    if set_randomness(model, 0.1) and family.model_class not in HAS_NO_DROPOUT:
         assert "training mode" in adapter_for(model).unsupported_state()
 
 
