@@ -53,6 +53,7 @@ OTHER_LOOP = (
 OTHER_METHODS = {
     "_beam_search": "beam search (num_beams > 1) is not supported",
     "_assisted_decoding": "assisted decoding (assistant_model or prompt_lookup_num_tokens) is not supported",
+    "init_continuous_batching": "continuous batching (generate_batch) runs a decoding loop of its own",
 }
 
 # What generate() itself passes on to the model, and the loop passes on or handles.
@@ -69,7 +70,7 @@ KNOWN_ARGUMENTS = {
 }
 CALLERS_CACHE_MARK = "_is_user_defined"  # as newer versions of transformers name it; older ones set no mark
 
-_originals: dict[str, Any] = {}  # attribute of GenerationMixin -> the object that was there
+_originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base of it -> the object that was there
 _warned: set[str] = set()
 
 
@@ -91,10 +92,10 @@ def augment_all() -> None:
     parameters = tuple(inspect.signature(GenerationMixin._sample).parameters)
     if parameters != SAMPLE_PARAMETERS:
         raise ImportError(f"GenerationMixin._sample must take {SAMPLE_PARAMETERS}, this transformers has {parameters}")
-    wrapped = {name: wrap(vars(GenerationMixin)[name]) for name, wrap in replacements.items()}
+    wrapped = {name: wrap(vars(_owner(name))[name]) for name, wrap in replacements.items()}
     for name, function in wrapped.items():
-        _originals[name] = vars(GenerationMixin)[name]
-        setattr(GenerationMixin, name, function)
+        _originals[name] = vars(_owner(name))[name]
+        setattr(_owner(name), name, function)
 
 
 # The original's names: one patch serves every model.
@@ -105,8 +106,13 @@ augment_llama = augment_all
 def restore_all() -> None:
     """Put the original functions back, the very same objects."""
     for name, function in _originals.items():
-        setattr(GenerationMixin, name, function)
+        setattr(_owner(name), name, function)
     _originals.clear()
+
+
+def _owner(name: str) -> type:
+    """The class that defines a method of GenerationMixin."""
+    return next((kind for kind in GenerationMixin.__mro__ if name in vars(kind)), GenerationMixin)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -113,7 +113,9 @@ def test_new_weights_are_seen():
         model.lm_head.weight.copy_(model.lm_head.weight.roll(7, 0))
     other = tiny_llama()
     other.load_state_dict(model.state_dict())
-    assert torch.equal(model.generate(**prompt(), max_new_tokens=24), generate_plain(other, prompt(), max_new_tokens=24))
+    assert torch.equal(
+        model.generate(**prompt(), max_new_tokens=24), generate_plain(other, prompt(), max_new_tokens=24)
+    )
 
 
 def own_backend(graph, inputs):

@@ -90,9 +90,7 @@ def test_a_loop_of_reinforcement_learning(name):
         for model, optimizer, is_plain in zip(models, optimizers, (True, False), strict=True):
             torch.manual_seed(7)
             arguments = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.5}
-            text = (
-                generate_plain(model, inputs, **arguments) if is_plain else model.generate(**inputs, **arguments)
-            )
+            text = generate_plain(model, inputs, **arguments) if is_plain else model.generate(**inputs, **arguments)
             loss = model(input_ids=text, labels=text).loss
             loss.backward()
             optimizer.step()
@@ -177,7 +175,9 @@ def test_modules_of_other_kinds(kind):
         down.weight.data.copy_(mlp.down_proj.weight)
         mlp.down_proj = down
     else:
-        mlp.act_fn = nn.Sequential(nn.Flatten(0, -2), kind(64) if kind is nn.BatchNorm1d else kind(), Restored()).double()
+        mlp.act_fn = nn.Sequential(
+            nn.Flatten(0, -2), kind(64) if kind is nn.BatchNorm1d else kind(), Restored()
+        ).double()
     model.train()
     reason = adapter_for(model).unsupported_reason()
     if kind in (Plain, NoisyBySetting):

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lade.attention import Block
 from lade.models.base import PLAIN_LAYERS, ModelAdapter
+from lade.models.reasons import failed_trial_reason
 
 # The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
 LONGEST_TRIAL = 2048
@@ -33,7 +34,8 @@ def trial_reason(adapter: ModelAdapter, max_length: int) -> str | None:
     length = SHORTEST_TRIAL
     while length < min(max_length, LONGEST_TRIAL):
         length *= 2
-    key = (adapter.foreign_code, adapter.config._attn_implementation, adapter.dtype, length)
+    in_training = any(part.training for part in adapter.unusual_parts)
+    key = (adapter.foreign_code, adapter.config._attn_implementation, adapter.dtype, length, in_training)
     verdicts = _verdicts.setdefault(adapter.model, {})
     if key not in verdicts:
         try:
@@ -52,10 +54,7 @@ def _try_out(adapter: ModelAdapter, length: int) -> str | None:
     except Exception as problem:  # whatever somebody's code raises when it is given a block
         return f"a trial block failed on this {family!r} model ({type(problem).__name__}: {problem})"
     if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:  # also where either is nan
-        return (
-            f"a trial block on this {family!r} model was off by {error:.2g}, where an ignored mask costs {effect:.2g}; "
-            "see docs/adding-a-model.md"
-        )
+        return failed_trial_reason(adapter)
     return None
 
 

@@ -53,3 +53,11 @@ def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
                 "so that guesses would change the text (llm_int8_threshold=0 chooses none)"
             )
     return None
+
+
+def failed_trial_reason(adapter: Any) -> str:
+    """Why a model that gave other logits in its trial block cannot be served, as a sentence."""
+    what = f"this {adapter.model.config.model_type!r} model"
+    if not adapter.takes_positions:
+        return f"{what} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"
+    return f"a trial block on {what} was off by more than rounding, as it is with an ignored mask; see docs/adding-a-model.md"
