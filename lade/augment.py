@@ -155,7 +155,7 @@ def adapter_or_reason(
     )
 
 
-def compile_reason(model: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
+def compile_reason(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
     """Why transformers' own compilation keeps lookahead from running, as a sentence: where a call asks for it and will get it."""
     if generation_config.compile_config is None or not model._valid_auto_compile_criteria(
         model_kwargs, generation_config

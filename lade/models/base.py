@@ -397,7 +397,7 @@ class ModelAdapter:
         return [
             part
             for part in self.parts
-            if part.training or "forward" in (own := vars(part)) or own.get("_compiled_call_impl") is not None
+            if part.training or "forward" in (own := part.__dict__) or own.get("_compiled_call_impl") is not None
         ]
 
     @cached_property

@@ -47,7 +47,8 @@ def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
     for part in parts:
         is_int8 = type(part).__module__.split(".")[0] == "bitsandbytes" and "8bit" in type(part).__name__
         state: Any = getattr(part, "state", None)
-        if is_int8 and getattr(state, "threshold", 1.0):
+        threshold: Any = getattr(state, "threshold", 1.0)
+        if is_int8 and threshold:
             return (
                 "8-bit layers of bitsandbytes choose the columns that they keep in 16 bits by all tokens of a forward, "
                 "so that guesses would change the text (llm_int8_threshold=0 chooses none)"
