@@ -53,6 +53,7 @@ OTHER_LOOP = (
 OTHER_METHODS = {
     "_beam_search": "beam search (num_beams > 1) is not supported",
     "_assisted_decoding": "assisted decoding (assistant_model or prompt_lookup_num_tokens) is not supported",
+    "init_continuous_batching": "continuous batching (generate_batch) runs a decoding loop of its own",
 }
 
 # What generate() itself passes on to the model, and the loop passes on or handles.
@@ -69,7 +70,7 @@ KNOWN_ARGUMENTS = {
 }
 CALLERS_CACHE_MARK = "_is_user_defined"  # as newer versions of transformers name it; older ones set no mark
 
-_originals: dict[str, Any] = {}  # attribute of GenerationMixin -> the object that was there
+_originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base of it -> the object that was there
 _warned: set[str] = set()
 
 
@@ -91,10 +92,10 @@ def augment_all() -> None:
     parameters = tuple(inspect.signature(GenerationMixin._sample).parameters)
     if parameters != SAMPLE_PARAMETERS:
         raise ImportError(f"GenerationMixin._sample must take {SAMPLE_PARAMETERS}, this transformers has {parameters}")
-    wrapped = {name: wrap(vars(GenerationMixin)[name]) for name, wrap in replacements.items()}
+    wrapped = {name: wrap(vars(_owner(name))[name]) for name, wrap in replacements.items()}
     for name, function in wrapped.items():
-        _originals[name] = vars(GenerationMixin)[name]
-        setattr(GenerationMixin, name, function)
+        _originals[name] = vars(_owner(name))[name]
+        setattr(_owner(name), name, function)
 
 
 # The original's names: one patch serves every model.
@@ -105,8 +106,13 @@ augment_llama = augment_all
 def restore_all() -> None:
     """Put the original functions back, the very same objects."""
     for name, function in _originals.items():
-        setattr(GenerationMixin, name, function)
+        setattr(_owner(name), name, function)
     _originals.clear()
+
+
+def _owner(name: str) -> type:
+    """The class that defines a method of GenerationMixin."""
+    return next((kind for kind in GenerationMixin.__mro__ if name in vars(kind)), GenerationMixin)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -130,7 +136,9 @@ def adapter_or_reason(
             "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers",
         ),
     ]
-    reason = next((reason for applies, reason in checks if applies), None)
+    reason = next((reason for applies, reason in checks if applies), None) or compile_reason(
+        model, generation_config, model_kwargs
+    )
     if reason is not None:
         return reason
     adapter = adapter_for(model)
@@ -144,6 +152,18 @@ def adapter_or_reason(
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
         or (trial_reason(adapter, generation_config.max_length, len(input_ids)) if needs_trial(adapter) else None)
         or adapter
+    )
+
+
+def compile_reason(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
+    """Why transformers' own compilation keeps lookahead from running, as a sentence: where a call asks for it and will get it."""
+    if generation_config.compile_config is None or not model._valid_auto_compile_criteria(
+        model_kwargs, generation_config
+    ):
+        return None
+    return (
+        "compile_config asks for transformers' own compiled forward; "
+        "leave it out and lade runs, with blocks compiled in its own way under COMPILE=1"
     )
 
 

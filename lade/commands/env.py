@@ -41,7 +41,7 @@ VARIABLES = (
     "TRITON_INTERPRET",
 )
 # The methods of transformers' GenerationMixin that augment_all() replaces.
-PATCHED_METHODS = ("generate", "_sample", "_beam_search", "_assisted_decoding")
+PATCHED_METHODS = ("generate", "_sample", "_beam_search", "_assisted_decoding", "init_continuous_batching")
 
 
 def main(arguments: list[str]) -> int:
@@ -118,13 +118,15 @@ def environment_lines() -> Iterable[str]:
 
 
 def methods_of_generation_mixin() -> set[str]:
-    spec = importlib.util.find_spec("transformers")
+    """Its own, and those that it has from continuous batching."""
+    spec, found = importlib.util.find_spec("transformers"), set()
     for place in (spec and spec.submodule_search_locations) or ():
-        source = Path(place, "generation", "utils.py").read_text(encoding="utf-8")
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ClassDef) and node.name == "GenerationMixin":
-                return {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
-    return set()
+        for path in ("utils.py", "continuous_batching/continuous_api.py"):
+            source = Path(place, "generation", path)
+            for node in ast.parse(source.read_text(encoding="utf-8")).body if source.exists() else ():
+                if isinstance(node, ast.ClassDef) and node.name in ("GenerationMixin", "ContinuousMixin"):
+                    found |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+    return found
 
 
 def installed_version(name: str) -> str | None:

@@ -9,7 +9,7 @@ from lade.models.base import ModelAdapter
 from lade.models.foreign import allow_hook
 from lade.models.gpt_neo import GPTNeoAdapter
 from lade.models.lfm2 import Lfm2Adapter
-from lade.models.limits import DogeAdapter, Phi3Adapter, XGLMAdapter
+from lade.models.limits import DogeAdapter, Phi3Adapter, PhimoeAdapter, XGLMAdapter
 from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
 from lade.models.vision import GemmaVisionAdapter, QwenVisionAdapter
@@ -34,7 +34,7 @@ SPECIAL: dict[str, type[ModelAdapter]] = {
     "llama4_text": Llama4Adapter,
     "mpt": MptAdapter,
     "phi3": Phi3Adapter,
-    "phimoe": Phi3Adapter,
+    "phimoe": PhimoeAdapter,
     "qwen2_5_vl": QwenVisionAdapter,
     "qwen2_vl": QwenVisionAdapter,
     "qwen3_vl": QwenVisionAdapter,

@@ -69,7 +69,7 @@ class FalconAdapter(AlibiAdapter):
     @cached_property
     def block_model(self) -> Any:
         if not self.needs_view:
-            return self.model
+            return self._uncompiled
         view = private_view(self.model)
         for layer in view.transformer.h:
             layer.register_forward_pre_hook(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers.generation.utils as generation
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attention import (
@@ -29,8 +29,11 @@ from lade.block_attention import unsupported_reason as kernel_unsupported_reason
 from lade.config import LookaheadConfig
 from lade.kernels import kernel_problem, left_padding
 from lade.kv_cache import LookaheadCache
+from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.fixed import FixedBlocks, padded_capacity
 from lade.models.foreign import Code, code_of
+from lade.models.reasons import calling_reason, hook_reason, rounding_reason
+from lade.models.training import training_reason
 from lade.models.view import parts_of, private_view
 from lade.stats import GenerationStats
 
@@ -45,8 +48,6 @@ PLAIN_LAYERS = tuple(
     for name in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
     if hasattr(cache_utils, name)
 )
-# What plain generate() does around each forward, and the loop does in its own way.
-HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # nor to be replaced, or kept for later calls
 # Arguments that plain generate() passes with the prompt and never again; older versions leave that to each model.
 PROMPT_ARGUMENTS = frozenset(getattr(generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
@@ -72,6 +73,7 @@ class ModelAdapter:
     # Class attributes that a family may set.
     safe_hooks: tuple[str, ...] = ()  # of HOOKS: the model's own version changes nothing after the prompt
     prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # generate() arguments that matter to the prompt alone
+    draws_in_training = False  # the forward is random in training mode, though dropout and the like be 0
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
@@ -83,7 +85,7 @@ class ModelAdapter:
 
     def unsupported_reason(self) -> str | None:
         """Why lookahead cannot run on this model, as a sentence; None when it can."""
-        model, parameters = self.model, self._parameters
+        model = self.model
         if model.config.is_encoder_decoder:
             return "encoder-decoder models are not supported"
         if getattr(model, "_is_stateful", False):
@@ -104,21 +106,19 @@ class ModelAdapter:
             return f"attention {attention!r} of {type(model).__name__} is built in and takes no mask per block"
         if self.needs_view and self.code.is_patched:
             return "blocks need a changed view of this model, which a dispatched or patched model does not allow"
-        if model.training:
-            return "the model is in training mode, where dropout and checkpointing depend on the block"
-        for name in ("attention_mask", "past_key_values"):
-            if name not in parameters:
-                return f"{type(model).__name__}.forward takes no {name}"
-        for name in HOOKS:
-            function = getattr(getattr(model, name), "__func__", None)
-            is_safe = name in self.safe_hooks and getattr(function, "__module__", "").startswith("transformers.models.")
-            if function is not getattr(GenerationMixin, name) and not is_safe:
-                return f"{type(model).__name__} has a {name} of its own"
-        if self.code.refused_hook is not None:
-            return (
-                f"the hook {self.code.refused_hook} would see guesses that are rejected; lade.allow_hook(hook) lets it"
-            )
-        return None
+        return (
+            self.unsupported_state()
+            or rounding_reason(self.parts)
+            or calling_reason(model, self.safe_hooks)
+            or hook_reason(self.code.refused_hook)
+        )
+
+    def unsupported_state(self) -> str | None:
+        """Why the model cannot take blocks as it is now, in training mode or compiled."""
+        in_training = [part for part in self.unusual_parts if part.training]
+        if in_training and self.draws_in_training:
+            return "this family draws random numbers in training mode, whatever its settings"
+        return training_reason(in_training) or compiled_reason(self.unusual_parts)
 
     def unsupported_layers(self) -> str | None:
         """Why the model's layers cannot take a tree of guesses, judged by what they are and by the cache they ask for."""
@@ -370,14 +370,19 @@ class ModelAdapter:
     @property
     def prompt_model(self) -> Any:
         """What runs the prompt."""
-        return self.model
+        return self._uncompiled
+
+    @cached_property
+    def _uncompiled(self) -> Any:
+        """The model, or a private view of one that its user has compiled, which would be compiled anew for each shape."""
+        return private_view(self.model) if any(can_pass_by(part) for part in self.unusual_parts) else self.model
 
     @cached_property
     def block_model(self) -> Any:
         """What runs the blocks: the model, or a private view of it."""
         if self.uses_kernel:
             return private_view(self.model, attention=KERNEL)
-        return private_view(self.model, attention=self._masked_attention) if self.needs_view else self.model
+        return private_view(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
 
     @cached_property
     def reaches(self) -> Reach | dict[str, Reach]:
@@ -411,6 +416,15 @@ class ModelAdapter:
     def parts(self) -> tuple[nn.Module, ...]:
         """The model and all modules in it."""
         return tuple(parts_of(self.model))
+
+    @cached_property
+    def unusual_parts(self) -> list[nn.Module]:
+        """Of `parts` those in training mode, and those that run something in place of their class's forward."""
+        return [
+            part
+            for part in self.parts
+            if part.training or "forward" in (own := part.__dict__) or own.get("_compiled_call_impl") is not None
+        ]
 
     @cached_property
     def cache_layers(self) -> list[Any]:

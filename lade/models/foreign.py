@@ -23,6 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lade.models.compiled import can_pass_by
+
 T = TypeVar("T")
 AUTHORS = frozenset({"torch", "transformers", "accelerate", "lade"})  # top-level packages
 TRANSFORMERS = frozenset({"transformers"})
@@ -42,7 +44,8 @@ class Code:
     hooks: tuple[Hashable, ...]  # foreign ones
     names: tuple[str, ...]  # of these functions and hooks, for a reason
     refused_hook: str | None  # the name of one that may not meet guesses
-    is_patched: bool  # some module does not run its class's forward: patched, compiled or dispatched, by whomever
+    is_patched: bool  # some module does not run its class's forward: patched or dispatched, by whomever
+    is_compiled: bool  # some module runs that forward compiled by torch, which a view does not
     is_hooked: bool  # there are hooks besides transformers' own, which only collect what a call asks for
     has_plain_weights: bool  # none is quantized or lies on several devices
 
@@ -50,7 +53,7 @@ class Code:
     def is_as_made(self) -> bool:
         """Whether the model runs as torch and transformers made it, on ordinary tensors."""
         is_foreign = self.classes or self.functions or self.hooks
-        return self.has_plain_weights and not (is_foreign or self.is_patched or self.is_hooked)
+        return self.has_plain_weights and not (is_foreign or self.is_patched or self.is_compiled or self.is_hooked)
 
 
 def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> Code:
@@ -59,7 +62,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     functions: list[tuple[Any, ...]] = []  # what each is in place of, and itself
     hooks: list[tuple[Any, ...]] = []  # what each is on, and itself
     known: dict[type[nn.Module], bool] = {}  # classes are few, and modules many
-    is_patched, has_plain_weights = False, True
+    is_patched, is_compiled, has_plain_weights = False, False, True
     for place, part in enumerate(parts):
         kind, own = type(part), vars(part)
         if kind not in known:
@@ -67,12 +70,11 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         if not known[kind]:
             classes.append((place, key_of(kind), key_of(kind.forward)))
         if "forward" in own:
-            is_patched = True
             functions.append((place, own["forward"]))
             if "_hf_hook" in own:  # accelerate's wrapper of a forward runs it
                 hooks.extend((place, "", hook) for hook in _single_hooks(own["_hf_hook"]))
-        if own.get("_compiled_call_impl") is not None:
-            is_patched = True
+        if "forward" in own or own.get("_compiled_call_impl") is not None:
+            is_compiled, is_patched = (True, is_patched) if can_pass_by(part) else (is_compiled, True)
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             if own[name]:
                 hooks.extend((place, name, hook) for hook in own[name].values())
@@ -93,6 +95,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         names=tuple(dict.fromkeys(name_of(each[-1]) for each in (*functions, *foreign))),
         refused_hook=next(map(name_of, refused), None),
         is_patched=is_patched,
+        is_compiled=is_compiled,
         is_hooked=not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
     )

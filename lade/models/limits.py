@@ -23,6 +23,12 @@ class Phi3Adapter(ModelAdapter):
         return super().unsupported_request(request)
 
 
+class PhimoeAdapter(Phi3Adapter):
+    """Phi-3.5-MoE: in training mode its router draws among the experts (SparseMixer, arXiv:2310.00811)."""
+
+    draws_in_training = True
+
+
 class XGLMAdapter(ModelAdapter):
     """XGLM: beyond its table of positions it makes a larger one, in whatever forward that happens."""
 

@@ -22,7 +22,7 @@ class Llama4Adapter(ModelAdapter):
 
     @cached_property
     def block_model(self) -> Any:
-        view = private_view(self.model, attention=self._masked_attention) if self.needs_view else self.model
+        view = private_view(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
         for attention in list(view.modules()) if self.config.attn_temperature_tuning else ():
             if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
                 attention.attn_temperature_tuning = False

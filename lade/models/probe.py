@@ -17,6 +17,7 @@ from lade.config import current_config
 from lade.kv_cache import is_out_of_memory
 from lade.models.base import PLAIN_LAYERS, ModelAdapter
 from lade.models.foreign import is_gone
+from lade.models.reasons import failed_trial_reason, trial_subject
 from lade.noise import drawing
 
 # The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
@@ -41,7 +42,16 @@ def trial_reason(adapter: ModelAdapter, max_length: int, num_rows: int = 1) -> s
     while length < min(max_length, LONGEST_TRIAL):
         length *= 2
     sizes = (length, current_config().max_block_tokens, num_rows if code.hooks else 1)  # a hook may go by the row
-    key = (code.classes, code.functions, code.hooks, adapter.config._attn_implementation, adapter.dtype, sizes)
+    in_training = any(part.training for part in adapter.unusual_parts)
+    key = (
+        code.classes,
+        code.functions,
+        code.hooks,
+        adapter.config._attn_implementation,
+        adapter.dtype,
+        sizes,
+        in_training,
+    )
     verdicts = _verdicts.setdefault(adapter.model, {})
     if key not in verdicts:
         try:
@@ -58,20 +68,15 @@ def trial_reason(adapter: ModelAdapter, max_length: int, num_rows: int = 1) -> s
 
 def _try_out(adapter: ModelAdapter, *sizes: int) -> str | None:
     """adapter: one of its own, since it holds masks and views of the trial afterwards. sizes: as for `probe`."""
-    names = adapter.code.names
-    what = f"this {adapter.model.config.model_type!r} model" + (f" with {', '.join(names[:3])}" if names else "")
     try:
         with keeping_generators(adapter.model):
             error, effect = probe(adapter, *sizes)
     except Exception as problem:  # whatever somebody's code raises when it is given a block
         if is_out_of_memory(problem):
             raise
-        return f"a trial block failed on {what} ({type(problem).__name__}: {problem})"
+        return f"a trial block failed on {trial_subject(adapter)} ({type(problem).__name__}: {problem})"
     if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:  # also where either is nan
-        return (
-            f"a trial block on {what} was off by {error:.2g}, where an ignored mask costs {effect:.2g}; "
-            "see docs/adding-a-model.md"
-        )
+        return failed_trial_reason(adapter)
     return None
 
 

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lade.models.compiled import can_pass_by
+
 M = TypeVar("M", bound=nn.Module)
 HOOKS = (
     "_forward_hooks",
@@ -26,7 +28,9 @@ OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 
 def private_view(model: PreTrainedModel, attention: str | None = None) -> Any:
-    """A model with the same weights, buffers and hooks. attention: what its layers use instead of the model's own setting."""
+    """A model with the same weights, buffers and hooks, and nothing compiled. attention: what its layers use instead of the model's
+    own setting.
+    """
     known: dict[int, Any] = {}
     if attention is not None:
         config = copy.deepcopy(model.config, known)
@@ -39,6 +43,10 @@ def private_view(model: PreTrainedModel, attention: str | None = None) -> Any:
 def _view(module: M, known: dict[int, Any], attention: str | None) -> M:
     if id(module) in known:  # tied modules stay tied
         return known[id(module)]
+    is_compiled = can_pass_by(module)
+    if is_compiled and "_orig_mod" in module._modules:
+        known[id(module)] = _view(module._modules["_orig_mod"], known, attention)  # type: ignore[type-var]
+        return known[id(module)]
     view = module.__class__.__new__(module.__class__)
     known[id(module)] = view
     config = getattr(module, "config", None)
@@ -47,6 +55,9 @@ def _view(module: M, known: dict[int, Any], attention: str | None) -> M:
         known[id(config)]._attn_implementation = attention
     for name, value in vars(module).items():
         view.__dict__[name] = value.copy() if name in OWN_DICTIONARIES else known.get(id(value), value)
+    if is_compiled:
+        view.__dict__.pop("forward", None)
+        view.__dict__.pop("_compiled_call_impl", None)
     for name, child in module._modules.items():
         view._modules[name] = None if child is None else _view(child, known, attention)
     return view

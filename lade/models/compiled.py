@@ -1,0 +1,73 @@
+"""Models that their user has compiled: which function a compiled one stands for, so that blocks can pass it by. Floor 3.
+
+Each new shape makes dynamo compile a function anew, up to a limit at which it gives up or raises, and blocks have many shapes.
+A private view (`lade/models/view.py`) runs the functions that were compiled, and computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+UNKNOWN_BACKEND = (
+    "the model is compiled by a backend that is not torch's own, or together with other code: "
+    "lade cannot tell what it computes, and every shape of a block would be compiled anew"
+)
+
+
+def compiled_reason(parts: Iterable[nn.Module]) -> str | None:
+    """Why blocks cannot pass by what is compiled of these modules, as a sentence; None where they can."""
+    for part in parts:
+        own = vars(part)
+        compiled = (own.get("forward"), own.get("_compiled_call_impl"))
+        if any(is_compiled(function) for function in compiled) and not can_pass_by(part):
+            return UNKNOWN_BACKEND
+    return None
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether `function` is what torch.compile returns, and not a wrapper that has taken over its attributes."""
+    return getattr(function, "_torchdynamo_wrapper_id", id(function)) == id(function) and hasattr(
+        function, "_torchdynamo_orig_callable"
+    )
+
+
+def can_pass_by(part: nn.Module) -> bool:
+    """Whether what runs in place of a module's own code is that code, compiled by torch."""
+    own = vars(part)
+    stands_for = {"forward": type(part).forward, "_compiled_call_impl": nn.Module._call_impl}
+    module: Any = part
+    if "dynamo_ctx" in own:  # torch.compile(module) is a module around that one
+        module = own["_modules"]["_orig_mod"]
+        stands_for["forward"] = nn.Module._wrapped_call_impl
+        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            return False
+    found = {name: function for name in stands_for if (function := own.get(name)) is not None}
+    return bool(found) and all(
+        is_compiled(function) and is_of_torch(function) and is_method(original(function), stands_for[name], module)
+        for name, function in found.items()
+    )
+
+
+def original(function: Any) -> Any:
+    return function._torchdynamo_orig_callable
+
+
+def is_method(function: Any, expected: Any, module: nn.Module) -> bool:
+    return isinstance(function, MethodType) and function.__func__ is expected and function.__self__ is module
+
+
+def is_of_torch(function: Any) -> bool:
+    """Whether a compiled function was compiled by a backend of torch's own: another one may compute something else."""
+    for cell in function.__closure__ or ():
+        backend: Any = getattr(cell.cell_contents, "callback", None)
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        if backend is not None:
+            # Backends that have a name come in a wrapper; inductor in one of its own.
+            code = getattr(backend, "compiler_fn", type(backend))
+            return (getattr(code, "__module__", None) or "").split(".")[0] == "torch"
+    return False

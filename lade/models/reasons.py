@@ -1,0 +1,75 @@
+"""Why a model's own code rules lookahead out, in sentences for whoever meets them. Floor 3."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin
+
+# What plain generate() does around each forward, and the loop does in its own way.
+HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+NEEDED = ("attention_mask", "past_key_values")
+ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def calling_reason(model: Any, safe_hooks: Collection[str]) -> str | None:
+    """Why blocks cannot be handed to the model, as a sentence; None when they can. safe_hooks: as in `ModelAdapter`."""
+    parameters = inspect.signature(model.forward).parameters
+    for name in NEEDED:
+        if name not in parameters:
+            if "forward" in vars(model) and any(parameter.kind in ANY for parameter in parameters.values()):
+                return (
+                    f"the function put in place of {type(model).__name__}.forward does not say which arguments it takes; "
+                    "functools.wraps(model.forward) makes it say so"
+                )
+            return f"{type(model).__name__}.forward takes no {name}"
+    for name in HOOKS:
+        function = getattr(getattr(model, name), "__func__", None)
+        written_in = getattr(function, "__module__", None) or ""
+        if function is getattr(GenerationMixin, name) or (
+            name in safe_hooks and written_in.startswith("transformers.models.")
+        ):
+            continue
+        if written_in.split(".")[0] == "peft":
+            return "PEFT's prompt and prefix tuning put tokens or keys of their own before the text at each call"
+        return f"{type(model).__name__} has a {name} of its own"
+    return None
+
+
+def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
+    """Why guesses would change how the model rounds the text, as a sentence; None where it is not known to."""
+    if "bitsandbytes" not in sys.modules:
+        return None
+    for part in parts:
+        is_int8 = type(part).__module__.split(".")[0] == "bitsandbytes" and "8bit" in type(part).__name__
+        state: Any = getattr(part, "state", None)
+        threshold: Any = getattr(state, "threshold", 1.0)
+        if is_int8 and threshold:
+            return (
+                "8-bit layers of bitsandbytes choose the columns that they keep in 16 bits by all tokens of a forward, "
+                "so that guesses would change the text (llm_int8_threshold=0 chooses none)"
+            )
+    return None
+
+
+def hook_reason(name: str | None) -> str | None:
+    """Why a hook keeps blocks away, as a sentence. name: of one that may not meet guesses, None where there is none."""
+    return name and f"the hook {name} would see guesses that are rejected; lade.allow_hook(hook) lets it"
+
+
+def trial_subject(adapter: Any) -> str:
+    """What a trial is of: the model, and the functions and hooks in it that neither torch nor transformers wrote."""
+    names = adapter.code.names
+    return f"this {adapter.model.config.model_type!r} model" + (f" with {', '.join(names[:3])}" if names else "")
+
+
+def failed_trial_reason(adapter: Any) -> str:
+    """Why a model that gave other logits in its trial block cannot be served, as a sentence."""
+    what = trial_subject(adapter)
+    if not adapter.takes_positions:
+        return f"{what} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"
+    return f"a trial block on {what} was off by more than rounding, as it is with an ignored mask; see docs/adding-a-model.md"

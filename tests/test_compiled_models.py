@@ -1,0 +1,174 @@
+"""Models whose forward their user has compiled, and generate()'s own compilation: blocks pass it by, or the call falls back."""
+
+import pytest
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+from families import FAMILIES
+from transformers import CompileConfig
+
+import lade
+from lade.models import adapter_for
+
+dynamo = pytest.importorskip("torch._dynamo")
+
+
+@pytest.fixture(autouse=True)
+def small_block(lade_on):
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+def compile_forward(model, **arguments):
+    model.forward = torch.compile(model.forward, **arguments)
+
+
+def compile_module(model, **arguments):
+    model.compile(**arguments)
+
+
+def compile_layers(model, **arguments):
+    layers = model.model.layers if hasattr(model, "model") else model.transformer.h
+    for number, layer in enumerate(layers):
+        layers[number] = torch.compile(layer, **arguments)
+
+
+def compile_parts(model, **arguments):
+    """As accelerate's regional compilation does."""
+    for part in model.modules():
+        if type(part).__name__.endswith("DecoderLayer"):
+            part.compile(**arguments)
+
+
+def check(compiles, build=tiny_llama, inputs=None, **arguments):
+    """The compiled model's text under lade is the other's, and nothing is compiled. Returns the model."""
+    model, inputs = build(), prompt() if inputs is None else inputs
+    arguments = {"max_new_tokens": 24} | arguments
+    expected = generate_plain(build(), inputs, **arguments)
+    compiles(model, backend="eager", fullgraph=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found = model.generate(**inputs, **arguments)
+    assert torch.equal(found, expected)
+    assert_ran(lade.last_stats())
+    return model
+
+
+def both(model, inputs=None, **arguments):
+    inputs = prompt() if inputs is None else inputs
+    arguments = {"max_new_tokens": 24} | arguments
+    expected = generate_plain(model, inputs, **arguments)
+    found = model.generate(**inputs, **arguments)
+    assert torch.equal(found, expected)
+    return lade.last_stats()
+
+
+def assert_ran(stats):
+    assert stats.fallback_reason is None
+    assert stats.steps < stats.generated_tokens
+
+
+def test_dynamos_limit():
+    """Where plain generate() stays below it, lade does not raise."""
+    model = tiny_llama(num_hidden_layers=1)
+    compile_forward(model, backend="eager", fullgraph=True)
+    with dynamo.config.patch(recompile_limit=4, accumulated_recompile_limit=4):
+        assert_ran(both(model))
+        assert_ran(both(model, prompt(31)))
+
+
+@pytest.mark.parametrize("compiles", [compile_forward, compile_module, compile_layers, compile_parts])
+def test_what_is_compiled_is_passed_by(compiles):
+    check(compiles)
+    check(compiles, inputs=prompt(12, batch_size=2))
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "falcon-alibi", "lfm2"])
+def test_families_that_need_a_view(name):
+    check(compile_forward, next(family for family in FAMILIES if family.name == name).build)
+
+
+def test_the_model_stays_as_it_is():
+    models = []
+
+    def build():
+        models.append(tiny_llama())
+        return models[-1]
+
+    def compiles(model, **arguments):
+        compile_layers(model, **arguments)
+        compile_forward(model, **arguments)
+        before.update({name: dict(vars(part)) for name, part in model.named_modules()})
+
+    before: dict = {}
+    model = check(compiles, build)
+    for name, part in model.named_modules():
+        assert vars(part).keys() == before[name].keys()
+        assert all(vars(part)[key] is value for key, value in before[name].items())
+
+
+def test_new_weights_are_seen():
+    model = check(compile_forward)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.roll(7, 0))
+    other = tiny_llama()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(
+        model.generate(**prompt(), max_new_tokens=24), generate_plain(other, prompt(), max_new_tokens=24)
+    )
+
+
+def own_backend(graph, inputs):
+    """What it makes of the graph is its own business."""
+    return graph.forward
+
+
+@pytest.mark.parametrize(("backend", "is_passed_by"), [("eager", True), ("inductor", True), (own_backend, False)])
+def test_another_backend_falls_back(backend, is_passed_by):
+    """Lade cannot know that it computes the same."""
+    for compiles in (compile_forward, compile_module, compile_layers):
+        model = tiny_llama()
+        compiles(model, backend=backend)
+        reason = adapter_for(model).unsupported_reason()
+        assert reason is None if is_passed_by else "compiled by a backend" in reason
+
+
+def test_compiled_together_with_other_code_falls_back():
+    model = tiny_llama(num_hidden_layers=1)
+    stock = model.forward
+
+    def forward(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **arguments):
+        return stock(input_ids, attention_mask, position_ids, past_key_values, **arguments)
+
+    model.forward = torch.compile(forward, backend="eager")
+    assert "together with other code" in adapter_for(model).unsupported_reason()
+    inner = tiny_llama()
+    model.forward = torch.compile(inner.forward, backend="eager")  # another model's
+    assert "together with other code" in adapter_for(model).unsupported_reason()
+
+
+def test_compiled_blocks_of_a_compiled_model(monkeypatch):
+    """COMPILE=1 compiles blocks in lade's own way."""
+    monkeypatch.setattr(lade.models.fixed, "BACKEND", "eager")
+    lade.config_lade(COMPILE=1)
+    model = tiny_llama(num_hidden_layers=1)
+    expected = generate_plain(model, prompt(), max_new_tokens=24)
+    compile_forward(model, backend="eager", fullgraph=True)
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=24), expected)
+    assert_ran(lade.last_stats())
+    assert lade.last_stats().compile_reason is None
+    assert lade.last_stats().compiled_steps > 0
+    shapes = dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=24), expected)
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == shapes  # another call's view is no reason to compile
+
+
+def test_compile_config():
+    """What transformers would compile it compiles; where it would not, the setting is without effect, as in plain generate()."""
+    model = tiny_llama(num_hidden_layers=1)
+    settings = CompileConfig(backend="eager", fullgraph=False, mode=None)
+    settings._compile_all_devices = True
+    stats = both(model, max_new_tokens=8, compile_config=settings, cache_implementation="static")
+    assert "compile_config" in stats.fallback_reason
+    assert_ran(both(model, compile_config=settings))  # a dynamic cache is not compiled for
+    assert_ran(both(model, compile_config=settings, cache_implementation="static", disable_compile=True))

@@ -1,0 +1,112 @@
+"""Reasons for a fallback that users of other libraries meet: true, and the same each time."""
+
+import functools
+import logging
+import re
+import sys
+import types
+
+import pytest
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+from families import OTHERS
+from transformers import GenerationMixin
+
+import lade
+from lade import augment
+
+
+@pytest.fixture(autouse=True)
+def small_block(lade_on):
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+
+
+def reason_of(model):
+    """Why plain generate() runs; twice, with its text."""
+    reasons = []
+    for seed in (0, 1):
+        expected = generate_plain(model, prompt(seed=seed), max_new_tokens=8)
+        assert torch.equal(model.generate(**prompt(seed=seed), max_new_tokens=8), expected)
+        reasons.append(lade.last_stats().fallback_reason)
+    assert len(set(reasons)) == 1
+    if reasons[0] is not None:
+        assert not re.search(r"\d\.\d|<class| at 0x", reasons[0])
+    return reasons[0]
+
+
+def test_peft_prompt_tuning():
+    """It puts a method of its own on the model for the time of a call; this is a stand-in for it."""
+
+    model = tiny_llama()
+    stock = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: stock(*args, **kwargs)
+    assert "prepare_inputs_for_generation of its own" in reason_of(model)
+    model.prepare_inputs_for_generation = types.MethodType(_of_peft(stock), model)
+    assert "PEFT's prompt and prefix tuning" in reason_of(model)
+
+
+def _of_peft(stock):
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return stock(*args, **kwargs)
+
+    prepare_inputs_for_generation.__module__ = "peft.peft_model"
+    return prepare_inputs_for_generation
+
+
+def test_a_forward_that_does_not_say_what_it_takes():
+    model = tiny_llama()
+    stock = model.forward
+    model.forward = lambda *args, **kwargs: stock(*args, **kwargs)
+    assert "does not say which arguments it takes" in reason_of(model)
+    model.forward = functools.wraps(stock)(model.forward)
+    assert reason_of(model) is None
+
+
+@pytest.mark.parametrize("threshold", [6.0, 0.0])
+def test_8_bit_layers_of_bitsandbytes(monkeypatch, threshold):
+    """A stand-in that, as they do, keeps columns in full precision by the largest value of all rows."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
+    monkeypatch.setattr(Linear8bitLt, "__module__", "bitsandbytes.nn.modules")
+    model = tiny_llama()
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = Linear8bitLt(mlp.down_proj, threshold / 3)
+    reason = reason_of(model)
+    assert reason is None if threshold == 0 else "8-bit layers of bitsandbytes" in reason
+
+
+class Linear8bitLt(torch.nn.Module):
+    def __init__(self, stock, threshold):
+        super().__init__()
+        self.weight, self.state = stock.weight, types.SimpleNamespace(threshold=threshold)
+
+    def forward(self, x):
+        is_kept = x.abs().flatten(0, -2).amax(0) > (self.state.threshold or float("inf"))
+        scale = x.masked_fill(is_kept, 0).abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
+        return torch.where(is_kept, x, (x / scale).round() * scale) @ self.weight.T
+
+
+@pytest.mark.parametrize("name", ["bart", "whisper", "trocr"])
+def test_decoders_without_position_ids(name):
+    family = next(family for family in OTHERS if family.name == name)
+    assert "takes no position_ids" in reason_of(family.build())
+
+
+def test_continuous_batching_is_named(caplog, monkeypatch):
+    """It bypasses generate(), so that one line in the log is all there can be."""
+    owner = augment._owner("init_continuous_batching")
+    assert owner is not GenerationMixin
+    monkeypatch.setattr(augment, "_warned", set())
+    lade.restore_all()
+    before = vars(owner)["init_continuous_batching"]
+    monkeypatch.setattr(owner, "init_continuous_batching", lambda self, *args, **kwargs: "a manager")
+    lade.augment_all()
+    with caplog.at_level(logging.WARNING, logger="lade"):
+        for _ in range(2):
+            assert tiny_llama().init_continuous_batching() == "a manager"
+    assert [record.getMessage() for record in caplog.records if "continuous batching" in record.getMessage()] == [
+        "lade: plain generate() runs instead of lookahead decoding: "
+        "continuous batching (generate_batch) runs a decoding loop of its own."
+    ]
+    lade.restore_all()
+    monkeypatch.undo()
+    assert vars(owner)["init_continuous_batching"] is before

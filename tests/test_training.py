@@ -1,0 +1,263 @@
+"""Models in training mode: served where nothing in them depends on it, as in rollouts of reinforcement learning."""
+
+import copy
+import re
+
+import pytest
+import torch
+from conftest import VOCAB, generate_plain, inference_tensors, prompt, tiny_llama
+from families import COMPOSITE, FAMILIES
+from torch import nn
+
+import lade
+from lade.models import adapter_for
+
+RANDOM = re.compile("drop|jitter|noise")
+DRAWS = ("PhimoeForCausalLM",)  # whatever its settings
+HAS_NO_DROPOUT = ("DiffLlamaForCausalLM",)  # whatever its configuration says
+
+
+@pytest.fixture(autouse=True)
+def small_block(lade_on):
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+
+
+def set_randomness(model, value):
+    """Give all dropout and the like this value. Returns how many settings there are."""
+    count = 0
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p, count = value, count + 1
+        for owner in (part, vars(part).get("config")):
+            names = [name for name, found in vars(owner or part).items() if isinstance(found, float)]
+            for name in filter(RANDOM.search, names):
+                setattr(owner or part, name, value)
+                count += owner is part
+    return count
+
+
+def both(model, inputs=None, **arguments):
+    """The output without and with lade, from the same seed, and torch's generator afterwards."""
+    inputs = prompt() if inputs is None else inputs
+    arguments = {"max_new_tokens": 24} | arguments
+    outcomes = []
+    for call in (generate_plain, lambda model, inputs, **kw: model.generate(**inputs, **kw)):
+        torch.manual_seed(5)
+        outcomes.append((call(model, inputs, **arguments), torch.get_rng_state()))
+    (expected, state), (found, state_after) = outcomes
+    assert torch.equal(found, expected)
+    assert torch.equal(state_after, state)
+    return lade.last_stats()
+
+
+def assert_ran(stats):
+    assert stats.fallback_reason is None
+    assert stats.steps < stats.generated_tokens
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *COMPOSITE], ids=lambda family: family.name)
+def test_families(family):
+    if not family.exists:
+        pytest.skip(f"this transformers has no {family.model_class}")
+    model = family.build().train()
+    set_randomness(model, 0.0)
+    expected = adapter_for(copy.deepcopy(model).eval()).unsupported_reason()
+    reason = adapter_for(model).unsupported_reason()
+    if family.model_class in DRAWS:
+        assert "draws random numbers" in reason
+        return
+    assert reason == expected  # as in eval mode
+    if reason is None:
+        inputs = prompt(20) if family.inputs is None else family.inputs(False)
+        both(model, inputs, max_new_tokens=8)
+        assert not inference_tensors(model)
+        model(**inputs).logits.sum().backward()
+    if set_randomness(model, 0.1) and family.model_class not in HAS_NO_DROPOUT:
+        assert "training mode" in adapter_for(model).unsupported_state()
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neo", "falcon-alibi", "gpt2"])
+def test_a_loop_of_reinforcement_learning(name):
+    """Rollouts and training steps in turn: the same tokens and the same weights with lade as without."""
+    family = next(family for family in FAMILIES if family.name == name)
+    first = family.build().train()
+    set_randomness(first, 0.0)
+    models = first, copy.deepcopy(first)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    inputs, texts = prompt(16, batch_size=2), []
+    for _ in range(3):
+        rollouts = []
+        for model, optimizer, is_plain in zip(models, optimizers, (True, False), strict=True):
+            torch.manual_seed(7)
+            arguments = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.5}
+            text = generate_plain(model, inputs, **arguments) if is_plain else model.generate(**inputs, **arguments)
+            loss = model(input_ids=text, labels=text).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rollouts.append(text)
+        assert torch.equal(*rollouts)
+        assert_ran(lade.last_stats())
+        assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+        assert not inference_tensors(models[1])
+        texts.append(rollouts[1])
+    assert not torch.equal(texts[0], texts[-1])  # the weights did change
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "falcon-alibi"])
+def test_active_dropout_falls_back(name):
+    model = next(family for family in FAMILIES if family.name == name).build().train()
+    set_randomness(model, 0.1)
+    reason = both(model).fallback_reason
+    assert "training mode" in reason
+    assert both(model).fallback_reason == reason
+    model.eval()
+    assert_ran(both(model))
+
+
+def test_one_part_in_training_mode():
+    """Within a model in eval mode: only where that part has something random."""
+    model = tiny_llama(attention_dropout=0.4)
+    assert_ran(both(model))
+    model.model.layers[1].self_attn.train()
+    assert "attention_dropout" in both(model, do_sample=True).fallback_reason
+    model.model.layers[1].self_attn.attention_dropout = 0.0
+    assert_ran(both(model))
+    model.train()  # the other layer's is still there
+    assert "attention_dropout" in both(model, do_sample=True).fallback_reason
+
+
+def test_checkpointing():
+    model = tiny_llama()
+    model.gradient_checkpointing_enable()
+    assert_ran(both(model))
+    model.train()
+    assert "checkpointing" in both(model).fallback_reason
+    model.gradient_checkpointing_disable()
+    assert_ran(both(model))
+
+
+class Plain(nn.Linear):
+    """Somebody's own layer, which knows nothing of training."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y + torch.randn_like(y) if self.training else y
+
+
+class NoisyBySetting(nn.Linear):
+    noise = 0.0
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + self.noise * torch.randn_like(y) if self.training and self.noise else y
+
+
+class WithFunction(nn.Linear):
+    """Its dropout is no setting."""
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.2, self.training)
+
+
+@pytest.mark.parametrize("kind", [Plain, Noisy, NoisyBySetting, WithFunction, nn.BatchNorm1d, nn.RReLU, nn.Dropout1d])
+def test_modules_of_other_kinds(kind):
+    """Unknown uses of the flag are refused, torch's own modules included; what does not read it is tried out."""
+    model = tiny_llama()
+    mlp = model.model.layers[0].mlp
+    if issubclass(kind, nn.Linear):
+        down = kind(64, 48, bias=False).double()
+        down.weight.data.copy_(mlp.down_proj.weight)
+        mlp.down_proj = down
+    else:
+        mlp.act_fn = nn.Sequential(
+            nn.Flatten(0, -2), kind(64) if kind is nn.BatchNorm1d else kind(), Restored()
+        ).double()
+    model.train()
+    reason = adapter_for(model).unsupported_reason()
+    if kind in (Plain, NoisyBySetting):
+        assert_ran(both(model))
+        if kind is NoisyBySetting:
+            model.model.layers[0].mlp.down_proj.noise = 0.1
+            assert "noise" in both(model, do_sample=True).fallback_reason
+    else:
+        assert kind.__name__ in reason
+        assert "training mode" in reason
+
+
+class Restored(nn.Module):
+    def forward(self, x):
+        return x[None]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_forward_put_in_place_of_a_modules_own(asks):
+    model = tiny_llama().train()
+    mlp = model.model.layers[0].mlp
+    stock = mlp.forward
+
+    def with_dropout(x):
+        return nn.functional.dropout(stock(x), 0.5, mlp.training)
+
+    mlp.forward = with_dropout if asks else lambda x: stock(x)
+    stats = both(model)
+    if asks:
+        assert "LlamaMLP is in training mode" in stats.fallback_reason
+    else:
+        assert_ran(stats)
+
+
+def test_eval_mode_asks_no_code(monkeypatch):
+    """A model in eval mode pays for none of this."""
+    asked = []
+    monkeypatch.setattr(lade.models.training, "readers", lambda *args: asked.append(args) or [])
+    assert_ran(both(tiny_llama()))
+    assert not asked
+
+
+def test_grpo_of_trl(tmp_path):
+    """TRL's trainer, whose rollouts are in training mode: the same rewards and weights with lade as without."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", bos_token="w1", eos_token="w2")
+    texts = [" ".join(f"w{(3 * row + place % 7) % VOCAB}" for place in range(12)) for row in range(4)]
+    found = []
+    for switch in ("0", "1"):
+        completions = []
+
+        def reward(completion_ids, completions=completions, **_):
+            completions.append(completion_ids)
+            return [float(sum(ids) % 17) for ids in completion_ids]
+
+        model = tiny_llama(torch.float32)
+        model.warnings_issued = {}
+        settings = trl.GRPOConfig(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, num_generations=4,
+            max_completion_length=16, learning_rate=1e-2, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
+            seed=3, disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("USE_LADE", switch)
+            lade.log_history(clear=True)
+            dataset = datasets.Dataset.from_dict({"prompt": texts})
+            trainer = trl.GRPOTrainer(
+                model=model, reward_funcs=reward, args=settings, train_dataset=dataset, processing_class=tokenizer
+            )
+            trainer.train()
+        found.append((completions, model.state_dict()))
+    calls = lade.log_history()
+    assert len(calls) >= 3
+    for stats in calls:
+        assert_ran(stats)
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], weight) for name, weight in found[1][1].items())
