@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import transformers
 from transformers import PreTrainedModel
 
+from lade.compat import is_newer_than_tested
 from lade.models.alibi import BloomAdapter, FalconAdapter, MptAdapter
 from lade.models.base import ModelAdapter
 from lade.models.gpt_neo import GPTNeoAdapter
@@ -77,6 +79,12 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
 
 
 def needs_trial(adapter: ModelAdapter) -> bool:
-    """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user."""
+    """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user.
+
+    Adapters that differ reach into the modules of their family: nobody has seen these of a version newer than tested.
+    """
     model_type = adapter.model.config.model_type
-    return model_type not in _vouched_for and (model_type not in _adapters or adapter.foreign_code is not None)
+    if model_type in _vouched_for:
+        return False
+    is_new = model_type in SPECIAL and is_newer_than_tested(transformers.__version__)
+    return is_new or model_type not in _adapters or adapter.foreign_code is not None

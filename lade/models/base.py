@@ -10,10 +10,8 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import transformers.generation.utils as generation
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_utils
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from lade.attention import (
     EVERYWHERE,
@@ -27,6 +25,7 @@ from lade.attention import (
 )
 from lade.block_attention import NAME as KERNEL
 from lade.block_attention import unsupported_reason as kernel_unsupported_reason
+from lade.compat import PLAIN_LAYERS, PROMPT_ARGUMENTS, CausalLMOutputWithPast, has_unknown_rope, rope_settings
 from lade.config import LookaheadConfig
 from lade.kernels import kernel_problem, left_padding
 from lade.kv_cache import LookaheadCache
@@ -38,16 +37,8 @@ from lade.stats import GenerationStats
 MASKED_ATTENTION = ("eager", "sdpa")
 # These compute the same without taking such a mask; parts of their names.
 MASKLESS_ATTENTION = ("flash", "flex_attention")
-# They keep every key of the text, those that fall out of a window apart, or share another layer's.
-PLAIN_LAYERS = tuple(
-    getattr(cache_utils, name)
-    for name in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-    if hasattr(cache_utils, name)
-)
 # What plain generate() does around each forward, and the loop does in its own way.
 HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# Arguments that plain generate() passes with the prompt and never again; older versions leave that to each model.
-PROMPT_ARGUMENTS = frozenset(getattr(generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +75,13 @@ class ModelAdapter:
         model, parameters = self.model, self._parameters
         if model.config.is_encoder_decoder:
             return "encoder-decoder models are not supported"
-        if getattr(model, "_is_stateful", False):
+        if model._is_stateful:
             return "models with a recurrent state cannot take a tree of guesses"
         reason = self.unsupported_layers()
         if reason:
             return reason
+        if has_unknown_rope(self.config, self.parts):
+            return "rotary frequencies of this model depend on the length of the text, and its configuration does not say how"
         attention = self.config._attn_implementation
         configs = {id(config): config for part in self.parts if (config := vars(part).get("config")) is not None}
         found = {other._attn_implementation for other in configs.values() if type(other) is type(self.config)}
@@ -189,7 +182,7 @@ class ModelAdapter:
         num_slots, most_slots: what the call begins with, and may come to need.
         """
         # Parts of a model on several ranks would have to agree on what they keep.
-        is_whole = (getattr(self.model, "_tp_size", None) or 1) == 1
+        is_whole = (self.model.tp_size or 1) == 1
         if self._fixed is None or not is_whole:
             return self.make_cache(num_slots)
         traits = (batch_size, repr(self.reaches), self.uses_kernel)
@@ -406,9 +399,7 @@ class ModelAdapter:
     @cached_property
     def _ropes(self) -> list[dict[str, Any]]:
         """Settings of the rotary embeddings; several where they differ by layer type."""
-        ropes = getattr(self.config, "rope_parameters", None) or {}
-        by_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
-        return by_type or ([ropes] if ropes else [])
+        return rope_settings(self.config)
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:

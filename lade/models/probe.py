@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lade.attention import Block
-from lade.models.base import PLAIN_LAYERS, ModelAdapter
+from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
+from lade.models.base import ModelAdapter
 
 # The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
 LONGEST_TRIAL = 2048

@@ -15,17 +15,10 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lade.compat import HOOKS, OWN_DICTIONARIES
+
 M = TypeVar("M", bound=nn.Module)
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
 KNOWN_CODE = ("torch.", "transformers.")
-# Dictionaries of a module that the view must be able to change; the tensors and hooks inside are shared.
-OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 
 def private_view(model: PreTrainedModel, attention: str | None = None) -> Any:
