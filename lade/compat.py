@@ -56,10 +56,12 @@ class Name:
     def problem(self) -> str | None:
         """What is wrong, as a sentence; None where nothing is."""
         try:
-            wrong = self.check(None if self.path.endswith("()") else resolve(self.path))
+            found = None if self.path.endswith("()") else resolve(self.path)
         except (AttributeError, ImportError):
-            wrong = "is missing"
-        except Exception as error:
+            return f"{self.path} is missing, and {self.used_in} needs it"
+        try:
+            wrong = self.check(found)
+        except Exception as error:  # whatever a name raises that means something else now
             wrong = f"is not what it was ({type(error).__name__}: {error})"
         return None if wrong is None else f"{self.path.removesuffix('()')} {wrong}, and {self.used_in} needs it"
 
@@ -388,7 +390,7 @@ def has_unknown_rope(config: Any, parts: Iterable[Any]) -> bool:
 
     parts: the model and all modules in it.
     """
-    if hasattr(config, "rope_parameters"):
+    if rope_settings(config):
         return False
     found = (vars(part).get("rope_type") for part in parts)
     kinds = (kind for one in found for kind in (one.values() if isinstance(one, dict) else (one,)))

@@ -81,10 +81,12 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
 def needs_trial(adapter: ModelAdapter) -> bool:
     """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user.
 
-    Adapters that differ reach into the modules of their family: nobody has seen these of a version newer than tested.
+    Adapters with a view of their own reach into the modules of their family: nobody has seen these of a version newer than tested.
     """
     model_type = adapter.model.config.model_type
     if model_type in _vouched_for:
         return False
-    is_new = model_type in SPECIAL and is_newer_than_tested(transformers.__version__)
+    is_new = type(adapter).block_model is not ModelAdapter.block_model and is_newer_than_tested(
+        transformers.__version__
+    )
     return is_new or model_type not in _adapters or adapter.foreign_code is not None
