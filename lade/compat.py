@@ -22,7 +22,7 @@ logger = logging.getLogger("lade")
 OLDEST, NEWEST, FIRST_UNSUPPORTED = "5.8", "5.23", "6"  # of transformers; the tests pass with the first two
 TESTED = f"{OLDEST} to {NEWEST}"
 TESTED_TORCH = "2.13"
-# generate() marks a cache of the caller's so from 5.23 on; lade does it with every version.
+# generate() marks a cache of the caller's so in 5.18, not yet in 5.12; lade does it with every version.
 CALLERS_CACHE_MARK = "_is_user_defined"
 # Of nn.Module: the hooks around a forward.
 HOOKS = (
@@ -282,9 +282,10 @@ def require_names() -> None:
     problem = version_problem(transformers.__version__)
     if problem is None:
         found = (name.problem() for name in NAMES if not name.is_late and name.is_here())
-        problem = "; ".join(filter(None, found)) or None
+        wrong = "; ".join(filter(None, found))
+        problem = f"lade cannot be put on: {wrong}" if wrong else None
     if problem is not None:
-        raise ImportError(f"lade: {problem}. {installed()}; nothing has been patched")
+        raise ImportError(f"{problem}. {installed()}; nothing has been patched")
 
 
 def installed() -> str:
@@ -344,9 +345,9 @@ def cache_layer() -> Any:
 
 def plain_layers() -> tuple[Any, ...]:
     """Layers that keep every key of the text, those that fall out of a window apart, or share another layer's."""
-    late = getattr(
-        resolve(C.rstrip(".")), "DummyLayer", None
-    )  # from 5.18 on; until then such layers are not in the cache
+    late = vars(resolve("transformers.cache_utils")).get(
+        "DummyLayer"
+    )  # not yet in 5.18, whose caches have no such layers
     return tuple(filter(None, (resolve(C + "DynamicLayer"), resolve(C + "DynamicSlidingWindowLayer"), late)))
 
 
