@@ -374,7 +374,7 @@ def __getattr__(name: str) -> Any:
         value = resolve(entry.path) if entry is not None else MADE[name]()
     except (AttributeError, ImportError) as error:
         what = entry.problem() if entry is not None else str(error)
-        raise ImportError(f"lade: {what}. {installed()}") from error
+        raise ImportError(f"lade cannot be put on: {what}. {installed()}") from error
     globals()[name] = value
     return value
 
