@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lade.compat import require_names
 from lade.config import LookaheadConfig, config_lade, current_config
 from lade.stats import GenerationStats, last_stats, log_history, save_log
 
@@ -62,7 +63,12 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    try:
+        module = importlib.import_module(_LAZY[name])
+    except ImportError:
+        require_names()  # says more, where transformers or torch lacks something
+        raise
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

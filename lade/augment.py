@@ -7,7 +7,6 @@ to keep one set of figures per call, and the other decoding methods only to say 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,15 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache, TextStreamer
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from lade.compat import (
+    CALLERS_CACHE_MARK,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    require_names,
+    warn_if_newer,
+)
 from lade.config import apply_environment, current_config, is_enabled
 from lade.decoding import lookahead_decode
 from lade.link import is_leader
@@ -26,22 +32,10 @@ from lade.models.base import Request
 from lade.models.probe import trial_reason
 from lade.parallel import Alone, team_for
 from lade.stats import GenerationStats, open_stats, recording
-from lade.versions import version_problem
 
 logger = logging.getLogger("lade")
 
 NOT_ENABLED = "USE_LADE is not set to 1, true, yes or on"
-# What `_wrap_sample` passes on; generate(custom_generate=f) compares f's parameters with these.
-SAMPLE_PARAMETERS = (
-    "self",
-    "input_ids",
-    "logits_processor",
-    "stopping_criteria",
-    "generation_config",
-    "synced_gpus",
-    "streamer",
-    "model_kwargs",
-)
 # No fault of the request: it is not warned about.
 TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"
 LEAST_TOKENS = 3  # of a call that guesses can make faster
@@ -68,7 +62,6 @@ KNOWN_ARGUMENTS = {
     "output_hidden_states",
     "tokenizer",
 }
-CALLERS_CACHE_MARK = "_is_user_defined"  # as newer versions of transformers name it; older ones set no mark
 
 _originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base of it -> the object that was there
 _warned: set[str] = set()
@@ -78,20 +71,16 @@ def augment_all() -> None:
     """Put lookahead decoding behind `generate()` of all models, loaded before or later. Calling it twice changes nothing.
 
     It runs while the environment says USE_LADE=1; otherwise every call is the original's.
-    Raises ImportError when the installed transformers is not one that lade was tested with, and ValueError when LADE_CONFIG
-    names no file of settings.
+    Raises ImportError when something that lade uses of the installed transformers or torch is missing or has changed, and ValueError
+    when LADE_CONFIG names no file of settings.
     """
     if _originals:
         return
     apply_environment()
-    problem = version_problem(transformers.__version__)
-    if problem:
-        raise ImportError(problem)
+    require_names()
+    warn_if_newer(transformers.__version__)
     replacements = {"generate": _wrap_generate, "_sample": _wrap_sample}
     replacements |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
-    parameters = tuple(inspect.signature(GenerationMixin._sample).parameters)
-    if parameters != SAMPLE_PARAMETERS:
-        raise ImportError(f"GenerationMixin._sample must take {SAMPLE_PARAMETERS}, this transformers has {parameters}")
     wrapped = {name: wrap(vars(_owner(name))[name]) for name, wrap in replacements.items()}
     for name, function in wrapped.items():
         _originals[name] = vars(_owner(name))[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -104,7 +103,7 @@ def lookahead_decode(
     outputs = None
     stats.batch_size, stats.steps = batch_size, 1
 
-    with decode_mode(adapter.block_model):
+    with adapter.block_model._optimize_model_for_decode():  # changes the numerics of mixture-of-experts layers
         if on_device:  # this loop in another form; what it leaves undone is done below
             on_device.run(cache, logits.shape[-1])
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
@@ -184,9 +183,3 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
     else:
         torch.accelerator.synchronize(device)
-
-
-def decode_mode(model: Any) -> Any:
-    """transformers' own switches for decoding, which change the numerics of mixture-of-experts layers."""
-    enter = getattr(model, "_optimize_model_for_decode", None)
-    return enter() if enter else nullcontext()

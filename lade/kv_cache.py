@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import Cache
+
+from lade.compat import CacheLayer
 
 MIN_CAPACITY = 256  # slots
 NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")  # where no class says so
@@ -22,7 +24,7 @@ def least_capacity(num_slots: int) -> int:
     return max(num_slots, MIN_CAPACITY)
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayer):
     """One layer's keys and values: views [B, H, C, D] into the cache's storage, C slots of capacity."""
 
     is_sliding = False
@@ -82,8 +84,6 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.18
 
 
 class LookaheadCache(Cache):

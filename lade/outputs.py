@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from lade.compat import GenerateDecoderOnlyOutput
 
 
 class OutputRecorder:

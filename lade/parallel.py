@@ -366,6 +366,6 @@ def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: A
         return f"{asked[0]} is not collected from several processes (DIST_WORKERS)"
     if synced_gpus:
         return "synced_gpus says that no process has the whole model, which DIST_WORKERS needs"
-    if (getattr(model, "_tp_size", None) or 1) > 1:
+    if (model.tp_size or 1) > 1:
         return "a model whose layers are split over processes (tp_plan) is not whole on each, which DIST_WORKERS needs"
     return None

@@ -19,10 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process as processors
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
 
+from lade.compat import logits_processors
 from lade.noise import Noise, drawing
 from lade.outputs import OutputRecorder
 from lade.texts import Texts
@@ -32,9 +38,8 @@ from lade.verify import children_of, walk, walk_together
 Accepted = list[list[int] | None]
 
 # Their scores for a row depend on that row's tokens alone, and calls for one row leave no trace on another's.
-ROW_WISE_PROCESSORS = {
-    getattr(processors, name)
-    for name in (
+ROW_WISE_PROCESSORS = logits_processors(
+    (
         "EpsilonLogitsWarper",
         "EtaLogitsWarper",
         "ForcedBOSTokenLogitsProcessor",
@@ -55,8 +60,7 @@ ROW_WISE_PROCESSORS = {
         "TopPLogitsWarper",
         "TypicalLogitsWarper",
     )
-    if hasattr(processors, name)
-}
+)
 # A row may be this many tokens ahead of the slowest one when sampling: the noise of that many draws is kept.
 MAX_LEAD = 32
 
@@ -326,7 +330,7 @@ def ends_apart(criteria: StoppingCriteriaList) -> bool:
 
 def is_row_wise(processor: Callable[..., Tensor]) -> bool:
     """Whether one row's scores depend on that row alone, however often other rows are asked about."""
-    if type(processor) is processors.RepetitionPenaltyLogitsProcessor:
+    if type(processor) is RepetitionPenaltyLogitsProcessor:
         return not isinstance(processor.prompt_ignore_length, Tensor)
     return type(processor) in ROW_WISE_PROCESSORS
 

@@ -17,8 +17,8 @@ import torch
 
 import lade
 from lade.block_size.tables import can_store, cpu_name, folder, stored
+from lade.compat import TESTED, is_newer_than_tested, version_problem
 from lade.config import apply_environment, current_config
-from lade.versions import version_problem
 
 PACKAGES = (
     "torch",
@@ -103,7 +103,12 @@ def patch_lines() -> Iterable[str]:
     if version is None:
         yield "transformers is not installed"
         return
-    yield version_problem(version) or f"transformers {version} is a version that lade was made for"
+    fits = (
+        f"newer than lade was tested with ({TESTED})"
+        if is_newer_than_tested(version)
+        else "a version that lade was made for"
+    )
+    yield version_problem(version) or f"transformers {version} is {fits}"
     missing = sorted(set(PATCHED_METHODS) - methods_of_generation_mixin())
     names = ", ".join(f"GenerationMixin.{name}" for name in PATCHED_METHODS)
     yield f"augment_all() replaces {names}: " + (f"MISSING {', '.join(missing)}" if missing else "all there")

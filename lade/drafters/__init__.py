@@ -43,7 +43,7 @@ def make_drafter(
     kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile, *forward_kind)
     kind += ("window",) * config.uses_window  # whose search counts as part of the cost
     # Processes that compute one forward together must lay out the same block, whatever each one's clock says.
-    is_split = (getattr(model, "_tp_size", None) or 1) > 1
+    is_split = (model.tp_size or 1) > 1
     memory = None if config.uses_window else memory_for(model, config.share)
     saved = None if memory is None else memory.prices
     costs = None

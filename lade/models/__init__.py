@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import transformers
 from transformers import PreTrainedModel
 
+from lade.compat import is_newer_than_tested
 from lade.models.alibi import BloomAdapter, FalconAdapter, MptAdapter
 from lade.models.base import ModelAdapter
 from lade.models.foreign import allow_hook
@@ -80,9 +82,15 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
 def needs_trial(adapter: ModelAdapter) -> bool:
     """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user.
 
-    Whoever registers an adapter vouches for a family's classes, and for nothing that is put on a model later.
+    Whoever registers an adapter vouches for a family's classes, and for nothing that is put on a model later. Adapters with a view of
+    their own reach into the modules of their family: nobody has seen these of a version newer than tested.
     """
     code, model_type = adapter.code, adapter.model.config.model_type
     if code.functions or code.hooks:
         return True
-    return model_type not in _vouched_for and (model_type not in _adapters or bool(code.classes))
+    if model_type in _vouched_for:
+        return False
+    is_new = type(adapter).block_model is not ModelAdapter.block_model and is_newer_than_tested(
+        transformers.__version__
+    )
+    return is_new or model_type not in _adapters or bool(code.classes)

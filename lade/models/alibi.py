@@ -91,7 +91,7 @@ class FalconAdapter(AlibiAdapter):
         return None  # what the model makes of that is replaced before it reaches a layer
 
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
-        from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+        from lade.compat import build_alibi_tensor
 
         mask = torch.ones(1, num_positions, dtype=torch.long, device=device)
         return build_alibi_tensor(mask, self.config.num_attention_heads, self.dtype).squeeze(1)

@@ -9,10 +9,8 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import transformers.generation.utils as generation
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, cache_utils
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import DynamicCache, PreTrainedModel
 
 from lade.attention import (
     EVERYWHERE,
@@ -26,6 +24,7 @@ from lade.attention import (
 )
 from lade.block_attention import NAME as KERNEL
 from lade.block_attention import unsupported_reason as kernel_unsupported_reason
+from lade.compat import PLAIN_LAYERS, PROMPT_ARGUMENTS, CausalLMOutputWithPast, has_unknown_rope, rope_settings
 from lade.config import LookaheadConfig
 from lade.kernels import kernel_problem, left_padding
 from lade.kv_cache import LookaheadCache
@@ -42,15 +41,7 @@ MASKED_ATTENTION = ("eager", "sdpa")
 # These compute the same without taking such a mask; parts of their names.
 MASKLESS_ATTENTION = ("flash", "flex_attention")
 EXACT_DTYPES = (torch.float32, torch.float64)
-# They keep every key of the text, those that fall out of a window apart, or share another layer's.
-PLAIN_LAYERS = tuple(
-    getattr(cache_utils, name)
-    for name in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-    if hasattr(cache_utils, name)
-)
 FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # nor to be replaced, or kept for later calls
-# Arguments that plain generate() passes with the prompt and never again; older versions leave that to each model.
-PROMPT_ARGUMENTS = frozenset(getattr(generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +79,13 @@ class ModelAdapter:
         model = self.model
         if model.config.is_encoder_decoder:
             return "encoder-decoder models are not supported"
-        if getattr(model, "_is_stateful", False):
+        if model._is_stateful:
             return "models with a recurrent state cannot take a tree of guesses"
         reason = self.unsupported_layers()
         if reason:
             return reason
+        if has_unknown_rope(self.config, self.parts):
+            return "rotary frequencies of this model depend on the length of the text, and its configuration does not say how"
         attention = self.config._attn_implementation
         configs = {id(config): config for part in self.parts if (config := vars(part).get("config")) is not None}
         found = {other._attn_implementation for other in configs.values() if type(other) is type(self.config)}
@@ -195,7 +188,7 @@ class ModelAdapter:
         num_slots, most_slots: what the call begins with, and may come to need.
         """
         # Parts of a model on several ranks would have to agree on what they keep.
-        is_whole = (getattr(self.model, "_tp_size", None) or 1) == 1
+        is_whole = (self.model.tp_size or 1) == 1
         if self._fixed is None or not is_whole:
             return self.make_cache(num_slots)
         traits = (batch_size, repr(self.reaches), self.uses_kernel)
@@ -445,9 +438,7 @@ class ModelAdapter:
     @cached_property
     def _ropes(self) -> list[dict[str, Any]]:
         """Settings of the rotary embeddings; several where they differ by layer type."""
-        ropes = getattr(self.config, "rope_parameters", None) or {}
-        by_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
-        return by_type or ([ropes] if ropes else [])
+        return rope_settings(self.config)
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:

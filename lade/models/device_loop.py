@@ -81,7 +81,7 @@ def device_loop(
         and (type(rules) is GreedyRules or sampling is not None)
         and stats.on_step is None
         and texts.ids.device == device
-        and (getattr(adapter.model, "_tp_size", None) or 1) == 1
+        and (adapter.model.tp_size or 1) == 1
         and adapter.unfixable_reason() is None
     )
     if not is_served:

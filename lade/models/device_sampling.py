@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation import logits_process as processors
 
+from lade.compat import logits_processors
 from lade.noise import READABLE, drawing, generator_state, set_generator_state
 from lade.rules import MAX_LEAD, RowRules, Rules
 
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from lade.models.device_step import StepShape, StepState
 
 # They look at nothing but the scores, each row by itself, and the host reads none of these. Eta and top-h sampling do read some.
-WARPERS = {
-    getattr(processors, name)
-    for name in (
+WARPERS = logits_processors(
+    (
         "EpsilonLogitsWarper",
         "InfNanRemoveLogitsProcessor",
         "LogitNormalization",
@@ -38,8 +37,7 @@ WARPERS = {
         "TopPLogitsWarper",
         "TypicalLogitsWarper",
     )
-    if hasattr(processors, name)
-}
+)
 CONSTANTS = (bool, int, float, str, type(None))  # what a warper's parameters may be, to be part of what is compiled
 MAX_UNSEEN = 2  # steps under way whose results the host has not read, the next one included
 NEVER = 2**62  # tokens, more than any text has

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers import Cache
 
 from lade.attention import Block, Reach, block_mask, masks_by_layer, packed_block_mask
 from lade.kv_cache import LookaheadCache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lade.models.view import HOOKS
+from lade.compat import HOOKS
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 

@@ -78,7 +78,7 @@ def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int)
         return None
     if num_new < MIN_NEW_TOKENS:
         return f"a call for fewer than {MIN_NEW_TOKENS} tokens does not pay for capturing (CUDA_GRAPH=1 captures all the same)"
-    if (getattr(model, "_tp_size", None) or 1) > 1:
+    if (model.tp_size or 1) > 1:
         return "the model is split over several processes, one of which might fail to capture (CUDA_GRAPH=1 tries it)"
     return capture_failure(model, "forward")
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import Cache
 
 from lade.attention import Block
+from lade.compat import CacheLayer
 from lade.kv_cache import LookaheadCache
 
 Forward = Callable[..., Tensor]
@@ -17,7 +18,7 @@ Masks = Tensor | dict[str, Tensor]
 NUM_CHECKS = 2  # uses of a graph that are compared: the first, and one whose inputs are not those it was captured with
 
 
-class FixedLayer(CacheLayerMixin):
+class FixedLayer(CacheLayer):
     """One layer of a `LookaheadCache` as a compiled forward sees it: it writes at slots that a tensor tells."""
 
     is_sliding = False
@@ -54,8 +55,6 @@ class FixedLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.18
 
 
 def plain_forward(

@@ -19,10 +19,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lade.compat import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, sdpa_attention_forward
 from lade.models.compiled import can_pass_by
 
 T = TypeVar("T")

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lade.compat import TorchDispatchMode, tree_leaves
 from lade.kernels.trial import is_trying
 from lade.noise import drawing
 

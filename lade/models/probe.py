@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lade.attention import Block
+from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
 from lade.config import current_config
 from lade.kv_cache import is_out_of_memory
-from lade.models.base import PLAIN_LAYERS, ModelAdapter
+from lade.models.base import ModelAdapter
 from lade.models.foreign import is_gone
 from lade.models.reasons import failed_trial_reason, trial_subject
 from lade.noise import drawing

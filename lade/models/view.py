@@ -13,18 +13,10 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lade.compat import HOOKS, OWN_DICTIONARIES
 from lade.models.compiled import can_pass_by
 
 M = TypeVar("M", bound=nn.Module)
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-# Dictionaries of a module that the view must be able to change; the tensors and hooks inside are shared.
-OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 
 def private_view(model: PreTrainedModel, attention: str | None = None) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lade.models.base import PROMPT_ARGUMENTS, ModelAdapter
+from lade.compat import PROMPT_ARGUMENTS
+from lade.models.base import ModelAdapter
 
 
 class GemmaVisionAdapter(ModelAdapter):

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, StoppingCriteriaList
-from transformers.cache_utils import DynamicLayer
 
 import lade
 from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
+from lade.compat import DynamicLayer
 
 # Entries of a configuration's `layer_types` whose layers keep keys and values and nothing else.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -182,4 +182,4 @@ def keeps_keys_only(model: Any) -> bool:
     """Whether keys and values are all that a model remembers of its text, so that they can be cut anywhere."""
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ())
-    return not getattr(model, "_is_stateful", False) and kinds <= ATTENTION_KINDS
+    return not model._is_stateful and kinds <= ATTENTION_KINDS

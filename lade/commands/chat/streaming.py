@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers.generation.streamers import BaseStreamer
-
 from lade.commands.detokenize import Detokenizer
+from lade.compat import BaseStreamer
 
 GUESSED, ORDINARY = "\033[32m", "\033[0m"  # green, and back
 

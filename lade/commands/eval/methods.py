@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
-from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lade
 from lade.commands.eval.tasks import Question

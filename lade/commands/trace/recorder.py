@@ -105,7 +105,7 @@ def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) 
     named = {token for step in recorder.steps for row in step["window"] for token in row} | {*output}
     named |= {token for step in recorder.steps for token in (*step["tokens"], *step["guesses"])}
     return {
-        "model": str(model.config._name_or_path).rstrip("/").rsplit("/", 1)[-1],
+        "model": str(model.config.name_or_path).rstrip("/").rsplit("/", 1)[-1],
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "version": lade.__version__,

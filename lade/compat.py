@@ -1,0 +1,412 @@
+"""Every private or moving name of transformers and torch that lade uses, in one table. Floor 0.
+
+`NAMES` says of each name where lade uses it and what must hold of it. `require_names()` checks them all when the patch is put on, before
+anything is changed: each exists, takes what lade passes, and means what lade takes it for, tried out on small real objects. What lies deep
+in transformers or has had other names is imported from here (`from lade.compat import DynamicLayer`) and is resolved at its first use:
+importing this file imports neither torch nor transformers. tests/test_compat.py finds private names that are not in the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+logger = logging.getLogger("lade")
+
+OLDEST, NEWEST, FIRST_UNSUPPORTED = "5.8", "5.23", "6"  # of transformers; the tests pass with the first two
+TESTED = f"{OLDEST} to {NEWEST}"
+TESTED_TORCH = "2.13"
+# generate() marks a cache of the caller's so in 5.18, not yet in 5.12; lade does it with every version.
+CALLERS_CACHE_MARK = "_is_user_defined"
+# Of nn.Module: the hooks around a forward.
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+# Of nn.Module: dictionaries that a view of it must be able to change.
+OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
+# What lade's cache layers define; an abstract method beside these could not be served.
+LAYER_METHODS = {"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"}
+# Rotary frequencies of these types follow the length of the text.
+MOVING_ROPES = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One name. check: given what the name stands for, returns what is wrong with it, or None; raising is wrong, too.
+
+    A name ends in `()` where it is no attribute of anything at first, and its check makes the object that has it.
+    """
+
+    path: str
+    used_in: str
+    check: Callable[[Any], str | None] = lambda found: None
+    is_here: Callable[[], bool] = lambda: True  # whether this installation is to have it
+    is_late: bool = False  # checked where it is used: its module takes long to import
+
+    def problem(self) -> str | None:
+        """What is wrong, as a sentence; None where nothing is."""
+        try:
+            found = None if self.path.endswith("()") else resolve(self.path)
+        except (AttributeError, ImportError):
+            return f"{self.path} is missing, and {self.used_in} needs it"
+        try:
+            wrong = self.check(found)
+        except Exception as error:  # whatever a name raises that means something else now
+            wrong = f"is not what it was ({type(error).__name__}: {error})"
+        return None if wrong is None else f"{self.path.removesuffix('()')} {wrong}, and {self.used_in} needs it"
+
+
+def resolve(path: str) -> Any:
+    """The object of a dotted path, whose longest importable part is a module. Raises AttributeError or ImportError."""
+    parts = path.split(".")
+    found = importlib.import_module(parts[0])
+    for count, part in enumerate(parts[1:], start=2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            if not inspect.ismodule(found):
+                raise
+            found = importlib.import_module(".".join(parts[:count]))
+    return found
+
+
+# Checks.
+
+
+def takes(*passed: str) -> Callable[[Any], str | None]:
+    """The parameters that lade passes by place come first, and it passes all that have no default."""
+
+    def check(function: Any) -> str | None:
+        signature = inspect.signature(function)
+        first = tuple(signature.parameters)[: len(passed)]
+        try:
+            signature.bind(*passed)
+        except TypeError:
+            first = ()
+        return None if first == passed else f"takes {signature} instead of ({', '.join(passed)})"
+
+    return check
+
+
+def takes_just(*parameters: str) -> Callable[[Any], str | None]:
+    """The parameters are these and no others."""
+
+    def check(function: Any) -> str | None:
+        found = tuple(inspect.signature(function).parameters)
+        return None if found == parameters else f"takes ({', '.join(found)}) instead of ({', '.join(parameters)})"
+
+    return check
+
+
+def true(condition: Any, otherwise: str) -> str | None:
+    return None if condition else otherwise
+
+
+def small_config(**settings: Any) -> Any:
+    return resolve("transformers.LlamaConfig")(num_hidden_layers=1, **settings)
+
+
+def check_own_methods(kind: Any) -> str | None:
+    missing = sorted({"generate", "_sample", "_beam_search", "_assisted_decoding"} - vars(kind).keys())
+    return true(not missing, f"does not itself define {', '.join(missing)}")
+
+
+def check_attention_name(_: Any) -> str | None:
+    config = small_config(attn_implementation="eager")
+    before, config._attn_implementation = config._attn_implementation, "sdpa"
+    return true((before, config._attn_implementation) == ("eager", "sdpa"), "does not say what attention a model uses")
+
+
+def check_ropes(_: Any) -> str | None:
+    """Also as the configuration files of older versions have it."""
+    new = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    configs = small_config(rope_parameters=new), small_config(rope_scaling={"type": "dynamic", "factor": 2.0})
+    found = [config.rope_parameters.get("rope_type") for config in configs]
+    return true(found == ["dynamic"] * 2, "does not say of what type the rotary frequencies are")
+
+
+def check_pad_token(_: Any) -> str | None:
+    generation = resolve("transformers.GenerationMixin")
+    config = resolve("transformers.GenerationConfig")(pad_token_id=3)
+    owner = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
+    generation._prepare_special_tokens(owner, config, True, device="cpu")
+    return true(int(config._pad_token_tensor) == 3, "is not what generate() pads ended rows with")
+
+
+def check_settings(_: Any) -> str | None:
+    used = {"is_assistant", "prefill_chunk_size", "cache_implementation", "return_dict_in_generate", "output_scores"}
+    used |= {"output_logits", "output_attentions", "output_hidden_states", "do_sample", "temperature", "max_length"}
+    missing = sorted(used - vars(resolve("transformers.GenerationConfig")()).keys())
+    return true(not missing, f"has no {', '.join(missing)}")
+
+
+def check_dynamic_layer(kind: Any) -> str | None:
+    import torch
+
+    cache = resolve("transformers.DynamicCache")(config=small_config())
+    is_empty = type(cache.layers[0]) is kind and cache.layers[0].keys is cache.layers[0].values is None
+    states = torch.zeros(1, 1, 2, 1, device="cpu")
+    cache.update(states, states, 0)
+    layer = cache.layers[0]
+    is_filled = (
+        cache.get_seq_length() == 2 and not cache.offloading and layer.keys.shape == layer.values.shape == states.shape
+    )
+    return true(is_empty and is_filled, "does not hold the keys and values of its layer in `keys` and `values`")
+
+
+def check_sliding_layer(kind: Any) -> str | None:
+    config = small_config()
+    config.sliding_window, config.layer_types = 4, ["sliding_attention"]
+    layer = resolve("transformers.DynamicCache")(config=config).layers[0]
+    is_known = type(layer) is kind and (layer.sliding_window, layer.cumulative_length) == (4, 0)
+    return true(is_known, "does not tell what falls out of its window")
+
+
+def check_static_layer(kind: Any) -> str | None:
+    layer = resolve("transformers.StaticCache")(config=small_config(), max_cache_len=4).layers[0]
+    return true(type(layer) is kind and layer.keys is layer.values is None, "is not the layer of a static cache")
+
+
+def check_layer_methods(mixin: Any) -> str | None:
+    unknown = sorted(mixin.__abstractmethods__ - LAYER_METHODS - {"get_max_cache_shape"})
+    return true(not unknown, f"wants {', '.join(unknown)} of a layer")
+
+
+def check_criteria(_: Any) -> str | None:
+    length, end = resolve("transformers.MaxLengthCriteria")(5), resolve("transformers.EosTokenCriteria")(2)
+    criteria = resolve("transformers.StoppingCriteriaList")([length, end])
+    is_known = criteria.max_length == length.max_length == 5 and end.eos_token_id.flatten().tolist() == [2]
+    return true(is_known, "does not say when a text ends")
+
+
+def check_module(kind: Any) -> str | None:
+    missing = sorted(set(OWN_DICTIONARIES) - vars(kind()).keys())
+    return true(not missing, f"has no {', '.join(missing)}")
+
+
+def has_fields(*names: str) -> Callable[[Any], str | None]:
+    def check(kind: Any) -> str | None:
+        missing = sorted(set(names) - kind.__dataclass_fields__.keys())
+        return true(not missing, f"has no {', '.join(missing)}")
+
+    return check
+
+
+def has_entry(name: str) -> Callable[[Any], str | None]:
+    return lambda table: true(callable(table.get(name)), f"has no {name!r}")
+
+
+def is_false(value: Any) -> str | None:
+    return true(value is False, f"is {value!r} for a model in general")
+
+
+def has_cuda() -> bool:
+    return bool(resolve("torch.cuda.is_available")())
+
+
+def has_processes() -> bool:
+    return bool(resolve("torch.distributed.is_available")())
+
+
+G, M, C = "transformers.GenerationMixin.", "transformers.PreTrainedModel.", "transformers.cache_utils."
+T, D, A = "torch.nn.modules.module.", "torch.distributed.distributed_c10d.", "torch.ops.aten."
+LOOP = ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config")
+NAMES = (
+    # The decoding loop.
+    Name("transformers.GenerationMixin", "augment.py", check_own_methods),
+    Name(G + "generate", "augment.py", takes("self", "inputs")),
+    Name(G + "_sample", "augment.py", takes_just(*LOOP, "synced_gpus", "streamer", "model_kwargs")),
+    Name(G + "_prefill", "decoding.py", takes("self", "input_ids", "generation_config", "model_kwargs")),
+    Name(G + "_has_unfinished_sequences", "decoding.py", takes("self", "this_peer_finished", "synced_gpus", "device")),
+    Name(G + "_optimize_model_for_decode", "decoding.py", takes("self")),
+    Name(G + "_valid_auto_compile_criteria", "augment.py", takes("self", "model_kwargs", "generation_config")),
+    Name(G + "init_continuous_batching", "augment.py"),
+    Name(G + "prepare_inputs_for_generation", "models/base.py", takes("self", "input_ids")),
+    Name(G + "_update_model_kwargs_for_generation", "models/base.py", takes("self", "outputs", "model_kwargs")),
+    Name("transformers.GenerationConfig._pad_token_tensor()", "rules.py", check_pad_token),
+    Name("transformers.GenerationConfig()", "augment.py", check_settings),
+    Name("transformers.StoppingCriteriaList.max_length()", "rules.py", check_criteria),
+    Name("transformers.generation.logits_process", "rules.py"),
+    Name(
+        "transformers.RepetitionPenaltyLogitsProcessor",
+        "rules.py",
+        lambda kind: true(kind(2.0).prompt_ignore_length is None, "has another prompt_ignore_length"),
+    ),
+    Name(
+        "transformers.generation.GenerateDecoderOnlyOutput",
+        "outputs.py",
+        has_fields("sequences", "scores", "logits", "attentions", "hidden_states", "past_key_values"),
+    ),
+    Name("transformers.generation.BaseStreamer", "commands/chat/streaming.py"),
+    # Models and their settings.
+    Name(M + "_is_stateful", "models/base.py", is_false),
+    Name(M + "_supports_sdpa", "models/base.py", is_false),
+    Name(M + "_can_set_attn_implementation", "models/base.py", takes()),
+    Name(M + "tp_size", "models/fixed.py"),
+    Name("transformers.PreTrainedConfig._attn_implementation()", "models/base.py", check_attention_name),
+    Name("transformers.PreTrainedConfig.rope_parameters()", "models/base.py", check_ropes),
+    Name("transformers.PreTrainedConfig.get_text_config", "models/base.py", takes("self", "decoder")),
+    Name("transformers.PreTrainedConfig.sub_configs", "models/view.py"),
+    Name("transformers.modeling_outputs.CausalLMOutputWithPast", "models/base.py", has_fields("logits")),
+    Name("transformers.AttentionInterface.register", "block_attention.py"),
+    Name("transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS", "models/foreign.py", has_entry("sdpa")),
+    Name("transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", "models/foreign.py", has_entry("sdpa")),
+    Name("transformers.integrations.sdpa_attention.sdpa_attention_forward", "models/foreign.py"),
+    Name("transformers.models.falcon.modeling_falcon.build_alibi_tensor", "models/alibi.py", is_late=True),
+    # Caches.
+    Name(C + "CacheLayerMixin", "kv_cache.py", check_layer_methods),
+    Name(C + "DynamicLayer", "augment.py", check_dynamic_layer),
+    Name(C + "DynamicSlidingWindowLayer", "augment.py", check_sliding_layer),
+    Name(C + "StaticLayer", "augment.py", check_static_layer),
+    # torch.
+    Name("torch.nn.Module", "models/view.py", check_module),
+    Name("torch.nn.Module._compiled_call_impl", "models/view.py"),
+    Name("torch.nn.Module._call_impl", "models/compiled.py"),
+    Name("torch.nn.Module._wrapped_call_impl", "models/compiled.py"),
+    # Attributes of what torch.compile returns. Without them a compiled model counts as patched.
+    Name("torch.compile()._torchdynamo_orig_callable", "models/compiled.py", is_late=True),
+    Name("torch.compile()._torchdynamo_orig_backend", "models/compiled.py", is_late=True),
+    Name(T + "_global_forward_hooks", "models/view.py"),
+    Name(T + "_global_forward_pre_hooks", "models/view.py"),
+    Name("torch.utils._python_dispatch.TorchDispatchMode", "models/graphs.py"),
+    Name("torch.utils._pytree.tree_leaves", "models/graphs.py"),
+    *(Name(A + name, "models/graphs.py") for name in ("_local_scalar_dense", "_unique2", "_to_copy")),
+    Name("torch._C._cuda_endAllocateToPool", "models/graphs.py", is_here=has_cuda),
+    Name("torch._C._cuda_releasePool", "models/graphs.py", is_here=has_cuda),
+    Name(D + "_get_default_store", "link.py", takes(), is_here=has_processes),
+    Name(D + "default_pg_timeout", "link.py", is_here=has_processes),
+    Name("torch.distributed.ProcessGroup._get_backend", "link.py", is_here=has_processes),
+)
+
+
+def require_names() -> None:
+    """Raise an ImportError that says what of transformers or torch is not as lade needs it; nothing has been changed then."""
+    import transformers
+
+    problem = version_problem(transformers.__version__)
+    if problem is None:
+        found = (name.problem() for name in NAMES if not name.is_late and name.is_here())
+        wrong = "; ".join(filter(None, found))
+        problem = f"lade cannot be put on: {wrong}" if wrong else None
+    if problem is not None:
+        raise ImportError(f"{problem}. {installed()}; nothing has been patched")
+
+
+def installed() -> str:
+    """The versions found and tested, as a sentence."""
+    import torch
+    import transformers
+
+    return (
+        f"Found transformers {transformers.__version__} (tested: {TESTED}) and torch {torch.__version__} "
+        f"(tested: {TESTED_TORCH})"
+    )
+
+
+def version_problem(found: str) -> str | None:
+    """Why this version of transformers cannot be one that lade works with, as a sentence; None for the others."""
+    from packaging.version import Version
+
+    if Version(OLDEST) <= Version(found) < Version(FIRST_UNSUPPORTED):
+        return None
+    return f"lade needs transformers >={OLDEST},<{FIRST_UNSUPPORTED}, found {found}"
+
+
+@functools.cache
+def is_newer_than_tested(found: str) -> bool:
+    """Whether this version of transformers is of a later minor release than the tests have seen."""
+    from packaging.version import Version
+
+    return Version(found).release[:2] > Version(NEWEST).release[:2]
+
+
+@functools.cache
+def warn_if_newer(found: str) -> None:
+    """Once in a process."""
+    if is_newer_than_tested(found):
+        logger.warning(
+            "lade: transformers %s is newer than the versions that lade was tested with (%s); all that lade uses of it is "
+            "as it was, and lookahead runs.",
+            found,
+            TESTED,
+        )
+
+
+# What other files import from here, beside the objects of the table.
+
+
+def cache_layer() -> Any:
+    """The base class of a cache's layers."""
+    mixin = resolve(C + "CacheLayerMixin")
+
+    class CacheLayer(mixin):  # type: ignore[misc, valid-type]
+        def get_max_cache_shape(self) -> int:
+            """The name of `get_max_length` before transformers 5.18."""
+            return int(self.get_max_length())
+
+    return CacheLayer
+
+
+def plain_layers() -> tuple[Any, ...]:
+    """Layers that keep every key of the text, those that fall out of a window apart, or share another layer's."""
+    late = vars(resolve("transformers.cache_utils")).get(
+        "DummyLayer"
+    )  # not yet in 5.18, whose caches have no such layers
+    return tuple(filter(None, (resolve(C + "DynamicLayer"), resolve(C + "DynamicSlidingWindowLayer"), late)))
+
+
+def prompt_arguments() -> frozenset[str]:
+    """Arguments that generate() passes with the prompt and never again; older versions leave that to each model."""
+    found = getattr(resolve("transformers.generation.utils"), "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
+    return frozenset(found)
+
+
+def logits_processors(names: Iterable[str]) -> frozenset[Any]:
+    """Those of transformers' own processors that this version has; one under a new name is served as a user's own is."""
+    found = vars(resolve("transformers.generation.logits_process"))
+    return frozenset(found[name] for name in names if name in found)
+
+
+MADE = {"CacheLayer": cache_layer, "PLAIN_LAYERS": plain_layers, "PROMPT_ARGUMENTS": prompt_arguments}
+
+
+def __getattr__(name: str) -> Any:
+    entry = next((entry for entry in NAMES if entry.path.rpartition(".")[2] == name), None)
+    if entry is None and name not in MADE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = resolve(entry.path) if entry is not None else MADE[name]()
+    except (AttributeError, ImportError) as error:
+        what = entry.problem() if entry is not None else str(error)
+        raise ImportError(f"lade cannot be put on: {what}. {installed()}") from error
+    globals()[name] = value
+    return value
+
+
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """Of a model's rotary embeddings; several where they differ by layer type, none where it has none."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    by_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    return by_type or ([ropes] if ropes else [])
+
+
+def has_unknown_rope(config: Any, parts: Iterable[Any]) -> bool:
+    """Whether a part's rotary frequencies follow the length of the text, and the configuration does not say so.
+
+    parts: the model and all modules in it.
+    """
+    if rope_settings(config):
+        return False
+    found = (vars(part).get("rope_type") for part in parts)
+    kinds = (kind for one in found for kind in (one.values() if isinstance(one, dict) else (one,)))
+    return any(kind in MOVING_ROPES for kind in kinds)

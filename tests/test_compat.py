@@ -1,0 +1,347 @@
+"""The names that lade uses of transformers and torch: what happens when one is renamed, and that the table has them all."""
+
+import ast
+import copy
+import gc
+import logging
+import sys
+import time
+import types
+from collections import defaultdict
+from contextlib import suppress
+
+import pytest
+import torch
+import transformers
+from conftest import beside, generate_plain, prompt, python, tiny_llama
+from test_house import ROOT
+from transformers import GenerationMixin, MptConfig, MptForCausalLM, Phi3Config, Phi3ForCausalLM
+
+import lade
+from lade import augment, compat
+from lade.models import needs_trial
+
+PACKAGES = ("transformers", "torch.nn.modules.module")
+
+
+def is_theirs(name):
+    return (name or "").startswith(PACKAGES)
+
+
+@pytest.fixture(scope="module")
+def functions():
+    """Of transformers, and of torch where lade uses private names of it, whatever they are wrapped in: by the names they use."""
+    tiny_llama(), longrope_model()  # import what a model needs
+    users = defaultdict(list)
+    for found in gc.get_objects():
+        if type(found) is types.FunctionType and is_theirs(found.__module__):
+            for name in names_in(found.__code__):
+                users[name].append(found)
+    return users
+
+
+def names_in(code):
+    """Attributes, globals and strings of a function, and of those inside it."""
+    found = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    return found.union(*(names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)))
+
+
+class Renaming:
+    """Gives something of transformers another name wherever transformers itself uses it, so that everything but lade works as before."""
+
+    def __init__(self, monkeypatch, functions):
+        self.monkeypatch, self.functions = monkeypatch, functions
+
+    def __call__(self, old, new):
+        for function in self.functions[old]:
+            self.monkeypatch.setattr(function, "__code__", self.renamed(function.__code__, old, new))
+        modules = [module for name, module in list(sys.modules.items()) if is_theirs(name) and module is not None]
+        owners = {id(owner): owner for module in modules for owner in (module, *self.classes(module))}
+        for owner in owners.values():
+            if old in vars(owner):
+                with suppress(AttributeError, TypeError):
+                    self.monkeypatch.setattr(owner, new, vars(owner)[old], raising=False)
+                    self.monkeypatch.delattr(owner, old)
+            abstract = vars(owner).get("__abstractmethods__", ())
+            if old in abstract:
+                self.monkeypatch.setattr(owner, "__abstractmethods__", abstract - {old} | {new})
+        for mapping in [value for module in modules for value in vars(module).values() if type(value) is dict]:
+            for key, value in mapping.items():
+                if isinstance(value, str) and value == old:
+                    self.monkeypatch.setitem(mapping, key, new)
+
+    @staticmethod
+    def classes(module):
+        return [
+            value for value in list(vars(module).values()) if isinstance(value, type) and is_theirs(value.__module__)
+        ]
+
+    def renamed(self, code, old, new):
+        names = tuple(new if name == old else name for name in code.co_names)
+        constants = tuple(
+            new
+            if isinstance(constant, str) and constant == old
+            else self.renamed(constant, old, new)
+            if isinstance(constant, types.CodeType)
+            else constant
+            for constant in code.co_consts
+        )
+        return code.replace(co_names=names, co_consts=constants)
+
+
+@pytest.fixture
+def rename(monkeypatch, functions):
+    return Renaming(monkeypatch, functions)
+
+
+def refuses(*says):
+    """augment_all() raises an ImportError that says this and the versions, and patches nothing."""
+    before = {name: vars(GenerationMixin).get(name) for name in ("generate", "_sample", "_beam_search")}
+    with pytest.raises(ImportError) as error:
+        lade.augment_all()
+    for text in (*says, transformers.__version__, torch.__version__, compat.TESTED, "nothing has been patched"):
+        assert text in str(error.value)
+    assert not augment._originals
+    return {name: vars(GenerationMixin).get(name) for name in before} == before
+
+
+RENAMED = (
+    "_sample",
+    "_beam_search",
+    "_assisted_decoding",
+    "_prefill",
+    "_has_unfinished_sequences",
+    "_optimize_model_for_decode",
+    "_update_model_kwargs_for_generation",
+    "prepare_inputs_for_generation",
+    "_pad_token_tensor",
+    "is_assistant",
+    "prefill_chunk_size",
+    "prompt_ignore_length",
+    "GenerateDecoderOnlyOutput",
+    "_is_stateful",
+    "_supports_sdpa",
+    "_can_set_attn_implementation",
+    "tp_size",
+    "_attn_implementation",
+    "rope_parameters",
+    "DynamicSlidingWindowLayer",
+    "StaticLayer",
+    "cumulative_length",
+    "get_max_length" if hasattr(transformers.cache_utils.CacheLayerMixin, "get_max_length") else "get_max_cache_shape",
+    "_compiled_call_impl",
+    "_global_forward_hooks",
+)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_renamed_name_is_refused_before_anything_is_patched(name, rename, monkeypatch):
+    """And plain generate(), where it works, goes on working."""
+    monkeypatch.setenv("USE_LADE", "1")
+    expected = tiny_llama().generate(**prompt(), max_new_tokens=8)
+    rename(name, f"{name}_of_tomorrow")
+    assert refuses(name)
+    assert torch.equal(tiny_llama().generate(**prompt(), max_new_tokens=8), expected)
+
+
+def _prefill(self, prompt_ids, generation_config, model_kwargs, is_first_iteration=True):
+    """A name that has changed."""
+
+
+def _has_unfinished_sequences(self, this_peer_finished, synced_gpus, device, group):
+    """One more that must be passed."""
+
+
+def _sample(
+    self,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    synced_gpus,
+    streamer,
+    first,
+    **model_kwargs,
+):
+    """One more that lade would not pass on."""
+
+
+def _optimize_model_for_decode(self, batch_size):
+    """The same."""
+
+
+@pytest.mark.parametrize("function", [_prefill, _has_unfinished_sequences, _sample, _optimize_model_for_decode])
+def test_a_changed_signature_is_refused(function, monkeypatch):
+    monkeypatch.setattr(GenerationMixin, function.__name__, function)
+    assert refuses(f"{function.__name__} takes (", "instead of (")
+
+
+def test_several_problems_are_named_together(rename):
+    rename("_prefill", "_prompt")
+    rename("_is_stateful", "_is_recurrent")
+    assert refuses(
+        "_prefill is missing, and decoding.py needs it", "_is_stateful is missing, and models/base.py needs it"
+    )
+
+
+def test_a_new_abstract_method_of_cache_layers_is_refused(monkeypatch):
+    mixin = transformers.cache_utils.CacheLayerMixin
+    monkeypatch.setattr(mixin, "__abstractmethods__", mixin.__abstractmethods__ | {"rewind"})
+    assert refuses("CacheLayerMixin wants rewind of a layer")
+
+
+def test_an_untested_version_gets_one_warning_and_runs(monkeypatch, caplog, lade_on, model):
+    inputs = prompt()
+    expected = generate_plain(model, inputs, max_new_tokens=16)
+    for version, is_newer in ((f"{compat.NEWEST}.7", False), ("5.24.0.dev0", True), ("5.99.1", True)):
+        compat.warn_if_newer.cache_clear()
+        caplog.clear()
+        monkeypatch.setattr("transformers.__version__", version)
+        with caplog.at_level(logging.WARNING, "lade"):
+            for _ in range(2):
+                lade.restore_all()
+                lade.augment_all()
+                assert torch.equal(model.generate(**inputs, max_new_tokens=16), expected)
+                stats = lade.last_stats()
+                assert stats.fallback_reason is None
+                assert stats.steps < stats.generated_tokens
+        found = [record.getMessage() for record in caplog.records]
+        assert len(found) == is_newer
+        assert all(version in text and compat.TESTED in text for text in found)
+    compat.warn_if_newer.cache_clear()
+
+
+def longrope_model():
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "long_factor": [4.0] * 6, "short_factor": [1.0] * 6, "rope_theta": 1e4}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = Phi3Config(
+        **sizes,
+        rope_parameters=rope,
+        max_position_embeddings=256,
+        original_max_position_embeddings=48,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = Phi3ForCausalLM(config).double().eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_rotary_frequencies_that_the_configuration_does_not_tell_are_refused(lade_on, rename):
+    """The text grows over the boundary at which they change."""
+    model, inputs = longrope_model(), prompt(40)
+    expected = generate_plain(model, inputs, max_new_tokens=24)
+    rename("rope_parameters", "rope_settings")
+    vars(model.config)["rope_settings"] = vars(model.config).pop("rope_parameters")
+    assert torch.equal(model.generate(**inputs, max_new_tokens=24), expected)
+    assert "its configuration does not say" in lade.last_stats().fallback_reason
+
+
+def test_a_family_with_an_adapter_of_its_own_is_tried_out_on_an_untested_version(lade_on, monkeypatch, rename):
+    """Such adapters reach into the family's modules, whose names the table cannot check."""
+    torch.manual_seed(0)
+    model = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=61, max_seq_len=128)).double().eval()
+    model.generation_config.eos_token_id, model.generation_config.use_cache = None, True
+    inputs = prompt()
+    expected = generate_plain(model, inputs, max_new_tokens=16)
+    assert not needs_trial(augment.adapter_for(model))
+    monkeypatch.setattr("transformers.__version__", "5.99.0")
+    assert needs_trial(augment.adapter_for(model))
+    assert not needs_trial(augment.adapter_for(tiny_llama()))
+    assert torch.equal(model.generate(**inputs, max_new_tokens=16), expected)
+    assert lade.last_stats().fallback_reason is None
+
+    rename("clip_qkv", "clip_all")  # what the adapter reads of MPT's attention
+    assert torch.equal(rebuilt(model).generate(**inputs, max_new_tokens=16), expected)
+    assert "clip_qkv" in lade.last_stats().fallback_reason
+
+
+def rebuilt(model):
+    other = type(model)(copy.deepcopy(model.config)).double().eval()
+    other.load_state_dict(model.state_dict())
+    other.generation_config = model.generation_config
+    return other
+
+
+PROGRAM = """
+from transformers import GenerationMixin, cache_utils
+del cache_utils.DynamicSlidingWindowLayer
+import lade
+try:
+    lade.augment_all()
+except ImportError as error:
+    print(error)
+print(GenerationMixin.generate.__module__)
+"""
+
+
+@beside
+def gone_before():
+    return python("-c", PROGRAM)
+
+
+def test_a_name_that_is_gone_before_lade_is_imported(gone_before):
+    error, place = gone_before.stdout.splitlines()
+    for text in (
+        "DynamicSlidingWindowLayer is missing",
+        "augment.py needs it",
+        transformers.__version__,
+        compat.TESTED,
+    ):
+        assert text in error
+    assert place == "transformers.generation.utils"
+
+
+def private_names(tree):
+    """Attributes that begin with one underscore, of anything: those that a file reads, and those that it defines."""
+    read, defined = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            is_store = (
+                isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("self", "cls")
+            )
+            (defined if is_store else read).add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+    return [{name for name in names if name.startswith("_") and not name.startswith("__")} for names in (read, defined)]
+
+
+def test_every_private_name_is_in_the_table():
+    """What a file of lade reads with an underscore is lade's own, the interpreter's, or one of the table."""
+    known = {part for name in compat.NAMES for part in name.path.removesuffix("()").split(".")}
+    known |= {*compat.OWN_DICTIONARIES, compat.CALLERS_CACHE_MARK, "_exit", "_run_module_as_main"}
+    paths = set(ROOT.rglob("*.py")) - {ROOT / "compat.py"}  # whose checks may use what they like
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    own = set().union(*(private_names(tree)[1] for tree in trees.values()))
+    unknown = {path.name: found for path, tree in trees.items() if (found := private_names(tree)[0] - own - known)}
+    assert unknown == {}
+    assert {"_prefill", "_tp_sise", "_modules"} - known == {"_tp_sise"}  # the test can fail
+
+
+def test_nothing_else_is_imported_from_the_depths_of_transformers():
+    for path in set(ROOT.rglob("*.py")) - {ROOT / "compat.py"}:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
+                assert node.module == "transformers", f"{path.name} imports from {node.module}"
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                assert "._" not in node.module, f"{path.name} imports from {node.module}"
+
+
+def test_the_table_is_checked_in_no_time():
+    """Milliseconds; the slack is for a busy machine."""
+    compat.require_names()
+    began = time.process_time()
+    compat.require_names()
+    assert time.process_time() - began < 0.2
