@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache, TextStreamer
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from lade.config import apply_environment, current_config, is_enabled
+from lade.config import apply_environment, current_config, is_enabled, one_at_a_time
 from lade.decoding import lookahead_decode
 from lade.link import is_leader
 from lade.models import ModelAdapter, adapter_for, needs_trial
@@ -73,6 +73,7 @@ _originals: dict[str, Any] = {}  # attribute of GenerationMixin -> the object th
 _warned: set[str] = set()
 
 
+@one_at_a_time
 def augment_all() -> None:
     """Put lookahead decoding behind `generate()` of all models, loaded before or later. Calling it twice changes nothing.
 
@@ -102,6 +103,7 @@ augment_generate = augment_all
 augment_llama = augment_all
 
 
+@one_at_a_time
 def restore_all() -> None:
     """Put the original functions back, the very same objects."""
     for name, function in _originals.items():
