@@ -17,7 +17,7 @@ from conftest import ENVIRONMENT, ROOT, beside, tiny_llama
 from transformers import AutoTokenizer
 
 import lade
-from lade import commands
+from lade import commands, memory
 from lade.commands import eval as lade_eval
 from lade.commands.eval.data import BadData, load_questions
 from lade.commands.eval.methods import Answer, Answerer
@@ -368,10 +368,16 @@ def test_a_process_in_a_session_of_its_own_ends_with_the_program(end, tmp_path):
 def test_a_process_in_a_session_of_its_own_ends_with_the_runner(tmp_path):
     path = tmp_path / "process"
     source = DAEMON.format(path=str(path)) + "time.sleep(600)"
-    code = (
-        "import sys; from lade.commands.eval.programs import *; run_program(Program(sys.argv[1]), Limits(seconds=600))"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, source], env=ENVIRONMENT) as runner:
+    code = """
+import sys, types
+package = types.ModuleType("lade.commands.eval")  # which itself would import torch
+package.__path__ = [sys.argv[1]]
+sys.modules[package.__name__] = package
+from lade.commands.eval.programs import *
+run_program(Program(sys.argv[2]), Limits(seconds=600))
+"""
+    folder = str(ROOT / "lade" / "commands" / "eval")
+    with subprocess.Popen([sys.executable, "-c", code, folder, source], env=ENVIRONMENT) as runner:
         deadline = time.monotonic() + 300
         while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -523,6 +529,23 @@ def test_a_run(task, evaluate, tmp_path):
         assert "judge" in figures["no_quality"]
         assert list(figures["categories"]) == list(dict.fromkeys(row["category"] for row in ROWS[task]))
         assert "## " in table
+
+
+def test_the_first_question_is_asked_for_the_first_time(evaluate, monkeypatch, random_model, tmp_path):
+    """The warm-up asks it too, and its memory is forgotten. What one question has taught serves the next ones."""
+    monkeypatch.setattr(memory, "_shared", type(memory._shared)())
+    asked, answer = [], Answerer.answer
+
+    def watched(self, question, method):
+        asked.append((question.id, len(memory.memory_for(random_model, share=True))))
+        return answer(self, question, method)
+
+    monkeypatch.setattr(Answerer, "answer", watched)
+    evaluate("specbench", "--lade", "on", tokens=24)
+    (warm_up, _), (first, rows_before), (_, rows_kept), _ = asked
+    assert warm_up == first == "7"
+    assert rows_before == 0 < rows_kept
+    assert "memory is kept from question to question" in (tmp_path / "specbench.md").read_text(encoding="utf-8")
 
 
 def test_the_bundled_checkpoint(evaluate):
