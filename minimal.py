@@ -33,6 +33,12 @@ MODES = {
 TRIALS = 5
 
 
+def load_lade():
+    lade.augment_all()
+    # The prompt comes again and again: no call may profit from what another has said. A program of your own needs no such line.
+    lade.config_lade(SHARE=0)
+
+
 def timed_generate(model, inputs, arguments):
     """Returns new tokens [T] and seconds."""
     torch.manual_seed(0)
@@ -68,8 +74,7 @@ def how():
 
 def compare(model, tokenizer, inputs, arguments):
     """Plain and lookahead in turn, so that a busy machine slows both; medians of TRIALS after a warm-up."""
-    lade.augment_all()
-    lade.config_lade(SHARE=0)  # the prompt comes again and again: no run may profit from what another has said
+    load_lade()
     for mode, choice in MODES.items():
         speeds = {"0": [], "1": []}
         outputs = {}
@@ -107,9 +112,10 @@ def main():
     inputs = tokenizer(args.prompt, return_tensors="pt").to(args.device)
     arguments = {"max_new_tokens": args.max_new_tokens}
     if os.environ.get("LOAD_LADE", "0").lower() in ("1", "true", "yes", "on"):
-        lade.augment_all()
+        load_lade()
 
     print(args.prompt)
+    print("(what is timed comes after a warm-up, and each call begins with an empty memory)")
     (compare if args.compare else run)(model, tokenizer, inputs, arguments)
 
 

@@ -24,7 +24,7 @@ from lade.compat import (
     require_names,
     warn_if_newer,
 )
-from lade.config import apply_environment, current_config, is_enabled
+from lade.config import apply_environment, current_config, is_enabled, one_at_a_time
 from lade.decoding import lookahead_decode
 from lade.link import is_leader
 from lade.models import ModelAdapter, adapter_for, needs_trial
@@ -67,6 +67,7 @@ _originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base of it 
 _warned: set[str] = set()
 
 
+@one_at_a_time
 def augment_all() -> None:
     """Put lookahead decoding behind `generate()` of all models, loaded before or later. Calling it twice changes nothing.
 
@@ -92,6 +93,7 @@ augment_generate = augment_all
 augment_llama = augment_all
 
 
+@one_at_a_time
 def restore_all() -> None:
     """Put the original functions back, the very same objects."""
     for name, function in _originals.items():

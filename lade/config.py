@@ -6,15 +6,17 @@ Knows nothing about models or tensors. Floor 0: imports nothing of lade.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import logging
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 logger = logging.getLogger("lade")
 
@@ -122,6 +124,22 @@ class LookaheadConfig:
         return (self.ngram_size - 1) * (self.window_size + self.num_guesses)
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_lock = threading.RLock()  # of the settings and the patch
+
+
+def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """For functions that look at the settings or the patch and then change them: threads take turns."""
+
+    @functools.wraps(function)
+    def locked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with _lock:
+            return function(*args, **kwargs)
+
+    return locked
+
+
 _default = LookaheadConfig()
 _environment_is_read = False
 _warned: set[str] = set()
@@ -137,6 +155,7 @@ def is_enabled() -> bool:
     return os.environ.get("USE_LADE", "").strip().lower() in ON_VALUES
 
 
+@one_at_a_time
 def config_lade(
     WINDOW_SIZE: int | None = None,
     LEVEL: int | None = None,
@@ -223,6 +242,7 @@ def config_lade(
     _default = dataclasses.replace(_default, **changes)
 
 
+@one_at_a_time
 def apply_environment() -> None:
     """Let the file that LADE_CONFIG names replace the defaults, once in a process. Called before anything else is set.
 
@@ -281,7 +301,10 @@ def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{name} must be a file that can be read: {error.strerror}") from None
-    except ValueError as error:  # of the encoding too
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # of the encoding too, and of nesting that Python's stack has no room for
         raise ValueError(f"{name} must hold JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{name} must hold one JSON object, found {type(content).__name__}")
@@ -293,5 +316,10 @@ def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple
     empty = [key for key, value in settings.items() if value is None]
     if empty:
         raise ValueError(f"{name} has {empty[0]}=null, which must have a value or be left out")
+    nested = [key for key, value in settings.items() if isinstance(value, (list, dict))]
+    if nested:  # which may be too deep to be shown in a message
+        raise ValueError(
+            f"{name} has a {type(settings[nested[0]]).__name__} as {nested[0]}, which must be a single value"
+        )
     note = content.get("note")
-    return settings, None if note is None else str(note)
+    return settings, note if isinstance(note, str) else None

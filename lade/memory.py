@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from lade.acceptance import NUM_KINDS, Acceptance
 from lade.block_size import SavedCosts, saved_costs
+from lade.memory_file import read_arrays, write_arrays
 from lade.row_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, RowTable
 
 MAX_BYTES = 16 * 2**20
@@ -55,7 +54,8 @@ class Memory:
     def __init__(self, max_bytes: int = MAX_BYTES, path: str | Path | None = None) -> None:
         """max_bytes: about how much the tables may take. path: where save() writes, and what is loaded if it exists.
 
-        Raises ValueError for too few bytes, or a file that is not a memory; the file is left as it is.
+        Of a file with more rows than fit the latest are loaded. Raises ValueError for too few bytes, or a file that is not a
+        memory or far too large for max_bytes; the file is left as it is.
         """
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < MIN_BYTES:
             raise ValueError(f"max_bytes must be an integer of at least {MIN_BYTES}, got {max_bytes!r}")
@@ -69,7 +69,7 @@ class Memory:
         self._model: weakref.ref[Any] | None = None
         self.outlives_call = True  # so that what a call learns last is worth learning
         if self.path is not None and self.path.exists():
-            self._load(self.path)
+            self._load(self.path, max_bytes)
 
     def __len__(self) -> int:
         """Rows."""
@@ -144,7 +144,10 @@ class Memory:
             unseen.pop(token, None)
 
     def save(self, path: str | Path | None = None) -> None:
-        """Write everything to a file, all or nothing. path: None for the one given at first."""
+        """Write everything to a file, all or nothing. path: None for the one given at first.
+
+        A file that is there keeps its mode.
+        """
         target = self.path if path is None else Path(path)
         if target is None:
             raise ValueError("path must be given here or to Memory(), got None")
@@ -159,24 +162,16 @@ class Memory:
             arrays |= {f"{name}_{key}": array for key, array in table.as_arrays().items()}
         for do_sample, acceptance in self.acceptance.items():
             arrays[f"chances_{int(do_sample)}"] = np.array([acceptance.trials, acceptance.hits])
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.savez(file, **arrays)
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_arrays(target, arrays)
 
-    def _load(self, path: Path) -> None:
+    def _load(self, path: Path, max_bytes: int) -> None:
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
+            arrays = read_arrays(path, max_bytes, self.pairs.capacity)
             header = json.loads(str(arrays["header"]))
             if header["format"] != FORMAT:
                 raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
             tables = {name: _rows_from(arrays, name) for name in ("singles", "pairs")}
-            chances = {flag: arrays[f"chances_{int(flag)}"].astype(float) for flag in (False, True)}
+            chances = {flag: arrays[f"chances_{int(flag)}"] for flag in (False, True)}
             for array in chances.values():
                 if array.shape != (2, NUM_KINDS) or not np.isfinite(array).all():
                     raise ValueError("its learned chances are not of this version")

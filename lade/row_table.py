@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 ROW_LENGTH = 8  # tokens kept per key
 BYTES_PER_ROW = ROW_LENGTH * (4 + 1) + 136  # ids, bins, and what the index takes
+# To find its first key, a dict walks over all that were deleted before it: that pays for many keys at once, one of so many of a
+# table's. One by one it takes the longer the larger the table is.
+LOOKED_UP_SHARE = 64
 # Upper ends of the bins that probabilities are sorted into.
 BIN_EDGES = (0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.45, 0.6, 0.75, 0.88, 0.95, 0.99)
 NUM_BINS = len(BIN_EDGES) + 1
@@ -29,6 +32,7 @@ class RowTable:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.slots: dict[int, int] = {}  # key -> slot, written longest ago first
+        self._oldest: dict[int, None] = {}  # the next keys to be dropped, the first one last
         self._ids = np.zeros((0, ROW_LENGTH), dtype=np.int32)
         self._bins = np.zeros((0, ROW_LENGTH), dtype=np.int8)
         self._lock = threading.Lock()  # calls in several threads may share a table
@@ -54,6 +58,7 @@ class RowTable:
     def clear(self) -> None:
         with self._lock:
             self.slots.clear()
+            self._oldest.clear()
 
     def as_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """All rows, written longest ago first: keys [R], ids and bins [R, ROW_LENGTH]."""
@@ -68,13 +73,22 @@ class RowTable:
     def _slot_for(self, key: int) -> int:
         slot = self.slots.pop(key, None)
         if slot is None:
-            slot = len(self.slots)
-            if slot >= self.capacity:
-                slot = self.slots.pop(next(iter(self.slots)))
-            elif slot >= len(self._ids):
-                self._grow()
+            slot = self._new_slot()
+        else:
+            self._oldest.pop(key, None)
         self.slots[key] = slot
         return slot
+
+    def _new_slot(self) -> int:
+        slot = len(self.slots)
+        if slot < self.capacity:
+            if slot >= len(self._ids):
+                self._grow()
+            return slot
+        if not self._oldest:
+            found = list(islice(self.slots, self.capacity // LOOKED_UP_SHARE + 1))
+            self._oldest = dict.fromkeys(reversed(found))
+        return self.slots.pop(self._oldest.popitem()[0])
 
     def _grow(self) -> None:
         size = min(self.capacity, max(1024, 2 * len(self._ids)))

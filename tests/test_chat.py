@@ -19,7 +19,7 @@ import lade
 from lade.commands.chat import chatbot
 from lade.commands.chat.conversation import FALLBACK_STOP, Conversation, DoesNotFit, keeps_keys_only
 from lade.commands.chat.streaming import GUESSED, ORDINARY, AnswerStreamer, overlap
-from lade.commands.chat.terminal import Terminal
+from lade.commands.chat.terminal import Terminal, summary
 from lade.models import foreign
 
 ROOT = Path(lade.__file__).parent.parent
@@ -185,6 +185,23 @@ def test_second_ctrl_c_takes_the_question_back(bundled, tokenizer, either):
     expected = fresh_answer(terminal.conversation, "And of os.walk?")
     answer = terminal.answer("And of os.walk?")
     assert (answer.text, answer.reused_tokens) == (expected, cached)
+
+
+def test_figures_of_a_repeated_question_say_so(random_model, tokenizer, lade_on, monkeypatch):
+    said = "remembers an answer to the same question"
+    conversation = Conversation(random_model, tokenizer, max_new_tokens=8)
+
+    def ask(question):
+        conversation.reset()
+        return said in summary(conversation.ask(question))
+
+    assert [ask(question) for question in ("Hello", "Hi", "Hello", "Hi")] == [False, False, True, True]
+    monkeypatch.setenv("USE_LADE", "0")  # neither learns nor knows
+    assert [ask(question) for question in ("Hello", "New", "New")] == [False] * 3
+    monkeypatch.setenv("USE_LADE", "1")
+    assert [ask("New"), ask("New")] == [False, True]
+    lade.config_lade(SHARE=0)
+    assert not ask("Hello")
 
 
 def test_fallback_template(random_model, bundled, lade_on):

@@ -3,13 +3,15 @@
 import inspect
 import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 from conftest import beside, python
+from transformers import GenerationMixin
 
 import lade
-from lade import config
+from lade import augment, config
 from lade.config import LookaheadConfig, current_config, is_enabled
 
 
@@ -146,6 +148,9 @@ def test_every_keyword_may_stand_in_a_file(settings_file):
         ({"LEVEL": None}, "LEVEL=null"),
         ({"LEVEL": 3, "DIST_WORKERS": 100000}, "DIST_WORKERS must be an integer"),
         (None, "must be a file that can be read: No such file"),
+        ("[" * 100_000, "must hold JSON"),
+        ('{"note": ' * 100_000, "must hold JSON"),
+        ({"LEVEL": [5]}, "a list as LEVEL, which must be a single value"),
     ],
 )
 @pytest.mark.parametrize("source", ["CONFIG", "LADE_CONFIG"])
@@ -159,6 +164,37 @@ def test_wrong_files_are_named_and_change_nothing(settings_file, tmp_path, monke
         assert rule in str(error.value)
         assert f"{source}={str(path)!r}" in str(error.value)
     assert current_config() == LookaheadConfig()
+
+
+def while_inside(monkeypatch, owner, name, other):
+    """Let the first call of `owner.name` start a thread that runs `other`, and give it time to end. Returns the thread."""
+    function, thread = getattr(owner, name), threading.Thread(target=other)
+
+    def watched(*args, **kwargs):
+        if thread.ident is None:
+            thread.start()
+            thread.join(0.3)  # one that waits its turn does not end before this call does
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, watched)
+    return thread
+
+
+def test_threads_lose_no_setting(monkeypatch):
+    thread = while_inside(monkeypatch, config.dataclasses, "replace", lambda: lade.config_lade(WINDOW_SIZE=3))
+    lade.config_lade(LEVEL=4)
+    thread.join()
+    assert sizes()[:2] == (4, 3)
+
+
+def test_threads_patch_once(monkeypatch):
+    originals = {name: vars(GenerationMixin)[name] for name in ("generate", "_sample", "_beam_search")}
+    thread = while_inside(monkeypatch, augment, "version_problem", lade.augment_all)
+    lade.augment_all()
+    thread.join()
+    assert vars(GenerationMixin)["_sample"].__wrapped__ is originals["_sample"]
+    lade.restore_all()
+    assert {name: vars(GenerationMixin)[name] for name in originals} == originals
 
 
 def test_whose_value_is_wrong(settings_file):

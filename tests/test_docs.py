@@ -1,5 +1,6 @@
 """README and docs: the Python in them runs, the links lead somewhere, and every setting is described."""
 
+import importlib
 import inspect
 import os
 import re
@@ -71,6 +72,24 @@ def test_every_setting_is_described():
     for name in set(re.findall(r"environ(?:\.get\(|\[)\"(\w+)\"", sources)):
         assert f"| `{name}` |" in text
     assert "| `LEVEL` |" in text
+
+
+def test_quoted_errors_exist():
+    """What a page shows as the text of an error or of a reason, up to each "...", stands in a file that raises such errors."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "lade").rglob("*.py")]
+    quoted = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        quoted += [(f"{name}(", message) for name, message in re.findall(r"\*\*(\w+Error): (.+?)\*\*", text)]
+        quoted += [("", message) for message in re.findall(r"fallback_reason='(.+?)'", text)]
+        for path in re.findall(r"`lade\.(\w+\.\w+Error)`", text):
+            module, name = path.split(".")
+            assert hasattr(importlib.import_module(f"lade.{module}"), name)
+    assert len(quoted) >= 4
+    for name, message in quoted:
+        found = [source for source in sources if all(part.strip() in source for part in message.split("..."))]
+        # A file without `raise` gives its text to one that has it.
+        assert any(name in source or "raise " not in source for source in found), (name, message)
 
 
 def test_the_picture_of_the_mask():

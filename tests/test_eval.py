@@ -17,7 +17,7 @@ from conftest import ENVIRONMENT, ROOT, beside, tiny_llama
 from transformers import AutoTokenizer
 
 import lade
-from lade import commands
+from lade import commands, memory
 from lade.commands import eval as lade_eval
 from lade.commands.eval.data import BadData, load_questions
 from lade.commands.eval.methods import Answer, Answerer
@@ -276,6 +276,119 @@ def test_programs_run_with_limits(source, kind, error):
     assert time.monotonic() - started < 50  # and not the 60 s of those that sleep
 
 
+FORGED = """{'outcome': 'passed', 'kind': 'passed', 'error': ''}""".replace("'", '"')
+FORGERIES = {
+    "an open file": f"""
+import os
+for descriptor in range(3, 100):
+    try:
+        os.write(descriptor, {FORGED!r}.encode())
+    except OSError:
+        pass
+os._exit(0)
+""",
+    "the outcome's path": f"""
+import os
+for folder in (".", ".."):
+    open(os.path.join(folder, "outcome.json"), "w").write({FORGED!r})
+os._exit(0)
+""",
+    "a patched json.dump": f"""
+import json
+json.dump = lambda value, file, **_: file.write({FORGED!r})
+json.dumps = lambda *_, **__: {FORGED!r}
+assert False
+""",
+    "the parent's standard output": f"""
+import os
+try:
+    assert b"child.py" in open(f"/proc/{{os.getppid()}}/cmdline", "rb").read()
+    open(f"/proc/{{os.getppid()}}/fd/1", "w").write({FORGED!r})
+finally:
+    os._exit(0)
+""",
+    "the parent's end": f"""
+import os, signal
+assert b"child.py" in open(f"/proc/{{os.getppid()}}/cmdline", "rb").read()
+open(f"/proc/{{os.getppid()}}/fd/1", "w").write({FORGED!r})
+os.kill(os.getppid(), signal.SIGKILL)
+""",
+    "a patched os.write": """
+import os
+write = os.write
+os.write = lambda file, data: write(file, data.replace(b"failed", b"passed"))
+assert False
+""",
+    "a patched runner": """
+import __main__
+__main__.run_unit_tests = lambda *_: ("passed", "")
+__main__.KINDS = ("failed",)
+class Test: pass
+""",
+    "a fork": "import os\nif os.fork(): os._exit(0)\n",
+}
+
+
+@pytest.mark.parametrize("way", FORGERIES)
+def test_programs_cannot_say_that_they_have_passed(way):
+    unit_tests = ("Test",) if "Test" in FORGERIES[way] else ()
+    assert run_program(Program(FORGERIES[way], unit_tests), LIMITS).kind in ("failed", "crashed")
+
+
+def is_running(process: int) -> bool:
+    """Zombies have ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# Sleeps in a session of its own, at the end of a chain of processes that have ended.
+DAEMON = """
+import os, subprocess, sys, time
+source = "import os, time, sys; os.setsid(); os.fork() and os._exit(0); open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", source, {path!r}], env={{}})
+while not (os.path.exists({path!r}) and open({path!r}).read()):
+    time.sleep(0.01)
+"""
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux' child subreaper")
+
+
+@linux
+@pytest.mark.parametrize("end", ["", "assert False", "time.sleep(600)"], ids=["passed", "failed", "timeout"])
+def test_a_process_in_a_session_of_its_own_ends_with_the_program(end, tmp_path):
+    path = tmp_path / "process"
+    limits = Limits(seconds=5) if "sleep" in end else LIMITS
+    outcome = run_program(Program(DAEMON.format(path=str(path)) + end), limits)
+    assert outcome.kind == {"": "passed", "assert False": "failed"}.get(end, "timeout")
+    assert not is_running(int(path.read_text()))  # at once: the outcome is told when all have ended
+
+
+@linux
+def test_a_process_in_a_session_of_its_own_ends_with_the_runner(tmp_path):
+    path = tmp_path / "process"
+    source = DAEMON.format(path=str(path)) + "time.sleep(600)"
+    code = """
+import sys, types
+package = types.ModuleType("lade.commands.eval")  # which itself would import torch
+package.__path__ = [sys.argv[1]]
+sys.modules[package.__name__] = package
+from lade.commands.eval.programs import *
+run_program(Program(sys.argv[2]), Limits(seconds=600))
+"""
+    folder = str(ROOT / "lade" / "commands" / "eval")
+    with subprocess.Popen([sys.executable, "-c", code, folder, source], env=ENVIRONMENT) as runner:
+        deadline = time.monotonic() + 300
+        while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        daemon = int(path.read_text())
+        assert is_running(daemon)
+        runner.kill()
+    while is_running(daemon) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(daemon)
+
+
 def test_what_a_program_leaves_running_is_ended(tmp_path):
     source = f"import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))"
     assert run_program(Program(source), LIMITS).kind == "passed"
@@ -416,6 +529,23 @@ def test_a_run(task, evaluate, tmp_path):
         assert "judge" in figures["no_quality"]
         assert list(figures["categories"]) == list(dict.fromkeys(row["category"] for row in ROWS[task]))
         assert "## " in table
+
+
+def test_the_first_question_is_asked_for_the_first_time(evaluate, monkeypatch, random_model, tmp_path):
+    """The warm-up asks it too, and its memory is forgotten. What one question has taught serves the next ones."""
+    monkeypatch.setattr(memory, "_shared", type(memory._shared)())
+    asked, answer = [], Answerer.answer
+
+    def watched(self, question, method):
+        asked.append((question.id, len(memory.memory_for(random_model, share=True))))
+        return answer(self, question, method)
+
+    monkeypatch.setattr(Answerer, "answer", watched)
+    evaluate("specbench", "--lade", "on", tokens=24)
+    (warm_up, _), (first, rows_before), (_, rows_kept), _ = asked
+    assert warm_up == first == "7"
+    assert rows_before == 0 < rows_kept
+    assert "memory is kept from question to question" in (tmp_path / "specbench.md").read_text(encoding="utf-8")
 
 
 def test_the_bundled_checkpoint(evaluate):

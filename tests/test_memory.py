@@ -1,7 +1,12 @@
 """What is remembered across calls: that it helps, never changes a text, stays apart, and survives its file."""
 
+import os
 import threading
+import time
+import tracemalloc
 import weakref
+import zipfile
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -215,6 +220,98 @@ def test_saving_that_fails_leaves_the_old_file(model, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def npy(shape, dtype, header_only=False) -> bytes:
+    """An array of zeros as numpy writes it, or the promise of one."""
+    file = BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"shape": shape, "fortran_order": False, "descr": dtype})
+    return file.getvalue() + (b"" if header_only else bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("packed", "it unpacks to"),
+        ("many arrays", "it unpacks to"),
+        ("one row", "its arrays take more than"),
+        ("lying header", "does not hold the array"),
+        ("empty items", "itemsize cannot be zero"),
+    ],
+)
+def test_a_file_that_unpacks_to_too_much_is_refused_by_its_headers(kind, why, tmp_path, model):
+    """Each takes little room on the disk, and much more when it is read."""
+    path, limit = tmp_path / "memory.npz", memory_module.MIN_BYTES
+    with Memory(path=path).active() as memory:
+        generate(model)
+    memory.save()
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    change = {
+        "packed": {"pairs_keys.npy": npy((8 * limit,), "<i8"), "pairs_ids.npy": npy((8 * limit, 8), "<i4")},
+        "many arrays": {f"more_{i}.npy": npy((8 * limit,), "<i1") for i in range(16)},
+        "one row": {"pairs_ids.npy": npy((1, limit), "<i4")},
+        "lying header": {"pairs_keys.npy": npy((2**31,), "<i8", header_only=True)},
+        "empty items": {"header.npy": npy((2**40,), "<U0", header_only=True)},
+    }[kind]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in {**entries, **change}.items():
+            archive.writestr(name, content)
+    assert path.stat().st_size < limit
+    del entries, change
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=rf"path must be a memory saved by lade, .*memory\.npz is not: .*({why})"):
+        Memory(path=path, max_bytes=limit)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8 * limit
+
+
+def test_of_a_file_with_more_rows_than_fit_the_latest_are_loaded(tmp_path):
+    large, path = Memory(), tmp_path / "memory.npz"
+    large.identity = {"model_type": "any", "vocab_size": 4, "hidden_size": 8, "signs": ""}
+    rows = np.arange(1000 * ROW_LENGTH).reshape(1000, ROW_LENGTH) % 4
+    large.pairs.put(list(range(1000)), rows, rows)
+    large.save(path)
+    small = Memory(memory_module.MIN_BYTES, path)
+    assert len(small.pairs) == small.pairs.capacity < 200
+    for key in (999, 1000 - small.pairs.capacity):
+        assert small.pairs.get(key) == large.pairs.get(key) == (rows[key].tolist(), rows[key].tolist())
+    assert small.pairs.get(999 - small.pairs.capacity) is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+def test_a_file_keeps_its_mode(tmp_path):
+    path = tmp_path / "memory.npz"
+    before = os.umask(0o027)
+    try:
+        Memory().save(path)
+        assert path.stat().st_mode & 0o777 == 0o640  # as any new file
+        for mode in (0o600, 0o664):
+            path.chmod(mode)
+            Memory().save(path)
+            assert path.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+
+
+def test_what_is_saved_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
+    path, calls = tmp_path / "memory.npz", []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor):
+        calls.append(("fsync", os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def watched_replace(old, new):
+        calls.append(("replace", os.stat(old).st_ino, os.stat(old).st_size))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    Memory().save(path)
+    assert [name for name, *_ in calls] == ["fsync", "replace"]
+    assert calls[0][1:] == calls[1][1:]  # the same file, all of it
+
+
 @pytest.mark.parametrize("value", [0, -1, 1000, "1", True, 1e9])
 def test_max_bytes_is_checked(value):
     with pytest.raises(ValueError, match="max_bytes must be an integer of at least 65536"):
@@ -267,6 +364,42 @@ def test_tables_are_bounded():
     assert len(table) == 5000
     assert table.get(3999) is None
     assert all(table.get(key)[0] == [key // 100 * 100] * ROW_LENGTH for key in range(4000, 9000))
+
+
+def test_a_full_table_drops_what_was_written_longest_ago():
+    """Against a list in the order of writing; keys come again, so that old rows become new ones."""
+    numbers, table, order = np.random.default_rng(0), RowTable(capacity=200), []
+    for _ in range(300):
+        keys = numbers.integers(0, 400, size=7).tolist()
+        rows = np.repeat(np.array(keys)[:, None], ROW_LENGTH, axis=1)
+        table.put(keys, rows, rows % 3)
+        for key in keys:
+            order = [*(other for other in order if other != key), key][-200:]
+        assert table.as_arrays()["keys"].tolist() == order
+    assert len(table) == 200
+    assert all(table.get(key) == ([key] * ROW_LENGTH, [key % 3] * ROW_LENGTH) for key in order)
+    table.clear()
+    table.put([1], rows[:1], rows[:1])
+    assert table.as_arrays()["keys"].tolist() == [1]
+
+
+def test_a_full_table_costs_no_more_than_an_empty_one():
+    """The processor's time of this thread, the best of several, with room for a busy machine: it was 20 times as much."""
+    capacity, rows = 100_000, np.zeros((16, ROW_LENGTH), dtype=np.int64)
+    empty, full = RowTable(capacity), RowTable(capacity)
+    everything = np.zeros((capacity, ROW_LENGTH), dtype=np.int64)
+    for start in (0, capacity // 4):  # and a quarter of its rows has been replaced
+        full.put(list(range(start, start + capacity)), everything, everything)
+
+    def seconds(table, first):
+        calls = [list(range(key, key + 16)) for key in range(first, first + 1600, 16)]
+        started = time.thread_time()
+        for keys in calls:
+            table.put(keys, rows, rows)
+        return time.thread_time() - started
+
+    places = range(10 * capacity, 10 * capacity + 8000, 1600)
+    assert min(seconds(full, first) for first in places) < 10 * min(seconds(empty, first) for first in places)
 
 
 @pytest.mark.parametrize("max_sorted", [0, 2**30])

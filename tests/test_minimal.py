@@ -35,6 +35,7 @@ def run(lade_on, monkeypatch, capsys):
         module.main()
         return capsys.readouterr().out
 
+    main.module = module
     return main
 
 
@@ -47,6 +48,26 @@ def test_plain_and_lookahead_print_the_same_text(plain, run):
     assert max(float(rate) for rate in re.findall(r"([\d.]+) tokens/step", ahead)) > 1
     heading = re.compile(r"^-----.*$", re.MULTILINE)
     assert heading.sub("", alone) == heading.sub("", ahead)
+
+
+def test_the_timed_call_has_not_seen_its_prompt(run):
+    """It takes as many steps as a call with a memory of its own, and not as few as one that follows another."""
+    out = run("--dtype", "float32", "--max_new_tokens", "64")
+    assert "each call begins with an empty memory" in out
+    shown = [float(figure) for figure in re.findall(r"([\d.]+) tokens/step", out)]
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "stdlib-9m", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m")
+    inputs = tokenizer(run.module.PROMPT, return_tensors="pt")
+    lade.config_lade(SHARE=1)
+    first, second = [], []
+    for choice in run.module.MODES.values():
+        with lade.Memory().active():
+            for found in (first, second):
+                torch.manual_seed(0)
+                model.generate(**inputs, max_new_tokens=64, **choice)
+                found.append(round(lade.last_stats().tokens_per_step, 2))
+    assert shown == first
+    assert all(later > found for later, found in zip(second, first, strict=True))
 
 
 def test_compare(run):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import unicodedata
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 import lade
 from lade import commands
 from lade.commands.trace import page, record, replay
+from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN
 from lade.layout import block_layout
 from lade.stats import open_stats, tracing
 from lade.token_tree import TokenTree
@@ -100,6 +102,21 @@ def test_in_the_terminal(trace):
     assert guessed == sum(len(step["accepted"]) for step in trace["steps"]) > 3
     bars = re.findall(r"(\d+) tokens? +█* (\d+)\n", text)
     assert sum(int(size) * int(count) for size, count in bars) == 80
+
+
+def test_the_terminal_sees_no_escape_sequence_of_the_text(trace):
+    """Neither of the prompt nor of what was generated, whole or in pieces."""
+    trace["prompt"][0] = "\033]0;title\007a\033[2J"
+    own = ["\033[31mred\033[0m", "\033", "[1A\r", "\x9b2K\x08", "tab\t, line\n, caf\u00e9 \u65e5"]
+    trace["text"][:5] = own
+    shown = []
+    replay(trace, shown.append, speed=0)
+    for colour in (GUESSED, OWN, FAINT, ORDINARY):  # the replay's own
+        shown = [piece.replace(colour, "") for piece in shown]
+    text = "".join(shown)
+    assert not {character for character in text if unicodedata.category(character) == "Cc"} - {"\t", "\n"}
+    assert text.startswith("]0;titlea")
+    assert "red[1A2Ktab\t, line\n, caf\u00e9 \u65e5" in text
 
 
 def test_the_page_is_one_file(trace):

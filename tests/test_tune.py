@@ -214,6 +214,7 @@ def test_report(clock, lade_on):
     assert f"LEVEL={best.settings['LEVEL']} " in text.splitlines()[-2]
     assert f"{best.ratio['median']:.2f} times plain generate()" in text
     assert "config_lade(CONFIG='found.json')" in text
+    assert measure.MEMORY_NOTE in text
 
 
 def test_methods_take_turns(lade_on):
@@ -253,6 +254,16 @@ def test_no_run_profits_from_another(lade_on):
         model, [prompt(20)] * 3, {"plain": Method(), "lade": Method(settings={})}, 1, {"max_new_tokens": 32}
     )
     assert len(set(runs["lade"][0].steps)) == 1
+
+
+def test_no_setting_lets_a_run_profit_from_another(lade_on):
+    """Not even one of a candidate's; and the tables say how it was measured."""
+    model, method = tiny_llama(), {"plain": Method(), "lade": Method(settings={"MODE": "tree", "SHARE": 1})}
+    runs = run_methods(model, [prompt(20)] * 3, method, 1, {"max_new_tokens": 32})
+    assert len(set(runs["lade"][0].steps)) == 1
+    figures = bench.benchmark(model, [prompt(20)], {"plain": Method()}, 1, {"max_new_tokens": 8})
+    assert measure.MEMORY_NOTE in bench.table(figures)
+    assert figures["memory"] == measure.MEMORY_NOTE
 
 
 def test_rivals_that_a_model_refuses(monkeypatch, lade_on):

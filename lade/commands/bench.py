@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lade.commands.measure import (
+    MEMORY_NOTE,
     Inputs,
     Method,
     Run,
@@ -112,6 +113,7 @@ def benchmark(
         "environment": environment(model),
         "prompts": len(prompts),
         "trials": trials,
+        "memory": MEMORY_NOTE,
         "looping_outputs": len(prompts) - len(varied),
         "methods": {name: _row(of_method, plain) for name, of_method in runs.items()},
         "methods_without_looping_outputs": {
@@ -140,4 +142,5 @@ def table(figures: dict[str, Any]) -> str:
     lines.append(
         f"outputs of plain generate() that end in a loop: {figures['looping_outputs']} of {figures['prompts']}"
     )
+    lines.append(MEMORY_NOTE)
     return "\n".join(lines) + "\n"

@@ -1,10 +1,21 @@
-"""The text of tokens that come one by one. Floor 7."""
+"""The text of tokens that come one by one, and what of it a terminal may see. Floor 7."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 INCOMPLETE = "\ufffd"  # what the bytes of an unfinished character decode to
+# Escape sequences, and all control characters but tab and line feed.
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def for_terminal(text: str) -> str:
+    """Text without what would move the cursor, set colours or titles, or clear the screen.
+
+    Of a sequence in several pieces, or of another kind, what can be printed stays: nothing is hidden.
+    """
+    return CONTROL.sub("", text)
 
 
 class Detokenizer:

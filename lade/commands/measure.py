@@ -27,6 +27,7 @@ from lade.models.cost import synchronize
 Inputs = dict[str, Tensor]  # one prompt: ids and mask, [1, P]
 # The same prompts come again and again: no run may profit from what another has said.
 NOT_SHARED = {"SHARE": 0}
+MEMORY_NOTE = "each call of lade begins with an empty memory (SHARE=0); by default later calls profit from earlier ones"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) 
 def run_once(model: Any, inputs: Inputs, method: Method, run: Run, common: dict[str, Any]) -> None:
     """One prompt through one method, noted in `run`. Raises RuntimeError where lookahead was to run and did not."""
     is_ahead = method.settings is not None
-    with use_lade(is_ahead), temporary_settings(**{**NOT_SHARED, **(method.settings or {})}):
+    with use_lade(is_ahead), temporary_settings(**(method.settings or {}) | NOT_SHARED):
         tokens, seconds = generate_timed(model, inputs, **common, **method.arguments)
     run.seconds.append(seconds)
     run.outputs.append(tokens)

@@ -16,6 +16,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 import lade
 from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
 from lade.compat import DynamicLayer
+from lade.config import is_enabled
 
 # Entries of a configuration's `layer_types` whose layers keep keys and values and nothing else.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -34,6 +35,7 @@ class Answer:
     seconds: float
     tokens_per_step: float  # 1.0 for plain generate()
     fallback_reason: str | None  # as in GenerationStats
+    is_repeated: bool = False  # lade's memory has seen an answer to the same question
 
 
 class DoesNotFit(ValueError):
@@ -67,6 +69,7 @@ class Conversation:
         self.max_prompt_tokens = context - max_new_tokens if context else None
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"max_new_tokens must be below the model's {context} positions, got {max_new_tokens}")
+        self._seen: set[str] = set()  # questions that lade's memory has seen an answer to
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.reset()
 
@@ -90,6 +93,7 @@ class Conversation:
         inputs = torch.tensor([ids], device=self.model.device)
         if self.stop_string:
             choice |= {"stop_strings": [self.stop_string], "tokenizer": self.tokenizer}
+        is_repeated = self._is_seen(question)
         started = time.perf_counter()
         try:
             output = self.model.generate(
@@ -118,7 +122,17 @@ class Conversation:
             seconds=seconds,
             tokens_per_step=stats.tokens_per_step if stats and stats.fallback_reason is None else 1.0,
             fallback_reason=stats.fallback_reason if stats else "lade is not loaded",
+            is_repeated=is_repeated,
         )
+
+    def _is_seen(self, question: str) -> bool:
+        """Whether lade's memory knows what was said to this question before; from now on it does."""
+        config = lade.current_config()
+        if not is_enabled() or not config.share or config.uses_window:
+            return False
+        is_seen = question in self._seen
+        self._seen.add(question)
+        return is_seen
 
     def _text_of(self, tokens: list[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -131,6 +131,8 @@ def state() -> str:
 def summary(answer: Answer) -> str:
     """The figures of one answer in a line."""
     how = f"plain: {answer.fallback_reason}" if answer.fallback_reason else "lookahead"
+    if answer.is_repeated and not answer.fallback_reason:
+        how += ", which remembers an answer to the same question"
     return (
         f"{answer.new_tokens} tokens in {answer.seconds:.2f} s, {answer.new_tokens / answer.seconds:.1f} tokens/s, "
         f"{answer.tokens_per_step:.2f} tokens per step ({how}); "

@@ -174,8 +174,9 @@ def answer_all(args: argparse.Namespace, questions: list[Question], methods: lis
     model, tokenizer = load(args)
     answerer = Answerer(model, tokenizer, uses_chat(args, tokenizer), args.seed, choice_of(args))
     with progress(len(questions) * len(methods), len(questions) * len(methods) - len(missing), "answers") as advance:
-        for method in dict.fromkeys(method for _, method in missing):
-            answerer.answer(missing[0][0], method)  # a warm-up, which does not count
+        with lade.Memory().active():  # which is then forgotten: the first question comes again
+            for method in dict.fromkeys(method for _, method in missing):
+                answerer.answer(missing[0][0], method)  # a warm-up, which does not count
         for question, method in missing:
             results.add_answer(answerer.answer(question, method))
             advance(method)

@@ -1,21 +1,36 @@
-"""The process in which one generated program runs; started by `programs.py` as a file of its own. Floor 8.
+"""The process that watches over one generated program, and the one in which it runs; started by `programs.py` as a file of
+its own. Floor 8.
 
-Reads a request from standard input as JSON: program, unit_tests (names of test cases in it, or none), seconds, megabytes,
-and the file that takes the outcome. Imports nothing of lade, so that it starts fast.
+Reads a request from standard input as JSON: program, unit_tests (names of test cases in it, or none), seconds, megabytes. Writes
+the outcome to standard output as JSON, when the program and all that it has started have ended. Imports nothing of lade, so that
+it starts fast.
+
+The program cannot write the outcome: it has another process, which tells this one by a pipe that the tests came to their end,
+together with a word that only the code around the program knows. That keeps a program honest that writes to whatever is open or
+lies in a folder, or replaces functions of the standard library; not one that searches the interpreter for that word.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
+import secrets
+import signal
 import sys
 import types
 import unittest
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
 
 MAX_FILE_BYTES = 16 * 2**20
 SPARE_BYTES = 64 * 2**20  # address space for the report of a program that has used up its own
+REPORT_BYTES = 2**16  # what a pipe takes at least before a writer waits
+KINDS = ("passed", "failed", "memory")  # what the program's process may report
+MAX_ROUNDS = 1000  # of ending processes that start new ones
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux' prctl
 
 
 def set_limits(seconds: int, megabytes: int) -> None:
@@ -27,13 +42,14 @@ def set_limits(seconds: int, megabytes: int) -> None:
 
 
 def run(program: str, unit_tests: list[str]) -> tuple[str, str]:
-    """Returns the outcome, one of `programs.py`'s, and what went wrong."""
+    """Returns the outcome, one of KINDS, and what went wrong."""
+    test = run_unit_tests  # as it is now
     module = types.ModuleType("program")  # a real one: dataclasses and pickle look themselves up in it
-    sys.modules["program"] = module
+    sys.modules["program"] = sys.modules["__main__"] = module
     try:
         exec(compile(program, "program.py", "exec"), vars(module))
         if unit_tests:
-            return run_unit_tests(module, unit_tests)
+            return test(module, unit_tests)
     except MemoryError:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -58,13 +74,121 @@ def run_unit_tests(module: types.ModuleType, names: list[str]) -> tuple[str, str
     return ("passed", "") if result.testsRun else ("failed", "no unit test was found")
 
 
+def run_and_report(request: dict[str, Any], pipe: int, word: bytes) -> NoReturn:
+    """In the program's process. Threads that the program has left running do not matter."""
+    write, leave, whoami = os.write, os._exit, os.getpid  # as they are now
+    process = whoami()
+    os.setsid()  # a signal to its own group does not reach the process that watches
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    set_limits(request["seconds"], request["megabytes"])
+    outcome, error = run(request["program"], request["unit_tests"])
+    if whoami() == process:  # and not a fork of it that the program has made
+        write(pipe, word + outcome.encode() + b"\n" + error[:300].encode("utf-8", "replace"))
+    leave(0)
+
+
+def read_report(pipe: int, word: bytes) -> tuple[str, str] | None:
+    """What the program's process said when its tests had ended; None when it did not get that far."""
+    os.set_blocking(pipe, False)
+    try:
+        data = os.read(pipe, REPORT_BYTES)
+    except BlockingIOError:  # nothing, and something that it has started keeps the pipe open
+        return None
+    _, found, report = data.rpartition(word)
+    kind, _, error = report.decode("utf-8", "replace").partition("\n")
+    return (kind, error) if found and kind in KINDS else None
+
+
+def watch(request: dict[str, Any]) -> tuple[str, str]:
+    """Run the program in a process of its own. Returns its outcome, one of `programs.py`'s, and what went wrong."""
+    timeout = "timeout", f"not finished after {request['seconds']} s"
+    reading, writing = os.pipe()
+    word = secrets.token_bytes(32)
+    program = os.fork()
+    if program == 0:
+        try:
+            os.close(reading)
+            run_and_report(request, writing, word)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        status = wait_for(program, request["seconds"])
+    finally:
+        end_all(program)
+    if status in (None, -signal.SIGXCPU):  # the second: its threads together took longer than the clock
+        return timeout
+    report = read_report(reading, word) if status == 0 else None
+    return report or ("crashed", f"the process ended with status {status} before its tests did")
+
+
+def wait_for(process: int, seconds: float) -> int | None:
+    """The exit status of a process, a signal's number below zero; None when it has not ended in time."""
+
+    def expired(*_: object) -> NoReturn:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, expired)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        _, status = os.waitpid(process, 0)
+        return os.waitstatus_to_exitcode(status)
+    except TimeoutError:
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def end_all(program: int) -> None:
+    """End the program's process and those that it has started; on Linux also those that have left its session.
+
+    There this process inherits whoever loses its parent, so that nobody gets away; elsewhere the program's group is ended.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which asks for no more than this
+    for _ in range(MAX_ROUNDS):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(program, signal.SIGKILL)
+        for process in descendants(os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def descendants(ancestor: int) -> list[int]:
+    """The processes below one, by /proc; none where there is no such thing."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            parents[int(folder.name)] = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    found = {ancestor}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {ancestor})
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux alone has it; elsewhere nothing happens."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
 def main() -> None:
     request: dict[str, Any] = json.loads(sys.stdin.read())
-    with open(request["outcome_file"], "w", encoding="utf-8") as file:
-        set_limits(request["seconds"], request["megabytes"])
-        outcome, error = run(request["program"], request["unit_tests"])
-        json.dump({"outcome": outcome, "error": error[:300]}, file)
-    os._exit(0)  # threads that the program has left running do not matter
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # watch() then ends what it has started
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != request["parent"]:  # it has ended before it could be waited for
+        sys.exit(1)
+    outcome, error = watch(request)
+    json.dump({"kind": outcome, "error": error}, sys.stdout)
 
 
 if __name__ == "__main__":

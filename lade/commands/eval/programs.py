@@ -1,7 +1,7 @@
 """Generated programs: cut out of answers, joined with their tests, and run in a process of their own with limits. Floor 8.
 
 The limits keep a bad program from taking the machine's time and memory. They are no sandbox: a program can read, write and
-connect wherever the user can.
+connect wherever the user can. On Linux all processes that it has started end with it; elsewhere those of its own session.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ WARNING = """warning: --run_code runs programs that the model wrote, with limits
 read and change your files and use the network. Do it in a container or in a virtual machine.
 """
 CHILD = Path(__file__).with_name("child.py")
+GRACE_SECONDS = 30  # for the child to begin, and to end what a program has started
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread's stack counts as memory
 FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
@@ -65,54 +64,49 @@ def problem() -> str | None:
 
 def run_program(program: Program, limits: Limits) -> Outcome:
     """Run it in an empty folder, without input, output and most of the environment."""
+    request = {
+        "program": program.source,
+        "unit_tests": program.unit_tests,
+        "seconds": limits.seconds,
+        "megabytes": limits.megabytes,
+        "parent": os.getpid(),
+    }
     with tempfile.TemporaryDirectory(prefix="lade-eval-", ignore_cleanup_errors=True) as folder:
-        outcome_file = Path(folder, "outcome.json")
-        work = Path(folder, "work")
-        work.mkdir()
-        request = {
-            "program": program.source,
-            "unit_tests": program.unit_tests,
-            "seconds": limits.seconds,
-            "megabytes": limits.megabytes,
-            "outcome_file": str(outcome_file),
-        }
         process = subprocess.Popen(
             [sys.executable, "-I", str(CHILD)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd=work,
+            cwd=folder,
             env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ} | ONE_THREAD,
-            start_new_session=True,  # so that what it starts can be ended with it
+            start_new_session=True,  # Ctrl-C is this process's to handle
         )
         try:
-            process.communicate(json.dumps(request).encode(), timeout=limits.seconds)
+            answer, _ = process.communicate(json.dumps(request).encode(), timeout=limits.seconds + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            return _timeout(limits)
+            return Outcome("crashed", "the process that watches over the program did not answer")
         finally:
             _end(process)
-        if process.returncode == -signal.SIGXCPU:  # its threads together took longer than the clock
-            return _timeout(limits)
-        return _read_outcome(outcome_file, process.returncode)
-
-
-def _timeout(limits: Limits) -> Outcome:
-    return Outcome("timeout", f"not finished after {limits.seconds} s")
+    return _outcome(answer, process.returncode)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all it has started, and wait for it."""
-    with suppress(ProcessLookupError, PermissionError):  # nobody is left
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _read_outcome(path: Path, status: int) -> Outcome:
+    """Let the child end all that the program has started, and wait for it."""
+    process.terminate()
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Outcome(found["outcome"], found["error"])
-    except (OSError, ValueError, KeyError, TypeError):  # the program ended the process, or spoiled the file
-        return Outcome("crashed", f"the process ended with status {status} before its tests did")
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:  # the program has stopped it
+        process.kill()
+        process.wait()
+
+
+def _outcome(answer: bytes, status: int) -> Outcome:
+    try:
+        if status == 0:
+            return Outcome(**json.loads(answer))
+    except (ValueError, TypeError):
+        pass
+    return Outcome("crashed", f"the process that watches over the program ended with status {status}")
 
 
 def program_of(task_name: str, question: Question, answer: str, is_continuation: bool) -> Program:

@@ -11,6 +11,9 @@ from lade.commands.eval.results import Key
 from lade.commands.eval.tasks import Question
 from lade.config import LookaheadConfig
 
+MEMORY_KEPT = "lade's memory is kept from question to question, without what the warm-up taught it."
+MEMORY_EMPTY = "Each answer of lade begins with an empty memory."
+
 
 def summarize(
     questions: list[Question], methods: list[str], answers: dict[Key, Answer], scores: dict[Key, dict[str, Any]]
@@ -101,13 +104,14 @@ def markdown(figures: dict[str, Any]) -> str:
     """Conditions, one table over all questions, and one over the categories where there are several."""
     settings = figures["settings"]
     how = "greedy" if not settings["do_sample"] else f"sampled, seed {settings['seed']}"
-    lade = LookaheadConfig(**settings["lade"]).description
+    config = LookaheadConfig(**settings["lade"])
+    is_kept = config.share and not config.uses_window
     lines = [
         f"# {settings['task']}: {settings['model']}",
         "",
         f"{figures['questions']} questions of {settings['data']}, {settings['max_new_tokens']} new tokens at most, {how}, "
         f"{settings['dtype']}, {settings['machine']}, {settings['threads']} threads, torch {settings['torch']}, "
-        f"transformers {settings['transformers']}, lade {settings['version']} with {lade}.",
+        f"transformers {settings['transformers']}, lade {settings['version']} with {config.description}. {MEMORY_KEPT if is_kept else MEMORY_EMPTY}",
         "",
         *_table(figures["methods"]),
     ]

@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from lade.commands.detokenize import for_terminal
+
 GUESSED, OWN, FAINT, ORDINARY = "\033[30;42m", "\033[1m", "\033[2m", "\033[0m"
 BAR_WIDTH = 40
 
 
 def replay(trace: dict[str, Any], write: Callable[[str], Any], speed: float = 1.0) -> None:
     """write: shows text at once. speed: 1 takes as long as the generation did, 0 does not wait."""
-    write(f"{FAINT}{''.join(trace['prompt'])}{ORDINARY}")
+    write(f"{FAINT}{for_terminal(''.join(trace['prompt']))}{ORDINARY}")
     wait(trace["prefill"], speed)
-    pieces = iter(trace["text"])
+    pieces = map(for_terminal, trace["text"])
     write(f"{OWN}{next(pieces, '')}{ORDINARY}")
     for step in trace["steps"]:
         wait(step["forward"] + step["rest"], speed)

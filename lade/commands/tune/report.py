@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lade.commands.measure import MEMORY_NOTE
 from lade.commands.tune.search import Findings, Row, Settings
 from lade.models.cost import cost_at
 
@@ -27,6 +28,7 @@ def settings_file(findings: Findings, asked: dict[str, Any]) -> dict[str, Any]:
         "environment": findings.environment,
         "prompts": findings.num_prompts,
         "trials": findings.trials,
+        "memory": MEMORY_NOTE,
         "context": findings.context,
         "milliseconds_per_step": {str(size): round(1000 * took, 4) for size, took in findings.seconds.items()},
         "step_cost": costs,
@@ -98,7 +100,7 @@ def candidate_table(findings: Findings) -> str:
         )
     if len(findings.rows) > len(rows):
         lines.append(f"and {len(findings.rows) - len(rows)} more that were predicted to be slower")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, MEMORY_NOTE]) + "\n"
 
 
 def not_tried(findings: Findings) -> str:
