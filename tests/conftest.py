@@ -25,6 +25,7 @@ ENVIRONMENT = {
 }
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 _programs, _results = {}, {}
+LEFT_OUT = pytest.StashKey[int]()
 
 
 def beside(program):
@@ -40,6 +41,20 @@ def beside(program):
         return _results[program.__name__].result()
 
     return result
+
+
+def pytest_collection_modifyitems(config, items):
+    """Long tests are chosen with LADE_LONG_TESTS=1: elsewhere they are not collected, and what is skipped is what cannot run here."""
+    if os.environ.get("LADE_LONG_TESTS") != "1":
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = len(left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if num_left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{num_left_out} long tests were left out; LADE_LONG_TESTS=1 runs them")
 
 
 def pytest_runtestloop(session):

@@ -5,7 +5,6 @@ torch's own once; CUDA graphs are stood in for as in test_fixed_blocks.py.
 """
 
 import gc
-import os
 import shutil
 import threading
 import weakref
@@ -562,7 +561,6 @@ def generate_plain_dict(model, **arguments):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.environ.get("LADE_LONG_TESTS") != "1", reason="LADE_LONG_TESTS=1 runs every family")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_family(family):
     """Steps run on the device wherever blocks of fixed shapes are possible at all."""

@@ -5,7 +5,6 @@ compiler. CUDA graphs are stood in for by a trace that, like a graph, remembers 
 """
 
 import gc
-import os
 import shutil
 import threading
 import weakref
@@ -692,7 +691,6 @@ def test_no_graphs_on_a_cpu(model):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.environ.get("LADE_LONG_TESTS") != "1", reason="LADE_LONG_TESTS=1 traces every family")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_family(family):
     """Every block is compiled, or the call says why none was; the tokens are plain generate()'s either way."""

@@ -120,11 +120,10 @@ def test_random_combinations(lade_on, workers):
         assert all(result == (*plain, None) for result in results), (arguments, setting)
 
 
-LONG = pytest.mark.skipif(os.environ.get("LADE_LONG_TESTS") != "1", reason="outside the normal run (LADE_LONG_TESTS=1)")
 FEW_FAMILIES = ["bloom", "gemma3_text", "deepseek_v2", "lfm2"]
 
 
-@pytest.mark.parametrize("names", [FEW_FAMILIES, pytest.param(None, marks=LONG)], ids=["few", "all"])
+@pytest.mark.parametrize("names", [FEW_FAMILIES, pytest.param(None, marks=pytest.mark.long)], ids=["few", "all"])
 def test_other_families(lade_on, names):
     first, second = ranks.launch(ranks.run_families, 2, names, patience=ranks.PATIENCE if names else 1800)
     assert first == second
