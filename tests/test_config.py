@@ -242,16 +242,18 @@ def cost_of_import():
         "-c",
         """
 import time
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 started = time.process_time()
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+imported = time.process_time()
 import lade
 lade.augment_all()
-print(time.process_time() - started)
+print(imported - started, time.process_time() - imported)
 """,
     )
 
 
 def test_import_costs_little_beside_transformers(cost_of_import):
-    """0.05 s on two slow cores, for all of lade; of processor time, which a busy machine makes but a little longer."""
+    """A thirtieth of it, for all of lade; both in processor time, which a slow or busy machine makes longer alike."""
     assert cost_of_import.returncode == 0, cost_of_import.stderr
-    assert float(cost_of_import.stdout) < 0.5
+    transformers, ours = map(float, cost_of_import.stdout.split())
+    assert ours < transformers / 10

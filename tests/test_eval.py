@@ -686,4 +686,5 @@ def test_ctrl_c_in_the_application(stopped):
     assert status == 130, err
     assert b"the same command goes on from" in err
     assert b"Traceback" not in err
-    assert [json.loads(line)["answer"]["method"] for line in lines[1:]] == ["plain", "lade"]  # the first has the settings
+    methods = [json.loads(line)["answer"]["method"] for line in lines[1:]]  # the first line holds the settings
+    assert methods == ["plain", "lade"]
