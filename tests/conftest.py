@@ -32,15 +32,26 @@ def beside(program):
     """A fixture: what program() returns. It runs in a thread, one after another, while the tests before it go on.
 
     For programs in processes of their own, which take seconds to import torch and transformers. What they do in this process must
-    not depend on what a test has changed, nor change anything itself.
+    not depend on what a test has changed, nor change anything itself. A worker of pytest-xdist does not know which tests will be
+    its own: there they run when they are needed.
     """
     _programs[program.__name__] = program
 
-    @pytest.fixture(name=program.__name__)
+    @pytest.fixture(name=program.__name__, scope="session")
     def result():
-        return _results[program.__name__].result()
+        return _results[program.__name__].result() if program.__name__ in _results else program()
 
     return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """The whole suite is run by two processes; a run of some tests is not, and starts at once."""
+    options = config.option
+    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not (options.keyword or options.markexpr)
+    is_plain = not (options.collectonly or options.usepdb or options.trace or options.lf or options.failedfirst)
+    if is_whole and is_plain and getattr(options, "numprocesses", 0) is None and (os.cpu_count() or 1) > 1:
+        options.numprocesses, options.dist = 2, "worksteal"
 
 
 def pytest_collection_modifyitems(config, items):

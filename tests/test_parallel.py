@@ -15,7 +15,6 @@ from conftest import beside, generate_plain, prompt, tiny_llama
 import lade
 from lade.parallel import pack, unpack
 
-forkserver.ensure_running()  # with ranks.py's imports, which take their seconds beside the tests of other files
 SETTINGS = {2: [(5, 7, 7), (2, 3, 0)], 3: [(5, 7, 7), (4, 1, 4)]}
 BATCHES = [(1, 0), (3, 1)]  # rows, seed
 
@@ -43,8 +42,14 @@ def alone():
     return of
 
 
+@beside
+def server():
+    """The process that ranks are forked from takes its seconds to import what they need."""
+    forkserver.ensure_running()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def failing():
+def failing(server):
     """Ranks that fail, by how they do. Most of their time is waiting, so they run beside the first tests."""
     ways = {
         "stays away": ranks.Ranks(ranks.differ, 2, "workers"),
