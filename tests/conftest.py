@@ -48,9 +48,10 @@ def beside(program):
 def pytest_cmdline_main(config):
     """The whole suite is run by two processes; a run of some tests is not, and starts at once."""
     options = config.option
-    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not (options.keyword or options.markexpr)
-    is_plain = not (options.collectonly or options.usepdb or options.trace or options.lf or options.failedfirst)
-    if is_whole and is_plain and getattr(options, "numprocesses", 0) is None and (os.cpu_count() or 1) > 1:
+    chosen = options.keyword or options.markexpr or options.lf or options.failedfirst
+    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not (chosen or options.collectonly)
+    is_decided = getattr(options, "numprocesses", 0) is not None or options.usepdb or hasattr(config, "workerinput")
+    if is_whole and not is_decided:
         options.numprocesses, options.dist = 2, "worksteal"
 
 
