@@ -10,6 +10,7 @@ from lade.acceptance import FORGET_EVERY, PAIR, SECOND_SUFFIX, SINGLE, SUFFIX, A
 from lade.drafters.cool_down import LONGEST_REST, PATIENCE, SHORTEST_REST, TRIAL, CoolDown
 from lade.drafters.recycling import BOTH_ROWS, LONG_MATCH, RecyclingDrafter
 from lade.layout import BlockLayout
+from lade.price import StepPrice
 from lade.row_table import NUM_BINS
 from lade.stats import tracing
 
@@ -260,6 +261,8 @@ def test_the_document_says_when_guessing_rests():
 def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     """While guessing rests, a tree is grown only behind what has been said before; the text stays the same."""
     monkeypatch.setattr(CoolDown, "takes_rest", lambda self: True)
+    observe = StepPrice.observe  # steps have set prices, whatever this machine is doing
+    monkeypatch.setattr(StepPrice, "observe", lambda self, q, seconds: observe(self, q, 1 + 0.01 * q))
     grown, inner = [], RecyclingDrafter._grow_all
 
     def grow(self, rows, *others):
