@@ -25,7 +25,7 @@ ENVIRONMENT = {
 }
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 _programs, _results = {}, {}
-LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT = pytest.StashKey[bool]()
 
 
 def beside(program):
@@ -50,8 +50,9 @@ def pytest_cmdline_main(config):
     options = config.option
     chosen = options.keyword or options.markexpr or options.lf or options.failedfirst
     is_whole = config.args_source is config.ArgsSource.TESTPATHS and not (chosen or options.collectonly)
-    is_decided = getattr(options, "numprocesses", 0) is not None or options.usepdb or hasattr(config, "workerinput")
-    if is_whole and not is_decided:
+    is_watched = options.usepdb or options.capture == "no"
+    is_decided = getattr(options, "numprocesses", 0) is not None or hasattr(config, "workerinput")
+    if is_whole and not (is_watched or is_decided):
         options.numprocesses, options.dist = 2, "worksteal"
 
 
@@ -60,13 +61,14 @@ def pytest_collection_modifyitems(config, items):
     if os.environ.get("LADE_LONG_TESTS") != "1":
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
-        config.stash[LEFT_OUT] = len(left_out)
+        config.stash[LEFT_OUT] = bool(left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if num_left_out := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{num_left_out} long tests were left out; LADE_LONG_TESTS=1 runs them")
+    is_divided = getattr(config.option, "numprocesses", None)  # and collected elsewhere
+    if config.stash.get(LEFT_OUT, is_divided and os.environ.get("LADE_LONG_TESTS") != "1"):
+        terminalreporter.write_line("long tests were left out; LADE_LONG_TESTS=1 runs them")
 
 
 def pytest_runtestloop(session):
