@@ -27,21 +27,50 @@ ENVIRONMENT = {
 ENVIRONMENT["LADE_CACHE"] = "0"
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 _programs, _results = {}, {}
+LEFT_OUT = pytest.StashKey[bool]()
 
 
 def beside(program):
     """A fixture: what program() returns. It runs in a thread, one after another, while the tests before it go on.
 
     For programs in processes of their own, which take seconds to import torch and transformers. What they do in this process must
-    not depend on what a test has changed, nor change anything itself.
+    not depend on what a test has changed, nor change anything itself. A worker of pytest-xdist does not know which tests will be
+    its own: there they run when they are needed.
     """
     _programs[program.__name__] = program
 
-    @pytest.fixture(name=program.__name__)
+    @pytest.fixture(name=program.__name__, scope="session")
     def result():
-        return _results[program.__name__].result()
+        return _results[program.__name__].result() if program.__name__ in _results else program()
 
     return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """The whole suite is run by two processes; a run of some tests is not, and starts at once."""
+    options = config.option
+    chosen = options.keyword or options.markexpr or options.lf or options.failedfirst
+    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not (chosen or options.collectonly)
+    is_watched = options.usepdb or options.capture == "no"
+    is_decided = getattr(options, "numprocesses", 0) is not None or hasattr(config, "workerinput")
+    if is_whole and not (is_watched or is_decided):
+        options.numprocesses, options.dist = 2, "worksteal"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Long tests are chosen with LADE_LONG_TESTS=1: elsewhere they are not collected, and what is skipped is what cannot run here."""
+    if os.environ.get("LADE_LONG_TESTS") != "1":
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = bool(left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    is_divided = getattr(config.option, "numprocesses", None)  # and collected elsewhere
+    if config.stash.get(LEFT_OUT, is_divided and os.environ.get("LADE_LONG_TESTS") != "1"):
+        terminalreporter.write_line("long tests were left out; LADE_LONG_TESTS=1 runs them")
 
 
 def pytest_runtestloop(session):

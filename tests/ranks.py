@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -13,6 +14,7 @@ import time
 import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from conftest import Recorder, generate_plain, prompt, tiny_llama
@@ -411,7 +413,7 @@ def two_pairs(rank):
 def differ(rank, what):
     """Rank 1 is started with something else. Returns the error."""
     model, inputs, arguments = tiny_llama(), prompt(20), {"max_new_tokens": 8}
-    own_group(seconds=2 if what == "workers" else PATIENCE)
+    own_group(seconds=5 if what == "workers" else PATIENCE)
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
     if rank == 1:
         if what == "settings":
@@ -432,12 +434,26 @@ def differ(rank, what):
     return None
 
 
+def wait_for_words_of(living):
+    """The time in which ranks can say that they are still there begins when they have said so, however busy the machine is."""
+    heard, seconds = set(), itertools.count()
+
+    def words(self, original=link.Link._words):
+        found = original(self)
+        heard.update(found)
+        return found
+
+    link.Link._words = words
+    link.time = SimpleNamespace(sleep=time.sleep, monotonic=lambda: next(seconds) if heard >= living else 0)
+
+
 def fail(rank, culprit, how):
     """One rank stops in the middle of a call. Returns how it ended, and after how long; then what the next call gives."""
     model, steps = tiny_llama(), []
-    own_group(seconds=4 if how == "hangs" else PATIENCE)
+    own_group(seconds=10 if how == "hangs" else PATIENCE)
     store = torch.distributed.distributed_c10d._get_default_store()
-    link.POLL, link.GRACE = datetime.timedelta(seconds=0.2), 2.0
+    link.POLL = datetime.timedelta(seconds=0.2)
+    wait_for_words_of(set(range(3)) - {rank, culprit})
     is_armed = False
 
     def before_forward(*_):

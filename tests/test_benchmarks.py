@@ -5,13 +5,12 @@ import importlib
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lade import config
 from lade.stats import GenerationStats
@@ -170,12 +169,28 @@ def test_shapes_are_the_real_ones(shape, parameters, module):
     assert sum(weight.numel() for weight in model.parameters()) == parameters
 
 
+class WorkClock(TorchDispatchMode):
+    """A clock that goes by what is computed: one second an operation, and one each time it is read."""
+
+    seconds = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seconds += 1
+        return function(*args, **kwargs or {})
+
+    def perf_counter(self):
+        self.seconds += 1
+        return self.seconds
+
+
 def test_step_cost(command, module, monkeypatch):
-    # The processor's time: where this process stood still between two readings says nothing about a part.
-    monkeypatch.setattr(module("parts"), "time", SimpleNamespace(perf_counter=time.thread_time))
-    figures = command(
-        "step_cost", *SMALL, "--trials", "2", "--tokens", "1,4", "--contexts", "20,40", "--level", "4", "--guess", "3"
-    )
+    monkeypatch.setattr(module("step_cost"), "LEAST_SECONDS", 0.0)
+    with WorkClock() as clock:
+        monkeypatch.setattr(module("parts"), "time", clock)
+        figures = command(
+            *("step_cost", *SMALL, "--trials", "2", "--tokens", "1,4", "--contexts", "20,40"),
+            *("--level", "4", "--guess", "3"),
+        )
     assert [(row["context"], row["tokens"]) for row in figures["forward"]] == [(20, 1), (20, 4), (40, 1), (40, 4)]
     assert figures["forward"][0]["ratio_to_one"] == 1
     shares = {part: row["share"] for part, row in figures["parts"].items()}

@@ -189,7 +189,7 @@ def test_threads_lose_no_setting(monkeypatch):
 
 def test_threads_patch_once(monkeypatch):
     originals = {name: vars(GenerationMixin)[name] for name in ("generate", "_sample", "_beam_search")}
-    thread = while_inside(monkeypatch, augment, "version_problem", lade.augment_all)
+    thread = while_inside(monkeypatch, augment, "require_names", lade.augment_all)
     lade.augment_all()
     thread.join()
     assert vars(GenerationMixin)["_sample"].__wrapped__ is originals["_sample"]
@@ -278,16 +278,18 @@ def cost_of_import():
         "-c",
         """
 import time
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 started = time.process_time()
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+imported = time.process_time()
 import lade
 lade.augment_all()
-print(time.process_time() - started)
+print(imported - started, time.process_time() - imported)
 """,
     )
 
 
 def test_import_costs_little_beside_transformers(cost_of_import):
-    """0.05 s on two slow cores, for all of lade; of processor time, which a busy machine makes but a little longer."""
+    """A thirtieth of it, for all of lade; both in processor time, which a slow or busy machine makes longer alike."""
     assert cost_of_import.returncode == 0, cost_of_import.stderr
-    assert float(cost_of_import.stdout) < 0.5
+    transformers, ours = map(float, cost_of_import.stdout.split())
+    assert ours < transformers / 10

@@ -55,6 +55,12 @@ def model():
     return sharp_llama()
 
 
+@pytest.fixture(scope="module")
+def shallow():
+    """One layer is traced in half the time of two, which `test_captured_once_for_each_set_of_parameters` takes."""
+    return sharp_llama(num_hidden_layers=1)
+
+
 def inputs_of(kind):
     return {"one": prompt, "padded": padded_prompt, "batch": lambda: prompt(batch_size=3)}[kind]()
 
@@ -302,10 +308,10 @@ def test_a_refusal_changes_nothing(kind, is_ahead, model, refuses, monkeypatch):
     assert lade.last_stats().device_reason == REFUSED
 
 
-def test_a_graph_serves_the_call_after_a_refusal(model, refuses, captured):  # noqa: F811
-    assert_goes_on(model, prompt(), device_steps=6)
+def test_a_graph_serves_the_call_after_a_refusal(shallow, refuses, captured):  # noqa: F811
+    assert_goes_on(shallow, prompt(), device_steps=6)
     refuses.fill_(False)
-    check(model, prompt(), captured=True, **SAMPLED)
+    check(shallow, prompt(), captured=True, **SAMPLED)
     # The step, and the forward alone.
     assert len(captured) == 2
 
@@ -356,19 +362,19 @@ def test_a_failure_in_the_middle(kind, model, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["one", "padded"])
-def test_compiled_once_for_each_set_of_parameters(kind, model, compiled, monkeypatch):  # noqa: F811
+def test_compiled_once_for_each_set_of_parameters(kind, shallow, compiled, monkeypatch):  # noqa: F811
     """Not anew while the text grows, nor in the next call."""
     monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
     arguments = SAMPLED | {"max_new_tokens": 80}
     with torch._dynamo.config.patch(error_on_recompile=True):
         for temperature, num_graphs in [(0.3, 1), (0.3, 1), (0.4, 2), (0.3, 2)]:
-            check(model, inputs_of(kind), compiled=True, **arguments | {"temperature": temperature})
+            check(shallow, inputs_of(kind), compiled=True, **arguments | {"temperature": temperature})
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with a C++ compiler")
-@pytest.mark.parametrize("kind", ["one", "padded"])
+@pytest.mark.parametrize("kind", [pytest.param("one", marks=pytest.mark.long), "padded"])
 def test_compiled_by_torch(kind, compiled, monkeypatch):  # noqa: F811
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
     model = sharp_llama(torch.float32, num_hidden_layers=1)
@@ -382,18 +388,18 @@ def test_captured_once_for_each_set_of_parameters(kind, model, captured):  # noq
         assert len(captured) == num_graphs
 
 
-def test_a_graph_of_a_cache_that_has_grown(model, captured, small_cache, runs_ahead):  # noqa: F811
-    for max_new_tokens, num_graphs in [(150, 3), (150, 3), (10, 4)]:
-        check(model, prompt(batch_size=2), captured=True, **SAMPLED | {"max_new_tokens": max_new_tokens})
+def test_a_graph_of_a_cache_that_has_grown(shallow, captured, small_cache, runs_ahead):  # noqa: F811
+    for max_new_tokens, num_graphs in [(80, 2), (80, 2), (10, 3)]:
+        check(shallow, prompt(batch_size=2), captured=True, **SAMPLED | {"max_new_tokens": max_new_tokens})
         assert len(captured) == num_graphs
 
 
-def test_the_callers_warper_changes(model, captured):  # noqa: F811
+def test_the_callers_warper_changes(shallow, captured):  # noqa: F811
     """A graph keeps to the parameters that it was captured with."""
     own = warpers.TopKLogitsWarper(2)
     for top_k, num_graphs in [(2, 1), (20, 2), (2, 2)]:
         own.top_k = top_k
-        check(model, prompt(), captured=True, logits_processor=LogitsProcessorList([own]), **SAMPLED)
+        check(shallow, prompt(), captured=True, logits_processor=LogitsProcessorList([own]), **SAMPLED)
         assert len(captured) == num_graphs
 
 

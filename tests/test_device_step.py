@@ -5,7 +5,6 @@ torch's own once; CUDA graphs are stood in for as in test_fixed_blocks.py.
 """
 
 import gc
-import os
 import shutil
 import threading
 import weakref
@@ -44,6 +43,12 @@ def eager(lade_on, monkeypatch):
     torch._dynamo.reset()
     for by_model in (kept._kept, device_loop._compiled, fixed._compiled, fixed._not_capturable):
         by_model.clear()
+
+
+@pytest.fixture(scope="module")
+def shallow():
+    """One layer is traced in half the time of two, which `test_captured_once_for_all_calls` takes."""
+    return tiny_llama(num_hidden_layers=1)
 
 
 @pytest.fixture
@@ -273,18 +278,19 @@ def test_wrong_steps_are_noticed(name, broken, model, monkeypatch):
 
 
 @pytest.mark.parametrize(("inputs", "uses_kernel"), [(prompt, False), (padded_prompt, False), (padded_prompt, True)])
-def test_compiled_without_anything_anew(inputs, uses_kernel, model, compiled, monkeypatch):
+def test_compiled_without_anything_anew(inputs, uses_kernel, shallow, compiled, monkeypatch):
     """While the text grows, and in the next call."""
     lade.config_lade(USE_FLASH=uses_kernel)
     monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(2):
-            stats = check(model, inputs(), compiled=True, max_new_tokens=120)
+            stats = check(shallow, inputs(), compiled=True, max_new_tokens=120)
     assert stats.compile_reason is None
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.long  # the normal run takes the one of test_device_sampling.py, whose step does all of this and draws too
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with a C++ compiler")
 def test_compiled_by_torch(compiled, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
@@ -295,7 +301,7 @@ def test_compiled_by_torch(compiled, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_failure_is_told_and_the_ordinary_loop_goes_on(model, compiled, monkeypatch):
+def test_a_failure_is_told_and_the_ordinary_loop_goes_on(shallow, compiled, monkeypatch):
     tried = []
 
     def broken(graph, inputs):
@@ -304,8 +310,8 @@ def test_a_failure_is_told_and_the_ordinary_loop_goes_on(model, compiled, monkey
 
     monkeypatch.setattr(fixed, "BACKEND", broken)
     for _ in range(2):
-        expected = generate_plain(model, prompt(), **GREEDY)
-        assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
+        expected = generate_plain(shallow, prompt(), **GREEDY)
+        assert torch.equal(shallow.generate(**prompt(), **GREEDY), expected)
         stats = lade.last_stats()
         assert "no such machine" in stats.compile_reason
         assert (stats.device_steps, stats.compiled_steps) == (0, 0)
@@ -338,13 +344,13 @@ def test_a_failure_in_the_middle(model, monkeypatch):
     assert stats.steps == ordinary_steps
 
 
-def test_a_wrong_result_is_noticed(model, compiled, monkeypatch):
+def test_a_wrong_result_is_noticed(shallow, compiled, monkeypatch):
     def wrong(graph, inputs):
         return lambda *args: [output + 1 if output.is_floating_point() else output for output in graph(*args)]
 
     monkeypatch.setattr(fixed, "BACKEND", wrong)
-    expected = generate_plain(model, prompt(), **GREEDY)
-    assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
+    expected = generate_plain(shallow, prompt(), **GREEDY)
+    assert torch.equal(shallow.generate(**prompt(), **GREEDY), expected)
     stats = lade.last_stats()
     assert " was off by " in stats.compile_reason
     assert stats.device_steps == 0
@@ -359,14 +365,14 @@ def test_captured_once_for_all_calls(inputs, model, captured):
     assert len(kept._kept[model]) == 1
 
 
-def test_one_graph_with_padding_and_without(model, captured):
+def test_one_graph_with_padding_and_without(shallow, captured):
     for inputs in (prompt(batch_size=3), padded_prompt(), prompt(batch_size=3)):
-        check(model, inputs, captured=True)
+        check(shallow, inputs, captured=True)
     assert len(captured) == 1
 
 
 def test_captured_anew_where_a_graph_would_not_notice(captured):
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     check(model, prompt(), captured=True)
     model.model.layers[0].mlp.gate_proj.weight.data = model.model.layers[0].mlp.gate_proj.weight * -1
     check(model, prompt(), captured=True)
@@ -401,51 +407,51 @@ def test_fingerprint():
     assert len(set(seen)) == len(seen)
 
 
-def test_a_graph_that_cannot_be_captured(model, captured, monkeypatch):
+def test_a_graph_that_cannot_be_captured(shallow, captured, monkeypatch):
     def refuse(forward):
         forward()  # the state is put back
         raise RuntimeError("operation not permitted when stream is capturing")
 
     for module in (device_loop, fixed):
         monkeypatch.setattr(module, "capture", refuse)
-    expected = generate_plain(model, prompt(), **GREEDY)
-    assert torch.equal(model.generate(**prompt(), **GREEDY), expected)
+    expected = generate_plain(shallow, prompt(), **GREEDY)
+    assert torch.equal(shallow.generate(**prompt(), **GREEDY), expected)
     stats = lade.last_stats()
     assert stats.cuda_graph_reason == "RuntimeError: operation not permitted when stream is capturing"
     assert (stats.device_steps, stats.captured_steps) == (0, 0)
 
 
-def test_a_graph_of_a_cache_that_has_grown(model, captured, monkeypatch):
+def test_a_graph_of_a_cache_that_has_grown(shallow, captured, monkeypatch):
     """The next call begins with that cache where it may need as much, and with a small one where it does not."""
     monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
     monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
-    for max_new_tokens, count in [(150, 3), (150, 3), (10, 4), (10, 4)]:  # 64, 128 and 256 slots; 64
-        check(model, prompt(), captured=True, max_new_tokens=max_new_tokens)
+    for max_new_tokens, count in [(80, 2), (80, 2), (10, 3), (10, 3)]:  # 64 and 128 slots; 64
+        check(shallow, prompt(), captured=True, max_new_tokens=max_new_tokens)
         assert len(captured) == count
 
 
-def test_buffers_are_for_one_call_at_a_time(model, captured, monkeypatch):
+def test_buffers_are_for_one_call_at_a_time(shallow, captured, monkeypatch):
     """A call that begins while another one runs gets its own, and both sets are kept."""
-    prefill = model._prefill
+    prefill = shallow._prefill
     inner = []
 
     def interrupted(*args, **kwargs):
         if not inner:
             inner.append(None)  # this is the outer call's own
-            inner[0] = model.generate(**prompt(seed=1), **GREEDY)
+            inner[0] = shallow.generate(**prompt(seed=1), **GREEDY)
         return prefill(*args, **kwargs)
 
-    monkeypatch.setattr(model, "_prefill", interrupted, raising=False)
-    outer = model.generate(**prompt(), **GREEDY)
-    assert len(kept._kept[model]) == 2
+    monkeypatch.setattr(shallow, "_prefill", interrupted, raising=False)
+    outer = shallow.generate(**prompt(), **GREEDY)
+    assert len(kept._kept[shallow]) == 2
     for seed, output in enumerate((outer, inner[0])):
-        assert torch.equal(output, generate_plain(model, prompt(seed=seed), **GREEDY))
+        assert torch.equal(output, generate_plain(shallow, prompt(seed=seed), **GREEDY))
 
 
-def test_what_a_call_leaves_in_a_cache_is_gone(model, captured):
-    check(model, prompt(), captured=True)
-    kept._kept[model][0].cache.layers[0].values.fill_(torch.nan)
-    check(model, prompt(seed=2), captured=True)
+def test_what_a_call_leaves_in_a_cache_is_gone(shallow, captured):
+    check(shallow, prompt(), captured=True)
+    kept._kept[shallow][0].cache.layers[0].values.fill_(torch.nan)
+    check(shallow, prompt(seed=2), captured=True)
     assert len(captured) == 1
 
 
@@ -465,19 +471,19 @@ def test_in_threads(model):
     assert len(outputs) == 3
 
 
-def test_in_inference_mode(model, captured):
+def test_in_inference_mode(shallow, captured):
     for _ in range(2):
-        check(model, prompt(), captured=True)
+        check(shallow, prompt(), captured=True)
         with torch.inference_mode():
-            check(model, prompt(), captured=True)
+            check(shallow, prompt(), captured=True)
     assert len(captured) == 2
 
 
 @pytest.mark.parametrize("way", ["captured", "compiled"])
 def test_a_model_is_let_go(way, request):
     request.getfixturevalue(way)
-    model = tiny_llama()
-    model.generate(**prompt(), **GREEDY)
+    model = tiny_llama(num_hidden_layers=1)
+    model.generate(**prompt(), max_new_tokens=8)
     assert lade.last_stats().device_steps > 0
     gone = weakref.ref(model)
     del model
@@ -562,7 +568,6 @@ def generate_plain_dict(model, **arguments):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(os.environ.get("LADE_LONG_TESTS") != "1", reason="LADE_LONG_TESTS=1 runs every family")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_family(family):
     """Steps run on the device wherever blocks of fixed shapes are possible at all."""

@@ -7,6 +7,7 @@ from conftest import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.acceptance import FORGET_EVERY, PAIR, SECOND_SUFFIX, SINGLE, SUFFIX, Acceptance
+from lade.block_size import LiveCosts
 from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
 from lade.drafters.recycling import BOTH_ROWS, LONG_MATCH, RecyclingDrafter
 from lade.layout import BlockLayout
@@ -258,6 +259,8 @@ def test_the_document_says_when_guessing_rests():
 def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     """While guessing rests, a tree is grown only behind what has been said before; the text stays the same."""
     monkeypatch.setattr(SpeculationBackoff, "rests", lambda self: True)
+    observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
+    monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q))
     grown, inner = [], RecyclingDrafter._grow_all
 
     def grow(self, rows, *others):

@@ -310,20 +310,22 @@ def cost_of_env():
     return python(
         "-c",
         """
-import time, sys, torch
+import time, sys
 started = time.process_time()
+import torch
+imported = time.process_time()
 from lade.commands import main
 main(["env"])
-print("transformers" in sys.modules, time.process_time() - started)
+print("transformers" in sys.modules, imported - started, time.process_time() - imported)
 """,
     )
 
 
 def test_env_takes_little_beside_importing_torch(cost_of_env):
-    """0.5 s on two slow cores, most of it for transformers' source; of processor time, and with room for a slower machine."""
-    has_transformers, seconds = cost_of_env.stdout.splitlines()[-1].split()
+    """Most of it is for transformers' source. In processor time, which a slow or busy machine makes longer alike."""
+    has_transformers, torch_seconds, seconds = cost_of_env.stdout.splitlines()[-1].split()
     assert has_transformers == "False"
-    assert float(seconds) < 2
+    assert float(seconds) < float(torch_seconds)
 
 
 def test_version_and_help(capsys):

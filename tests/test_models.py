@@ -351,10 +351,10 @@ def test_flex_attention(monkeypatch):
     monkeypatch.setattr(flex_attention.WrappedFlexAttention, "_instance", None)
     flex = tiny_llama(torch.float32, attention="flex_attention", num_hidden_layers=1)
     try:
-        expected = generate_plain(flex, prompt(), max_new_tokens=12)
+        expected = generate_plain(flex, prompt(), max_new_tokens=6)
     except Exception as problem:  # flex attention runs where torch can trace
         pytest.skip(f"flex attention does not run here: {type(problem).__name__}")
-    assert torch.equal(flex.generate(**prompt(), max_new_tokens=12), expected)
+    assert torch.equal(flex.generate(**prompt(), max_new_tokens=6), expected)
     assert lade.last_stats().fallback_reason is None
     assert flex.config._attn_implementation == "flex_attention"
 

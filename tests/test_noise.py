@@ -169,12 +169,26 @@ def test_numpy_told_to_raise(lade_on, batch_size):
     assert lade.last_stats().fallback_reason is None
 
 
+class Watched:
+    """A lock, and whether a thread other than this one has asked for it."""
+
+    def __init__(self, lock):
+        self.lock, self.owner, self.is_asked = lock, threading.get_ident(), False
+
+    def __enter__(self):
+        self.is_asked |= threading.get_ident() != self.owner
+        return self.lock.__enter__()
+
+    def __exit__(self, *error):
+        return self.lock.__exit__(*error)
+
+
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_call_in_another_thread(lade_on, waits, streams, monkeypatch):
     """It draws in between a call's look at the generator and its change to it, unless it waits."""
-    if not waits:
-        monkeypatch.setattr(noise_module, "drawing", nullcontext())
+    lock = Watched(noise_module.drawing)
+    monkeypatch.setattr(noise_module, "drawing", lock if waits else nullcontext())
     model, inputs = tiny_llama(torch.float64), prompt(12)
     arguments = {"max_new_tokens": 1, "do_sample": True, "temperature": 3.0}
     states, others = [], []
@@ -187,7 +201,8 @@ def test_a_call_in_another_thread(lade_on, waits, streams, monkeypatch):
         if not others:
             others.append(threading.Thread(target=call))
             others[0].start()
-            others[0].join(0.3 if waits else None)
+            while others[0].is_alive() and not (waits and lock.is_asked):  # until it waits, or has drawn
+                others[0].join(0.01)
         set_state(device, state)
 
     monkeypatch.setattr(noise_module, "set_generator_state", interrupted)
