@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel, cache_u
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lade.attention import (
-    EVERYWHERE,
     LAYER_REACH,
     Block,
     Reach,
@@ -31,6 +30,7 @@ from lade.config import LookaheadConfig
 from lade.kernels import kernel_problem, left_padding
 from lade.kv_cache import LookaheadCache
 from lade.models.fixed import FixedBlocks, padded_capacity
+from lade.models.request import Request, unsupported_by_any
 from lade.models.view import foreign_code, has_foreign_forward, has_hooks, is_as_made, parts_of, private_view
 from lade.stats import GenerationStats
 
@@ -50,17 +50,6 @@ HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 PROMPT_ARGUMENTS = frozenset(getattr(generation, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What of a `generate()` call may matter to a family. Lengths are in tokens."""
-
-    prompt_length: int
-    max_length: int
-    cached_length: int  # of the cache that the caller brings along
-    has_static_cache: bool
-    wants_attentions: bool
-
-
 class ModelAdapter:
     """Runs blocks on one decoder-only model that follows transformers' conventions; made anew for each call.
 
@@ -70,11 +59,13 @@ class ModelAdapter:
     # Class attributes that a family may set.
     safe_hooks: tuple[str, ...] = ()  # of HOOKS: the model's own version changes nothing after the prompt
     prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # generate() arguments that matter to the prompt alone
+    carried_arguments: frozenset[str] = frozenset()  # those of which each new token has what the prompt's last one has
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
+        self.carried: dict[str, Tensor] = {}  # the last values of `carried_arguments`, [B, 1] each
         self.uses_kernel = False  # whether blocks go through lade's own attention
         self.padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
         self._fixed: FixedBlocks | None = None  # runs blocks of fixed shapes, where that is asked for and possible
@@ -126,8 +117,11 @@ class ModelAdapter:
 
     def unsupported_request(self, request: Request) -> str | None:
         """Why this call cannot be served, as a sentence; None when it can. Asked when `unsupported_reason` gave none."""
-        if request.wants_attentions and self.reaches != EVERYWHERE and self.reaches != {"full_attention": EVERYWHERE}:
-            return "output_attentions of windowed layers show the window alone, and lade's own cache keeps more"
+        return unsupported_by_any(self, request)
+
+    @property
+    def most_slots(self) -> int | None:
+        """How many tokens of a row, padding included, the model's own code has room for; None where there is no such limit."""
         return None
 
     @property
@@ -175,6 +169,11 @@ class ModelAdapter:
             return None
         count = getattr(self.config, "max_position_embeddings", None)
         return None if count is None else int(count) - 1
+
+    def carry(self, model_kwargs: dict[str, Any]) -> None:
+        """Remember what of the call's arguments each block needs. model_kwargs: as `_sample` gets them."""
+        given = {name: model_kwargs.get(name) for name in self.carried_arguments}
+        self.carried = {name: value[:, -1:] for name, value in given.items() if value is not None}
 
     def make_cache(self, capacity: int) -> LookaheadCache:
         """capacity: slots to start with."""
@@ -265,6 +264,8 @@ class ModelAdapter:
             return "the model has hooks, which compiled or captured forwards pass by"
         if not self.takes_positions:
             return f"{type(self.model).__name__}.forward takes no position_ids"
+        if self.carried:
+            return f"compiled or captured forwards take no {min(self.carried)}"
         if self.needs_equal_lengths:
             return "rotary frequencies of this model depend on the length of the text"
         return None
@@ -305,7 +306,9 @@ class ModelAdapter:
 
     def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
         """The model's ordinary forward over a block that `cache` has room for. wanted: as for `forward_block`."""
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, Any] = {
+            name: value.to(block.tokens.device).expand_as(block.tokens) for name, value in self.carried.items()
+        }
         if self.takes_positions:
             arguments["position_ids"] = block.positions
         if self.keeps_rows:
