@@ -16,12 +16,13 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache, TextStreamer
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
 from lade.config import apply_environment, current_config, is_enabled
 from lade.decoding import lookahead_decode
 from lade.link import is_leader
 from lade.models import ModelAdapter, adapter_for, needs_trial
+from lade.models.base import PLAIN_LAYERS
 from lade.models.probe import trial_reason
 from lade.models.request import Request
 from lade.parallel import Alone, team_for
@@ -204,7 +205,7 @@ def unsupported_cache(cache: Any, generation_config: Any, is_seen: bool) -> str 
     for layer in cache.layers:
         # A sliding layer forgets what is out of its window, which a block may still need.
         forgets = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
-        if forgets or type(layer) not in (DynamicLayer, StaticLayer, DynamicSlidingWindowLayer):
+        if forgets or type(layer) not in (*PLAIN_LAYERS, StaticLayer):
             return f"past_key_values with a {type(layer).__name__} does not keep every key"
     return None
 

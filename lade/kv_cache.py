@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import StaticCache
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 MIN_CAPACITY = 256  # slots
 
@@ -26,8 +26,7 @@ def slots_of_static(cache: Cache | None) -> int | None:
     """How many tokens of a row a static cache takes; None for one that grows, or none at all."""
     if not isinstance(cache, StaticCache):
         return None
-    layers: list[Any] = cache.layers
-    return min(layer.max_cache_len for layer in layers)
+    return min((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), default=None)
 
 
 class SlotLayer(CacheLayerMixin):
