@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, 
 
 from lade.compat import (
     CALLERS_CACHE_MARK,
-    DynamicLayer,
+    PLAIN_LAYERS,
     DynamicSlidingWindowLayer,
     StaticLayer,
     require_names,
@@ -28,8 +28,9 @@ from lade.config import apply_environment, current_config, is_enabled, one_at_a_
 from lade.decoding import lookahead_decode
 from lade.link import is_leader
 from lade.models import ModelAdapter, adapter_for, needs_trial
-from lade.models.base import Request
+from lade.models.base import prompt_key_mask
 from lade.models.probe import trial_reason
+from lade.models.request import Request
 from lade.parallel import Alone, team_for
 from lade.stats import GenerationStats, open_stats, recording
 
@@ -126,6 +127,10 @@ def adapter_or_reason(
             generation_config.prefill_chunk_size and cache is not None and cache.get_seq_length() > 0,
             "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers",
         ),
+        (
+            generation_config.prefill_chunk_size and model_kwargs.get("inputs_embeds") is not None,
+            "prefill_chunk_size splits ids, while inputs_embeds go whole into each chunk's forward",
+        ),
     ]
     reason = next((reason for applies, reason in checks if applies), None) or compile_reason(
         model, generation_config, model_kwargs
@@ -141,8 +146,17 @@ def adapter_or_reason(
         or unsupported_cache(cache, generation_config, is_callers)
         or unsupported_arguments(adapter, model_kwargs)
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
-        or (trial_reason(adapter, generation_config.max_length, len(input_ids)) if needs_trial(adapter) else None)
+        or (trial_of(adapter, generation_config, input_ids, model_kwargs) if needs_trial(adapter) else None)
         or adapter
+    )
+
+
+def trial_of(
+    adapter: ModelAdapter, generation_config: Any, input_ids: Tensor, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Why a model that is not known to be right failed the trial for such a call; None when it passed."""
+    return trial_reason(
+        adapter, generation_config.max_length, len(input_ids), prompt_key_mask(model_kwargs.get("attention_mask"))
     )
 
 
@@ -168,18 +182,25 @@ def request_of(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str
     """The call as an adapter sees it; a prompt may be given as ids, as embeddings, or in a cache."""
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
     cache = model_kwargs.get("past_key_values")
+    prompt_length = max(known.shape[1] for known in (input_ids, mask, embeds) if known is not None)
+    may_end_early = generation_config.eos_token_id is not None and generation_config.pad_token_id is not None
     return Request(
-        prompt_length=max(known.shape[1] for known in (input_ids, mask, embeds) if known is not None),
-        max_length=int(generation_config.max_length),
+        prompt_length=prompt_length,
+        # generate() counts from the ids, which may be the last of a longer text, or not there at all.
+        max_length=prompt_length + int(generation_config.max_length) - input_ids.shape[1],
         cached_length=0 if cache is None else int(cache.get_seq_length()),
         has_static_cache=isinstance(cache, StaticCache),
         wants_attentions=bool(generation_config.output_attentions),
+        attention_mask=mask,
+        position_ids=model_kwargs.get("position_ids"),
+        batch_size=len(input_ids),
+        pad_token=int(generation_config.pad_token_id) if may_end_early else None,
     )
 
 
 def unsupported_arguments(adapter: ModelAdapter, model_kwargs: dict[str, Any]) -> str | None:
     """Which of the model's arguments may mean something that a block of guesses would change."""
-    known = KNOWN_ARGUMENTS | adapter.prompt_arguments
+    known = KNOWN_ARGUMENTS | adapter.prompt_arguments | adapter.carried_arguments
     unknown = sorted(name for name, value in model_kwargs.items() if name not in known and value is not None)
     if unknown:
         return f"the model argument {', '.join(unknown)} is not known to be safe with a block of guesses"
@@ -200,7 +221,7 @@ def unsupported_cache(cache: Any, generation_config: Any, is_seen: bool) -> str 
     for layer in cache.layers:
         # A sliding layer forgets what is out of its window, which a block may still need.
         forgets = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
-        if forgets or type(layer) not in (DynamicLayer, StaticLayer, DynamicSlidingWindowLayer):
+        if forgets or type(layer) not in (*PLAIN_LAYERS, StaticLayer):
             return f"past_key_values with a {type(layer).__name__} does not keep every key"
     return None
 

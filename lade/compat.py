@@ -286,6 +286,7 @@ NAMES = (
     Name(D + "_get_default_store", "link.py", takes(), is_here=has_processes),
     Name(D + "default_pg_timeout", "link.py", is_here=has_processes),
     Name("torch.distributed.ProcessGroup._get_backend", "link.py", is_here=has_processes),
+    Name("torch._C._distributed_c10d.Backend.Options._timeout", "link.py", is_here=has_processes),
 )
 
 

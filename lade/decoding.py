@@ -13,6 +13,7 @@ from lade.attention import Block
 from lade.config import LookaheadConfig
 from lade.drafters import Outcome, make_drafter
 from lade.drafters.base import ROOT_ALONE
+from lade.kv_cache import slots_of_static
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.models.device_loop import device_loop
@@ -59,6 +60,7 @@ def lookahead_decode(
     key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
     positions = model_kwargs.get("position_ids")  # [B or 1, prompt], or more of these; None for a model that takes none
     num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
+    adapter.carry(model_kwargs)
     choose_forward(adapter, config, stats, key_mask, num_new, recorder.model_arguments)
     team.num_tokens = adapter.num_tokens
     temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
@@ -75,12 +77,14 @@ def lookahead_decode(
     )
 
     num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
-    is_alone = type(team) is Alone and not synced_gpus
+    most_slots = slots_of_static(callers_cache)
+    is_alone = type(team) is Alone and not synced_gpus and most_slots is None
     on_device = device_loop(adapter, config, rules, drafter, stats, key_mask, positions) if is_alone else None
     if on_device:
         cache = on_device.make_cache(num_slots)
     else:
         cache = adapter.take_cache(num_slots, input_ids.shape[1] + num_new + config.max_block_tokens, batch_size)
+    cache.most_slots = most_slots
     cache.adopt(model_kwargs["past_key_values"])
     model_kwargs["past_key_values"] = cache
 
@@ -88,6 +92,7 @@ def lookahead_decode(
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     if outputs.past_key_values is not cache:  # the model made one of its own for the prompt
         cache = adapter.make_cache(cache.capacity)
+        cache.most_slots = most_slots
         cache.adopt(outputs.past_key_values)
     cache.end_prefill(batch_size)
     # How far positions are ahead of slots, [..., B or 1, 1]; the most of all rows is read once, so that no step has to wait for it.
@@ -109,7 +114,7 @@ def lookahead_decode(
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             began, drawn = perf_counter(), rules.drawing_seconds
             roots = rules.texts.roots()
-            max_offset = adapter.max_guess_offset(max(cache.lengths) + lead)
+            max_offset = cache.max_guess_offset(adapter.max_guess_offset(max(cache.lengths) + lead))
             draft = drafter.propose(rules.texts, rules.is_idle, max_offset)
             drafted = perf_counter()
             # Guesses look ahead at the draws of verification, which are made but once.
@@ -118,8 +123,14 @@ def lookahead_decode(
             share = team.share(tree, draft.window_shape)
             num_nodes = adapter.padded_nodes(share.tree.num_nodes)
             layout = block_layout(*draft.window_shape, num_nodes, device, share.columns)
-            is_even = min(cache.lengths) == max(cache.lengths)
-            starts = cache.lengths[0] if is_even else torch.tensor(cache.lengths, device=device)[:, None]  # [B, 1]
+            if min(cache.lengths) == max(cache.lengths):
+                starts: int | Tensor = cache.lengths[0]
+            else:
+                # The last token of a row that has ended is never read, and may lie behind the model's last position.
+                counted = [
+                    length - has_ended for length, has_ended in zip(cache.lengths, rules.is_finished, strict=True)
+                ]
+                starts = torch.tensor(counted, device=device)[:, None]  # [B, 1]
             offsets = layout.position_offsets(share.tree)
             block = Block(
                 tokens=layout.tokens(roots, share.tree, draft.window_cells),

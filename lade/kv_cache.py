@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, StaticCache
 
-from lade.compat import CacheLayer
+from lade.compat import CacheLayer, StaticLayer
 
 MIN_CAPACITY = 256  # slots
 NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")  # where no class says so
@@ -22,6 +22,13 @@ NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAI
 def least_capacity(num_slots: int) -> int:
     """What a cache for so many slots begins with."""
     return max(num_slots, MIN_CAPACITY)
+
+
+def slots_of_static(cache: Cache | None) -> int | None:
+    """How many tokens of a row a static cache takes; None for one that grows, or none at all."""
+    if not isinstance(cache, StaticCache):
+        return None
+    return min((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), default=None)
 
 
 class SlotLayer(CacheLayer):
@@ -58,6 +65,7 @@ class SlotLayer(CacheLayer):
             self.lazy_initialization(key_states, value_states)
         cache, num_tokens = self._cache, key_states.shape[2]
         if not cache.in_block:
+            cache.check_room(self.prefilled + num_tokens)
             cache.ensure_capacity(self.prefilled + num_tokens)
             end = self.prefilled + num_tokens
             self.keys.narrow(2, self.prefilled, num_tokens).copy_(key_states)
@@ -100,6 +108,7 @@ class LookaheadCache(Cache):
         self.lengths: list[int] = []
         self.slots: Tensor | None = None  # [B, q] of the current block, only where rows have different lengths
         self.in_block = False
+        self.most_slots: int | None = None  # of a static cache that is to take the text in the end
         self._uniform = uniform
         self._storages: list[_Storage] = []
         self._opened: tuple[int, ...] | None = None  # what the layers' views are of
@@ -141,6 +150,7 @@ class LookaheadCache(Cache):
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
         """Make room for a block of q tokens behind each row's committed slots."""
+        self.check_room(max(self.lengths) + 1)
         self.ensure_capacity(max(self.lengths) + num_tokens)
         is_ragged = min(self.lengths) != max(self.lengths)
         self.slots = self.block_slots(num_tokens, device) if is_ragged else None
@@ -191,6 +201,20 @@ class LookaheadCache(Cache):
                 storage = _Storage(states, size if self._uniform else 1, self.capacity)
                 self._storages.append(storage)
             storage.give(layer, name)
+
+    def check_room(self, num_slots: int) -> None:
+        """Raises IndexError, as plain generate() would, where a text of so many tokens does not fit the static cache it is for."""
+        if self.most_slots is not None and num_slots > self.most_slots:
+            raise IndexError(
+                f"index {self.most_slots} is out of bounds for a static cache of {self.most_slots} tokens, passed as past_key_values"
+            )
+
+    def max_guess_offset(self, limit: int | None) -> int | None:
+        """How far beyond the roots guesses may lie, so that those accepted fit the static cache. limit: another one, or None."""
+        if self.most_slots is None:
+            return limit
+        room = max(0, self.most_slots - 1 - max(self.lengths))
+        return room if limit is None else min(limit, room)
 
     def ensure_capacity(self, num_slots: int) -> None:
         """Double the capacity until `num_slots` fit; what is committed is kept."""

@@ -308,7 +308,7 @@ OTHERS = [
            layer_types=["compressed_sparse_attention", "heavily_compressed_attention"], qk_rope_head_dim=8,
            compress_rate_csa=4, compress_rate_hca=8, num_key_value_heads=1, index_topk=4, index_head_dim=16,
            index_n_heads=8, o_groups=2, o_lora_rank=16),
-    family("git", "GitForCausalLM", attention="eager",
+    family("git", "GitForCausalLM", "without padding", attention="eager",
            vision_config={"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
                           "image_size": 16, "patch_size": 4}),
     family("moshi", "MoshiForCausalLM", sliding_window=512),

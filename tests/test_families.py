@@ -4,6 +4,7 @@ With LADE_MODELS_TABLE=docs/models.md the results of the run are written to that
 """
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,14 @@ import lade
 from lade.models import REGULAR, SPECIAL, adapter_for
 from lade.models.probe import probe
 
-PROMPT, NEW, FEW = 24, 20, 12
+PROMPT, NEW, FEW, TURN = 24, 20, 12, 6
 TABLE = os.environ.get("LADE_MODELS_TABLE")
 FALLS_BACK = {
     "phi3-longrope-across": "whole cache change",
     "doge": "selects its keys",
     "doge-window": "selects its keys",
 }
+RETURNS_ANOTHER_CACHE = {"lfm2", "lfm2_moe", "lfm3"}  # than lade could fill in: plain generate() makes it
 rows: list[tuple[str, ...]] = []
 
 
@@ -39,13 +41,11 @@ def small_block(lade_on):
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
-def prompts(batch_size, padding=0):
+def prompts(batch_size, length=PROMPT):
     """The second half repeats the first, so that the pool has guesses from the first step on."""
-    ids = torch.randint(3, VOCAB, (batch_size, PROMPT // 2), generator=torch.Generator().manual_seed(batch_size))
+    ids = torch.randint(3, VOCAB, (batch_size, length // 2), generator=torch.Generator().manual_seed(batch_size))
     ids = torch.cat([ids, ids], dim=1)
-    mask = torch.ones_like(ids)
-    ids[0, :padding], mask[0, :padding] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def both(model, inputs, max_new_tokens=NEW, **arguments):
@@ -86,18 +86,47 @@ def test_family(small_block, family):
 
     expected, found = both(model, prompts(1), FEW, do_sample=True, temperature=0.6)
     assert torch.equal(found, expected)
-    batch = prompts(2, padding=5)
-    if not model(**batch).logits.isnan().any():  # eager attention in float64 gives nan where all is padding
-        expected, found = both(model, batch, FEW, do_sample=False)
-        assert torch.equal(found, expected)
-        assert lade.last_stats().fallback_reason is None
-
-    assert not inference_tensors(model)
-
     # The negative control: a block whose mask is ignored would give clearly other logits.
     error, effect = probe(adapter_for(model), 44)
     assert error < (1e-5 if model.dtype == torch.float64 else 1e-3)  # some compute a softmax or a router in float32
     assert effect > 1e-2
+
+    assert_masks_count(model)
+    assert not inference_tensors(model)
+
+
+def assert_masks_count(model):
+    """Tokens and logits of prompts whose masks have zeros on the left, on the right, in between and not at all, over two turns."""
+    ids = prompts(4)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :5], mask[2, -5:], mask[3, [3, 4, 11, 17, 18]] = 0, 0, 0
+    batch = {"input_ids": ids * mask, "attention_mask": mask}
+    if model.config._attn_implementation == "eager":  # in float64 it gives nan where all is padding
+        model = model.float()
+    tolerance = 1e-5 if model.dtype == torch.float64 else 2e-3
+    returned = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    plain, found = both(model, batch, TURN, **returned)
+    reason = lade.last_stats().fallback_reason
+    assert reason is None or model.config.model_type in RETURNS_ANOTHER_CACHE
+    assert torch.equal(model.generate(**batch, max_new_tokens=TURN), plain.sequences)  # rows of different lengths
+    assert lade.last_stats().fallback_reason is None
+    more = prompts(4, length=6)["input_ids"]
+    mask = torch.nn.functional.pad(mask, (0, TURN + more.shape[1]), value=1)
+    mask[2, -4:-2] = 0  # the second turn brings its own
+    turns = []
+    for turn, run in (
+        (plain, partial(generate_plain, model)),
+        (found, lambda batch, **kw: model.generate(**batch, **kw)),
+    ):
+        text = torch.cat([turn.sequences, more], dim=1)
+        batch = {"input_ids": text, "attention_mask": mask}
+        turns.append(run(batch, past_key_values=turn.past_key_values, max_new_tokens=TURN, **returned))
+    reason = lade.last_stats().fallback_reason
+    assert reason is None or "does not keep every key" in reason or "the model computes it anew" in reason
+    for expected, result in ((plain, found), turns):
+        assert torch.equal(result.sequences, expected.sequences)
+        difference = torch.stack(result.logits) - torch.stack(expected.logits)
+        assert float(difference.abs().max()) < tolerance * float(torch.stack(expected.logits).abs().max())
 
 
 @pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)
@@ -141,7 +170,8 @@ def write_table(path):
         "",
         "Written by `LADE_MODELS_TABLE=docs/models.md pytest tests/test_families.py` from its results: random tiny models of each family",
         f"(transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, CPU, float64 where the family allows it). *lookahead*: greedy and sampled text equal plain",
-        "`generate()`'s, token for token, alone and in a padded batch. Otherwise the original code runs, for the reason given. A family that is",
+        "`generate()`'s, token for token, alone and in a batch with padding on the left, on the right and in between, over two turns; caches that a call",
+        "returns: [compatibility.md](compatibility.md). Otherwise the original code runs, for the reason given. A family that is",
         "not listed is tried out first ([adding-a-model.md](adding-a-model.md)).",
         "",
         "| family | of interest | attention | what runs |",

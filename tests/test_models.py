@@ -105,7 +105,7 @@ def test_the_trial_happens_once_and_leaves_no_trace(monkeypatch):
 def test_a_trial_that_raises_is_a_reason(monkeypatch):
     model = build(Obedient)
 
-    def broken(adapter, *sizes):
+    def broken(*args):
         raise AssertionError("a mask of two dimensions, please")
 
     monkeypatch.setattr(models.probe, "probe", broken)
@@ -115,7 +115,7 @@ def test_a_trial_that_raises_is_a_reason(monkeypatch):
 
 
 def test_running_out_of_memory_is_not_remembered(monkeypatch):
-    def too_large(adapter, *sizes):
+    def too_large(*args):
         raise torch.OutOfMemoryError
 
     model, original = build(Obedient), models.probe.probe

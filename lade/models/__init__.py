@@ -9,6 +9,7 @@ from lade.compat import is_newer_than_tested
 from lade.models.alibi import BloomAdapter, FalconAdapter, MptAdapter
 from lade.models.base import ModelAdapter
 from lade.models.foreign import allow_hook
+from lade.models.gpt2 import GPT2Adapter
 from lade.models.gpt_neo import GPTNeoAdapter
 from lade.models.lfm2 import Lfm2Adapter
 from lade.models.limits import DogeAdapter, Phi3Adapter, PhimoeAdapter, XGLMAdapter
@@ -21,12 +22,16 @@ __all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_t
 # Families that differ from transformers' conventions.
 SPECIAL: dict[str, type[ModelAdapter]] = {
     "bloom": BloomAdapter,
+    "codegen": GPT2Adapter,
     "doge": DogeAdapter,
     "falcon": FalconAdapter,
     "gemma3": GemmaVisionAdapter,
     "gemma4": GemmaVisionAdapter,
     "glm4v": QwenVisionAdapter,
+    "gpt2": GPT2Adapter,
+    "gpt_bigcode": GPT2Adapter,
     "gpt_neo": GPTNeoAdapter,
+    "gptj": GPT2Adapter,
     "lfm2": Lfm2Adapter,
     "lfm2_moe": Lfm2Adapter,
     "lfm2_vl": Lfm2Adapter,
@@ -46,10 +51,10 @@ SPECIAL: dict[str, type[ModelAdapter]] = {
 # Families that do not; tests/test_families.py runs every one of them.
 REGULAR = frozenset(
     """
-    afmoe apertus arcee aria_text axk1 aya_vision beam biogpt bitnet codegen cohere cohere2 cohere2_moe cwm dbrx
+    afmoe apertus arcee aria_text axk1 aya_vision beam biogpt bitnet cohere cohere2 cohere2_moe cwm dbrx
     deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma
-    gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
-    gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+    gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
+    gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
     hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax idefics2 idefics3 internvl jais2 jetmoe kolibri1
     laguna llava llava_next llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
     ministral3 mistral mistral3 mistral4 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt

@@ -1,7 +1,8 @@
 """Families with ALiBi, whose stock code counts cache slots where it means positions: Bloom, Falcon and MPT. Floor 3.
 
 The bias of a key depends on the key's position alone, so each adapter looks the stock table up at the positions of the
-block's keys and hands the result to a private view of the model.
+block's keys and hands the result to a private view of the model. MPT counts all slots of the prompt, Bloom and Falcon only those
+that the mask shows: zeros in the middle or on the right of a mask bring the keys behind them closer.
 """
 
 from __future__ import annotations
@@ -13,14 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lade.attention import Block, block_mask
-from lade.models.base import ModelAdapter, Request
+from lade.models.base import ModelAdapter
+from lade.models.request import Request
 from lade.models.view import private_view, take_hooks
-
-
-def bias_of_keys(table: Tensor, block: Block) -> Tensor:
-    """table: [H, P] bias by position. Returns [B, H, K], each slot's bias by the position of its token."""
-    positions = (block.key_positions() - block.padding()).clamp(min=0)  # [B, K]
-    return table[:, positions].transpose(0, 1)
 
 
 class AlibiAdapter(ModelAdapter):
@@ -28,6 +24,20 @@ class AlibiAdapter(ModelAdapter):
 
     needs_view = True
     last_position = None
+
+    def bias_of_keys(self, block: Block) -> Tensor:
+        """Returns [B, H, K], each slot's bias by the position of its token."""
+        table = self.stock_table(block.num_slots, block.tokens.device)  # [H, K]
+        return table[:, self.counted_positions(block)].transpose(0, 1)
+
+    def counted_positions(self, block: Block) -> Tensor:
+        """Each slot's position as the stock code counts it, `attention_mask.cumsum(-1) - 1`. Returns [B, K]."""
+        positions = block.key_positions()
+        if block.key_mask is not None:
+            hidden = (~block.key_mask).cumsum(1)  # [B, P] up to each slot of the prompt
+            positions[:, : hidden.shape[1]] -= hidden
+            positions[:, hidden.shape[1] :] -= hidden[:, -1:]
+        return positions.clamp(min=0)  # hidden slots at the beginning, which nobody sees
 
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
         """The model's own bias for a text without padding. Returns [H, num_positions]."""
@@ -44,7 +54,7 @@ class BloomAdapter(AlibiAdapter):
         return view
 
     def masks(self, block: Block) -> Tensor:
-        bias = bias_of_keys(self.stock_table(block.num_slots, block.tokens.device), block)
+        bias = self.bias_of_keys(block)
         self._bias = bias.flatten(0, 1)[:, None]  # [B * H, 1, K], as Bloom's layers want it
         return block_mask(block, self.dtype)
 
@@ -58,6 +68,8 @@ class FalconAdapter(AlibiAdapter):
     """With `alibi=True`; otherwise Falcon has rotary positions and needs no view."""
 
     def unsupported_request(self, request: Request) -> str | None:
+        if request.has_static_cache and self.needs_view:
+            return "Falcon's ALiBi and its mask have different lengths with a static cache"
         if request.wants_attentions:
             return "output_attentions takes Falcon through attention code of its own"
         return super().unsupported_request(request)
@@ -80,7 +92,7 @@ class FalconAdapter(AlibiAdapter):
     def masks(self, block: Block) -> Any:
         if not self.needs_view:
             return super().masks(block)
-        bias = bias_of_keys(self.stock_table(block.num_slots, block.tokens.device), block)[:, :, None]  # [B, H, 1, K]
+        bias = self.bias_of_keys(block)[:, :, None]  # [B, H, 1, K]
         # Falcon's layers take the bias within the mask, and, with eager attention, once more beside it.
         scale = (self.config.hidden_size // self.config.num_attention_heads) ** 0.5
         mask = block_mask(block, self.dtype)
@@ -99,8 +111,8 @@ class FalconAdapter(AlibiAdapter):
 
 class MptAdapter(AlibiAdapter):
     @property
-    def last_position(self) -> int:  # type: ignore[override]
-        return int(self.config.max_seq_len) - 1
+    def most_slots(self) -> int:
+        return int(self.config.max_seq_len)
 
     @cached_property
     def block_model(self) -> Any:
@@ -110,10 +122,12 @@ class MptAdapter(AlibiAdapter):
         return view
 
     def masks(self, block: Block) -> Any:
-        table = self.stock_table(block.num_slots, block.tokens.device)
-        self.bias = bias_of_keys(table, block)[:, :, None]  # [B, H, 1, K]
+        self.bias = self.bias_of_keys(block)[:, :, None]  # [B, H, 1, K]
         mask = block_mask(block, self.dtype)
         return mask < 0  # MPT's layers want True where a key is hidden
+
+    def counted_positions(self, block: Block) -> Tensor:
+        return block.key_positions()
 
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
         heads = self.config.n_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lade.attention import (
-    EVERYWHERE,
     LAYER_REACH,
     Block,
     Reach,
@@ -32,6 +31,7 @@ from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.fixed import FixedBlocks, padded_capacity
 from lade.models.foreign import Code, code_of
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
+from lade.models.request import Request, unsupported_by_any
 from lade.models.training import training_reason
 from lade.models.view import parts_of, private_view
 from lade.stats import GenerationStats
@@ -44,17 +44,6 @@ EXACT_DTYPES = (torch.float32, torch.float64)
 FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # nor to be replaced, or kept for later calls
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What of a `generate()` call may matter to a family. Lengths are in tokens."""
-
-    prompt_length: int
-    max_length: int
-    cached_length: int  # of the cache that the caller brings along
-    has_static_cache: bool
-    wants_attentions: bool
-
-
 class ModelAdapter:
     """Runs blocks on one decoder-only model that follows transformers' conventions; made anew for each call.
 
@@ -65,11 +54,13 @@ class ModelAdapter:
     safe_hooks: tuple[str, ...] = ()  # of HOOKS: the model's own version changes nothing after the prompt
     prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # generate() arguments that matter to the prompt alone
     draws_in_training = False  # the forward is random in training mode, though dropout and the like be 0
+    carried_arguments: frozenset[str] = frozenset()  # those of which each new token has what the prompt's last one has
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
+        self.carried: dict[str, Tensor] = {}  # the last values of `carried_arguments`, [B, 1] each
         self.uses_kernel = False  # whether blocks go through lade's own attention
         self.padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
         self._fixed: FixedBlocks | None = None  # runs blocks of fixed shapes, where that is asked for and possible
@@ -125,8 +116,11 @@ class ModelAdapter:
 
     def unsupported_request(self, request: Request) -> str | None:
         """Why this call cannot be served, as a sentence; None when it can. Asked when `unsupported_reason` gave none."""
-        if request.wants_attentions and self.reaches != EVERYWHERE and self.reaches != {"full_attention": EVERYWHERE}:
-            return "output_attentions of windowed layers show the window alone, and lade's own cache keeps more"
+        return unsupported_by_any(self, request)
+
+    @property
+    def most_slots(self) -> int | None:
+        """How many tokens of a row, padding included, the model's own code has room for; None where there is no such limit."""
         return None
 
     @property
@@ -174,6 +168,11 @@ class ModelAdapter:
             return None
         count = getattr(self.config, "max_position_embeddings", None)
         return None if count is None else int(count) - 1
+
+    def carry(self, model_kwargs: dict[str, Any]) -> None:
+        """Remember what of the call's arguments each block needs. model_kwargs: as `_sample` gets them."""
+        given = {name: model_kwargs.get(name) for name in self.carried_arguments}
+        self.carried = {name: value[:, -1:] for name, value in given.items() if value is not None}
 
     def make_cache(self, capacity: int) -> LookaheadCache:
         """capacity: slots to start with."""
@@ -268,6 +267,8 @@ class ModelAdapter:
             return "the model has hooks, which compiled or captured forwards pass by"
         if not self.takes_positions:
             return f"{type(self.model).__name__}.forward takes no position_ids"
+        if self.carried:
+            return f"compiled or captured forwards take no {min(self.carried)}"
         if self.needs_equal_lengths:
             return "rotary frequencies of this model depend on the length of the text"
         return None
@@ -308,7 +309,9 @@ class ModelAdapter:
 
     def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
         """The model's ordinary forward over a block that `cache` has room for. wanted: as for `forward_block`."""
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, Any] = {
+            name: value.to(block.tokens.device).expand_as(block.tokens) for name, value in self.carried.items()
+        }
         if self.takes_positions:
             arguments["position_ids"] = block.positions
         if self.keeps_rows:

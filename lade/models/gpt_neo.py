@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lade.attention import Block, Reach, block_mask
-from lade.models.base import ModelAdapter, Request
+from lade.models.base import ModelAdapter
+from lade.models.request import Request
 from lade.models.view import private_view
 
 
@@ -17,6 +18,11 @@ class GPTNeoAdapter(ModelAdapter):
     """Blocks run on a view whose buffers answer for the block at hand: all slots, or those in reach of a local layer."""
 
     needs_view = True
+    carried_arguments = frozenset({"token_type_ids"})
+
+    @property
+    def most_slots(self) -> int:
+        return int(self.config.max_position_embeddings)
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

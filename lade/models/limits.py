@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lade.models.base import ModelAdapter, Request
+from lade.models.base import ModelAdapter
+from lade.models.request import Request
 
 
 class Phi3Adapter(ModelAdapter):

@@ -32,17 +32,20 @@ _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, str | None]
 MOST_VERDICTS = 64  # per model: hooks may come with other arguments in each call
 
 
-def trial_reason(adapter: ModelAdapter, max_length: int, num_rows: int = 1) -> str | None:
+def trial_reason(
+    adapter: ModelAdapter, max_length: int, num_rows: int = 1, key_mask: Tensor | None = None
+) -> str | None:
     """Why a model failed its trial, as a sentence; None when it passed. Tried once for each model, code and size of a call.
 
-    max_length: how long the text may get, in tokens. num_rows: B.
+    max_length: how long the text may get, in tokens. num_rows: B. key_mask: of the prompts, None where it hides nothing; one that hides
+    something has a trial of its own, since some models count positions by it and some ignore it.
     """
     code = adapter.code
     length = SHORTEST_TRIAL
     while length < min(max_length, LONGEST_TRIAL):
         length *= 2
-    sizes = (length, current_config().max_block_tokens, num_rows if code.hooks else 1)  # a hook may go by the row
-    in_training = any(part.training for part in adapter.unusual_parts)
+    # A hook may go by the row.
+    sizes = (length, current_config().max_block_tokens, num_rows if code.hooks else 1, key_mask is not None)
     key = (
         code.classes,
         code.functions,
@@ -50,7 +53,7 @@ def trial_reason(adapter: ModelAdapter, max_length: int, num_rows: int = 1) -> s
         adapter.config._attn_implementation,
         adapter.dtype,
         sizes,
-        in_training,
+        any(part.training for part in adapter.unusual_parts),
     )
     verdicts = _verdicts.setdefault(adapter.model, {})
     if key not in verdicts:
@@ -76,7 +79,7 @@ def _try_out(adapter: ModelAdapter, *sizes: int) -> str | None:
             raise
         return f"a trial block failed on {trial_subject(adapter)} ({type(problem).__name__}: {problem})"
     if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:  # also where either is nan
-        return failed_trial_reason(adapter)
+        return failed_trial_reason(adapter, is_masked=bool(sizes[-1]))
     return None
 
 
@@ -91,13 +94,17 @@ def keeping_generators(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def probe(
-    adapter: ModelAdapter, length: int = SHORTEST_TRIAL, largest_block: int = 0, num_rows: int = 1
+    adapter: ModelAdapter,
+    length: int = SHORTEST_TRIAL,
+    largest_block: int = 0,
+    num_rows: int = 1,
+    is_masked: bool = False,
 ) -> tuple[float, float]:
     """How far a block's logits are from plain decoding's, and how far they would be if the model ignored the mask.
 
     length: tokens of the text, fewer where the model's positions end before. The block holds a root, a wrong guess, and behind it a
     branch of two right ones: rows that a plain causal mask would change. largest_block: tokens of a second one with more wrong guesses,
-    since code may go by the size. num_rows: B, all of the same text.
+    since code may go by the size. num_rows: B, all of the same text. is_masked: whether a mask hides a part of the prompt.
     """
     model, vocab_size = adapter.model, adapter.config.vocab_size
     device = model.get_input_embeddings().weight.device
@@ -105,18 +112,22 @@ def probe(
     count = min(length, getattr(adapter.config, "max_position_embeddings", None) or length) - 4
     text = torch.randint(vocab_size, (1, count + 4), generator=numbers).to(device)
     prefix, (root, wrong, first, second) = text[:, :count].expand(num_rows, -1), text[0, count:]
+    mask = torch.ones_like(text).repeat(num_rows, 1)
+    if is_masked:  # not the first ones: eager attention may make NaN of those
+        mask[:, count // 4 : count // 2] = 0
+    masks = {"attention_mask": mask[:, :count]} if is_masked else {}
+    places = counted(mask)
 
     tokens = torch.stack([root, first, second])
-    expected = plain_logits(adapter, prefix, tokens, DynamicCache(config=adapter.config))
+    expected = plain_logits(adapter, prefix, tokens, DynamicCache(config=adapter.config), masks)
     doubt = 0.0
     kinds = {type(layer) for layer in DynamicCache(config=adapter.config).layers}
     if DynamicSlidingWindowLayer in kinds and kinds <= set(PLAIN_LAYERS):
         # A caller's own cache may keep every key; only what both agree on is what the model says.
-        doubt = float((expected - plain_logits(adapter, prefix, tokens, DynamicCache())).abs().max())
+        doubt = float((expected - plain_logits(adapter, prefix, tokens, DynamicCache(), masks)).abs().max())
     largest_block = max(largest_block, 4)
     cache = adapter.make_cache(count + largest_block + 4)
-    positions = torch.arange(count + 4, device=device).expand(num_rows, -1)
-    arguments = {"position_ids": positions[:, :count]} if adapter.takes_positions else {}
+    arguments = masks | ({"position_ids": places[:, :count]} if adapter.takes_positions else {})
     adapter.prompt_model(input_ids=prefix, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
     cache.end_prefill(num_rows)
 
@@ -127,11 +138,11 @@ def probe(
         block = Block(
             tokens=torch.cat([torch.stack([root, wrong, first, second]), wrong.expand(size - 4)]).expand(num_rows, -1),
             offsets=offsets,
-            positions=count + offsets,
+            positions=places[:, count, None] + offsets,
             visible=(torch.ones_like(visible).tril() if is_causal else visible).expand(num_rows, -1, -1),
             logit_rows=torch.tensor([0, 2, 3], device=device),
             lengths=cache.lengths,
-            key_mask=None,
+            key_mask=mask[:, :count].bool() if is_masked else None,
         )
         result = adapter.forward_block(block, cache).logits.double().to(expected.device)
         return float((result - expected).abs().max())
@@ -140,15 +151,27 @@ def probe(
     return max(error, doubt), distance(4, is_causal=True)
 
 
-def plain_logits(adapter: ModelAdapter, prefix: Tensor, tokens: Tensor, cache: DynamicCache) -> Tensor:
-    """Logits behind each of `tokens`, one forward after the other as plain generate() does. prefix: [B, P]. Returns [B, len(tokens), V]."""
+def plain_logits(
+    adapter: ModelAdapter, prefix: Tensor, tokens: Tensor, cache: DynamicCache, masks: dict[str, Tensor]
+) -> Tensor:
+    """Logits behind each of `tokens`, one forward after the other as plain generate() does.
+
+    prefix: [B, P]. masks: its attention_mask, or nothing. Returns [B, len(tokens), V].
+    """
     model: Any = adapter.model
     logits = []
-    start = 0
+    start, mask = 0, masks.get("attention_mask", torch.ones_like(prefix))
     for ids in (prefix, *tokens[:, None, None].expand(-1, len(prefix), -1)):
-        places = torch.arange(start, start + ids.shape[1], device=ids.device).expand(len(ids), -1)
-        arguments = {"position_ids": places} if adapter.takes_positions else {}
+        end = start + ids.shape[1]
+        mask = torch.nn.functional.pad(mask, (0, end - mask.shape[1]), value=1)
+        arguments = {"position_ids": counted(mask)[:, start:end]} if adapter.takes_positions else {}
+        arguments |= {"attention_mask": mask} if masks else {}
         outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
         logits.append(outputs.logits[:, -1])
-        start += ids.shape[1]
+        start = end
     return torch.stack(logits[1:], dim=1).double()
+
+
+def counted(mask: Tensor) -> Tensor:
+    """Positions as generate() counts them. mask: [B, T] of zeros and ones. Returns [B, T]."""
+    return (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)

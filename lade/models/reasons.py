@@ -67,9 +67,10 @@ def trial_subject(adapter: Any) -> str:
     return f"this {adapter.model.config.model_type!r} model" + (f" with {', '.join(names[:3])}" if names else "")
 
 
-def failed_trial_reason(adapter: Any) -> str:
-    """Why a model that gave other logits in its trial block cannot be served, as a sentence."""
+def failed_trial_reason(adapter: Any, is_masked: bool) -> str:
+    """Why a model that gave other logits in its trial block cannot be served, as a sentence. is_masked: as for `probe`."""
     what = trial_subject(adapter)
     if not adapter.takes_positions:
         return f"{what} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"
-    return f"a trial block on {what} was off by more than rounding, as it is with an ignored mask; see docs/adding-a-model.md"
+    padded = " behind a prompt with padding" if is_masked else ""
+    return f"a trial block{padded} on {what} was off by more than rounding, as it is with an ignored mask; see docs/adding-a-model.md"

@@ -1,0 +1,241 @@
+"""Calls that some model cannot take: lade gives plain generate()'s result, raises what it raises, or lets it run and says why."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import VOCAB, Recorder, generate_plain, prompt, tiny_llama
+from families import FAMILIES, WINDOW
+from transformers import GitConfig, GitForCausalLM, StaticCache
+
+import lade
+
+
+@pytest.fixture(autouse=True)
+def small_block(lade_on):
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+
+
+def named(name, dtype=torch.float64, attention=None, **settings):
+    family = next(family for family in FAMILIES if family.name == name)
+    settings = family.settings | settings
+    return dataclasses.replace(family, dtype=dtype, settings=settings, attention=attention or family.attention).build()
+
+
+def outcome(run, *args, **arguments):
+    """The output, or the type of what was raised."""
+    try:
+        return run(*args, **arguments)
+    except Exception as error:
+        return type(error)
+
+
+def assert_same(model, inputs, reason, **arguments):
+    """Plain generate()'s outcome, and why lookahead did not run (None: it did). Returns the outcome."""
+    expected = outcome(generate_plain, model, inputs, **arguments)
+    found = outcome(model.generate, **inputs, **arguments)
+    assert found is expected if isinstance(expected, type) else torch.equal(found, expected)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None if reason is None else reason in stats.fallback_reason
+    if reason is None and not isinstance(expected, type):
+        assert max(stats.block_tokens) > 1
+    return expected
+
+
+def end_of(model, inputs):
+    """An id that the first row of a batch ends with, some tokens before another row does."""
+    text = generate_plain(model, inputs, max_new_tokens=16)[:, inputs["input_ids"].shape[1] :].tolist()
+    first = {token: max([*row, token].index(token) for row in text) for token in text[0]}
+    return next(token for token in text[0] if text[0].index(token) + 4 < first[token])
+
+
+@pytest.mark.parametrize("pad", [-1, VOCAB, 1000])
+def test_a_pad_id_that_is_no_token(model, pad):
+    batch = prompt(20, 3)
+    ends = {"eos_token_id": end_of(model, batch), "pad_token_id": pad, "max_new_tokens": 16}
+    assert assert_same(model, batch, "is no token of the model", **ends) is IndexError
+    last = {name: tensor[2:] for name, tensor in batch.items()}
+    assert_same(model, last, None, **ends)  # nothing is padded
+    assert_same(model, batch, None, pad_token_id=pad, max_new_tokens=16)
+    assert_same(model, batch, None, **ends | {"pad_token_id": VOCAB - 1})
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_alibi_with_a_static_cache(batch_size):
+    inputs, static = prompt(24, batch_size), {"cache_implementation": "static", "max_new_tokens": 12}
+    assert assert_same(named("falcon-alibi"), inputs, "static cache", **static) is RuntimeError
+    assert_same(named("bloom"), inputs, None, **static)
+    assert_same(named("falcon"), inputs, None, **static)
+
+
+@pytest.mark.parametrize(("name", "size"), [("mpt", "max_seq_len"), ("gpt_neo", "max_position_embeddings")])
+def test_texts_longer_than_the_code_has_room_for(name, size):
+    model = named(name, torch.float32, **{size: 40})
+    padded = prompt(24, 2)
+    padded["attention_mask"][:, :10] = 0  # positions stay below the table's end, slots do not
+    for inputs in (prompt(24), prompt(24, 2), padded):
+        assert_same(model, inputs, None, max_new_tokens=17)
+        assert isinstance(assert_same(model, inputs, "no room", max_new_tokens=18), type)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "opt"])
+def test_batches_up_to_the_last_position(name):
+    """A row that has ended stays where it is, while the others go on: its next position would be behind the last."""
+    sizes = dict.fromkeys(["max_position_embeddings"] if name == "opt" else ["n_positions"], 40)
+    model = named(name, torch.float32, **sizes)
+    padded = prompt(24, 3)
+    padded["attention_mask"][:, :10] = 0
+    assert_same(model, padded, None, max_new_tokens=27)
+    assert assert_same(model, padded, "positions", max_new_tokens=28) is not None
+    ragged = prompt(24, 3)
+    ragged["attention_mask"][1:, :10] = 0
+    ends = {"eos_token_id": end_of(model, ragged), "pad_token_id": 0}
+    assert_same(model, ragged, None, max_new_tokens=17, **ends)
+    # Plain generate() raises when the longest row's positions end, though that row has ended before.
+    assert_same(model, ragged, "positions", max_new_tokens=26, **ends)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("slots", [20, 24, 30, 42])
+def test_a_static_cache_that_is_too_small(model, slots, batch_size):
+    """The same exception after the same tokens, and the caller's cache is as it was, empty or not."""
+    turns = []
+    for run in (lambda **arguments: generate_plain(model, {}, **arguments), model.generate):
+        cache, streamer = StaticCache(config=model.config, max_cache_len=slots), Recorder()
+        first = prompt(8, batch_size)
+        text = run(**first, max_new_tokens=6, past_key_values=cache)
+        before = [(layer.keys.clone(), layer.values.clone(), int(layer.get_seq_length())) for layer in cache.layers]
+        inputs = torch.cat([text, prompt(10, batch_size, seed=1)["input_ids"]], dim=1)
+        arguments = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs), "past_key_values": cache}
+        with pytest.raises(IndexError, match=f"index {slots} is out of bounds"):
+            run(**arguments, max_new_tokens=20, streamer=streamer if batch_size == 1 else None)
+        turns.append(streamer.calls)
+    assert turns[1] == turns[0]
+    for layer, (keys, values, length) in zip(cache.layers, before, strict=True):
+        assert int(layer.get_seq_length()) == length
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+
+
+def test_a_static_cache_that_is_just_large_enough(model):
+    for on in (False, True):
+        cache = StaticCache(config=model.config, max_cache_len=43)
+        run = model.generate if on else lambda **arguments: generate_plain(model, {}, **arguments)
+        text = run(**prompt(24), max_new_tokens=20, past_key_values=cache)
+        assert int(cache.get_seq_length()) == 43
+    assert lade.last_stats().fallback_reason is None
+    assert lade.last_stats().steps < 20
+    assert torch.equal(text, generate_plain(model, prompt(24), max_new_tokens=20))
+
+
+def test_embeddings_in_chunks():
+    """generate() puts all embeddings into each chunk's forward, with a part of the mask."""
+    model = named("mpt", torch.float32)
+    inputs = prompt(24)
+    inputs["attention_mask"][0, -5:] = 0
+    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    assert_same(model, inputs, "prefill_chunk_size", max_new_tokens=12, prefill_chunk_size=5)
+    assert_same(model, inputs, None, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3-window"])
+def test_padding_that_a_window_forgets(name):
+    inputs = prompt(24, 2)
+    inputs["attention_mask"][0, : WINDOW + 3] = 0
+    eager = named(name, attention="eager")
+    assert eager(**inputs).logits.isnan().any()
+    assert_same(eager, inputs, "forget", max_new_tokens=14)
+    assert_same(eager, prompt(24, 2), None, max_new_tokens=14)
+    assert_same(eager.float(), inputs, None, max_new_tokens=14)
+    assert_same(named(name), inputs, None, max_new_tokens=14)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "codegen", "gpt_bigcode", "gpt_neo"])
+def test_token_types(name, batch_size):
+    """Plain generate() goes on with the last type of each prompt."""
+    model, inputs = named(name, torch.float32), prompt(24, batch_size)
+    types = torch.randint(VOCAB, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(1))
+    without = assert_same(model, inputs, None, max_new_tokens=20)
+    text = assert_same(model, inputs | {"token_type_ids": types}, None, max_new_tokens=20)
+    assert not torch.equal(text, without)
+    assert_same(model, inputs | {"token_type_ids": types}, None, max_new_tokens=12, prefill_chunk_size=7)
+    # The types of the prompt alone are not enough.
+    types[:, -1] = (types[:, -1] + 1) % VOCAB
+    assert not torch.equal(assert_same(model, inputs | {"token_type_ids": types}, None, max_new_tokens=20), text)
+
+
+def test_compiled_blocks_leave_token_types_to_the_ordinary_forward():
+    lade.config_lade(COMPILE=1)
+    model, types = named("gpt2"), {"token_type_ids": torch.full((1, 24), 7)}
+    assert_same(model, prompt() | types, None, max_new_tokens=20)
+    assert "token_type_ids" in lade.last_stats().compile_reason
+    assert lade.last_stats().compiled_steps == 0
+
+
+def test_an_unknown_family_is_tried_out_with_a_mask_too():
+    """Git counts on an image in front of the text, and shifts every mask by its length."""
+    torch.manual_seed(0)
+    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "image_size": 16, "patch_size": 4}  # fmt: skip
+    sizes = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2}  # fmt: skip
+    model = GitForCausalLM._from_config(GitConfig(**sizes, vision_config=vision), attn_implementation="eager")
+    model = model.double().eval()
+    model.generation_config.eos_token_id = None
+    for _ in range(2):
+        inputs = prompt(24)
+        assert_same(model, inputs, None, max_new_tokens=12)
+        inputs["attention_mask"][0, 5:9] = 0
+        assert_same(model, inputs, "prompt with padding", max_new_tokens=12)
+
+
+def test_an_unknown_family_with_a_good_mask_is_served():
+    from transformers import BertConfig, BertLMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 64, "initializer_range": 0.6, "is_decoder": True}  # fmt: skip
+    model = BertLMHeadModel(BertConfig(**sizes)).double().eval()
+    model.generation_config.eos_token_id = None
+    inputs = prompt(24, 2)
+    inputs["attention_mask"][0, 5:9] = 0
+    assert_same(model, inputs, None, max_new_tokens=12)
+    types = {"token_type_ids": torch.ones_like(inputs["input_ids"])}
+    assert_same(model, inputs | types, "token_type_ids", max_new_tokens=12)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma2"])
+def test_returned_caches_of_windows_and_convolutions(name):
+    """A convolution's state is not lade's to fill in; a window's keys are."""
+    model = named(name, torch.float32)
+    arguments = {"max_new_tokens": 12, "return_dict_in_generate": True}
+    expected = generate_plain(model, prompt(), **arguments)
+    found = model.generate(**prompt(), **arguments)
+    reason = lade.last_stats().fallback_reason
+    assert ("LinearAttentionLayer" in reason) if name == "lfm2" else reason is None
+    assert torch.equal(found.sequences, expected.sequences)
+    for ours, plain in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        if hasattr(plain, "keys"):
+            torch.testing.assert_close(ours.keys, plain.keys, atol=1e-4, rtol=0)
+
+
+def test_a_static_cache_with_windows_is_refused():
+    model = named("mistral-window")
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    expected = generate_plain(model, prompt(), max_new_tokens=12)
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=12, past_key_values=cache), expected)
+    assert "StaticSlidingWindowLayer" in lade.last_stats().fallback_reason
+
+
+def test_a_model_whose_configuration_keeps_no_cache():
+    """As MptConfig says by default."""
+    model = named("mpt", torch.float32, use_cache=False)
+    assert_same(model, prompt(), "use_cache=False", max_new_tokens=8)
+    assert_same(model, prompt(), None, max_new_tokens=12, use_cache=True)
+
+
+def test_llama_takes_no_token_types():
+    inputs = prompt() | {"token_type_ids": torch.zeros(1, 24, dtype=torch.long)}
+    with pytest.raises(ValueError, match="token_type_ids"):
+        tiny_llama().generate(**inputs, max_new_tokens=4)
