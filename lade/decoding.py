@@ -102,7 +102,7 @@ def lookahead_decode(
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             began, drawn = perf_counter(), rules.drawing_seconds
             roots = rules.texts.roots()
-            max_offset = adapter.max_guess_offset(max(cache.lengths) + lead)
+            max_offset = 0 if rules.is_spoiled else adapter.max_guess_offset(max(cache.lengths) + lead)
             draft = drafter.propose(rules.texts, rules.is_idle, max_offset)
             drafted = perf_counter()
             # Guesses look ahead at the draws of verification, which are made but once.
@@ -115,7 +115,7 @@ def lookahead_decode(
             starts = cache.lengths[0] if is_even else torch.tensor(cache.lengths, device=device)[:, None]  # [B, 1]
             offsets = layout.position_offsets(share.tree)
             block = Block(
-                tokens=layout.tokens(roots, share.tree, draft.window_cells),
+                tokens=rules.without_avoided(layout.tokens(roots, share.tree, draft.window_cells)),
                 offsets=offsets,
                 positions=offsets + (ahead + starts),
                 visible=layout.visibility(share.tree),
@@ -137,6 +137,8 @@ def lookahead_decode(
             answers, choices = team.exchange(share, logits, draft.has_window)
             accepted = rules.verify(tree, answers)
             team.commit(cache, share, accepted)
+            if rules.is_spoiled:
+                team.recover(rules, *cache.clear_guesses(block.tokens, accepted))
             for path in accepted:
                 if path is not None:
                     stats.accepted_lengths[len(path)] += 1

@@ -16,18 +16,18 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from lade.answers import Answers
 from lade.noise import Noise, drawing
 from lade.outputs import OutputRecorder
 from lade.texts import Texts
 from lade.token_tree import TokenTree
-from lade.verify import children_of, walk, walk_together
+from lade.verify import Children, children_of, walk, walk_together
 
 Accepted = list[list[int] | None]
 
@@ -61,30 +61,6 @@ ROW_WISE_PROCESSORS = {
 MAX_LEAD = 32
 
 
-class Answers:
-    """What the model said behind the root and behind each node of a tree."""
-
-    def __init__(self, logits: Tensor) -> None:
-        """logits: [B, 1 + n, V]."""
-        self.logits = logits
-
-    def best(self) -> list[list[int]]:
-        """The likeliest token behind each of them, [B, 1 + n]."""
-        found: list[list[int]] = best_tokens(self.logits).tolist()
-        return found
-
-    def of_row(self, row: int, node: int) -> Tensor:
-        """Behind one node (-1 = root) of one row. Returns [1, V]."""
-        return self.logits[row : row + 1, node + 1]
-
-    def of_all(self, nodes: list[int]) -> Tensor:
-        """Behind one node of each row. Returns [B, V]."""
-        if len(nodes) == 1:
-            return self.logits[:, nodes[0] + 1]
-        index = torch.tensor(nodes, device=self.logits.device) + 1
-        return self.logits[torch.arange(len(nodes), device=index.device), index]
-
-
 class Rules:
     """Common part: the texts, which rows have ended, and what generate() asked for."""
 
@@ -103,6 +79,11 @@ class Rules:
         self.recorder = recorder
         self.is_finished = [False] * len(input_ids)
         self.num_generated = 0  # tokens of all rows, without what pads finished ones
+        # Whether a guess whose keys or values are no numbers has spoiled the latest step, since 0 * NaN is NaN in a masked place too.
+        self.is_spoiled = False
+        self.avoided: set[int] = set()  # tokens that did so
+        self._lost_rows: set[int] = set()  # whose text is not a number in plain generate() either
+        self._trusted_rows: set[int] = set()  # whose logits are believed, numbers or not
         pad_token = generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
         self.announce: Callable[[list[int], list[bool]], None] | None = None  # tells others of tokens and ended rows
@@ -113,9 +94,30 @@ class Rules:
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         """Commit what the model chose along each row's tree.
 
-        Returns the accepted nodes of each row; None for a row to which nothing was committed.
+        Returns the accepted nodes of each row; None for a row to which nothing was committed. After a step that a guess has
+        spoiled comes one without guesses: what is not a number then is none in plain generate() either.
         """
+        self._trusted_rows = set(range(len(self.is_finished))) if self.is_spoiled else self._lost_rows
+        self.is_spoiled = False
+        return self._walk(self._children_of(tree), answers)
+
+    def _walk(self, children: list[Children], answers: Answers) -> Accepted:
+        """`verify`. children: of each row's tree."""
         raise NotImplementedError
+
+    def recover(self, lost_rows: set[int], guesses: set[int]) -> None:
+        """After a spoiled step. lost_rows: whose own text is not a number. guesses: tokens not to be tried again."""
+        self._lost_rows |= lost_rows
+        self.avoided |= guesses
+
+    def without_avoided(self, tokens: Tensor) -> Tensor:
+        """A block's tokens, with the root in place of those to avoid; of all guesses after a spoiled step. tokens: [B, q]."""
+        if self.is_spoiled:
+            return tokens[:, :1].expand_as(tokens)
+        if not self.avoided:
+            return tokens
+        is_avoided = torch.isin(tokens, torch.tensor(sorted(self.avoided), device=tokens.device))
+        return torch.where(is_avoided, tokens[:, :1], tokens)
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
         """Take out guesses for rows that have ended."""
@@ -141,6 +143,18 @@ class Rules:
     def drawing_seconds(self) -> float:
         """Spent so far on drawing random numbers."""
         return 0.0 if self.noise is None else self.noise.seconds
+
+    def _children_of(self, tree: TokenTree) -> list[Children]:
+        found = [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
+        if self.avoided:
+            found = [{edge: node for edge, node in row.items() if edge[1] not in self.avoided} for row in found]
+        return found
+
+    def _has_answer(self, answers: Answers, row: int, node: int) -> bool:
+        """Whether to choose a token behind one node (-1 = root) of one row; notes where a guess has spoiled that."""
+        has_answer = row in self._trusted_rows or answers.is_number(row, node)
+        self.is_spoiled |= not has_answer
+        return has_answer
 
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """What the processors make of logits [R, V] behind texts [R, T]."""
@@ -169,25 +183,23 @@ class Rules:
 class GreedyRules(Rules):
     """No processors: the whole step is one argmax and one copy to the host."""
 
-    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
+    def _walk(self, children: list[Children], answers: Answers) -> Accepted:
         choices = answers.best()
         accepted: Accepted = []
-        for row, children in enumerate(children_of_rows(tree)):
+        for row, edges in enumerate(children):
             if self.is_finished[row]:
                 accepted.append(None)
                 continue
             committed: list[int] = []
             room = self.max_length - self.texts.lengths[row]
-            accepted.append(
-                walk(children, partial(self._choice, choices[row]), partial(self._commit, row, committed, room))
-            )
+            choose = partial(self._choice, answers, choices[row], row)
+            accepted.append(walk(edges, choose, partial(self._commit, row, committed, room)))
             self.texts.append(committed, row)
             self.num_generated += len(committed)
         return accepted
 
-    @staticmethod
-    def _choice(choices: list[int], node: int) -> int:
-        return choices[node + 1]
+    def _choice(self, answers: Answers, choices: list[int], row: int, node: int) -> int | None:
+        return choices[node + 1] if self._has_answer(answers, row, node) else None
 
     def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
         committed.append(token)
@@ -198,19 +210,22 @@ class GreedyRules(Rules):
 class RowRules(Rules):
     """Processors and samplers, each row at its own length; several rows share the noise that plain would have drawn."""
 
-    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
+    def _walk(self, children: list[Children], answers: Answers) -> Accepted:
         texts = self.texts
         unfinished = [length for length, done in zip(texts.lengths, self.is_finished, strict=True) if not done]
         accepted: Accepted = []
-        for row, children in enumerate(children_of_rows(tree)):
+        for row, edges in enumerate(children):
             is_far_ahead = self.do_sample and texts.lengths[row] >= min(unfinished) + MAX_LEAD
             if self.is_finished[row] or is_far_ahead:
                 accepted.append(None)
             else:
-                accepted.append(walk(children, partial(self._choose, answers, row), partial(self._commit, row)))
+                accepted.append(walk(edges, partial(self._answer, answers, row), partial(self._commit, row)))
         if self.noise is not None:
             self.noise.forget(min(unfinished) - texts.prompt_length)
         return accepted
+
+    def _answer(self, answers: Answers, row: int, node: int) -> int | None:
+        return self._choose(answers, row, node) if self._has_answer(answers, row, node) else None
 
     def _choose(self, answers: Answers, row: int, node: int) -> int:
         ids = self.texts.row(row)
@@ -247,12 +262,16 @@ class LockstepRules(Rules):
         """Rows that need no guesses: what pads them is known, but where nothing does, all rows go on as one."""
         return self.is_finished if self._pads else [False] * len(self.is_finished)
 
-    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
-        self._answers, self._children = answers, children_of_rows(tree)
-        accepted: Accepted = list(walk_together(self._children, self._choose, self._commit))
+    def _walk(self, children: list[Children], answers: Answers) -> Accepted:
+        self._answers, self._children = answers, children
+        accepted = walk_together(children, self._answer, self._commit)
         if self.noise is not None:
             self.noise.forget(self.texts.lengths[0] - self.texts.prompt_length)
-        return accepted
+        return [None] * len(children) if accepted is None else list(accepted)
+
+    def _answer(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
+        have_answers = [self._has_answer(self._answers, row, node) for row, node in enumerate(nodes)]
+        return self._choose(nodes, paths) if all(have_answers) else None
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         texts = self.texts
@@ -331,13 +350,6 @@ def is_row_wise(processor: Callable[..., Tensor]) -> bool:
     return type(processor) in ROW_WISE_PROCESSORS
 
 
-def best_tokens(logits: Tensor) -> Tensor:
-    """argmax with the ties that generate() sees, which compares in float32. logits: [..., V]. Returns [...] ids."""
-    if logits.device.type == "cpu":  # numpy's argmax is vectorised: in half precision it takes a tenth of torch's time
-        return torch.from_numpy(np.asarray(logits.float().numpy().argmax(axis=-1)))
-    return best_on_device(logits)
-
-
 def first_to_arrive(probabilities: Tensor, draws: Tensor) -> list[int]:
     """The tokens that `torch.multinomial` chooses with these exponential draws. Both: [R, V]. Returns [R]."""
     arrivals = probabilities / draws  # by torch: numpy may have been told to raise on underflow
@@ -345,12 +357,3 @@ def first_to_arrive(probabilities: Tensor, draws: Tensor) -> list[int]:
     first = arrivals.numpy().argmax(axis=-1) if arrivals.device.type == "cpu" else arrivals.argmax(dim=-1)
     tokens: list[int] = first.tolist()
     return tokens
-
-
-def best_on_device(logits: Tensor) -> Tensor:
-    """The same by torch alone, wherever the logits are."""
-    return (logits.float() if logits.dtype == torch.float64 else logits).argmax(dim=-1)
-
-
-def children_of_rows(tree: TokenTree) -> list[dict[tuple[int, int], int]]:
-    return [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]

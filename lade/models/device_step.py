@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from lade.answers import best_on_device
 from lade.attention import Block, Reach, block_mask, masks_by_layer, packed_block_mask
 from lade.kv_cache import LookaheadCache
 from lade.layout import block_layout
 from lade.models.device_sampling import Sampling, sample
 from lade.models.fixed_inputs import FixedLayer, plain_forward
 from lade.ngram_pool import NGramPool
-from lade.rules import best_on_device
 from lade.window import JacobiWindow, rolled
 
 NO_TOKEN = -1  # an id that no token has; the pool ignores an n-gram that begins with it
