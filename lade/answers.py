@@ -15,7 +15,7 @@ class Answers:
 
     def __init__(self, logits: Tensor, witness: int | None = None) -> None:
         """logits: [B, 1 + n, V]. witness: column by which to tell rows that are no numbers, see `witness_of`; None: none are."""
-        self.logits, self._witness = logits, witness
+        self.logits, self.witness = logits, witness
 
     def best(self) -> list[list[int]]:
         """The likeliest token behind each of them, [B, 1 + n]."""
@@ -24,12 +24,12 @@ class Answers:
 
     def is_number(self, row: int, node: int) -> bool:
         """Whether what the model computed behind one node (-1 = root) of one row is no NaN."""
-        return self._witness is None or not isnan(self._witnessed[row][node + 1])
+        return self.witness is None or not isnan(self._witnessed[row][node + 1])
 
     @cached_property
     def _witnessed(self) -> list[list[float]]:
         """The witness's logits, [B, 1 + n]."""
-        found: list[list[float]] = self.logits[..., self._witness].tolist()
+        found: list[list[float]] = self.logits[..., self.witness].tolist()
         return found
 
     def of_row(self, row: int, node: int) -> Tensor:

@@ -98,7 +98,7 @@ def lookahead_decode(
 
     with decode_mode(adapter.block_model):
         if on_device:  # this loop in another form; what it leaves undone is done below
-            on_device.run(cache, logits.shape[-1])
+            on_device.run(cache, logits.shape[-1], answers.witness)
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             began, drawn = perf_counter(), rules.drawing_seconds
             roots = rules.texts.roots()

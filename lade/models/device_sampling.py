@@ -43,7 +43,7 @@ WARPERS = {
 CONSTANTS = (bool, int, float, str, type(None))  # what a warper's parameters may be, to be part of what is compiled
 MAX_UNSEEN = 2  # steps under way whose results the host has not read, the next one included
 NEVER = 2**62  # tokens, more than any text has
-REFUSED = "a token's probabilities are no numbers: the ordinary loop says what generate() would"
+REFUSED = "logits or probabilities that are not numbers: the ordinary loop finds out what generate() makes of them"
 
 
 @dataclass(frozen=True, slots=True)

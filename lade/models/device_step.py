@@ -91,7 +91,8 @@ class StepState:
         self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: slots before each row's text
 
         self.draws = draws
-        self.is_refused = zeros((), dtype=torch.bool)  # generate() may refuse to sample: no row goes on
+        self.is_refused = zeros((), dtype=torch.bool)  # a guess, or the text, is not a number: no row goes on
+        self.witness = zeros(1)  # a column that shows this, see `lade.answers.witness_of`
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
         self.levels = zeros(batch_size, shape.depth, shape.window_size)
@@ -221,10 +222,12 @@ def step(model: Any, state: StepState) -> Tensor:
 def choose(state: StepState, answers: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens that the model chooses behind the root and each candidate token, [B, 1 + n], and which rows go on, [B].
 
-    answers: its logits there, [B, 1 + n, V].
+    answers: its logits there, [B, 1 + n, V]. No row goes on from the first step on that a guess may have spoiled.
     """
+    is_number = ~answers.index_select(2, state.witness).isnan().flatten(1).any(dim=1)  # [B]
+    state.is_refused |= ~(is_number | state.is_finished).all()
     if state.shape.sampling is None:
-        return best_on_device(answers), ~state.is_finished
+        return best_on_device(answers), ~(state.is_finished | state.is_refused)
     return sample(state, state.shape.sampling, answers)
 
 
