@@ -102,7 +102,7 @@ def lookahead_decode(
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             began, drawn = perf_counter(), rules.drawing_seconds
             roots = rules.texts.roots()
-            max_offset = 0 if rules.is_spoiled else adapter.max_guess_offset(max(cache.lengths) + lead)
+            max_offset = 0 if rules.next_is_plain else adapter.max_guess_offset(max(cache.lengths) + lead)
             draft = drafter.propose(rules.texts, rules.is_idle, max_offset)
             drafted = perf_counter()
             # Guesses look ahead at the draws of verification, which are made but once.
@@ -137,7 +137,7 @@ def lookahead_decode(
             answers, choices = team.exchange(share, logits, draft.has_window)
             accepted = rules.verify(tree, answers)
             team.commit(cache, share, accepted)
-            if rules.is_spoiled:
+            if rules.next_is_plain:
                 team.recover(rules, *cache.clear_guesses(block.tokens, accepted))
             for path in accepted:
                 if path is not None:

@@ -4,7 +4,8 @@ Knows nothing about where guesses come from: along a token tree it asks for one 
 never about a rejected guess. Three ways to do so, all with the tokens of plain generate():
 
     GreedyRules    argmax, ended by a length or an end-of-sequence id: all choices of a step are read at once
-    RowRules       transformers' own processors and samplers that treat rows apart, ended likewise: each row accepts its own number of tokens
+    RowRules       transformers' own processors and samplers that treat rows apart, ended likewise or by stop strings: each row accepts its
+                   own number of tokens
     LockstepRules  everything else: processors, criteria and streamers see the whole batch at one length, as in plain
 
 Floor 2.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as processors
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from lade.answers import Answers
 from lade.noise import Noise, drawing
@@ -79,9 +80,10 @@ class Rules:
         self.recorder = recorder
         self.is_finished = [False] * len(input_ids)
         self.num_generated = 0  # tokens of all rows, without what pads finished ones
-        # Whether a guess whose keys or values are no numbers has spoiled the latest step, since 0 * NaN is NaN in a masked place too.
-        self.is_spoiled = False
-        self.avoided: set[int] = set()  # tokens that did so
+        # Whether the next step goes without guesses: the prompt's, and that after a step which a guess has spoiled, since NaN spreads
+        # through masked places too: 0 * NaN is NaN.
+        self.next_is_plain = True
+        self.avoided: set[int] = set()  # guesses that are not numbers
         self._lost_rows: set[int] = set()  # whose text is not a number in plain generate() either
         self._trusted_rows: set[int] = set()  # whose logits are believed, numbers or not
         pad_token = generation_config._pad_token_tensor
@@ -94,11 +96,11 @@ class Rules:
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         """Commit what the model chose along each row's tree.
 
-        Returns the accepted nodes of each row; None for a row to which nothing was committed. After a step that a guess has
-        spoiled comes one without guesses: what is not a number then is none in plain generate() either.
+        Returns the accepted nodes of each row; None for a row to which nothing was committed. What is not a number in a step without
+        guesses is none in plain generate() either.
         """
-        self._trusted_rows = set(range(len(self.is_finished))) if self.is_spoiled else self._lost_rows
-        self.is_spoiled = False
+        self._trusted_rows = set(range(len(self.is_finished))) if self.next_is_plain else self._lost_rows
+        self.next_is_plain = False
         return self._walk(self._children_of(tree), answers)
 
     def _walk(self, children: list[Children], answers: Answers) -> Accepted:
@@ -112,7 +114,7 @@ class Rules:
 
     def without_avoided(self, tokens: Tensor) -> Tensor:
         """A block's tokens, with the root in place of those to avoid; of all guesses after a spoiled step. tokens: [B, q]."""
-        if self.is_spoiled:
+        if self.next_is_plain:
             return tokens[:, :1].expand_as(tokens)
         if not self.avoided:
             return tokens
@@ -134,6 +136,10 @@ class Rules:
             int(token) for c in self.criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
         }
 
+    @cached_property
+    def stop_strings(self) -> list[StopStringCriteria]:
+        return [criterion for criterion in self.criteria if isinstance(criterion, StopStringCriteria)]
+
     @property
     def is_idle(self) -> list[bool]:
         """Rows that need no guesses."""
@@ -153,7 +159,7 @@ class Rules:
     def _has_answer(self, answers: Answers, row: int, node: int) -> bool:
         """Whether to choose a token behind one node (-1 = root) of one row; notes where a guess has spoiled that."""
         has_answer = row in self._trusted_rows or answers.is_number(row, node)
-        self.is_spoiled |= not has_answer
+        self.next_is_plain |= not has_answer
         return has_answer
 
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
@@ -240,7 +246,11 @@ class RowRules(Rules):
     def _commit(self, row: int, token: int) -> bool:
         self.texts.append([token], row)
         self.num_generated += 1
-        self.is_finished[row] = token in self.eos_ids or self.texts.lengths[row] >= self.max_length
+        self.is_finished[row] = (
+            token in self.eos_ids
+            or self.texts.lengths[row] >= self.max_length
+            or any(bool(criterion(self.texts.row(row), None)) for criterion in self.stop_strings)
+        )
         if self.announce is not None:
             self.announce([token], [self.is_finished[row]])
         return self.is_finished[row]
@@ -324,22 +334,30 @@ def rules_for(
     is_batch = len(input_ids) > 1
     rows_apart = (
         type(logits_processor) is LogitsProcessorList  # a subclass may have a way of its own to call what is in it
-        and ends_apart(stopping_criteria)
+        and ends_apart(stopping_criteria, is_batch)
         and streamer is None
         and not recorder.is_recording
         and not (is_batch and needs_equal_lengths)
     )
-    if rows_apart and not logits_processor and not generation_config.do_sample:
+    has_stop_strings = any(isinstance(criterion, StopStringCriteria) for criterion in stopping_criteria)
+    if rows_apart and not (logits_processor or generation_config.do_sample or has_stop_strings):
         return GreedyRules
     if rows_apart and all(map(is_row_wise, logits_processor)):
         return RowRules
     return LockstepRules
 
 
-def ends_apart(criteria: StoppingCriteriaList) -> bool:
-    """Whether each row ends by itself: padded where it ends early, so that nobody sees what it would have gone on with."""
-    return criteria.max_length is not None and all(
-        type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria
+def ends_apart(criteria: StoppingCriteriaList, is_batch: bool) -> bool:
+    """Whether each row ends by itself: padded where it ends early, so that nobody sees what it would have gone on with.
+
+    generate() pads if there are end-of-sequence ids; without them, a row that a stop string has ended goes on with the others.
+    """
+    kinds = {type(criterion) for criterion in criteria}
+    is_padded = EosTokenCriteria in kinds or StopStringCriteria not in kinds or not is_batch
+    return (
+        criteria.max_length is not None
+        and kinds <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria}
+        and is_padded
     )
 
 

@@ -60,6 +60,7 @@ def sampling_of(rules: Rules) -> Sampling | None:
         type(rules) is RowRules
         and rules.do_sample
         and rules.announce is None
+        and not rules.stop_strings
         and type(rules.processor) is LogitsProcessorList
         and all(map(is_warper, rules.processor))
         and rules.texts.ids.device.type in READABLE
