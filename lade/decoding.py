@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -13,14 +14,14 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingC
 from lade.attention import Block
 from lade.config import LookaheadConfig
 from lade.drafters import Outcome, make_drafter
-from lade.drafters.base import ROOT_ALONE
+from lade.drafters.base import ROOT_ALONE, Drafter
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.models.device_loop import device_loop
 from lade.models.forward_choice import choose_forward
 from lade.outputs import OutputRecorder
 from lade.parallel import Alone
-from lade.rules import rules_for
+from lade.rules import Rules, rules_for
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
 
@@ -88,15 +89,15 @@ def lookahead_decode(
     lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - cache.lengths[0]
     if positions is not None and positions.shape[:-1] == (1,):
         ahead = lead  # the same for all, as a number: that takes less time in each step
-    recorder.begin_step(outputs, None)
-    tree, logits = TokenTree.empty(batch_size), outputs.logits[:, -1:]
-    answers, _ = team.exchange(team.share(tree, ROOT_ALONE), logits, has_window=False)
-    accepted = rules.verify(tree, answers)
-    drafter.learn(Outcome(tree, logits, accepted, None, rules.texts))
-    outputs = None
     stats.batch_size, stats.steps = batch_size, 1
 
-    with decode_mode(adapter.block_model):
+    with decode_mode(adapter.block_model), counted(stats, rules, drafter):
+        recorder.begin_step(outputs, None)
+        tree, logits = TokenTree.empty(batch_size), outputs.logits[:, -1:]
+        answers, _ = team.exchange(team.share(tree, ROOT_ALONE), logits, has_window=False)
+        accepted = rules.verify(tree, answers)
+        drafter.learn(Outcome(tree, logits, accepted, None, rules.texts))
+        outputs = None
         if on_device:  # this loop in another form; what it leaves undone is done below
             on_device.run(cache, logits.shape[-1], answers.witness)
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
@@ -159,7 +160,6 @@ def lookahead_decode(
         streamer.end()
     team.end(rules.do_sample, device)
     drafter.finish()
-    stats.generated_tokens, stats.sources = rules.num_generated, drafter.sources()
     if callers_cache is not None:
         cache.hand_over(callers_cache)
     if on_device:
@@ -178,6 +178,15 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
     else:
         torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def counted(stats: GenerationStats, rules: Rules, drafter: Drafter) -> Iterator[None]:
+    """Let the figures say what was made, also where a streamer, a processor or an interrupt ends the call."""
+    try:
+        yield
+    finally:
+        stats.generated_tokens, stats.sources = rules.num_generated, drafter.sources()
 
 
 def decode_mode(model: Any) -> Any:
