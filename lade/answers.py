@@ -19,6 +19,10 @@ class Answers:
 
     def best(self) -> list[list[int]]:
         """The likeliest token behind each of them, [B, 1 + n]."""
+        if self.logits.device.type == "cpu" and self.witness is not None:
+            logits = self.logits.float().numpy()
+            self._witnessed = logits[..., self.witness].tolist()  # this way they take next to no time
+            return np.asarray(logits.argmax(axis=-1)).tolist()
         found: list[list[int]] = best_tokens(self.logits).tolist()
         return found
 
