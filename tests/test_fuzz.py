@@ -78,7 +78,7 @@ SETTINGS = st.fixed_dictionaries(
 SURROUNDINGS = st.fixed_dictionaries(
     {
         "mask": st.sampled_from(["left", "left", "none", "right", "holes"]),
-        "turns": st.sampled_from([1, 1, 1, 2, 3]),
+        "turns": st.sampled_from([1, 1, 1, 1, 2, 3]),
         "cache": st.sampled_from([None, None, "returned", "dynamic", "static"]),
         "stops": st.sampled_from([False, False, True]),
         "poisons": st.booleans(),
