@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingC
 from lade.attention import Block
 from lade.config import LookaheadConfig
 from lade.drafters import Outcome, make_drafter
-from lade.drafters.base import ROOT_ALONE
+from lade.drafters.base import ROOT_ALONE, Drafter
 from lade.kv_cache import slots_of_static
 from lade.layout import block_layout
 from lade.models.base import ModelAdapter, prompt_key_mask
@@ -20,7 +22,7 @@ from lade.models.device_loop import device_loop
 from lade.models.forward_choice import choose_forward
 from lade.outputs import OutputRecorder
 from lade.parallel import Alone
-from lade.rules import rules_for
+from lade.rules import Rules, rules_for
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
 
@@ -100,21 +102,23 @@ def lookahead_decode(
     lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - cache.lengths[0]
     if positions is not None and positions.shape[:-1] == (1,):
         ahead = lead  # the same for all, as a number: that takes less time in each step
-    recorder.begin_step(outputs, None)
-    tree, logits = TokenTree.empty(batch_size), outputs.logits[:, -1:]
-    answers, _ = team.exchange(team.share(tree, ROOT_ALONE), logits, has_window=False)
-    accepted = rules.verify(tree, answers)
-    drafter.learn(Outcome(tree, logits, accepted, None, rules.texts))
-    outputs = None
     stats.batch_size, stats.steps = batch_size, 1
 
-    with adapter.block_model._optimize_model_for_decode():  # changes the numerics of mixture-of-experts layers
+    # Mixture-of-experts layers compute in another way, with other rounding, while they decode.
+    with adapter.block_model._optimize_model_for_decode(), reporting(stats, rules, drafter):
+        recorder.begin_step(outputs, None)
+        tree, logits = TokenTree.empty(batch_size), outputs.logits[:, -1:]
+        answers, _ = team.exchange(team.share(tree, ROOT_ALONE), logits, has_window=False)
+        accepted = rules.verify(tree, answers)
+        drafter.learn(Outcome(tree, logits, accepted, None, rules.texts))
+        outputs = None
         if on_device:  # this loop in another form; what it leaves undone is done below
-            on_device.run(cache, logits.shape[-1])
+            on_device.run(cache, logits.shape[-1], answers.witness)
         while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
             began, drawn = perf_counter(), rules.drawing_seconds
             roots = rules.texts.roots()
-            max_offset = cache.max_guess_offset(adapter.max_guess_offset(max(cache.lengths) + lead))
+            allowed = adapter.max_guess_offset(max(cache.lengths) + lead)
+            max_offset = 0 if rules.next_is_plain else cache.max_guess_offset(allowed)
             draft = drafter.propose(rules.texts, rules.is_idle, max_offset)
             drafted = perf_counter()
             # Guesses look ahead at the draws of verification, which are made but once.
@@ -133,7 +137,7 @@ def lookahead_decode(
                 starts = torch.tensor(counted, device=device)[:, None]  # [B, 1]
             offsets = layout.position_offsets(share.tree)
             block = Block(
-                tokens=layout.tokens(roots, share.tree, draft.window_cells),
+                tokens=rules.without_avoided(layout.tokens(roots, share.tree, draft.window_cells)),
                 offsets=offsets,
                 positions=offsets + (ahead + starts),
                 visible=layout.visibility(share.tree),
@@ -155,6 +159,8 @@ def lookahead_decode(
             answers, choices = team.exchange(share, logits, draft.has_window)
             accepted = rules.verify(tree, answers)
             team.commit(cache, share, accepted)
+            if rules.next_is_plain:
+                team.recover(rules, *cache.clear_guesses(block.tokens, accepted))
             for path in accepted:
                 if path is not None:
                     stats.accepted_lengths[len(path)] += 1
@@ -175,7 +181,6 @@ def lookahead_decode(
         streamer.end()
     team.end(rules.do_sample, device)
     drafter.finish()
-    stats.generated_tokens, stats.sources = rules.num_generated, drafter.sources()
     if callers_cache is not None:
         cache.hand_over(callers_cache)
     if on_device:
@@ -194,3 +199,12 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
     else:
         torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def reporting(stats: GenerationStats, rules: Rules, drafter: Drafter) -> Iterator[None]:
+    """Let the figures say what was made, also where a streamer, a processor or an interrupt ends the call."""
+    try:
+        yield
+    finally:
+        stats.generated_tokens, stats.sources = rules.num_generated, drafter.sources()

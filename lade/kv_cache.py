@@ -182,6 +182,40 @@ class LookaheadCache(Cache):
         kept = [0 if path is None else 1 + len(path) for path in accepted]
         self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
 
+    def clear_guesses(self, tokens: Tensor, accepted: list[list[int] | None]) -> tuple[set[int], set[int]]:
+        """After `commit`: zero what lies behind the committed slots, where a key or value that is no number spoils later blocks.
+
+        tokens: [B, q] of the block. accepted: as for `commit`. Returns the rows whose committed text ends in NaN, and the guesses
+        that were the first not to be finite, before attention spread that to the others; of the rows that kept nothing.
+        """
+        lost_rows = {row for row, length in enumerate(self.lengths) if self._is_nan(row, length - 1)}
+        guesses: set[int] = set()
+        for row in {row for row, path in enumerate(accepted) if path is None} - lost_rows:
+            is_finite = self._first_finite(row, tokens.shape[1])
+            if is_finite[0]:  # the root is one of the others otherwise
+                ids = tokens[row].tolist()
+                guesses |= {token for token, is_fine in zip(ids, is_finite, strict=True) if not is_fine}
+        for storage in self._storages:
+            for row, length in enumerate(self.lengths):
+                storage.data[:, row, :, length:] = 0
+        return lost_rows, guesses
+
+    def _is_nan(self, row: int, slot: int) -> bool:
+        return any(bool(storage.data[: len(storage.owners), row, :, slot].isnan().any()) for storage in self._storages)
+
+    def _first_finite(self, row: int, num_tokens: int) -> list[bool]:
+        """Which of one row's block tokens have finite keys and values in the first layer where some have not."""
+        start = self.lengths[row]
+        for layer in self._slot_layers:
+            if not layer.is_initialized:
+                continue
+            states = (layer.keys[row], layer.values[row])  # [H, C, D]
+            parts = [part.narrow(1, start, num_tokens).isfinite().all(2).all(0).tolist() for part in states]
+            found = [all(both) for both in zip(*parts, strict=True)]
+            if not all(found):
+                return found
+        return [True] * num_tokens
+
     def read(self, row: int, block_indices: list[int]) -> list[Tensor]:
         """Keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] for each kind of layer, copied."""
         slots = torch.tensor(block_indices, device="cpu") + self.lengths[row]

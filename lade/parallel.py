@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.answers import Answers, best_tokens, witness_of
 from lade.config import LookaheadConfig, current_config
 from lade.digests import digest_of, model_digest, plain_values
 from lade.kv_cache import LookaheadCache
 from lade.link import LEADER, Link, link_for
-from lade.rules import Accepted, Answers, GreedyRules, LockstepRules, RowRules, Rules, best_tokens
+from lade.rules import Accepted, GreedyRules, LockstepRules, RowRules, Rules
 from lade.shares import Share, split, whole
 from lade.stats import GenerationStats
 from lade.token_tree import TokenTree
@@ -44,6 +45,8 @@ class Alone:
     """One process: its share is everything."""
 
     num_tokens = 0  # ids that the model has an embedding for; others are no guesses
+    _has_begun = False
+    _witness: int | None = None  # see `witness_of`
 
     def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
         """device: the prompt's."""
@@ -66,12 +69,22 @@ class Alone:
         Returns them, and the tokens behind the window's last level, [B, W] on the prompt's device, None without a window.
         """
         num_answers = 1 + share.tree.num_nodes
+        self._look_for_witness(logits)
         guesses = best_tokens(logits[:, num_answers:, : self.num_tokens]).to(self._device) if has_window else None
-        return Answers(logits[:, :num_answers]), guesses
+        return Answers(logits[:, :num_answers], self._witness), guesses
+
+    def _look_for_witness(self, logits: Tensor) -> None:
+        """In the prompt's own forward, which has no guesses."""
+        if not self._has_begun:
+            self._has_begun, self._witness = True, witness_of(logits[:, 0])
 
     def commit(self, cache: LookaheadCache, share: Share, accepted: Accepted) -> None:
         """Keep the keys/values of each row's root and accepted nodes."""
         cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
+
+    def recover(self, rules: Rules, lost_rows: set[int], guesses: set[int]) -> None:
+        """After a step that guesses have spoiled. lost_rows, guesses: as `LookaheadCache.clear_guesses` returns them."""
+        rules.recover(lost_rows, guesses)
 
     def end(self, do_sample: bool, device: torch.device) -> None:
         """The call is over."""
@@ -176,8 +189,10 @@ class Team(Alone):
         best = (
             torch.cat([best_tokens(part) for part in asked], dim=1).cpu() if asked else values[:0]
         )  # one copy to the host
-        if self._sums_choices:
-            self._fill_in(table, share, best[:, :num_answers].tolist())
+        self._look_for_witness(logits)
+        answers = Answers(logits[:, :num_answers], self._witness)
+        choices = best[:, :num_answers].tolist() if self._sums_choices else [[0] * num_answers] * batch_size
+        self._fill_in(table, share, choices, answers)
         if has_window and share.columns is not None:
             first, end = share.columns
             guesses[:, first:end] = best[:, best.shape[1] - (end - first) :]
@@ -187,15 +202,19 @@ class Team(Alone):
         astray = (states != states[LEADER]).nonzero()[:, 0].tolist()
         if astray:
             raise RuntimeError(f"DIST_WORKERS={size}: rank {astray} guesses something else than rank 0 does")
-        answers = SharedAnswers(self, share, logits[:, :num_answers], table[:, : 1 + self._max_nodes])
-        return answers, guesses.long().to(self._device) if has_window else None
+        shared = SharedAnswers(self, share, logits[:, :num_answers], table[:, : 1 + self._max_nodes])
+        return shared, guesses.long().to(self._device) if has_window else None
 
-    def _fill_in(self, table: Tensor, share: Share, best: list[list[int]]) -> None:
-        """Put down what this rank is to say. table: [B, 1 + n or more]. best: behind the root and this share's nodes."""
+    def _fill_in(self, table: Tensor, share: Share, choices: list[list[int]], answers: Answers) -> None:
+        """Put down what this rank is to say. table: [B, 1 + n or more]. choices: behind the root and this share's nodes.
+
+        Below zero, with all bits inverted, are those that do not come from numbers.
+        """
         for row, nodes in enumerate(share.nodes):
+            said = [token if answers.is_number(row, place - 1) else ~token for place, token in enumerate(choices[row])]
             if self._rank == LEADER:
-                table[row, 0] = best[row][0]
-            for node, token in zip(nodes, best[row][1:], strict=False):
+                table[row, 0] = said[0]
+            for node, token in zip(nodes, said[1:], strict=False):
                 if share.owners[row][node] == self._rank:
                     table[row, 1 + node] = token
 
@@ -222,6 +241,10 @@ class Team(Alone):
         cache.commit(kept)
         for row, start, part in received:
             cache.write(row, start, part)
+
+    def recover(self, rules: Rules, lost_rows: set[int], guesses: set[int]) -> None:
+        """Each rank has seen its own guesses alone, and to avoid those would part it from the others."""
+        rules.recover(lost_rows, set())
 
     # At the end.
 
@@ -270,12 +293,16 @@ class SharedAnswers(Answers):
     """
 
     def __init__(self, team: Team, share: Share, logits: Tensor, best: Tensor) -> None:
-        """best: [B, 1 + n or more] ids."""
+        """best: [B, 1 + n or more] as `Team._fill_in` puts it down."""
         super().__init__(logits)
         self._team, self._share, self._best = team, share, best
 
     def best(self) -> list[list[int]]:
-        return self._best.tolist()
+        found: list[list[int]] = torch.where(self._best < 0, ~self._best, self._best).tolist()
+        return found
+
+    def is_number(self, row: int, node: int) -> bool:
+        return bool(self._best[row, 1 + node] >= 0)
 
     def of_row(self, row: int, node: int) -> Tensor:
         return self._team.logits_of(self._owner(row, node), super().of_row(row, self._place(row, node)))

@@ -4,7 +4,8 @@ Knows nothing about where guesses come from: along a token tree it asks for one 
 never about a rejected guess. Three ways to do so, all with the tokens of plain generate():
 
     GreedyRules    argmax, ended by a length or an end-of-sequence id: all choices of a step are read at once
-    RowRules       transformers' own processors and samplers that treat rows apart, ended likewise: each row accepts its own number of tokens
+    RowRules       transformers' own processors and samplers that treat rows apart, ended likewise or by stop strings: each row accepts its
+                   own number of tokens
     LockstepRules  everything else: processors, criteria and streamers see the whole batch at one length, as in plain
 
 Floor 2.
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -26,14 +26,16 @@ from transformers import (
     MaxLengthCriteria,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
+from lade.answers import Answers
 from lade.compat import logits_processors
 from lade.noise import Noise, drawing
 from lade.outputs import OutputRecorder
 from lade.texts import Texts
 from lade.token_tree import TokenTree
-from lade.verify import children_of, walk, walk_together
+from lade.verify import Children, children_of, walk, walk_together
 
 Accepted = list[list[int] | None]
 
@@ -65,30 +67,6 @@ ROW_WISE_PROCESSORS = logits_processors(
 MAX_LEAD = 32
 
 
-class Answers:
-    """What the model said behind the root and behind each node of a tree."""
-
-    def __init__(self, logits: Tensor) -> None:
-        """logits: [B, 1 + n, V]."""
-        self.logits = logits
-
-    def best(self) -> list[list[int]]:
-        """The likeliest token behind each of them, [B, 1 + n]."""
-        found: list[list[int]] = best_tokens(self.logits).tolist()
-        return found
-
-    def of_row(self, row: int, node: int) -> Tensor:
-        """Behind one node (-1 = root) of one row. Returns [1, V]."""
-        return self.logits[row : row + 1, node + 1]
-
-    def of_all(self, nodes: list[int]) -> Tensor:
-        """Behind one node of each row. Returns [B, V]."""
-        if len(nodes) == 1:
-            return self.logits[:, nodes[0] + 1]
-        index = torch.tensor(nodes, device=self.logits.device) + 1
-        return self.logits[torch.arange(len(nodes), device=index.device), index]
-
-
 class Rules:
     """Common part: the texts, which rows have ended, and what generate() asked for."""
 
@@ -107,6 +85,12 @@ class Rules:
         self.recorder = recorder
         self.is_finished = [False] * len(input_ids)
         self.num_generated = 0  # tokens of all rows, without what pads finished ones
+        # Whether the next step goes without guesses: the prompt's, and that after a step which a guess has spoiled, since NaN spreads
+        # through masked places too: 0 * NaN is NaN.
+        self.next_is_plain = True
+        self.avoided: set[int] = set()  # guesses that are not numbers
+        self._lost_rows: set[int] = set()  # whose text is not a number in plain generate() either
+        self._trusted_rows: set[int] = set()  # whose logits are believed, numbers or not
         pad_token = generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
         self.announce: Callable[[list[int], list[bool]], None] | None = None  # tells others of tokens and ended rows
@@ -117,9 +101,30 @@ class Rules:
     def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
         """Commit what the model chose along each row's tree.
 
-        Returns the accepted nodes of each row; None for a row to which nothing was committed.
+        Returns the accepted nodes of each row; None for a row to which nothing was committed. What is not a number in a step without
+        guesses is none in plain generate() either.
         """
+        self._trusted_rows = set(range(len(self.is_finished))) if self.next_is_plain else self._lost_rows
+        self.next_is_plain = False
+        return self._walk(self._children_of(tree), answers)
+
+    def _walk(self, children: list[Children], answers: Answers) -> Accepted:
+        """`verify`. children: of each row's tree."""
         raise NotImplementedError
+
+    def recover(self, lost_rows: set[int], guesses: set[int]) -> None:
+        """After a spoiled step. lost_rows: whose own text is not a number. guesses: tokens not to be tried again."""
+        self._lost_rows |= lost_rows
+        self.avoided |= guesses
+
+    def without_avoided(self, tokens: Tensor) -> Tensor:
+        """A block's tokens, with the root in place of those to avoid; of all guesses after a spoiled step. tokens: [B, q]."""
+        if self.next_is_plain:
+            return tokens[:, :1].expand_as(tokens)
+        if not self.avoided:
+            return tokens
+        is_avoided = torch.isin(tokens, torch.tensor(sorted(self.avoided), device=tokens.device))
+        return torch.where(is_avoided, tokens[:, :1], tokens)
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
         """Take out guesses for rows that have ended."""
@@ -136,6 +141,10 @@ class Rules:
             int(token) for c in self.criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
         }
 
+    @cached_property
+    def stop_strings(self) -> list[StopStringCriteria]:
+        return [criterion for criterion in self.criteria if isinstance(criterion, StopStringCriteria)]
+
     @property
     def is_idle(self) -> list[bool]:
         """Rows that need no guesses."""
@@ -145,6 +154,18 @@ class Rules:
     def drawing_seconds(self) -> float:
         """Spent so far on drawing random numbers."""
         return 0.0 if self.noise is None else self.noise.seconds
+
+    def _children_of(self, tree: TokenTree) -> list[Children]:
+        found = [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
+        if self.avoided:
+            found = [{edge: node for edge, node in row.items() if edge[1] not in self.avoided} for row in found]
+        return found
+
+    def _has_answer(self, answers: Answers, row: int, node: int) -> bool:
+        """Whether to choose a token behind one node (-1 = root) of one row; notes where a guess has spoiled that."""
+        has_answer = row in self._trusted_rows or answers.is_number(row, node)
+        self.next_is_plain |= not has_answer
+        return has_answer
 
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """What the processors make of logits [R, V] behind texts [R, T]."""
@@ -173,25 +194,23 @@ class Rules:
 class GreedyRules(Rules):
     """No processors: the whole step is one argmax and one copy to the host."""
 
-    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
+    def _walk(self, children: list[Children], answers: Answers) -> Accepted:
         choices = answers.best()
         accepted: Accepted = []
-        for row, children in enumerate(children_of_rows(tree)):
+        for row, edges in enumerate(children):
             if self.is_finished[row]:
                 accepted.append(None)
                 continue
             committed: list[int] = []
             room = self.max_length - self.texts.lengths[row]
-            accepted.append(
-                walk(children, partial(self._choice, choices[row]), partial(self._commit, row, committed, room))
-            )
+            choose = partial(self._choice, answers, choices[row], row)
+            accepted.append(walk(edges, choose, partial(self._commit, row, committed, room)))
             self.texts.append(committed, row)
             self.num_generated += len(committed)
         return accepted
 
-    @staticmethod
-    def _choice(choices: list[int], node: int) -> int:
-        return choices[node + 1]
+    def _choice(self, answers: Answers, choices: list[int], row: int, node: int) -> int | None:
+        return choices[node + 1] if self._has_answer(answers, row, node) else None
 
     def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
         committed.append(token)
@@ -202,19 +221,22 @@ class GreedyRules(Rules):
 class RowRules(Rules):
     """Processors and samplers, each row at its own length; several rows share the noise that plain would have drawn."""
 
-    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
+    def _walk(self, children: list[Children], answers: Answers) -> Accepted:
         texts = self.texts
         unfinished = [length for length, done in zip(texts.lengths, self.is_finished, strict=True) if not done]
         accepted: Accepted = []
-        for row, children in enumerate(children_of_rows(tree)):
+        for row, edges in enumerate(children):
             is_far_ahead = self.do_sample and texts.lengths[row] >= min(unfinished) + MAX_LEAD
             if self.is_finished[row] or is_far_ahead:
                 accepted.append(None)
             else:
-                accepted.append(walk(children, partial(self._choose, answers, row), partial(self._commit, row)))
+                accepted.append(walk(edges, partial(self._answer, answers, row), partial(self._commit, row)))
         if self.noise is not None:
             self.noise.forget(min(unfinished) - texts.prompt_length)
         return accepted
+
+    def _answer(self, answers: Answers, row: int, node: int) -> int | None:
+        return self._choose(answers, row, node) if self._has_answer(answers, row, node) else None
 
     def _choose(self, answers: Answers, row: int, node: int) -> int:
         ids = self.texts.row(row)
@@ -229,7 +251,11 @@ class RowRules(Rules):
     def _commit(self, row: int, token: int) -> bool:
         self.texts.append([token], row)
         self.num_generated += 1
-        self.is_finished[row] = token in self.eos_ids or self.texts.lengths[row] >= self.max_length
+        self.is_finished[row] = (
+            token in self.eos_ids
+            or self.texts.lengths[row] >= self.max_length
+            or any(bool(criterion(self.texts.row(row), None)) for criterion in self.stop_strings)
+        )
         if self.announce is not None:
             self.announce([token], [self.is_finished[row]])
         return self.is_finished[row]
@@ -251,12 +277,16 @@ class LockstepRules(Rules):
         """Rows that need no guesses: what pads them is known, but where nothing does, all rows go on as one."""
         return self.is_finished if self._pads else [False] * len(self.is_finished)
 
-    def verify(self, tree: TokenTree, answers: Answers) -> Accepted:
-        self._answers, self._children = answers, children_of_rows(tree)
-        accepted: Accepted = list(walk_together(self._children, self._choose, self._commit))
+    def _walk(self, children: list[Children], answers: Answers) -> Accepted:
+        self._answers, self._children = answers, children
+        accepted = walk_together(children, self._answer, self._commit)
         if self.noise is not None:
             self.noise.forget(self.texts.lengths[0] - self.texts.prompt_length)
-        return accepted
+        return [None] * len(children) if accepted is None else list(accepted)
+
+    def _answer(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
+        have_answers = [self._has_answer(self._answers, row, node) for row, node in enumerate(nodes)]
+        return self._choose(nodes, paths) if all(have_answers) else None
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         texts = self.texts
@@ -309,22 +339,30 @@ def rules_for(
     is_batch = len(input_ids) > 1
     rows_apart = (
         type(logits_processor) is LogitsProcessorList  # a subclass may have a way of its own to call what is in it
-        and ends_apart(stopping_criteria)
+        and ends_apart(stopping_criteria, is_batch)
         and streamer is None
         and not recorder.is_recording
         and not (is_batch and needs_equal_lengths)
     )
-    if rows_apart and not logits_processor and not generation_config.do_sample:
+    has_stop_strings = any(isinstance(criterion, StopStringCriteria) for criterion in stopping_criteria)
+    if rows_apart and not (logits_processor or generation_config.do_sample or has_stop_strings):
         return GreedyRules
     if rows_apart and all(map(is_row_wise, logits_processor)):
         return RowRules
     return LockstepRules
 
 
-def ends_apart(criteria: StoppingCriteriaList) -> bool:
-    """Whether each row ends by itself: padded where it ends early, so that nobody sees what it would have gone on with."""
-    return criteria.max_length is not None and all(
-        type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria
+def ends_apart(criteria: StoppingCriteriaList, is_batch: bool) -> bool:
+    """Whether each row ends by itself: padded where it ends early, so that nobody sees what it would have gone on with.
+
+    generate() pads if there are end-of-sequence ids; without them, a row that a stop string has ended goes on with the others.
+    """
+    kinds = {type(criterion) for criterion in criteria}
+    is_padded = EosTokenCriteria in kinds or StopStringCriteria not in kinds or not is_batch
+    return (
+        criteria.max_length is not None
+        and kinds <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria}
+        and is_padded
     )
 
 
@@ -335,13 +373,6 @@ def is_row_wise(processor: Callable[..., Tensor]) -> bool:
     return type(processor) in ROW_WISE_PROCESSORS
 
 
-def best_tokens(logits: Tensor) -> Tensor:
-    """argmax with the ties that generate() sees, which compares in float32. logits: [..., V]. Returns [...] ids."""
-    if logits.device.type == "cpu":  # numpy's argmax is vectorised: in half precision it takes a tenth of torch's time
-        return torch.from_numpy(np.asarray(logits.float().numpy().argmax(axis=-1)))
-    return best_on_device(logits)
-
-
 def first_to_arrive(probabilities: Tensor, draws: Tensor) -> list[int]:
     """The tokens that `torch.multinomial` chooses with these exponential draws. Both: [R, V]. Returns [R]."""
     arrivals = probabilities / draws  # by torch: numpy may have been told to raise on underflow
@@ -349,12 +380,3 @@ def first_to_arrive(probabilities: Tensor, draws: Tensor) -> list[int]:
     first = arrivals.numpy().argmax(axis=-1) if arrivals.device.type == "cpu" else arrivals.argmax(dim=-1)
     tokens: list[int] = first.tolist()
     return tokens
-
-
-def best_on_device(logits: Tensor) -> Tensor:
-    """The same by torch alone, wherever the logits are."""
-    return (logits.float() if logits.dtype == torch.float64 else logits).argmax(dim=-1)
-
-
-def children_of_rows(tree: TokenTree) -> list[dict[tuple[int, int], int]]:
-    return [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]

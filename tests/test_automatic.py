@@ -15,13 +15,13 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import lade
 from lade import kernels
+from lade.block_size import LiveCosts
 from lade.commands.env import lade_lines
 from lade.config import LookaheadConfig, current_config
 from lade.drafters import make_drafter
 from lade.kernels import reference_block_attention, trial
 from lade.models import base, device_loop, fixed, fixed_inputs, forward_choice, kept
 from lade.models.forward_choice import largest_head_dim, slow_kernel_reason
-from lade.price import StepPrice
 from lade.stats import GenerationStats
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
@@ -32,8 +32,8 @@ AUTOMATIC = LookaheadConfig()
 
 @pytest.fixture(autouse=True)
 def automatic(lade_on, monkeypatch):
-    observe = StepPrice.observe  # steps have set prices, whatever this machine is doing
-    monkeypatch.setattr(StepPrice, "observe", lambda self, q, seconds: observe(self, q, 1 + 0.2 * q))
+    observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
+    monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.2 * q))
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
     yield
     for known in (kept._kept, fixed._not_capturable, trial._problems):

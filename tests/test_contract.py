@@ -29,6 +29,7 @@ from transformers import (
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
     T5Config,
     T5ForConditionalGeneration,
     TextIteratorStreamer,
@@ -574,14 +575,14 @@ def test_async_iterator_streamer(model):
 
 
 class Explosive:
-    """Raises on its fifth call, wherever it is put."""
+    """Raises on its fifth call, or another one, wherever it is put."""
 
-    def __init__(self, error):
-        self.error, self.calls = error, 0
+    def __init__(self, error, fatal=5):
+        self.error, self.fatal, self.calls = error, fatal, 0
 
     def _tick(self):
         self.calls += 1
-        if self.calls == 5:
+        if self.calls == self.fatal:
             raise self.error
 
     def put(self, value):
@@ -627,11 +628,36 @@ def test_exceptions_leave_no_trace(where, error):
         model.generate(**inputs, **arguments)
     if where == "model":
         hook.remove()
-    assert lade.last_stats().fallback_reason is None
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    # On the fifth call: a streamer is given the prompt first, and a criterion and a streamer come after a token is chosen.
+    made = {
+        "streamer": range(4, 5),
+        "logits_processor": range(4, 5),
+        "stopping_criteria": range(5, 6),
+        "model": range(4, 13),
+    }
+    assert stats.generated_tokens in made[where]
+    assert stats.steps >= 1 + sum(stats.accepted_lengths.values())
+    proposed, accepted = map(sum, zip(*stats.sources.values(), strict=True)) if stats.sources else (0, 0)
+    assert accepted <= min(proposed, stats.generated_tokens)
     assert cache.get_seq_length() == 0
     assert torch.equal(generate_plain(model, inputs, max_new_tokens=30), expected)
     assert torch.equal(model.generate(**inputs, max_new_tokens=30, past_key_values=cache), expected)
     assert_ran()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_the_figures_of_a_call_that_its_streamer_cancels(model, error):
+    """The prompt is the first that it is given, the 40th token the last."""
+    with pytest.raises(type(error)):
+        model.generate(**prompt(24), max_new_tokens=60, streamer=Explosive(error, fatal=41))
+    stats = lade.last_stats()
+    assert stats.generated_tokens == 40
+    assert stats.steps == 1 + len(stats.block_tokens)
+    assert stats.steps < 40
+    judged = sum(length * count for length, count in stats.accepted_lengths.items())
+    assert 0 < sum(accepted for _, accepted in stats.sources.values()) == judged
 
 
 @pytest.mark.parametrize("limit", [10, 24])
@@ -702,6 +728,65 @@ def test_stop_string_of_the_prompt(model):
     plain = observe(model, inputs, arguments, on=False, streams=True)
     assert stop in TOKENIZER.decode(inputs["input_ids"][0])
     assert_same(observe(model, inputs, arguments, on=True, streams=True), plain)
+    assert_ran()
+
+
+STOPS = {"max_new_tokens": 60, "stop_strings": ["q", "Zk", "4"], "tokenizer": TOKENIZER}
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """The kinds of rules that calls have gone by."""
+    chosen = []
+
+    def choose(*arguments, original=rules.rules_for):
+        chosen.append(original(*arguments))
+        return chosen[-1]
+
+    monkeypatch.setattr("lade.decoding.rules_for", choose)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": 0.3, "top_k": 9}], ids=["greedy", "sampled"]
+)
+def test_stop_strings_end_each_row_by_itself(model, ways, sampling, once):
+    """The streamer keeps the rows in lockstep, and they need more steps."""
+    inputs, arguments = padded(8), STOPS | sampling | {"eos_token_id": [VOCAB - 1]}
+    plain = once(lambda: observe(model, inputs, arguments, on=False))
+    assert_same(observe(model, inputs, arguments, on=True), plain)
+    steps = assert_ran().steps
+    together = observe(model, inputs, arguments, on=True, streams=True)
+    assert torch.equal(together["result"], plain["result"])
+    assert ways == [rules.RowRules, rules.LockstepRules]
+    assert steps < assert_ran().steps
+    ends = [row.tolist().index(0) for row in plain["result"][:, 24:] if 0 in row]
+    assert len(set(ends)) > 1  # rows that ended early, each at its own length
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_stop_strings_without_an_end_of_sequence(model, ways, batch_size):
+    """Nothing pads a row that has ended, so that it goes on with the others."""
+    inputs = padded(batch_size)
+    plain = observe(model, inputs, STOPS, on=False)
+    assert_same(observe(model, inputs, STOPS, on=True), plain)
+    assert ways == [rules.RowRules if batch_size == 1 else rules.LockstepRules]
+    assert_ran()
+
+
+class OwnStops(StopStringCriteria):
+    """Somebody's own kind may look at the whole batch."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return super().__call__(input_ids, scores).any().expand(len(input_ids))
+
+
+def test_stop_strings_of_ones_own_kind(model, ways):
+    arguments = {"max_new_tokens": 60, "eos_token_id": [VOCAB - 1]}
+    arguments["stopping_criteria"] = StoppingCriteriaList([OwnStops(TOKENIZER, STOPS["stop_strings"])])
+    plain = observe(model, padded(3), arguments, on=False)
+    assert_same(observe(model, padded(3), arguments, on=True), plain)
+    assert ways == [rules.LockstepRules]
     assert_ran()
 
 

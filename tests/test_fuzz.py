@@ -6,12 +6,16 @@ LADE_FUZZ_EXAMPLES sets how many combinations are tried; the normal run takes a 
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from conftest import VOCAB, Recorder, generate_plain, tiny_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_contract import TOKENIZER
+from transformers import DynamicCache, StaticCache
 
 import lade
 
@@ -70,11 +74,27 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
+# What is around a call. Of the first two, each row gets its own pads or holes.
+SURROUNDINGS = st.fixed_dictionaries(
+    {
+        "mask": st.sampled_from(["left", "left", "none", "right", "holes"]),
+        "turns": st.sampled_from([1, 1, 1, 1, 2, 3]),
+        "cache": st.sampled_from([None, None, "returned", "dynamic", "static"]),
+        "stops": st.sampled_from([False, False, True]),
+        "poisons": st.booleans(),
+        "hook": st.sampled_from([None, None, None, None, "forward", "pre"]),
+        "trains": st.sampled_from([False, False, False, False, False, True]),
+    }
+)
+MAX_SLOTS = 256  # of a static cache
+
+
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 60, print_blob=True,
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(
     arguments=ARGUMENTS,
     setting=SETTINGS,
+    surroundings=SURROUNDINGS,
     attention=st.sampled_from(["sdpa", "eager"]),
     batch_size=st.sampled_from([1, 1, 2, 4]),
     length=st.integers(1, 30),
@@ -84,41 +104,132 @@ SETTINGS = st.fixed_dictionaries(
     seed=st.integers(0, 2**16),
 )
 def test_random_combinations(
-    models, lade_on, arguments, setting, attention, batch_size, length, alphabet, streams, returns_dict, seed
+    models,
+    lade_on,
+    arguments,
+    setting,
+    surroundings,
+    attention,
+    batch_size,
+    length,
+    alphabet,
+    streams,
+    returns_dict,
+    seed,
 ):
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if not arguments["do_sample"]:
         arguments["num_return_sequences"] = 1
-    arguments["return_dict_in_generate"] = returns_dict
+    if surroundings["cache"] is not None:  # one that is known row by row
+        arguments |= {"num_return_sequences": 1, "cache_implementation": None}
+    if surroundings["stops"]:
+        arguments |= {"stop_strings": ["q", "Zk", "4"], "tokenizer": TOKENIZER}
+    arguments["return_dict_in_generate"] = returns_dict = returns_dict or surroundings["cache"] == "returned"
     # Few distinct tokens make prompts that repeat, and guesses that hit.
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, alphabet, (batch_size, length), generator=generator)
-    mask = torch.ones_like(ids)
-    for row in range(batch_size):
-        pads = int(torch.randint(0, length, (), generator=generator))
-        ids[row, :pads], mask[row, :pads] = 0, 0
-    inputs = {"input_ids": ids, "attention_mask": mask}
+    texts = [
+        torch.randint(3, alphabet, (batch_size, length), generator=generator) for _ in range(surroundings["turns"])
+    ]
+    mask = masked(torch.ones_like(texts[0]), surroundings["mask"], generator)
+    texts[0] = texts[0].where(mask == 1, 0)
     lade.config_lade(**setting)
 
+    model = models[attention]
+    plain = partial(generate_plain, model, {})
+    with around(model, surroundings):
+        seen, results = converse(plain, model, texts, mask, arguments, surroundings["cache"], streams, seed)
+        with poisoned(model, unused_tokens(results, returns_dict, texts) if surroundings["poisons"] else []):
+            found, others = converse(
+                model.generate, model, texts, mask, arguments, surroundings["cache"], streams, seed
+            )
+    assert found == seen
+    if results and lade.last_stats().fallback_reason is not None:
+        assert surroundings["hook"] or surroundings["trains"] or "not empty" in lade.last_stats().fallback_reason
+    if returns_dict:
+        is_static = "static" in (arguments.get("cache_implementation"), surroundings["cache"])
+        for ahead, expected in zip(others, results, strict=True):
+            assert_outputs_close(ahead, expected, with_padding=not is_static and surroundings["mask"] != "right")
+
+
+def masked(mask, kind, generator):
+    """Ones and zeros, each row with at least one token. mask: all ones, [B, T]."""
+    mask, length = mask.clone(), mask.shape[1]
+    for row in mask:
+        size = int(torch.randint(0, length, (), generator=generator))
+        if kind == "left":
+            row[:size] = 0
+        elif kind == "right":
+            row[length - size :] = 0
+        elif kind == "holes":
+            row[torch.randperm(length, generator=generator)[: size // 2]] = 0
+    return mask
+
+
+def converse(generate, model, texts, mask, arguments, cache, streams, seed):
+    """Several turns, each with the whole text so far: what can be seen of them, and what they returned. texts: [B, T] of each turn."""
     seen, results = [], []
-    for on in (False, True):
+    past = {"dynamic": DynamicCache, "static": partial(StaticCache, max_cache_len=MAX_SLOTS)}.get(
+        cache, lambda **_: None
+    )(config=model.config)
+    ids = texts[0][:, :0]
+    torch.manual_seed(seed)
+    for text in texts:
+        ids = torch.cat([ids, text.repeat_interleave(len(ids) // len(text) or 1, dim=0)], dim=1)
+        known = mask.repeat_interleave(len(ids) // len(mask), dim=0)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": torch.nn.functional.pad(known, (0, ids.shape[1] - known.shape[1]), value=1),
+        }
+        if past is not None:
+            inputs["past_key_values"] = past
         streamer = Recorder() if streams else None
-        call = models[attention].generate if on else lambda **kw: generate_plain(models[attention], {}, **kw)
-        torch.manual_seed(seed)
         try:
-            result = call(**inputs, **arguments, streamer=streamer)
+            result = generate(**inputs, **arguments, streamer=streamer)
         except (ValueError, TypeError) as error:  # what plain refuses, lade must refuse alike
-            result = None
-            seen.append((type(error), str(error)))
-        else:
-            sequences = result.sequences if returns_dict else result
-            seen.append((sequences.tolist(), torch.get_rng_state().tolist(), streamer.calls if streamer else None))
+            return [*seen, (type(error), str(error))], results
+        ids = result.sequences if arguments["return_dict_in_generate"] else result
+        arguments = arguments | {"num_return_sequences": 1}
+        past = result.past_key_values if cache == "returned" else past
+        seen.append((ids.tolist(), torch.get_rng_state().tolist(), streamer.calls if streamer else None))
         results.append(result)
-        if on and result is not None:
-            assert lade.last_stats().fallback_reason is None
-    assert seen[0] == seen[1]
-    if returns_dict and results[0] is not None:
-        assert_outputs_close(results[1], results[0], arguments.get("cache_implementation") != "static")
+    return seen, results
+
+
+@contextmanager
+def around(model, surroundings):
+    """A hook that changes nothing, and dropout in one layer's attention."""
+    attention, hook = model.model.layers[0].self_attn, None
+    if surroundings["hook"] == "forward":
+        hook = attention.register_forward_hook(lambda *_: None)
+    elif surroundings["hook"] == "pre":
+        hook = attention.register_forward_pre_hook(lambda *_: None)
+    attention.training = surroundings["trains"]
+    attention.attention_dropout = 0.1 if surroundings["trains"] else 0.0
+    try:
+        yield
+    finally:
+        attention.training, attention.attention_dropout = False, 0.0
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def poisoned(model, tokens):
+    """Embeddings that are not numbers, of tokens that plain generate() never meets."""
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        before = weight[tokens].clone()
+        weight[tokens] = torch.nan
+        try:
+            yield
+        finally:
+            weight[tokens] = before
+
+
+def unused_tokens(results, returns_dict, texts):
+    last = [result.sequences if returns_dict else result for result in results[-1:]]
+    used = {token for ids in [*texts, *last] for token in ids.flatten().tolist()}
+    return sorted(set(range(VOCAB)) - used - {0})
 
 
 def assert_outputs_close(ahead, plain, with_padding):

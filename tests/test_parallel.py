@@ -347,3 +347,19 @@ def test_without_a_launcher(lade_on, model, monkeypatch):
     lade.config_lade(DIST_WORKERS=1)
     model.generate(**prompt(8), max_new_tokens=4)
     assert lade.last_stats().fallback_reason is None
+
+
+def test_a_guess_that_is_no_number(lade_on):
+    """It spoils the block of the rank that has it; all ranks go on with plain generate()'s tokens."""
+    cases = [("greedy", 3), ("sampled", 1), ("stateful", 1)]
+    model, expected, unused = tiny_llama(), {}, {}
+    for name, batch_size in cases:
+        torch.manual_seed(0)
+        text = generate_plain(model, prompt(20, batch_size), **ranks.arguments_of(name)[0])
+        expected[name, batch_size] = text.tolist()
+        unused[name, batch_size] = sorted(set(range(61)) - set(text.flatten().tolist()))
+    found = ranks.launch(ranks.run_poisoned, 2, unused, cases, 2)
+    for key, tokens in expected.items():
+        for rank in range(2):
+            assert found[rank][key][:2] == (tokens, None), (rank, key)
+    assert any(found[0][key][2] for key in expected)

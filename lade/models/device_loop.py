@@ -160,6 +160,7 @@ class DeviceLoop:
         )
         self._buffers: Buffers | None = None
         self._ring: DrawRing | None = None  # None for greedy
+        self._witness = 0
 
     def make_cache(self, num_slots: int) -> LookaheadCache:
         """A cache for the prompt and what follows: an earlier call's, where a graph reads it and its size suits this call."""
@@ -178,14 +179,18 @@ class DeviceLoop:
             give_buffers(self.adapter.model, self._buffers)
         self._buffers = None
 
-    def run(self, cache: LookaheadCache, num_logits: int) -> None:
+    def run(self, cache: LookaheadCache, num_logits: int, witness: int | None) -> None:
         """Decode until all rows have ended, or until something fails: then the ordinary loop can go on.
 
-        cache: has the prompt, behind which each row has got one token. num_logits: V.
+        cache: has the prompt, behind which each row has got one token. num_logits: V. witness: as for `lade.answers.Answers`.
         """
         buffers = self._buffers
         if buffers is None or buffers.cache is not cache or all(self.rules.is_finished):
             return
+        if witness is None:
+            self.stats.device_reason = REFUSED
+            return
+        self._witness = witness
         began = perf_counter()
         slot_lead = cache.lengths[0] - (self.rules.texts.lengths[0] - 1)
         positions = self.positions
@@ -231,6 +236,7 @@ class DeviceLoop:
         fill(state.is_finished, rules.is_finished)
         fill(state.eos_ids, sorted(rules.eos_ids) or [NO_TOKEN])
         state.is_refused.fill_(False)
+        state.witness.fill_(self._witness)
         state.max_length.fill_(rules.max_length)
         state.slot_lead.fill_(slot_lead)
         state.position_lead.copy_(position_lead)
@@ -320,7 +326,7 @@ class DeviceLoop:
     def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_lead: int) -> bool:
         """Steps until all rows have ended or the cache is too small, then the texts are where the rules look for them.
 
-        Returns False where generate() may refuse to sample the next token.
+        Returns False where the next step's logits are not numbers.
 
         A device that runs by itself gets its next step before the last one's result is read. The one step too many at the
         end finds all rows ended and changes none of them.

@@ -41,7 +41,7 @@ WARPERS = logits_processors(
 CONSTANTS = (bool, int, float, str, type(None))  # what a warper's parameters may be, to be part of what is compiled
 MAX_UNSEEN = 2  # steps under way whose results the host has not read, the next one included
 NEVER = 2**62  # tokens, more than any text has
-REFUSED = "a token's probabilities are no numbers: the ordinary loop says what generate() would"
+REFUSED = "logits or probabilities that are not numbers: the ordinary loop finds out what generate() makes of them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ def sampling_of(rules: Rules) -> Sampling | None:
         type(rules) is RowRules
         and rules.do_sample
         and rules.announce is None
+        and not rules.stop_strings
         and type(rules.processor) is LogitsProcessorList
         and all(map(is_warper, rules.processor))
         and rules.texts.ids.device.type in READABLE

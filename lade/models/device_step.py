@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from lade.answers import best_on_device
 from lade.attention import Block, Reach, block_mask, masks_by_layer, packed_block_mask
 from lade.kv_cache import LookaheadCache
 from lade.layout import block_layout
 from lade.models.device_sampling import Sampling, sample
 from lade.models.fixed_inputs import FixedLayer, plain_forward
 from lade.ngram_pool import NGramPool
-from lade.rules import best_on_device
 from lade.window import JacobiWindow, rolled
 
 NO_TOKEN = -1  # an id that no token has; the pool ignores an n-gram that begins with it
@@ -91,7 +91,8 @@ class StepState:
         self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: slots before each row's text
 
         self.draws = draws
-        self.is_refused = zeros((), dtype=torch.bool)  # generate() may refuse to sample: no row goes on
+        self.is_refused = zeros((), dtype=torch.bool)  # a guess, or the text, is not a number: no row goes on
+        self.witness = zeros(1)  # a column that shows this, see `lade.answers.witness_of`
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
         self.levels = zeros(batch_size, shape.depth, shape.window_size)
@@ -221,10 +222,12 @@ def step(model: Any, state: StepState) -> Tensor:
 def choose(state: StepState, answers: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens that the model chooses behind the root and each candidate token, [B, 1 + n], and which rows go on, [B].
 
-    answers: its logits there, [B, 1 + n, V].
+    answers: its logits there, [B, 1 + n, V]. No row goes on from the first step on that a guess may have spoiled.
     """
+    is_number = ~answers.index_select(2, state.witness).isnan().flatten(1).any(dim=1)  # [B]
+    state.is_refused |= ~(is_number | state.is_finished).all()
     if state.shape.sampling is None:
-        return best_on_device(answers), ~state.is_finished
+        return best_on_device(answers), ~(state.is_finished | state.is_refused)
     return sample(state, state.shape.sampling, answers)
 
 

@@ -69,7 +69,7 @@ def trial_reason(
     return verdicts[key]
 
 
-def _try_out(adapter: ModelAdapter, *sizes: int) -> str | None:
+def _try_out(adapter: ModelAdapter, *sizes: Any) -> str | None:
     """adapter: one of its own, since it holds masks and views of the trial afterwards. sizes: as for `probe`."""
     try:
         with keeping_generators(adapter.model):
@@ -79,7 +79,7 @@ def _try_out(adapter: ModelAdapter, *sizes: int) -> str | None:
             raise
         return f"a trial block failed on {trial_subject(adapter)} ({type(problem).__name__}: {problem})"
     if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:  # also where either is nan
-        return failed_trial_reason(adapter, is_masked=bool(sizes[-1]))
+        return failed_trial_reason(adapter, is_masked=sizes[-1])
     return None
 
 

@@ -1,0 +1,207 @@
+"""Guesses that are not numbers: 0 * NaN is NaN, so that a rejected one reaches every row of a block, through masks and all.
+
+Plain generate() never meets them. Tokens that its text does not hold get embeddings that are not numbers.
+"""
+
+import pytest
+import torch
+from conftest import Recorder, generate_plain, prompt, tiny_llama
+
+import lade
+from lade import augment
+from lade.answers import witness_of
+from lade.kv_cache import LookaheadCache
+from lade.models import device_loop
+from lade.models.device_sampling import REFUSED
+
+MODES = {
+    "lookahead": {"LEVEL": 4, "WINDOW_SIZE": 4, "GUESS_SET_SIZE": 4},
+    "tree": {"MODE": "tree", "MAX_BLOCK": 16},
+}
+REQUESTS = {
+    "greedy": {},
+    "by-row": {"repetition_penalty": 1.1},
+    "sampled": {"do_sample": True, "temperature": 0.3, "top_k": 5},
+    "lockstep": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+}
+
+
+@pytest.fixture(params=MODES.values(), ids=MODES)
+def settings(request, lade_on):
+    lade.config_lade(**request.param)
+
+
+@pytest.fixture
+def clearings(monkeypatch):
+    """What each spoiled step has led to: lost rows, and guesses to be avoided."""
+    found = []
+
+    def clear(self, *arguments, original=LookaheadCache.clear_guesses):
+        found.append(original(self, *arguments))
+        return found[-1]
+
+    monkeypatch.setattr(LookaheadCache, "clear_guesses", clear)
+    return found
+
+
+def seeded(generate, *args, **arguments):
+    """Sequences, scores and logits where asked for, and the generator's state afterwards."""
+    torch.manual_seed(5)
+    result = generate(*args, max_new_tokens=48, **arguments)
+    if isinstance(result, torch.Tensor):
+        return result, [], torch.get_rng_state()
+    return result.sequences, [*result.scores, *result.logits], torch.get_rng_state()
+
+
+def unused_tokens(model, text):
+    return sorted(set(range(model.config.vocab_size)) - set(text.flatten().tolist()))
+
+
+def poison(model, tokens, value=float("nan")):
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokens] = value
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[2], expected[2])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)  # NaN would not be
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
+@pytest.mark.parametrize(("attention", "value"), [("sdpa", "nan"), ("eager", "inf")])
+def test_a_guess_that_is_no_number(settings, clearings, attention, value, request_, batch_size):
+    model, inputs = tiny_llama(attention=attention), prompt(24, batch_size)
+    expected = seeded(generate_plain, model, inputs, **request_)
+    unused = unused_tokens(model, expected[0])
+    poison(model, unused, float(value))
+    assert_same(seeded(generate_plain, model, inputs, **request_), expected)
+    assert_same(seeded(model.generate, **inputs, **request_), expected)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert stats.steps < 48 + len(clearings)
+    assert 0 < len(clearings) <= len(unused)
+    avoided = [guesses for _, guesses in clearings]
+    assert all(avoided)
+    assert sum(map(len, avoided)) == len(set().union(*avoided))  # none is tried twice
+    assert not any(rows for rows, _ in clearings)
+
+
+def test_negative_control(settings, clearings, monkeypatch):
+    """Where no row's logits are looked at, a guess changes the text."""
+    monkeypatch.setattr("lade.parallel.witness_of", lambda logits: None)
+    model, inputs = tiny_llama(), prompt(24)
+    expected = seeded(generate_plain, model, inputs)
+    poison(model, unused_tokens(model, expected[0]))
+    assert not torch.equal(seeded(model.generate, **inputs)[0], expected[0])
+    assert not clearings
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_head_that_shares_the_embedding(settings, clearings, batch_size):
+    """Then that token's logit is not a number in any row, and whoever suppresses it never sees that."""
+    model, inputs = tiny_llama(tie_word_embeddings=True), prompt(24, batch_size)
+    inputs["input_ids"][inputs["input_ids"] == 7] = 8
+    poison(model, [7])
+    arguments = {"suppress_tokens": [7], "do_sample": True, "temperature": 0.3}
+    expected = seeded(generate_plain, model, inputs, **arguments)
+    assert_same(seeded(model.generate, **inputs, **arguments), expected)
+    assert lade.last_stats().fallback_reason is None
+    assert clearings in ([], [(set(), {7})])
+
+
+class Hidden(torch.nn.Linear):
+    """Some columns are infinite in every row, as where a vocabulary is padded."""
+
+    def forward(self, states):
+        logits = super().forward(states)
+        logits[..., :5] = -torch.inf
+        return logits
+
+
+@pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
+def test_infinite_logits_are_no_reason_for_another_step(settings, clearings, request_, monkeypatch):
+    monkeypatch.setattr(augment, "needs_trial", lambda adapter: False)  # of a layer that is not torch's own
+    model, inputs = tiny_llama(), prompt(24, 2)
+    model.lm_head.__class__ = Hidden
+    expected = seeded(generate_plain, model, inputs, **request_)
+    assert_same(seeded(model.generate, **inputs, **request_), expected)
+    assert lade.last_stats().fallback_reason is None
+    assert not clearings
+    poison(model, unused_tokens(model, expected[0]))
+    assert_same(seeded(model.generate, **inputs, **request_), expected)
+    assert clearings
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_text_that_is_no_number(settings, clearings, streams):
+    """In one row plain generate() takes such a token, and goes on with nothing but the first id. The others lose little by that."""
+    model, inputs = tiny_llama(), prompt(24, 3)
+    text = generate_plain(model, inputs, max_new_tokens=48)
+    taken = [token for token in text[1, 30:].tolist() if token not in text[[0, 2]] and token not in text[1, :30]]
+    poison(model, taken[:1])
+    arguments = {"streamer": Recorder()} if streams else {}
+    expected = seeded(generate_plain, model, inputs, **arguments)
+    assert not torch.equal(expected[0], text)
+    assert torch.equal(expected[0][[0, 2]], text[[0, 2]])
+    assert_same(seeded(model.generate, **inputs, **arguments), expected)
+    assert lade.last_stats().fallback_reason is None
+    assert lade.last_stats().steps < 48
+    assert 0 < len(clearings) <= 4
+    assert clearings[-1][0] == {1}
+
+
+def test_prompts_that_are_no_numbers(settings, clearings):
+    """Plain generate() goes on with the first id, and with any other row."""
+    model, inputs = tiny_llama(), prompt(24, 2)
+    inputs["input_ids"][inputs["input_ids"] == 7] = 8
+    inputs["input_ids"][0, 5] = 7
+    poison(model, [7])
+    for rows in ([0], [0, 1]):
+        part = {name: value[rows] for name, value in inputs.items()}
+        expected = seeded(generate_plain, model, part)
+        assert_same(seeded(model.generate, **part), expected)
+        assert lade.last_stats().steps < 50
+        assert len(clearings) <= 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(
+    "request_", [REQUESTS["greedy"], REQUESTS["sampled"], REQUESTS["sampled"] | {"remove_invalid_values": True}]
+)
+def test_steps_on_the_device_hand_back(lade_on, clearings, monkeypatch, request_, batch_size):
+    monkeypatch.setattr(device_loop, "is_wanted", lambda *_: True)
+    lade.config_lade(**MODES["lookahead"])
+    model, inputs = tiny_llama(), prompt(24, batch_size)
+    expected = seeded(generate_plain, model, inputs, **request_)
+    poison(model, unused_tokens(model, expected[0]))
+    assert_same(seeded(model.generate, **inputs, **request_), expected)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert stats.device_reason == REFUSED
+    assert stats.device_steps < stats.steps < 48 + len(clearings)
+    assert clearings
+
+
+def test_blocks_of_fixed_shapes(lade_on, clearings, monkeypatch):
+    """A small tree is padded with token 0, which is one of those."""
+    monkeypatch.setattr("lade.models.fixed.BACKEND", "eager")
+    lade.config_lade(**MODES["tree"], COMPILE=1)
+    model, inputs, arguments = tiny_llama(), prompt(24), {"suppress_tokens": [0]}
+    expected = seeded(generate_plain, model, inputs, **arguments)
+    poison(model, [0])
+    try:
+        assert_same(seeded(model.generate, **inputs, **arguments), expected)
+    finally:
+        torch._dynamo.reset()
+    assert lade.last_stats().fallback_reason is None
+    assert clearings
+
+
+def test_the_witness_is_a_number_behind_the_prompt():
+    nan, inf = float("nan"), float("inf")
+    assert witness_of(torch.tensor([[0.0, 2.0, 1.0]])) == 1
+    assert witness_of(torch.tensor([[nan, inf, -inf, 1.0, 3.0]])) == 4
+    assert witness_of(torch.tensor([[nan, nan], [-inf, -1.0]])) == 1
+    assert witness_of(torch.tensor([[nan, inf]])) is None
