@@ -50,7 +50,8 @@ def beside(program):
 def pytest_cmdline_main(config):
     """The whole suite is run by two processes; a run of some tests is not, and starts at once."""
     options = config.option
-    chosen = options.keyword or options.markexpr or options.lf or options.failedfirst
+    narrowing = ("keyword", "markexpr", "lf", "failedfirst")  # the last two are not there without the cache plugin
+    chosen = any(getattr(options, name, False) for name in narrowing)
     is_whole = config.args_source is config.ArgsSource.TESTPATHS and not (chosen or options.collectonly)
     is_watched = options.usepdb or options.capture == "no"
     is_decided = getattr(options, "numprocesses", 0) is not None or hasattr(config, "workerinput")
