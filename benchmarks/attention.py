@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lade import kernels
-from lade.attention import Block, block_mask
+from lade.block.mask import Block, block_mask
 
 GPU_SHAPES = {"7B": (32, 32, 128), "7B, grouped": (32, 8, 128)}  # query heads, key/value heads, head dimension
 CPU_SHAPES = {"small": (8, 8, 64), "small, grouped": (8, 2, 64)}

@@ -24,9 +24,9 @@ import torch
 
 import lade
 import lade.decoding
-from lade.drafters.base import ROOT_ALONE, Draft
-from lade.memory import Memory, most_likely
-from lade.token_tree import TokenTree
+from lade.block.token_tree import TokenTree
+from lade.drafting.base import ROOT_ALONE, Draft
+from lade.drafting.memory import Memory, most_likely
 
 # The best (N, W, G) found for blocks of at most q tokens.
 LOOKAHEAD = {8: (4, 1, 1), 16: (4, 2, 3), 64: (5, 8, 8)}

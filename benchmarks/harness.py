@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
+from lade.commands import forward_costs as cost
 from lade.commands import measure
 from lade.commands.measure import (  # noqa: F401  what the benchmarks take from here
     Method,
@@ -28,7 +29,6 @@ from lade.commands.measure import (  # noqa: F401  what the benchmarks take from
 )
 from lade.commands.prompts import as_inputs, read_prompts
 from lade.config import MODES
-from lade.models import cost
 
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLED = ROOT / "models" / "stdlib-9m"

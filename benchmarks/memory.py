@@ -3,7 +3,7 @@
     python benchmarks/memory.py
     python benchmarks/memory.py --rows 500000 --trials 5
 
-Rows are written to a `RowTable` of the default memory's size in calls of --batch, as a decoding step does, each with a key that the
+Rows are written to a `TopKTable` of the default memory's size in calls of --batch, as a decoding step does, each with a key that the
 table does not have. Prints a table and ends with one JSON line: medians with p20/p80 over the trials.
 """
 
@@ -19,13 +19,13 @@ import harness
 import numpy as np
 import torch
 
-from lade.memory import MAX_BYTES, Memory
-from lade.row_table import BYTES_PER_ROW, ROW_LENGTH, RowTable
+from lade.drafting.memory import MAX_BYTES, Memory
+from lade.drafting.top_k_table import BYTES_PER_ROW, ROW_LENGTH, TopKTable
 
 FILLINGS = {"empty": 0.0, "half full": 0.5, "full": 1.0, "full, all rows replaced once": 2.0}
 
 
-def write(table: RowTable, first_key: int, num_rows: int, batch: int) -> float:
+def write(table: TopKTable, first_key: int, num_rows: int, batch: int) -> float:
     """Rows per microsecond of this thread's time, keys counting up."""
     ids = np.arange(batch * ROW_LENGTH).reshape(batch, ROW_LENGTH)
     bins = np.zeros_like(ids)
@@ -40,7 +40,7 @@ def write_speeds(capacity: int, args: argparse.Namespace) -> dict[str, dict[str,
     found: dict[str, list[float]] = {name: [] for name in FILLINGS}
     for _ in range(args.trials):
         for name, filling in FILLINGS.items():
-            table, num_rows = RowTable(capacity), int(filling * capacity)
+            table, num_rows = TopKTable(capacity), int(filling * capacity)
             write(table, 0, num_rows, args.batch)
             found[name].append(write(table, num_rows, args.writes, args.batch))
     return {name: harness.spread(speeds) for name, speeds in found.items()}

@@ -22,9 +22,13 @@ from typing import Any
 from unittest import mock
 
 import lade
-from lade import decoding, kv_cache, layout, rules, stats
+from lade import decoding, stats
+from lade.block import kv_cache, layout
 from lade.config import current_config
-from lade.models import base, fixed
+from lade.forward import runner
+from lade.forward import static_shapes as fixed
+from lade.models import base
+from lade.verification import selection as rules
 
 PARTS = ("propose", "lay out", "forward", "verify", "commit", "learn", "other")
 Enter = Callable[[str], AbstractContextManager]
@@ -32,21 +36,19 @@ Enter = Callable[[str], AbstractContextManager]
 
 def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
     """Where each part is found: an object, the name of its function, the part."""
-    for cls in classes("lade.drafters", "propose"):
+    for cls in classes("lade.drafting", "propose"):
         yield cls, "propose", "propose"
         yield cls, "learn", "learn"
-    yield decoding, "best_tokens", "learn"  # what the model chose behind the window
     yield decoding, "block_layout", "lay out"
     yield decoding, "Block", "lay out"
     for name in ("tokens", "position_offsets", "visibility"):
         yield layout.BlockLayout, name, "lay out"
     # What it does around the model's own forward: masks, slots.
-    for cls in classes("lade.models", "forward_block"):
-        yield cls, "forward_block", "lay out"
+    yield runner.BlockRunner, "forward", "lay out"
     yield base.ModelAdapter, "run_blocks", "forward"
-    yield fixed.FixedBlocks, "call", "forward"
-    yield fixed.FixedBlocks, "replay", "forward"
-    for cls in (rules.Rules, *rules.Rules.__subclasses__()):
+    yield fixed.StaticForward, "call", "forward"
+    yield fixed.StaticForward, "replay", "forward"
+    for cls in (rules.Selection, *rules.Selection.__subclasses__()):
         yield cls, "verify", "verify"
     yield kv_cache.LookaheadCache, "commit", "commit"
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lade.shares import num_window_tokens, split
-from lade.token_tree import TokenTree
+from lade.block.token_tree import TokenTree
+from lade.parallel.partition import num_window_tokens, split
 
 
 @dataclass(frozen=True)

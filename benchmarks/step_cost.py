@@ -24,11 +24,12 @@ import shapes
 import torch
 
 import lade
-from lade.attention import Block
+from lade.block.kv_cache import LookaheadCache
+from lade.block.mask import Block
 from lade.config import current_config
-from lade.kv_cache import LookaheadCache
+from lade.forward.choice import choose_forward
+from lade.forward.runner import BlockRunner
 from lade.models import ModelAdapter, adapter_for
-from lade.models.forward_choice import choose_forward
 from lade.stats import GenerationStats
 
 LEAST_SECONDS = 0.2  # of calls per figure and trial
@@ -55,9 +56,10 @@ def make_block(adapter: ModelAdapter, cache: LookaheadCache, num_tokens: int, ba
     )
 
 
-def filled_cache(adapter: ModelAdapter, context: int, room: int, batch_size: int) -> LookaheadCache:
+def filled_cache(runner: BlockRunner, context: int, room: int, batch_size: int) -> LookaheadCache:
     """A cache with `context` committed random tokens in each row, and room for a block."""
-    cache, device = adapter.make_cache(context + room), adapter.model.device
+    adapter = runner.adapter
+    cache, device = runner.make_cache(context + room), adapter.model.device
     numbers = torch.Generator().manual_seed(1)
     ids = torch.randint(3, adapter.num_tokens, (batch_size, context), generator=numbers).to(device)
     for start in range(0, context, PREFILL_CHUNK):
@@ -93,13 +95,13 @@ def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[]
     print(f"{'context':>8} {'q':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'to q=1':>8}")
     for context in args.contexts:
         adapter = adapter_for(model)
-        told = GenerationStats()
-        choose_forward(adapter, current_config(), told, None, args.max_new_tokens, ())
-        cache = filled_cache(adapter, context, max(args.tokens), args.batch)
+        runner, told = BlockRunner(adapter), GenerationStats()
+        choose_forward(runner, current_config(), told, None, args.max_new_tokens, ())
+        cache = filled_cache(runner, context, max(args.tokens), args.batch)
         first = None
         for num_tokens in args.tokens:
             block = make_block(adapter, cache, num_tokens, args.batch)
-            times = milliseconds(partial(adapter.forward_block, block, cache), synchronize, args.trials)
+            times = milliseconds(partial(runner.forward, block, cache), synchronize, args.trials)
             if parts.broken_wishes(told):
                 raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.broken_wishes(told))}")
             first = first or (times["median"] if num_tokens == 1 else None)

@@ -33,8 +33,9 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lade
-from lade.drafters import lookahead
-from lade.ngram_pool import NGramPool
+from lade.drafting import lookahead
+from lade.drafting.ngram_pool import NGramPool
+from lade.verification import logits
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
 # Operators that bring a value, or a shape that depends on values, to the host.
@@ -134,7 +135,8 @@ def pool_on_device(device: torch.device, *sizes: int) -> NGramPool:
 
 @contextmanager
 def counted_on_cpu(waits: Waits) -> Iterator[None]:
-    with mock.patch.object(lookahead, "pool_for", pool_on_device), CountReads(waits), CountCopies(waits):
+    on_device = mock.patch.object(lookahead, "pool_for", pool_on_device), mock.patch.object(logits, "ON_HOST", ())
+    with on_device[0], on_device[1], CountReads(waits), CountCopies(waits):
         yield
 
 

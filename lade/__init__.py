@@ -5,7 +5,7 @@ lade.augment_all()
 lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
 
 runs while the environment has USE_LADE=1. Importing lade changes nothing by itself, and imports neither torch nor
-transformers: that happens when the first name that needs them is used. Floor 6.
+transformers: that happens when the first name that needs them is used.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lade.stats import GenerationStats, last_stats, log_history, save_log
 
 if TYPE_CHECKING:
     from lade.augment import augment_all, augment_generate, augment_llama, restore_all
-    from lade.memory import Memory
+    from lade.drafting.memory import Memory
     from lade.models import ModelAdapter, allow_hook, register_adapter
-    from lade.parallel import distributed, get_device
+    from lade.parallel.group import distributed, get_device
 
 __version__ = "0.1.0"
 
@@ -47,14 +47,14 @@ __all__ = [
 
 # Public names whose modules import torch and transformers -> those modules.
 _LAZY = {
-    "Memory": "lade.memory",
+    "Memory": "lade.drafting.memory",
     "ModelAdapter": "lade.models",
     "allow_hook": "lade.models",
     "augment_all": "lade.augment",
     "augment_generate": "lade.augment",
     "augment_llama": "lade.augment",
-    "distributed": "lade.parallel",
-    "get_device": "lade.parallel",
+    "distributed": "lade.parallel.group",
+    "get_device": "lade.parallel.group",
     "register_adapter": "lade.models",
     "restore_all": "lade.augment",
 }

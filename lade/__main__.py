@@ -1,4 +1,4 @@
-"""`python -m lade`. Floor 8."""
+"""`python -m lade`."""
 
 import sys
 

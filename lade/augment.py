@@ -1,4 +1,4 @@
-"""The patch: `augment_all()` puts lookahead behind `generate()`, `restore_all()` takes it away again. Floor 5.
+"""The patch: `augment_all()` puts lookahead behind `generate()`, `restore_all()` takes it away again.
 
 `GenerationMixin._sample` is where `generate()` looks up its greedy and sampling loop. `generate` itself is wrapped only
 to keep one set of figures per call, and the other decoding methods only to say why lookahead did not run.
@@ -26,12 +26,12 @@ from lade.compat import (
 )
 from lade.config import apply_environment, current_config, is_enabled, one_at_a_time
 from lade.decoding import lookahead_decode
-from lade.link import is_leader
-from lade.models import ModelAdapter, adapter_for, needs_trial
+from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.base import prompt_key_mask
-from lade.models.probe import trial_reason
 from lade.models.request import Request
-from lade.parallel import Alone, team_for
+from lade.models.self_check import self_check_reason
+from lade.parallel.communicator import is_leader
+from lade.parallel.group import SingleProcess, process_group_for
 from lade.stats import GenerationStats, open_stats, recording
 
 logger = logging.getLogger("lade")
@@ -146,7 +146,7 @@ def adapter_or_reason(
         or unsupported_cache(cache, generation_config, is_callers)
         or unsupported_arguments(adapter, model_kwargs)
         or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
-        or (trial_of(adapter, generation_config, input_ids, model_kwargs) if needs_trial(adapter) else None)
+        or (trial_of(adapter, generation_config, input_ids, model_kwargs) if needs_self_check(adapter) else None)
         or adapter
     )
 
@@ -155,7 +155,7 @@ def trial_of(
     adapter: ModelAdapter, generation_config: Any, input_ids: Tensor, model_kwargs: dict[str, Any]
 ) -> str | None:
     """Why a model that is not known to be right failed the trial for such a call; None when it passed."""
-    return trial_reason(
+    return self_check_reason(
         adapter, generation_config.max_length, len(input_ids), prompt_key_mask(model_kwargs.get("attention_mask"))
     )
 
@@ -274,21 +274,21 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         stats = open_stats()
         if is_enabled():
-            with team_for(current_config(), input_ids.device, stats) as team:
+            with process_group_for(current_config(), input_ids.device, stats) as group:
                 # Several processes have to agree on each token, however few there are.
-                is_useless = type(team) is Alone and is_short(input_ids, generation_config)
+                is_useless = type(group) is SingleProcess and is_short(input_ids, generation_config)
                 found = TOO_SHORT if is_useless else adapter_or_reason(self, input_ids, generation_config, model_kwargs)
                 reason = found if isinstance(found, str) else None
-                reason = team.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
+                reason = group.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
                 if reason is None:
                     return lookahead_decode(
                         *arguments,
-                        config=team.config,
+                        config=group.config,
                         adapter=found,
                         stats=stats,
                         callers_cache=callers_cache(generation_config, model_kwargs),
-                        team=team,
+                        group=group,
                         **model_kwargs,
                     )
             if reason != TOO_SHORT:

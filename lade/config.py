@@ -1,16 +1,19 @@
-"""What the user can set, validated before anything runs.
+"""What the user can set: one table of settings, validated before anything runs.
 
-Knows nothing about models or tensors. Floor 0: imports nothing of lade.
+Each field of `LookaheadConfig` is a row of the table: default, public keyword, rule and documentation. Keywords, checks, signature and
+help of `config_lade` follow from it. Knows nothing about models or tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import json
 import logging
 import os
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,21 +31,30 @@ MAX_WORKERS = 4096
 ON_VALUES = ("1", "true", "yes", "on")
 NO_SETTINGS = ("note", "measured")  # what a settings file may hold besides: a sentence, and whatever was measured
 
-
-def _check_integer(name: str, value: object, low: int, high: int, also: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        hint = f" ({also})" if also else ""
-        raise ValueError(f"{name} must be an integer from {low} to {high}{hint}, got {value!r}")
-    return value
+Check = Callable[[str, Any], Any]  # public keyword, value as given -> the field's value; raises ValueError
 
 
-def _check_flag(name: str, value: object) -> bool:
+def integer(low: int, high: int, also: str = "", takes_flags: bool = False) -> Check:
+    """An integer from `low` to `high`. also: a remark on the range. takes_flags: False and True are 0 and 1."""
+    rule = f"an integer from {low} to {high}" + (f" ({also})" if also else "")
+
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) and takes_flags:
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{name} must be {rule}, got {value!r}")
+        return value
+
+    return check
+
+
+def flag(name: str, value: Any) -> bool:
     if not isinstance(value, int) or value not in (0, 1):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}")
     return bool(value)
 
 
-def _check_choice(name: str, value: object) -> bool | None:
+def flag_or_auto(name: str, value: Any) -> bool | None:
     """None for "auto": lade decides."""
     if value == "auto":
         return None
@@ -51,36 +63,88 @@ def _check_choice(name: str, value: object) -> bool | None:
     return bool(value)
 
 
+def one_of(*values: str) -> Check:
+    def check(name: str, value: Any) -> str:
+        if value not in values:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}")
+        return str(value)
+
+    return check
+
+
+def setting(default: Any, keyword: str, check: Check, meaning: str) -> Any:
+    """A row of the table. keyword: of `config_lade`. meaning: a sentence for its help."""
+    return dataclasses.field(default=default, metadata={"keyword": keyword, "check": check, "meaning": meaning})
+
+
 @dataclass(frozen=True, slots=True)
 class LookaheadConfig:
     """Settings of lookahead decoding (arXiv:2402.02057). Sizes are in tokens."""
 
-    ngram_size: int = 5  # N, public name LEVEL
-    window_size: int = 7  # W, public name WINDOW_SIZE
-    guess_set_size: int = 7  # G, public name GUESS_SET_SIZE; -1 = UNLIMITED_GUESSES
-    debug: int = 0  # public name DEBUG
-    always_forward_one: bool = True  # public name ALWAYS_FWD_ONE; False rolls the window by what was accepted
-    pool_from_prompt: bool = True  # public name POOL_FROM_PROMPT
-    use_flash: bool | None = None  # public name USE_FLASH: blocks go through lade's own attention; None = lade decides
-    mode: str = "auto"  # public name MODE: one of MODES
-    adaptive: bool = True  # public name ADAPTIVE: each step's block is as large as pays
-    max_block: int = 64  # public name MAX_BLOCK: tokens of a step
-    share: bool = True  # public name SHARE: calls learn from each other
-    deterministic: bool = (
-        False  # public name DETERMINISTIC: in half precision sizes follow assumed costs, never measured ones
+    ngram_size: int = setting(5, "LEVEL", integer(2, 64), "N of the paper: the length of an n-gram.")
+    window_size: int = setting(7, "WINDOW_SIZE", integer(1, 1024), "W: columns of the window.")
+    guess_set_size: int = setting(
+        7,
+        "GUESS_SET_SIZE",
+        integer(-1, 1024, "-1 for unlimited"),
+        f"G: candidates kept per key and verified per step; -1 for {UNLIMITED_GUESSES}, the most that lade keeps.",
     )
-    dist_workers: int | None = None  # public name DIST_WORKERS; None = what the environment says
-    backend: str | None = None  # for keys/values between processes; None = nccl for a model on CUDA, else gloo
-    compile: bool = False  # public name COMPILE: blocks of fixed shapes go through torch.compile where they can
-    cuda_graph: bool | None = None  # public name CUDA_GRAPH: and are captured; None = lade decides
+    debug: int = setting(0, "DEBUG", integer(0, 9, takes_flags=True), "1 prints a summary after each call.")
+    always_forward_one: bool = setting(
+        True, "ALWAYS_FWD_ONE", flag, "0 rolls the window by as many columns as were accepted."
+    )
+    pool_from_prompt: bool = setting(True, "POOL_FROM_PROMPT", flag, "0 starts with an empty pool.")
+    use_flash: bool | None = setting(
+        None,
+        "USE_FLASH",
+        flag_or_auto,
+        "1 sends blocks through lade's own attention: a Triton kernel on CUDA, plain torch elsewhere. "
+        "'auto' does so on CUDA where it pays.",
+    )
+    mode: str = setting(
+        "auto",
+        "MODE",
+        one_of(*MODES),
+        "Who guesses: 'lookahead' is the paper's window and pool, 'tree' grows a tree from everything the model has said before "
+        "(docs/drafting.md), 'auto' leaves the choice to lade: today the tree. Giving LEVEL, WINDOW_SIZE or GUESS_SET_SIZE "
+        "without MODE means 'lookahead'.",
+    )
+    adaptive: bool = setting(
+        True,
+        "ADAPTIVE",
+        flag,
+        "0 lays out the whole block in every step instead of as much of it as pays on this machine.",
+    )
+    max_block: int = setting(64, "MAX_BLOCK", integer(2, 512), "The most tokens that a step of the tree may have.")
+    share: bool = setting(True, "SHARE", flag, "0 lets no call learn from another.")
+    dist_workers: int | None = setting(
+        None,
+        "DIST_WORKERS",
+        integer(1, MAX_WORKERS),
+        "K splits each step over K processes, which torchrun or accelerate launch start. Default: the variable of that name, or 1.",
+    )
+    backend: str | None = setting(
+        None,
+        "backend",
+        one_of("nccl", "gloo"),
+        "How keys and values travel between these processes. Default: nccl for a model on CUDA, else gloo.",
+    )
+    compile: bool = setting(False, "COMPILE", flag, "1 pads blocks to static shapes and compiles their forward.")
+    cuda_graph: bool | None = setting(
+        None, "CUDA_GRAPH", flag_or_auto, "1 captures it in a CUDA graph. 'auto' does so on CUDA where it pays."
+    )
+    deterministic: bool = setting(
+        False,
+        "DETERMINISTIC",
+        flag,
+        "1 measures no step costs where they could change a text, in half precision; costs assumed for the kind of device decide.",
+    )
 
     def __post_init__(self) -> None:
-        _check_integer("LEVEL", self.ngram_size, 2, 64)
-        _check_integer("WINDOW_SIZE", self.window_size, 1, 1024)
-        _check_integer("GUESS_SET_SIZE", self.guess_set_size, -1, 1024, "-1 for unlimited")
-        _check_integer("MAX_BLOCK", self.max_block, 2, 512)
-        if self.mode not in MODES:
-            raise ValueError(f"MODE must be one of {', '.join(map(repr, MODES))}, got {self.mode!r}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                field.metadata["check"](field.metadata["keyword"], value)
         if self._full_block_tokens > MAX_BLOCK_TOKENS:
             raise ValueError(
                 "(LEVEL - 1) * (WINDOW_SIZE + GUESS_SET_SIZE) is the number of tokens in a step and must be <= "
@@ -107,7 +171,7 @@ class LookaheadConfig:
             return self.dist_workers
         text = os.environ.get("DIST_WORKERS", "").strip()
         value = int(text) if text.isdecimal() else text
-        return _check_integer("DIST_WORKERS in the environment", value, 1, MAX_WORKERS) if text else 1
+        return integer(1, MAX_WORKERS)("DIST_WORKERS in the environment", value) if text else 1
 
     @property
     def num_guesses(self) -> int:
@@ -123,6 +187,12 @@ class LookaheadConfig:
     def _full_block_tokens(self) -> int:
         return (self.ngram_size - 1) * (self.window_size + self.num_guesses)
 
+
+# Public keyword -> its row of the table. Two more keywords are no settings: CONFIG names a file, SPLIT_FLAG is accepted and ignored,
+# for programs written for the original.
+SETTINGS = {field.metadata["keyword"]: field for field in dataclasses.fields(LookaheadConfig)}
+WINDOW_SIZES = ("LEVEL", "WINDOW_SIZE", "GUESS_SET_SIZE")
+KEYWORDS = (*SETTINGS, "CONFIG", "SPLIT_FLAG")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -156,90 +226,65 @@ def is_enabled() -> bool:
 
 
 @one_at_a_time
-def config_lade(
-    WINDOW_SIZE: int | None = None,
-    LEVEL: int | None = None,
-    DEBUG: int | None = None,
-    GUESS_SET_SIZE: int | None = None,
-    ALWAYS_FWD_ONE: int | bool | None = None,
-    SPLIT_FLAG: object = None,
-    DIST_WORKERS: int | None = None,
-    POOL_FROM_PROMPT: int | bool | None = None,
-    backend: str | None = None,
-    CONFIG: str | os.PathLike[str] | None = None,
-    USE_FLASH: int | bool | str | None = None,
-    MODE: str | None = None,
-    ADAPTIVE: int | bool | None = None,
-    MAX_BLOCK: int | None = None,
-    SHARE: int | bool | None = None,
-    COMPILE: int | bool | None = None,
-    CUDA_GRAPH: int | bool | str | None = None,
-    DETERMINISTIC: int | bool | None = None,
-) -> None:
-    """Change the settings of all later `generate()` calls; what is not given keeps its value.
+def config_lade(**keywords: Any) -> None:
+    """Change the settings of all later `generate()` calls; what is not given, or given as None, keeps its value.
 
-    LEVEL, WINDOW_SIZE, GUESS_SET_SIZE are N, W, G of the paper: the length of an n-gram (2 to 64), the columns of the
-    window (1 to 1024) and the candidates per key (0 to 1024; -1 for as many as lade keeps, UNLIMITED_GUESSES).
-    DEBUG=1 prints a summary after each call. ALWAYS_FWD_ONE=0 rolls the window by as many columns as were accepted.
-    POOL_FROM_PROMPT=0 starts with an empty pool. USE_FLASH=1 sends blocks through lade's own attention: a Triton kernel on
-    CUDA, plain torch elsewhere. COMPILE=1 pads blocks to fixed shapes and compiles their forward; CUDA_GRAPH=1 captures it.
-    USE_FLASH="auto" and CUDA_GRAPH="auto", the defaults, leave both to lade, which does so on CUDA where it pays.
-    DIST_WORKERS=K splits each step over K processes, which `torchrun` or `accelerate launch`
-    start; backend ("nccl", "gloo") is how keys/values travel between them. SPLIT_FLAG is accepted and ignored.
+    Raises ValueError, naming the keyword, the rule and the value, and TypeError for a keyword that does not exist; then nothing
+    has changed.
 
-    MODE says who guesses: "lookahead" is the paper's window and pool, "tree" grows a tree from everything the model has said
-    before (docs/drafting.md), and "auto", the default, leaves the choice to lade: today that is the tree. Giving LEVEL,
-    WINDOW_SIZE or GUESS_SET_SIZE without MODE means "lookahead". ADAPTIVE=0 lays out the whole block in every step instead of as
-    much of it as pays on this machine. MAX_BLOCK is the most tokens that a step of the tree may have (2 to 512). SHARE=0 lets no
-    call learn from another. DETERMINISTIC=1 measures no step costs where they could change a text, in half precision.
-
-    Raises ValueError, naming the parameter, the rule and the value, before anything has changed.
-
-    CONFIG is a JSON file of these keywords, such as `lade tune` writes: as if they were given in a call of their own before
-    this one.
     """
-    given = dict(locals())  # the keywords; must stay the first statement
     apply_environment()
-    if CONFIG is not None:
-        _config_from_file(CONFIG, given)
+    for name in keywords:
+        if name not in KEYWORDS:
+            raise TypeError(f"config_lade() has no keyword {name!r}{suggestion(name)}")
+    given = {name: value for name, value in keywords.items() if value is not None}
+    path = given.pop("CONFIG", None)
+    if path is not None:
+        _config_from_file(path, given)
         return
-    changes: dict[str, Any] = {}
-    for field, value in (("window_size", WINDOW_SIZE), ("ngram_size", LEVEL), ("guess_set_size", GUESS_SET_SIZE)):
-        if value is not None:
-            changes[field] = value
-    if MODE is not None:
-        changes["mode"] = MODE
-    elif changes:
-        changes["mode"] = "lookahead"
-    if ADAPTIVE is not None:
-        changes["adaptive"] = _check_flag("ADAPTIVE", ADAPTIVE)
-    if MAX_BLOCK is not None:
-        changes["max_block"] = MAX_BLOCK
-    if SHARE is not None:
-        changes["share"] = _check_flag("SHARE", SHARE)
-    if DETERMINISTIC is not None:
-        changes["deterministic"] = _check_flag("DETERMINISTIC", DETERMINISTIC)
-    if DEBUG is not None:
-        changes["debug"] = _check_integer("DEBUG", int(DEBUG) if isinstance(DEBUG, bool) else DEBUG, 0, 9)
-    if ALWAYS_FWD_ONE is not None:
-        changes["always_forward_one"] = _check_flag("ALWAYS_FWD_ONE", ALWAYS_FWD_ONE)
-    if POOL_FROM_PROMPT is not None:
-        changes["pool_from_prompt"] = _check_flag("POOL_FROM_PROMPT", POOL_FROM_PROMPT)
-    if backend is not None:
-        if backend not in ("nccl", "gloo"):
-            raise ValueError(f"backend must be 'nccl' or 'gloo', got {backend!r}")
-        changes["backend"] = backend
-    if USE_FLASH is not None:
-        changes["use_flash"] = _check_choice("USE_FLASH", USE_FLASH)
-    if DIST_WORKERS is not None:
-        changes["dist_workers"] = _check_integer("DIST_WORKERS", DIST_WORKERS, 1, MAX_WORKERS)
-    if COMPILE is not None:
-        changes["compile"] = _check_flag("COMPILE", COMPILE)
-    if CUDA_GRAPH is not None:
-        changes["cuda_graph"] = _check_choice("CUDA_GRAPH", CUDA_GRAPH)
-
     global _default
-    _default = dataclasses.replace(_default, **changes)
+    _default = _changed(_default, given)
+
+
+def suggestion(name: str) -> str:
+    """What somebody may have meant who wrote `name`, as the end of a sentence."""
+    names = {known.lower(): known for known in KEYWORDS}
+    close = difflib.get_close_matches(name.lower(), names, n=1)
+    return f"; did you mean {names[close[0]]}?" if close else f"; it has {', '.join(KEYWORDS)}"
+
+
+def _changed(config: LookaheadConfig, given: dict[str, Any]) -> LookaheadConfig:
+    """given: public keywords and values, none of them None."""
+    changes = {
+        SETTINGS[name].name: SETTINGS[name].metadata["check"](name, value)
+        for name, value in given.items()
+        if name in SETTINGS
+    }
+    if "MODE" not in given and any(name in given for name in WINDOW_SIZES):
+        changes["mode"] = "lookahead"
+    return dataclasses.replace(config, **changes)
+
+
+def _help() -> str:
+    """One entry for each keyword, with its default."""
+    meanings = {name: (field.metadata["meaning"], field.default) for name, field in SETTINGS.items()}
+    lines = [
+        f"{name}: {meaning}"
+        + ("" if default is None else f" Default: {int(default) if isinstance(default, bool) else default!r}.")
+        for name, (meaning, default) in meanings.items()
+    ]
+    lines.append(
+        "CONFIG: a JSON file of these keywords, such as `lade tune` writes: as if they were given in a call of their own before this one."
+    )
+    lines.append("SPLIT_FLAG: accepted and ignored.")
+    return "\n".join(textwrap.fill(line, 110, initial_indent="    ", subsequent_indent="        ") for line in lines)
+
+
+config_lade.__doc__ = f"{(config_lade.__doc__ or '').rstrip()}\n\n{_help()}\n"
+config_lade.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what help() and editors show
+    [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in KEYWORDS],
+    return_annotation=None,
+)
 
 
 @one_at_a_time
@@ -282,7 +327,7 @@ def _config_from_file(path: str | os.PathLike[str], given: dict[str, Any], sourc
             config_lade(**settings)
         except (ValueError, NotImplementedError) as error:
             raise type(error)(f"{error}, with {source}={os.fspath(path)!r}") from None
-        config_lade(**{**given, "CONFIG": None})
+        config_lade(**given)
     except BaseException:
         _default = before
         raise
@@ -308,7 +353,7 @@ def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple
         raise ValueError(f"{name} must hold JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{name} must hold one JSON object, found {type(content).__name__}")
-    known = [keyword for keyword in inspect.signature(config_lade).parameters if keyword != "CONFIG"]
+    known = [keyword for keyword in KEYWORDS if keyword != "CONFIG"]
     settings = {key: value for key, value in content.items() if key not in NO_SETTINGS}
     unknown = [key for key in settings if key not in known]
     if unknown:

@@ -1,9 +1,10 @@
-"""The lookahead loop: propose, lay out, forward, verify, commit, learn. One loop for greedy and sampling. Floor 4."""
+"""The lookahead loop: propose, lay out, forward, verify, commit, learn. One loop for greedy and sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -11,20 +12,25 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from lade.attention import Block
+from lade.block.kv_cache import LookaheadCache, slots_of_static
+from lade.block.layout import BlockLayout, block_layout
+from lade.block.mask import Block
+from lade.block.token_tree import TokenTree
 from lade.config import LookaheadConfig
-from lade.drafters import Outcome, make_drafter
-from lade.drafters.base import ROOT_ALONE, Drafter
-from lade.kv_cache import slots_of_static
-from lade.layout import block_layout
+from lade.drafting import Outcome, make_drafter
+from lade.drafting.base import ROOT_ALONE, Draft, Drafter
+from lade.forward.choice import choose_forward
+from lade.forward.on_device.loop import device_loop
+from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter, prompt_key_mask
-from lade.models.device_loop import device_loop
-from lade.models.forward_choice import choose_forward
-from lade.outputs import OutputRecorder
-from lade.parallel import Alone
-from lade.rules import Rules, rules_for
+from lade.parallel.group import SingleProcess
+from lade.parallel.partition import BlockPart
 from lade.stats import GenerationStats
-from lade.token_tree import TokenTree
+from lade.verification.outputs import OutputRecorder
+from lade.verification.selection import Accepted, Selection, selection_for
+
+# input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder
+Request = tuple[Tensor, LogitsProcessorList, StoppingCriteriaList, GenerationConfig, Any, OutputRecorder]
 
 FIRST_CAPACITY = 1024  # slots behind the prompt that are allocated at first, where that many may be needed
 
@@ -43,151 +49,266 @@ def lookahead_decode(
     adapter: ModelAdapter,
     stats: GenerationStats,
     callers_cache: Cache | None,
-    team: Alone,
+    group: SingleProcess,
     **model_kwargs: Any,
 ) -> Any:
     """What `GenerationMixin._sample` returns for these arguments, in fewer forward passes.
 
     input_ids: [B, P] prompts; P is 0 when only inputs_embeds are given. callers_cache: the cache that plain generate()
-    would leave to its caller, who finds the whole text in it afterwards. team: the processes that share each step.
+    would leave to its caller, who finds the whole text in it afterwards. group: the processes that share each step.
     Source: arXiv:2402.02057, algorithm 2.
     """
-    model = adapter.prompt_model
-    recorder = OutputRecorder(generation_config)
-    needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
-    request = (input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder)
-    rules = team.rules(rules_for(*request, needs_equal_lengths), *request)
-    batch_size, device = len(input_ids), input_ids.device
-    is_on_host = device.type == "cpu"
-    key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
-    positions = model_kwargs.get("position_ids")  # [B or 1, prompt], or more of these; None for a model that takes none
-    num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
-    adapter.carry(model_kwargs)
-    choose_forward(adapter, config, stats, key_mask, num_new, recorder.model_arguments)
-    team.num_tokens = adapter.num_tokens
-    temperature = (generation_config.temperature or 1.0) if generation_config.do_sample else None
-    drafter = make_drafter(
-        config,
-        adapter.model,
-        adapter.num_tokens,
-        input_ids,
-        key_mask,
-        temperature,
-        rules.noise,
-        adapter.forward_kind,
-        is_exact=not config.adaptive or adapter.is_exact,
+    call = DecodingCall(
+        (
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            OutputRecorder(generation_config),
+        ),
+        config=config,
+        adapter=adapter,
+        stats=stats,
+        callers_cache=callers_cache,
+        group=group,
+        is_synced=synced_gpus,
+        model_kwargs=model_kwargs,
     )
-
-    num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
-    most_slots = slots_of_static(callers_cache)
-    is_alone = type(team) is Alone and not synced_gpus and most_slots is None
-    on_device = device_loop(adapter, config, rules, drafter, stats, key_mask, positions) if is_alone else None
-    if on_device:
-        cache = on_device.make_cache(num_slots)
-    else:
-        cache = adapter.take_cache(num_slots, input_ids.shape[1] + num_new + config.max_block_tokens, batch_size)
-    cache.most_slots = most_slots
-    cache.adopt(model_kwargs["past_key_values"])
-    model_kwargs["past_key_values"] = cache
-
-    # The prompt's own forward is a step with an empty tree.
-    outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    if outputs.past_key_values is not cache:  # the model made one of its own for the prompt
-        cache = adapter.make_cache(cache.capacity)
-        cache.most_slots = most_slots
-        cache.adopt(outputs.past_key_values)
-    cache.end_prefill(batch_size)
-    # How far positions are ahead of slots, [..., B or 1, 1]; the most of all rows is read once, so that no step has to wait for it.
-    ahead = 0 if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
-    lead = 0 if positions is None else int(positions[..., -1].max()) + 1 - cache.lengths[0]
-    if positions is not None and positions.shape[:-1] == (1,):
-        ahead = lead  # the same for all, as a number: that takes less time in each step
-    stats.batch_size, stats.steps = batch_size, 1
-
+    selection, drafter, timer = call.selection, call.drafter, StepTimer(call)
+    outputs = call.prefill(input_ids, generation_config, model_kwargs)
     # Mixture-of-experts layers compute in another way, with other rounding, while they decode.
-    with adapter.block_model._optimize_model_for_decode(), reporting(stats, rules, drafter):
-        recorder.begin_step(outputs, None)
-        tree, logits = TokenTree.empty(batch_size), outputs.logits[:, -1:]
-        answers, _ = team.exchange(team.share(tree, ROOT_ALONE), logits, has_window=False)
-        accepted = rules.verify(tree, answers)
-        drafter.learn(Outcome(tree, logits, accepted, None, rules.texts))
-        outputs = None
-        if on_device:  # this loop in another form; what it leaves undone is done below
-            on_device.run(cache, logits.shape[-1], answers.witness)
-        while model._has_unfinished_sequences(all(rules.is_finished), synced_gpus, device=device):
-            began, drawn = perf_counter(), rules.drawing_seconds
-            roots = rules.texts.roots()
-            allowed = adapter.max_guess_offset(max(cache.lengths) + lead)
-            max_offset = 0 if rules.next_is_plain else cache.max_guess_offset(allowed)
-            draft = drafter.propose(rules.texts, rules.is_idle, max_offset)
-            drafted = perf_counter()
-            # Guesses look ahead at the draws of verification, which are made but once.
-            drawing = rules.drawing_seconds - drawn
-            tree = rules.without_finished(draft.tree, draft.max_depth)
-            share = team.share(tree, draft.window_shape)
-            num_nodes = adapter.padded_nodes(share.tree.num_nodes)
-            layout = block_layout(*draft.window_shape, num_nodes, device, share.columns)
-            if min(cache.lengths) == max(cache.lengths):
-                starts: int | Tensor = cache.lengths[0]
-            else:
-                # The last token of a row that has ended is never read, and may lie behind the model's last position.
-                counted = [
-                    length - has_ended for length, has_ended in zip(cache.lengths, rules.is_finished, strict=True)
-                ]
-                starts = torch.tensor(counted, device=device)[:, None]  # [B, 1]
-            offsets = layout.position_offsets(share.tree)
-            block = Block(
-                tokens=rules.without_avoided(layout.tokens(roots, share.tree, draft.window_cells)),
-                offsets=offsets,
-                positions=offsets + (ahead + starts),
-                visible=layout.visibility(share.tree),
-                logit_rows=layout.logit_rows if draft.has_window else layout.answers,
-                lengths=cache.lengths,
-                key_mask=key_mask,
-            )
-            outputs = adapter.forward_block(block, cache, **recorder.model_arguments)
-            if not is_on_host:
-                wait_for(device)
-            forwarded = perf_counter()
-            stats.steps += 1
-            stats.block_tokens.append(layout.num_tokens)
-
-            if all(rules.is_finished):  # only other processes still decode; this one keeps them company
+    with adapter.block_model._optimize_model_for_decode(), call.reporting():
+        call.take_first_token(outputs)
+        del outputs  # of the whole prompt
+        if call.on_device:  # this loop in another form; what it leaves undone is done below
+            call.on_device.run(call.cache, call.vocab_size, call.witness)
+        while call.model._has_unfinished_sequences(all(selection.is_finished), synced_gpus, device=input_ids.device):
+            timer.begin()
+            draft = call.propose()
+            timer.end_draft()
+            step = call.lay_out(draft)
+            outputs = call.forward(step)
+            timer.end_forward()
+            if all(selection.is_finished):  # only other processes still decode; this one keeps them company
                 continue
-            recorder.begin_step(outputs, cache.lengths[0])
-            logits = layout.without_padding(outputs.logits, share.tree)
-            answers, choices = team.exchange(share, logits, draft.has_window)
-            accepted = rules.verify(tree, answers)
-            team.commit(cache, share, accepted)
-            if rules.next_is_plain:
-                team.recover(rules, *cache.clear_guesses(block.tokens, accepted))
-            for path in accepted:
-                if path is not None:
-                    stats.accepted_lengths[len(path)] += 1
-            verified = perf_counter()
-
-            drafter.learn(Outcome(tree, logits[:, : 1 + tree.num_nodes], accepted, choices, rules.texts))
-            learned = perf_counter()
-            # The user's own code runs while tokens are verified: once per token, whatever the block. What prepares later steps does
-            # not count either.
-            searching = drafted - began - drawing
-            seconds = forwarded - drafted - adapter.preparing_seconds + learned - verified
-            drafter.spent(max(rules.texts.lengths), layout.num_tokens, seconds, searching)
-            stats.add_times(searching + learned - verified, forwarded - drafted, verified - forwarded + drawing)
+            logits, accepted, choices = call.verify(step, outputs)
+            call.commit(step, accepted)
+            timer.end_verify()
+            drafter.learn(Outcome(step.tree, logits, accepted, choices, selection.texts))
+            timer.end_learn(step.layout.num_tokens)
             if stats.on_step is not None:
-                stats.on_step(roots, draft, tree, layout, accepted, choices, rules.texts)
+                stats.on_step(step.roots, draft, step.tree, step.layout, accepted, choices, selection.texts)
+    return call.finish()
 
-    if streamer is not None:
-        streamer.end()
-    team.end(rules.do_sample, device)
-    drafter.finish()
-    if callers_cache is not None:
-        cache.hand_over(callers_cache)
-    if on_device:
-        on_device.give_back()
-    adapter.give_back()
-    adapter.check_kernel(stats)
-    return recorder.result(rules.texts.padded(rules.pad_token), callers_cache)
+
+@dataclass(slots=True)
+class Step:
+    """One block: what was guessed, and how it is laid out."""
+
+    roots: list[int]
+    draft: Draft
+    tree: TokenTree  # of all processes
+    part: BlockPart  # this process's
+    layout: BlockLayout
+    block: Block
+
+
+class DecodingCall:
+    """What one call decodes with: generate()'s own selection of tokens, the drafter, the runner and the cache."""
+
+    cache: LookaheadCache
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        config: LookaheadConfig,
+        adapter: ModelAdapter,
+        stats: GenerationStats,
+        callers_cache: Cache | None,
+        group: SingleProcess,
+        is_synced: bool,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        """Arguments as for `lookahead_decode`. is_synced: its synced_gpus."""
+        input_ids, _, stopping_criteria, generation_config, self.streamer, self.recorder = request
+        self.adapter, self.stats, self.group, self.callers_cache = adapter, stats, group, callers_cache
+        self.model, self.runner = adapter.prompt_model, BlockRunner(adapter)
+        self.device, self.do_sample = input_ids.device, bool(generation_config.do_sample)
+        needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
+        self.selection: Selection = group.selection(selection_for(*request, needs_equal_lengths), *request)
+        self.key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
+        # [B or 1, prompt], or more of these; None for a model that takes none.
+        self.positions: Tensor | None = model_kwargs.get("position_ids")
+        num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
+        adapter.carry(model_kwargs)
+        choose_forward(self.runner, config, stats, self.key_mask, num_new, self.recorder.model_arguments)
+        group.num_tokens = adapter.num_tokens
+        self.drafter: Drafter = make_drafter(
+            config,
+            adapter.model,
+            adapter.num_tokens,
+            input_ids,
+            self.key_mask,
+            (generation_config.temperature or 1.0) if self.do_sample else None,
+            self.selection.noise,
+            self.runner.kind,
+            is_exact=not config.adaptive or adapter.is_exact,
+        )
+        self.most_slots = slots_of_static(callers_cache)
+        is_alone = type(group) is SingleProcess and not is_synced and self.most_slots is None
+        parts = (self.runner, config, self.selection, self.drafter, stats, self.key_mask, self.positions)
+        self.on_device = device_loop(*parts) if is_alone else None
+        num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
+        if self.on_device:
+            self.cache = self.on_device.make_cache(num_slots)
+        else:
+            most = input_ids.shape[1] + num_new + config.max_block_tokens
+            self.cache = self.runner.take_cache(num_slots, most, len(input_ids))
+        self.cache.most_slots = self.most_slots
+
+    def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+        """The prompt's own forward. Returns the model's output."""
+        self.cache.adopt(model_kwargs["past_key_values"])
+        model_kwargs["past_key_values"] = self.cache
+        outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
+        if outputs.past_key_values is not self.cache:  # the model made one of its own for the prompt
+            self.cache = self.runner.make_cache(self.cache.capacity)
+            self.cache.most_slots = self.most_slots
+            self.cache.adopt(outputs.past_key_values)
+        self.cache.end_prefill(len(input_ids))
+        # The offset of positions from slots, [..., B or 1, 1]. The largest is read once, so that no step has to wait for it.
+        positions, length = self.positions, self.cache.lengths[0]
+        self.position_offset: Tensor | int = 0 if positions is None else positions[..., -1:] + 1 - length
+        self.max_position_offset = 0 if positions is None else int(positions[..., -1].max()) + 1 - length
+        if positions is not None and positions.shape[:-1] == (1,):
+            self.position_offset = self.max_position_offset  # a number takes less time in each step
+        self.stats.batch_size, self.stats.steps = len(input_ids), 1
+        return outputs
+
+    def take_first_token(self, outputs: Any) -> None:
+        """Choose from the prompt's logits: a step with an empty tree."""
+        self.recorder.begin_step(outputs, None)
+        tree, logits = TokenTree.empty(len(self.cache.lengths)), outputs.logits[:, -1:]
+        answers, _ = self.group.exchange(self.group.share(tree, ROOT_ALONE), logits, has_window=False)
+        accepted = self.selection.verify(tree, answers)
+        self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.texts))
+        self.vocab_size, self.witness = logits.shape[-1], answers.witness
+
+    def propose(self) -> Draft:
+        """The drafter's guesses behind each row's root."""
+        allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
+        max_offset = 0 if self.selection.next_is_plain else self.cache.max_guess_offset(allowed)
+        return self.drafter.propose(self.selection.texts, self.selection.is_idle, max_offset)
+
+    def lay_out(self, draft: Draft) -> Step:
+        """Tokens, positions, who sees whom, and which rows need logits."""
+        selection, lengths, roots = self.selection, self.cache.lengths, self.selection.texts.roots()
+        tree = selection.without_finished(draft.tree, draft.max_depth)
+        part = self.group.share(tree, draft.window_shape)
+        num_nodes = self.runner.padded_nodes(part.tree.num_nodes)
+        layout = block_layout(*draft.window_shape, num_nodes, self.device, part.columns)
+        starts: int | Tensor = lengths[0]
+        if min(lengths) != max(lengths):
+            # The last token of a row that has ended is never read, and may lie behind the model's last position.
+            counted = [length - has_ended for length, has_ended in zip(lengths, selection.is_finished, strict=True)]
+            starts = torch.tensor(counted, device=self.device)[:, None]  # [B, 1]
+        offsets = layout.position_offsets(part.tree)
+        block = Block(
+            tokens=selection.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
+            offsets=offsets,
+            positions=offsets + (self.position_offset + starts),
+            visible=layout.visibility(part.tree),
+            logit_rows=layout.logit_rows if draft.has_window else layout.answers,
+            lengths=lengths,
+            key_mask=self.key_mask,
+        )
+        return Step(roots, draft, tree, part, layout, block)
+
+    def forward(self, step: Step) -> Any:
+        """The model's own forward over the block. Returns its output."""
+        outputs = self.runner.forward(step.block, self.cache, **self.recorder.model_arguments)
+        if self.device.type != "cpu":
+            wait_for(self.device)
+        self.stats.steps += 1
+        self.stats.block_tokens.append(step.layout.num_tokens)
+        return outputs
+
+    def verify(self, step: Step, outputs: Any) -> tuple[Tensor, Accepted, Tensor | None]:
+        """Choose tokens along the tree.
+
+        Returns the logits behind the root and each node, [B, 1 + n, V], the accepted nodes of each row, and the tokens behind the
+        window's last level, [B, W].
+        """
+        self.recorder.begin_step(outputs, self.cache.lengths[0])
+        logits = step.layout.without_padding(outputs.logits, step.part.tree)
+        answers, choices = self.group.exchange(step.part, logits, step.draft.has_window)
+        return logits[:, : 1 + step.tree.num_nodes], self.selection.verify(step.tree, answers), choices
+
+    def commit(self, step: Step, accepted: Accepted) -> None:
+        """Keep the keys/values of what was accepted, drop the rest."""
+        self.group.commit(self.cache, step.part, accepted)
+        if self.selection.next_is_plain:  # a guess that is not a number has spoiled the step
+            self.group.recover(self.selection, *self.cache.clear_guesses(step.block.tokens, accepted))
+        for path in accepted:
+            if path is not None:
+                self.stats.accepted_lengths[len(path)] += 1
+
+    def finish(self) -> Any:
+        """What generate() returns."""
+        if self.streamer is not None:
+            self.streamer.end()
+        self.group.end(self.do_sample, self.device)
+        self.drafter.finish()
+        if self.callers_cache is not None:
+            self.cache.hand_over(self.callers_cache)
+        if self.on_device:
+            self.on_device.give_back()
+        self.runner.give_back()
+        self.runner.check_kernel(self.stats)
+        return self.recorder.result(self.selection.texts.padded(self.selection.pad_token), self.callers_cache)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Let the figures say what was made, also where a streamer, a processor or an interrupt ends the call."""
+        try:
+            yield
+        finally:
+            self.stats.generated_tokens, self.stats.sources = self.selection.num_generated, self.drafter.sources()
+
+
+class StepTimer:
+    """Tells the figures and the drafter what a step has cost.
+
+    Draws of sampling count as verification, though guesses look ahead at them: they are made but once. What prepares later steps does
+    not count for the drafter, nor does verification, in which the user's own code runs once per token, whatever the block.
+    """
+
+    def __init__(self, call: DecodingCall) -> None:
+        self._call, self._selection = call, call.selection
+
+    def begin(self) -> None:
+        self._began, self._drawn = perf_counter(), self._selection.drawing_seconds
+
+    def end_draft(self) -> None:
+        self._drafted = perf_counter()
+        self._drawing = self._selection.drawing_seconds - self._drawn
+
+    def end_forward(self) -> None:
+        self._forwarded = perf_counter()
+
+    def end_verify(self) -> None:
+        self._verified = perf_counter()
+
+    def end_learn(self, num_tokens: int) -> None:
+        """num_tokens: q."""
+        call, learning = self._call, perf_counter() - self._verified
+        searching = self._drafted - self._began - self._drawing
+        forward = self._forwarded - self._drafted
+        cost = forward - call.runner.preparing_seconds + learning
+        call.drafter.spent(max(self._selection.texts.lengths), num_tokens, cost, searching)
+        call.stats.add_times(searching + learning, forward, self._verified - self._forwarded + self._drawing)
 
 
 def wait_for(device: torch.device) -> None:
@@ -199,12 +320,3 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
     else:
         torch.accelerator.synchronize(device)
-
-
-@contextmanager
-def reporting(stats: GenerationStats, rules: Rules, drafter: Drafter) -> Iterator[None]:
-    """Let the figures say what was made, also where a streamer, a processor or an interrupt ends the call."""
-    try:
-        yield
-    finally:
-        stats.generated_tokens, stats.sources = rules.num_generated, drafter.sources()

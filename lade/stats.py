@@ -1,7 +1,4 @@
-"""Figures of each `generate()` call: what ran, how many steps it took, and why lookahead did not run if it did not.
-
-Floor 0: imports nothing of lade.
-"""
+"""Figures of each `generate()` call: what ran, how many steps it took, and why lookahead did not run if it did not."""
 
 from __future__ import annotations
 

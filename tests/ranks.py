@@ -22,9 +22,10 @@ from torch.distributed import run
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import lade
-from lade import link, shares
-from lade.kv_cache import LookaheadCache
-from lade.parallel import Team
+from lade.block.kv_cache import LookaheadCache
+from lade.parallel import communicator as link
+from lade.parallel import partition as shares
+from lade.parallel.group import ProcessGroup
 
 # Children are forked from a process that has imported these once and does nothing else.
 SERVER = multiprocessing.get_context("forkserver")
@@ -224,7 +225,7 @@ def look_at_caches(rank, share_paths):
     """Keys/values that calls leave behind; with share_paths=False each rank keeps what it has."""
     deal_backwards()
     if not share_paths:
-        Team._tell_data = lambda self, what, values, source: values
+        ProcessGroup._tell_data = lambda self, what, values, source: values
     model, found = tiny_llama(torch.float32), []
     lade.config_lade(LEVEL=5, WINDOW_SIZE=4, GUESS_SET_SIZE=8, DIST_WORKERS=2)
     for seed in range(4):
@@ -374,8 +375,8 @@ def fall_back(rank):
     model, found = tiny_llama(), []
     lade.config_lade(DIST_WORKERS=2)
     for arguments in ({"num_beams": 2}, {"return_dict_in_generate": True, "output_scores": True}, {}):
-        if not arguments:
-            model.train(rank == 1)
+        if not arguments and rank == 1:
+            model.register_forward_hook(lambda *_: None)
         output = model.generate(**prompt(12), max_new_tokens=8, **arguments)
         found.append((getattr(output, "sequences", output).tolist(), lade.last_stats().fallback_reason))
     return found
@@ -439,12 +440,12 @@ def wait_for_words_of(living):
     """The time in which ranks can say that they are still there begins when they have said so, however busy the machine is."""
     heard, seconds = set(), itertools.count()
 
-    def words(self, original=link.Link._words):
+    def words(self, original=link.Communicator._words):
         found = original(self)
         heard.update(found)
         return found
 
-    link.Link._words = words
+    link.Communicator._words = words
     link.time = SimpleNamespace(sleep=time.sleep, monotonic=lambda: next(seconds) if heard >= living else 0)
 
 

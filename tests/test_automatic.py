@@ -1,6 +1,6 @@
 """USE_FLASH and CUDA_GRAPH as lade chooses them by itself: where, why not, and what a wrong graph or kernel leads to.
 
-CUDA is stood in for by the CPU, graphs by traces as in test_fixed_blocks.py, the Triton kernel by plain torch.
+CUDA is stood in for by the CPU, graphs by traces as in test_static_shapes.py, the Triton kernel by plain torch.
 """
 
 from dataclasses import replace
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import generate_plain, prompt, tiny_llama
-from test_device_step import captured, is_wanted  # noqa: F401
-from test_fixed_blocks import NOT_HERE, graphs, tiny  # noqa: F401
+from test_on_device_step import captured, is_wanted  # noqa: F401
+from test_static_shapes import NOT_HERE, graphs, tiny  # noqa: F401
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
@@ -18,10 +18,16 @@ from lade import kernels
 from lade.block_size import LiveCosts
 from lade.commands.env import lade_lines
 from lade.config import LookaheadConfig, current_config
-from lade.drafters import make_drafter
+from lade.drafting import make_drafter
+from lade.forward import buffer_pool as kept
+from lade.forward import choice as forward_choice
+from lade.forward import static_inputs as fixed_inputs
+from lade.forward import static_shapes as fixed
+from lade.forward.choice import largest_head_dim, slow_kernel_reason
+from lade.forward.on_device import loop as device_loop
+from lade.forward.runner import BlockRunner
 from lade.kernels import reference_block_attention, trial
-from lade.models import base, device_loop, fixed, fixed_inputs, forward_choice, kept
-from lade.models.forward_choice import largest_head_dim, slow_kernel_reason
+from lade.models import base
 from lade.stats import GenerationStats
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
@@ -510,7 +516,7 @@ def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
     """A problem that an earlier call had says nothing about one without the kernel."""
     trial._problems[CPU, F64, ()] = "wrong"
     stats = GenerationStats()
-    base.ModelAdapter(model).check_kernel(stats)
+    BlockRunner(base.ModelAdapter(model)).check_kernel(stats)
     assert stats.kernel_reason is None
     lade.config_lade(USE_FLASH=1)
     assert run(model).kernel_reason == "wrong"

@@ -220,7 +220,7 @@ def test_step_profile(command, tmp_path):
     labels = {event["name"] for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
     assert {f"lade: {part}" for part in ("propose", "lay out", "forward", "verify", "commit", "learn")} <= labels
     # One copy of what the model chose in every step.
-    choices = [row for row in figures["waits"] if "rules.py" in row["where"] and row["what"] == "tolist"]
+    choices = [row for row in figures["waits"] if "logits.py" in row["where"] and row["what"] == "tolist"]
     assert [row["per_step"] for row in choices] == [1.0]
 
 

@@ -9,7 +9,7 @@ from conftest import VOCAB, generate_plain, prompt, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
-from lade import decoding, noise
+from lade import decoding
 from lade.block_size import (
     BlockMode,
     BlockModePolicy,
@@ -20,9 +20,10 @@ from lade.block_size import (
     saved_costs,
 )
 from lade.block_size.costs import EXPLORE_EVERY, OBSERVATIONS, RENEW_EVERY, SAME_COST, SIZES, STALE_AFTER
-from lade.drafters import recycling
-from lade.drafters.recycling import RecyclingDrafter
-from lade.models.base import ModelAdapter
+from lade.drafting import tree as recycling
+from lade.drafting.tree import TreeDrafter
+from lade.forward.runner import BlockRunner
+from lade.verification import draws as noise
 
 
 def measured(curve, sizes=SIZES[:14]):
@@ -379,13 +380,13 @@ def test_a_dear_machine_gets_plain_steps(priced, settings):
 @pytest.mark.parametrize("slope", [1.0], indirect=True)
 def test_where_no_block_pays_no_tree_is_grown(priced, monkeypatch):
     """What may follow is looked up behind the root alone, not behind guesses that will not be laid out."""
-    looked_up, inner = [], RecyclingDrafter._guesses
+    looked_up, inner = [], TreeDrafter._guesses
 
     def guesses(self, *args):
         looked_up.append(args)
         return inner(self, *args)
 
-    monkeypatch.setattr(RecyclingDrafter, "_guesses", guesses)
+    monkeypatch.setattr(TreeDrafter, "_guesses", guesses)
     model, steps = tiny_llama(), {}
     for adaptive in (1, 0):  # the last is the control
         looked_up.clear()
@@ -403,7 +404,7 @@ def clock(monkeypatch, lade_on):
     Returns a list with an entry per search.
     """
     now, searched = [0.0], []
-    forward, search, exponential = ModelAdapter.forward_block, RecyclingDrafter._grow_all, torch.Tensor.exponential_
+    forward, search, exponential = BlockRunner.forward, TreeDrafter._grow_all, torch.Tensor.exponential_
 
     def slow_exponential(*args, **named):
         now[0] += 0.25
@@ -418,8 +419,8 @@ def clock(monkeypatch, lade_on):
         searched.append(args)
         search(self, *args)
 
-    monkeypatch.setattr(ModelAdapter, "forward_block", slow_forward)
-    monkeypatch.setattr(RecyclingDrafter, "_grow_all", slow_search)
+    monkeypatch.setattr(BlockRunner, "forward", slow_forward)
+    monkeypatch.setattr(TreeDrafter, "_grow_all", slow_search)
     monkeypatch.setattr(torch.Tensor, "exponential_", slow_exponential)
     monkeypatch.setattr(recycling, "LONG_MATCH", 100)  # nothing ends a rest early
     for module in (decoding, noise):

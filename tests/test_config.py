@@ -85,6 +85,33 @@ def test_wrong_values_name_parameter_rule_and_value(name, value, rule):
     assert repr(value) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("LEVELS", "LEVEL"),
+        ("level", "LEVEL"),
+        ("Window_Size", "WINDOW_SIZE"),
+        ("MAXBLOCK", "MAX_BLOCK"),
+        ("BACKEND", "backend"),
+    ],
+)
+def test_a_keyword_that_does_not_exist_suggests_the_right_one(name, meant):
+    with pytest.raises(TypeError, match=f"no keyword '{name}'; did you mean {meant}\\?"):
+        lade.config_lade(**{name: 4})
+    with pytest.raises(TypeError, match="it has LEVEL, WINDOW_SIZE, "):
+        lade.config_lade(nothing_like_it=4)
+    with pytest.raises(TypeError, match="positional"):
+        lade.config_lade(5, 7, 7)  # which would be another order in each version
+    assert current_config() == LookaheadConfig()
+
+
+def test_help_has_all_keywords_with_their_defaults():
+    for name, field in config.SETTINGS.items():
+        assert f"    {name}: {field.metadata['meaning'].split()[0]}" in lade.config_lade.__doc__
+    assert "MAX_BLOCK: The most tokens that a step of the tree may have. Default: 64." in lade.config_lade.__doc__
+    assert [*inspect.signature(lade.config_lade).parameters] == [*config.KEYWORDS]
+
+
 def test_nothing_is_half_applied():
     with pytest.raises(ValueError, match="GUESS_SET_SIZE"):
         lade.config_lade(LEVEL=7, WINDOW_SIZE=2, GUESS_SET_SIZE=-7)

@@ -38,8 +38,9 @@ from transformers import (
 )
 
 import lade
-from lade import ModelAdapter, augment, rules
-from lade.token_tree import TokenTree
+from lade import ModelAdapter, augment
+from lade.block.token_tree import TokenTree
+from lade.verification import selection as rules
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -739,11 +740,11 @@ def ways(monkeypatch):
     """The kinds of rules that calls have gone by."""
     chosen = []
 
-    def choose(*arguments, original=rules.rules_for):
+    def choose(*arguments, original=rules.selection_for):
         chosen.append(original(*arguments))
         return chosen[-1]
 
-    monkeypatch.setattr("lade.decoding.rules_for", choose)
+    monkeypatch.setattr("lade.decoding.selection_for", choose)
     return chosen
 
 
@@ -758,7 +759,7 @@ def test_stop_strings_end_each_row_by_itself(model, ways, sampling, once):
     steps = assert_ran().steps
     together = observe(model, inputs, arguments, on=True, streams=True)
     assert torch.equal(together["result"], plain["result"])
-    assert ways == [rules.RowRules, rules.LockstepRules]
+    assert ways == [rules.PerRowSelection, rules.LockstepSelection]
     assert steps < assert_ran().steps
     ends = [row.tolist().index(0) for row in plain["result"][:, 24:] if 0 in row]
     assert len(set(ends)) > 1  # rows that ended early, each at its own length
@@ -770,7 +771,7 @@ def test_stop_strings_without_an_end_of_sequence(model, ways, batch_size):
     inputs = padded(batch_size)
     plain = observe(model, inputs, STOPS, on=False)
     assert_same(observe(model, inputs, STOPS, on=True), plain)
-    assert ways == [rules.RowRules if batch_size == 1 else rules.LockstepRules]
+    assert ways == [rules.PerRowSelection if batch_size == 1 else rules.LockstepSelection]
     assert_ran()
 
 
@@ -786,7 +787,7 @@ def test_stop_strings_of_ones_own_kind(model, ways):
     arguments["stopping_criteria"] = StoppingCriteriaList([OwnStops(TOKENIZER, STOPS["stop_strings"])])
     plain = observe(model, padded(3), arguments, on=False)
     assert_same(observe(model, padded(3), arguments, on=True), plain)
-    assert ways == [rules.LockstepRules]
+    assert ways == [rules.LockstepSelection]
     assert_ran()
 
 
@@ -865,7 +866,7 @@ def test_time_limit_that_is_reached(model):
 def test_out_of_memory_says_what_was_asked_for(model, monkeypatch, error, limit):
     """At the first allocation (16 slots are allowed), and while growing (100)."""
     monkeypatch.setattr("lade.decoding.FIRST_CAPACITY", 0)
-    monkeypatch.setattr("lade.kv_cache.MIN_CAPACITY", 16)
+    monkeypatch.setattr("lade.block.kv_cache.MIN_CAPACITY", 16)
     new_zeros = torch.Tensor.new_zeros
 
     def allocate(self, shape):
@@ -1033,14 +1034,14 @@ def test_rows_far_ahead_wait_for_the_slowest(model, monkeypatch, row_wise):
     monkeypatch.setattr(rules, "MAX_LEAD", 2)
     monkeypatch.setattr(rules, "is_row_wise", lambda processor: row_wise)
     leads = [0]
-    commit = rules.RowRules._commit
+    commit = rules.PerRowSelection._commit
 
     def watch(self, row, token):
         running = [n for n, done in zip(self.texts.lengths, self.is_finished, strict=True) if not done]
         leads.append(self.texts.lengths[row] - min(running))
         return commit(self, row, token)
 
-    monkeypatch.setattr(rules.RowRules, "_commit", watch)
+    monkeypatch.setattr(rules.PerRowSelection, "_commit", watch)
     arguments = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.01}
     plain = observe(model, padded(4), arguments, on=False)
     assert_same(observe(model, padded(4), arguments, on=True), plain)

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.layout import block_layout
-from lade.token_tree import TokenTree
+from lade.block.layout import block_layout
+from lade.block.token_tree import TokenTree
 
 ROOT = Path(lade.__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,12 +6,12 @@ import torch
 from conftest import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.acceptance import FORGET_EVERY, PAIR, SECOND_SUFFIX, SINGLE, SUFFIX, Acceptance
+from lade.block.layout import BlockLayout
 from lade.block_size import LiveCosts
 from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
-from lade.drafters.recycling import BOTH_ROWS, LONG_MATCH, RecyclingDrafter
-from lade.layout import BlockLayout
-from lade.row_table import NUM_BINS
+from lade.drafting.acceptance import FORGET_EVERY, PAIR, SECOND_SUFFIX, SINGLE, SUFFIX, Acceptance
+from lade.drafting.top_k_table import NUM_BINS
+from lade.drafting.tree import BOTH_ROWS, LONG_MATCH, TreeDrafter
 from lade.stats import tracing
 
 SAMPLED = {"do_sample": True, "temperature": 0.4}
@@ -261,13 +261,13 @@ def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     monkeypatch.setattr(SpeculationBackoff, "rests", lambda self: True)
     observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
     monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q))
-    grown, inner = [], RecyclingDrafter._grow_all
+    grown, inner = [], TreeDrafter._grow_all
 
     def grow(self, rows, *others):
         grown.append(max((length for _, length in self._texts[0].matches()), default=0))
         inner(self, rows, *others)
 
-    monkeypatch.setattr(RecyclingDrafter, "_grow_all", grow)
+    monkeypatch.setattr(TreeDrafter, "_grow_all", grow)
     lade.config_lade(ADAPTIVE=1)
     stats = assert_exact(model, prompt(24), max_new_tokens=60)
     assert len(grown) < stats.steps - 1
@@ -282,7 +282,7 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
     rows = (np.array([[1, 2, 3, 4, 5, 6, 7, 8]]), np.full((1, 8), 3))
     memory.learn([9], [10], rows, 1)
     memory.singles.put([11], *rows)
-    drafter = RecyclingDrafter(memory, VOCAB, torch.tensor([[9, 10]]), None, None, 8, None)
+    drafter = TreeDrafter(memory, VOCAB, torch.tensor([[9, 10]]), None, None, 8, None)
     kinds = lambda *arguments: [kind for _, kind in drafter._rows(*arguments)]  # noqa: E731
     assert kinds(9, 10, BOTH_ROWS) == [PAIR, SINGLE]
     assert kinds(9, 10, 0.9 * BOTH_ROWS) == [PAIR]

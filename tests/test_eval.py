@@ -17,7 +17,7 @@ from conftest import ENVIRONMENT, ROOT, beside, tiny_llama
 from transformers import AutoTokenizer
 
 import lade
-from lade import commands, memory
+from lade import commands
 from lade.commands import eval as lade_eval
 from lade.commands.eval.data import BadData, load_questions
 from lade.commands.eval.methods import Answer, Answerer
@@ -26,6 +26,7 @@ from lade.commands.eval.quality import NoQuality, exact_match, final_number, sco
 from lade.commands.eval.report import markdown, summarize
 from lade.commands.eval.results import Results
 from lade.commands.eval.tasks import TASKS, Question
+from lade.drafting import memory
 
 BUNDLED = ROOT / "models" / "stdlib-9m"
 LIMITS = Limits(seconds=100, megabytes=512)

@@ -6,7 +6,7 @@ from conftest import VOCAB, generate_plain, prompt, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
-from lade.layout import BlockLayout
+from lade.block.layout import BlockLayout
 
 GRID = [
     (level, window, guesses)

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 import lade
 from lade.models import REGULAR, SPECIAL, adapter_for
-from lade.models.probe import probe
+from lade.models.self_check import probe
 
 PROMPT, NEW, FEW, TURN = 24, 20, 12, 6
 TABLE = os.environ.get("LADE_MODELS_TABLE")

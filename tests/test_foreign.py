@@ -20,7 +20,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
-from lade.models import foreign, probe
+from lade.models import foreign
+from lade.models import self_check as probe
 from lade.models.foreign import AUTHORS, is_written_by
 
 SDPA = functional.scaled_dot_product_attention

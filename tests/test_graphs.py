@@ -3,12 +3,12 @@
 import pytest
 import torch
 from conftest import generate_plain, prompt, tiny_llama
-from test_fixed_blocks import both, check, graphs, small_block  # noqa: F401
+from test_static_shapes import both, check, graphs, small_block  # noqa: F401
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade
-from lade.models import graphs as ours
-from lade.models.graphs import NotCompiled, capture, free_generator, refuse_waiting, repaired, waits
+from lade.forward import graphs as ours
+from lade.forward.graphs import NotCompiled, capture, free_generator, refuse_waiting, repaired, waits
 
 CPU = torch.device("cpu")
 ROW = torch.arange(4.0)

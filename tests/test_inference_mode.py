@@ -18,9 +18,9 @@ def modes(monkeypatch, lade_on):
     """Whether each block so far ran in inference mode."""
     found, run = [], ModelAdapter.run_blocks
 
-    def run_blocks(self, **arguments):
+    def run_blocks(self, model, **arguments):
         found.append(torch.is_inference_mode_enabled())
-        return run(self, **arguments)
+        return run(self, model, **arguments)
 
     monkeypatch.setattr(ModelAdapter, "run_blocks", run_blocks)
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)

@@ -353,7 +353,7 @@ def without_triton():
         """
 import sys
 sys.modules["triton"] = None  # an import of it now raises ImportError
-import torch, lade.block_attention
+import torch, lade.kernels.interface
 from lade import kernels
 assert kernels.unavailable_reason().startswith("triton is not installed"), kernels.unavailable_reason()
 x = torch.ones(1, 1, 2, 8)

@@ -7,7 +7,7 @@ import torch
 from conftest import generate_plain, prompt, tiny_llama
 
 import lade
-from lade.kv_cache import LookaheadCache
+from lade.block.kv_cache import LookaheadCache
 
 
 def states(values: list[list[int]]) -> torch.Tensor:

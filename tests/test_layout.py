@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lade.attention import Block, Reach, block_mask
-from lade.layout import block_layout
-from lade.token_tree import merge_candidates
+from lade.block.layout import block_layout
+from lade.block.mask import Block, Reach, block_mask
+from lade.block.token_tree import merge_candidates
 
 CPU = torch.device("cpu")
 

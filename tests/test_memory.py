@@ -14,11 +14,11 @@ import torch
 from conftest import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
-from lade import memory as memory_module
 from lade.block_size import LiveCosts
-from lade.memory import Memory, most_likely
-from lade.row_table import ROW_LENGTH, RowTable
-from lade.suffix_index import SuffixIndex
+from lade.drafting import memory as memory_module
+from lade.drafting.memory import Memory, most_likely
+from lade.drafting.suffix_index import SuffixIndex
+from lade.drafting.top_k_table import ROW_LENGTH, TopKTable
 
 
 @pytest.fixture(autouse=True)
@@ -345,7 +345,7 @@ def test_warming(model, tmp_path):
 
 
 def test_tables_are_bounded():
-    table = RowTable(capacity=3)
+    table = TopKTable(capacity=3)
     rows = np.arange(5 * ROW_LENGTH).reshape(5, ROW_LENGTH)
     table.put([7, 8, 7], rows[:3], rows[:3] % 3)
     assert len(table) == 2
@@ -358,7 +358,7 @@ def test_tables_are_bounded():
     assert arrays["keys"].tolist() == [7, 9, 10]
     assert arrays["ids"].tolist() == rows[[2, 3, 4]].tolist()
 
-    table = RowTable(capacity=5000)
+    table = TopKTable(capacity=5000)
     for start in range(0, 9000, 100):
         table.put(list(range(start, start + 100)), np.full((100, ROW_LENGTH), start), np.zeros((100, ROW_LENGTH)))
     assert len(table) == 5000
@@ -368,7 +368,7 @@ def test_tables_are_bounded():
 
 def test_a_full_table_drops_what_was_written_longest_ago():
     """Against a list in the order of writing; keys come again, so that old rows become new ones."""
-    numbers, table, order = np.random.default_rng(0), RowTable(capacity=200), []
+    numbers, table, order = np.random.default_rng(0), TopKTable(capacity=200), []
     for _ in range(300):
         keys = numbers.integers(0, 400, size=7).tolist()
         rows = np.repeat(np.array(keys)[:, None], ROW_LENGTH, axis=1)
@@ -386,7 +386,7 @@ def test_a_full_table_drops_what_was_written_longest_ago():
 def test_a_full_table_costs_no_more_than_an_empty_one():
     """The processor's time of this thread, the best of several, with room for a busy machine: it was 20 times as much."""
     capacity, rows = 100_000, np.zeros((16, ROW_LENGTH), dtype=np.int64)
-    empty, full = RowTable(capacity), RowTable(capacity)
+    empty, full = TopKTable(capacity), TopKTable(capacity)
     everything = np.zeros((capacity, ROW_LENGTH), dtype=np.int64)
     for start in (0, capacity // 4):  # and a quarter of its rows has been replaced
         full.put(list(range(start, start + capacity)), everything, everything)

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import lade
 from lade import models
 from lade.models import base
-from lade.models.view import private_view
+from lade.models.shadow import shadow_model
 
 ROOT = Path(__file__).parent.parent
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -92,8 +92,8 @@ def test_a_subclass_of_a_known_family_is_tried_out_too():
 def test_the_trial_happens_once_and_leaves_no_trace(monkeypatch):
     model, calls = build(Obedient), []
     before = set(vars(model))
-    original = models.probe.probe
-    monkeypatch.setattr(models.probe, "probe", lambda *args: calls.append(args) or original(*args))
+    original = models.self_check.probe
+    monkeypatch.setattr(models.self_check, "probe", lambda *args: calls.append(args) or original(*args))
     state = torch.get_rng_state()
     for _ in range(3):
         model.generate(**prompt(), max_new_tokens=5)
@@ -108,7 +108,7 @@ def test_a_trial_that_raises_is_a_reason(monkeypatch):
     def broken(*args):
         raise AssertionError("a mask of two dimensions, please")
 
-    monkeypatch.setattr(models.probe, "probe", broken)
+    monkeypatch.setattr(models.self_check, "probe", broken)
     expected = generate_plain(model, prompt(), max_new_tokens=8)
     assert torch.equal(model.generate(**prompt(), max_new_tokens=8), expected)
     assert "two dimensions" in lade.last_stats().fallback_reason
@@ -118,11 +118,11 @@ def test_running_out_of_memory_is_not_remembered(monkeypatch):
     def too_large(*args):
         raise torch.OutOfMemoryError
 
-    model, original = build(Obedient), models.probe.probe
-    monkeypatch.setattr(models.probe, "probe", too_large)
+    model, original = build(Obedient), models.self_check.probe
+    monkeypatch.setattr(models.self_check, "probe", too_large)
     model.generate(**prompt(), max_new_tokens=5)
     assert "no room" in lade.last_stats().fallback_reason
-    monkeypatch.setattr(models.probe, "probe", original)
+    monkeypatch.setattr(models.self_check, "probe", original)
     model.generate(**prompt(), max_new_tokens=5)
     assert lade.last_stats().fallback_reason is None
 
@@ -362,7 +362,7 @@ def test_flex_attention(monkeypatch):
 def test_a_view_shares_weights_and_hooks_but_not_changes(model):
     calls = []
     handle = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    view = private_view(model, attention="eager")
+    view = shadow_model(model, attention="eager")
     handle.remove()
     assert view.config._attn_implementation == "eager"
     assert view.model.layers[0].self_attn.config is view.model.config

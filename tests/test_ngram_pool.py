@@ -8,8 +8,8 @@ import tracemalloc
 import pytest
 import torch
 
-from lade import ngram_pool
-from lade.ngram_pool import HostPool, NGramPool, copy_pool, pool_for
+from lade.drafting import ngram_pool
+from lade.drafting.ngram_pool import HostPool, NGramPool, copy_pool, pool_for
 
 
 class DictPool:

@@ -18,15 +18,19 @@ from transformers.generation import logits_process as processors
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import decoding, noise
-from lade.attention import Reach
-from lade.kv_cache import LookaheadCache
-from lade.layout import block_layout
-from lade.models import base, device_step, fixed
-from lade.models.device_sampling import Sampling, empty_draws
-from lade.models.device_step import StepShape, StepState
-from lade.models.graphs import refuse_waiting
-from lade.ngram_pool import NGramPool, copy_pool
+from lade import decoding
+from lade.block.kv_cache import LookaheadCache
+from lade.block.layout import block_layout
+from lade.block.mask import Reach
+from lade.drafting.ngram_pool import NGramPool, copy_pool
+from lade.forward import static_shapes as fixed
+from lade.forward.graphs import refuse_waiting
+from lade.forward.on_device import step as device_step
+from lade.forward.on_device.sampling import Sampling, empty_draws
+from lade.forward.on_device.step import StepShape, StepState
+from lade.forward.runner import BlockRunner
+from lade.models import base
+from lade.verification import draws as noise
 
 ATEN, META = torch.ops.aten, torch.device("meta")
 LOOKAHEAD = {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2}
@@ -52,7 +56,8 @@ class OtherDevice(TorchDispatchMode):
         if operation is ATEN._local_scalar_dense:
             self.reads["scalar"] += 1
             return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
-        if operation is ATEN._to_copy and torch.device(kwargs.get("device") or META).type == "cpu":
+        # Of tensors made in inference mode `to` comes whole.
+        if operation in (ATEN._to_copy, ATEN.to) and torch.device(kwargs.get("device") or META).type == "cpu":
             self.reads["copy"] += 1
             dtype = kwargs.get("dtype") or args[0].dtype
             return torch.full(args[0].shape, int(dtype.is_floating_point), dtype=dtype, device="cpu")
@@ -183,9 +188,9 @@ def test_step_on_the_device(batch_size, uses_kernel, sampling, model, other_devi
     )
     block_model = model
     if uses_kernel:
-        adapter = lade.models.adapter_for(model)
-        assert adapter.use_kernel(None) is None
-        block_model = adapter.block_model
+        runner = BlockRunner(lade.models.adapter_for(model))
+        assert runner.use_kernel(None) is None
+        block_model = runner.model
     with OtherDevice() as watched, torch.no_grad():
         cache = LookaheadCache(2, 64)
         for layer in range(2):
@@ -207,7 +212,7 @@ def test_step_on_the_device(batch_size, uses_kernel, sampling, model, other_devi
 def test_draws_are_copied_to_the_host_once(other_device):
     """Not for each node of a tree that asks what its children will be drawn with."""
     with OtherDevice() as watched:
-        noise_ = noise.Noise(META, 2)
+        noise_ = noise.ExponentialDraws(META, 2)
         for row, index in [(0, 2), (1, 2), (0, 1), (0, 2), (1, 1)]:
             assert noise_.ahead(row, index, 61).shape == (61,)
         assert watched.reads == {"copy": 2}

@@ -13,7 +13,7 @@ import torch
 from conftest import beside, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.parallel import pack, unpack
+from lade.parallel.group import pack, unpack
 
 SETTINGS = {2: [(5, 7, 7), (2, 3, 0)], 3: [(5, 7, 7), (4, 1, 4)]}
 BATCHES = [(1, 0), (3, 1)]  # rows, seed
@@ -191,7 +191,7 @@ def test_fall_back_together(lade_on):
         assert "beam search" in found[0][1]
         assert "output_scores" in found[1][1]
     assert "rank 1 cannot take part" in first[2][1]
-    assert "training mode" in second[2][1]
+    assert "hook" in second[2][1]
 
 
 def test_tensor_parallel_models(lade_on, tmp_path):

@@ -9,10 +9,10 @@ from conftest import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
 from lade import augment
-from lade.answers import witness_of
-from lade.kv_cache import LookaheadCache
-from lade.models import device_loop
-from lade.models.device_sampling import REFUSED
+from lade.block.kv_cache import LookaheadCache
+from lade.forward.on_device import loop as device_loop
+from lade.forward.on_device.sampling import REFUSED
+from lade.verification.logits import witness_of
 
 MODES = {
     "lookahead": {"LEVEL": 4, "WINDOW_SIZE": 4, "GUESS_SET_SIZE": 4},
@@ -90,7 +90,7 @@ def test_a_guess_that_is_no_number(settings, clearings, attention, value, reques
 
 def test_negative_control(settings, clearings, monkeypatch):
     """Where no row's logits are looked at, a guess changes the text."""
-    monkeypatch.setattr("lade.parallel.witness_of", lambda logits: None)
+    monkeypatch.setattr("lade.parallel.group.witness_of", lambda logits: None)
     model, inputs = tiny_llama(), prompt(24)
     expected = seeded(generate_plain, model, inputs)
     poison(model, unused_tokens(model, expected[0]))
@@ -122,7 +122,7 @@ class Hidden(torch.nn.Linear):
 
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
 def test_infinite_logits_are_no_reason_for_another_step(settings, clearings, request_, monkeypatch):
-    monkeypatch.setattr(augment, "needs_trial", lambda adapter: False)  # of a layer that is not torch's own
+    monkeypatch.setattr(augment, "needs_self_check", lambda adapter: False)  # of a layer that is not torch's own
     model, inputs = tiny_llama(), prompt(24, 2)
     model.lm_head.__class__ = Hidden
     expected = seeded(generate_plain, model, inputs, **request_)
@@ -186,7 +186,7 @@ def test_steps_on_the_device_hand_back(lade_on, clearings, monkeypatch, request_
 
 def test_blocks_of_fixed_shapes(lade_on, clearings, monkeypatch):
     """A small tree is padded with token 0, which is one of those."""
-    monkeypatch.setattr("lade.models.fixed.BACKEND", "eager")
+    monkeypatch.setattr("lade.forward.static_shapes.BACKEND", "eager")
     lade.config_lade(**MODES["tree"], COMPILE=1)
     model, inputs, arguments = tiny_llama(), prompt(24), {"suppress_tokens": [0]}
     expected = seeded(generate_plain, model, inputs, **arguments)

@@ -11,10 +11,11 @@ import torch
 from conftest import beside, generate_plain, prompt, python, tiny_llama
 
 import lade
-from lade import decoding, noise
+from lade import decoding
 from lade.block_size.costs import SIZES, FixedCosts
 from lade.block_size.tables import GRID, NUM_ROUNDS, ROUND, Calibration, CostTable, default_costs, load, store, stored
 from lade.models.base import ModelAdapter
+from lade.verification import draws as noise
 
 SCHEDULE = NUM_ROUNDS * len(ROUND)  # steps
 TREE, WINDOW = {"MODE": "tree", "MAX_BLOCK": 16}, {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 3}

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lade.token_tree import TokenTree, merge_candidates
+from lade.block.token_tree import TokenTree, merge_candidates
 
 
 def paths_of(tree: TokenTree, row: int) -> list[list[int]]:

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 
 import lade
 from lade import commands
+from lade.block.layout import block_layout
+from lade.block.token_tree import TokenTree
 from lade.commands.trace import page, record, replay
 from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN
-from lade.layout import block_layout
 from lade.stats import open_stats, tracing
-from lade.token_tree import TokenTree
 
 BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)

@@ -16,12 +16,13 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 import lade
 from lade import commands, config
 from lade.commands import bench, measure
+from lade.commands import forward_costs as cost
+from lade.commands.forward_costs import cost_at, step_costs
 from lade.commands.measure import Method, Run, run_methods
 from lade.commands.prompts import OWN_PROMPTS, as_inputs, read_prompts
 from lade.commands.tune.report import NOTHING_PAYS, as_text, settings_file
 from lade.commands.tune.search import PLAN, QUICK_PLAN, Plan, Row, lookahead_settings, may_pay, screen, tune
-from lade.models import adapter_for, cost
-from lade.models.cost import cost_at, step_costs
+from lade.models import adapter_for
 
 BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
 SMALL_PLAN = Plan(

@@ -2,7 +2,7 @@
 
 import torch
 
-from lade.window import JacobiWindow
+from lade.drafting.window import JacobiWindow
 
 
 def window(levels: int, columns: int) -> JacobiWindow:

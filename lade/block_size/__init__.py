@@ -1,4 +1,4 @@
-"""How many tokens a step's block has: what blocks cost on this machine, and which size is worth its cost. Floor 1."""
+"""How many tokens a step's block has: what blocks cost on this machine, and which size is worth its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs by the size of its block, beside what a plain step costs. Floor 1.
+"""What a step costs by the size of its block, beside what a plain step costs.
 
 Two models of it. Where no choice of size can change a text (float32, float64), `LiveCosts` follow the machine as it is now. In half
 precision the size of a block changes how its products are rounded, so a size that follows the clock would give another text in

@@ -1,4 +1,4 @@
-"""Which block pays: the size of a tree, the parts of the paper's block, and when to stop guessing for a while. Floor 1.
+"""Which block pays: the size of a tree, the parts of the paper's block, and when to stop guessing for a while.
 
 Every decision compares tokens per unit of cost. Costs come from `lade.block_size.costs`; everything else here counts tokens and
 steps, never seconds.

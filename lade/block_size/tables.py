@@ -1,4 +1,4 @@
-"""Tables of step costs that outlive a process: made once per machine, model shape and dtype, stored in the user's cache folder. Floor 0.
+"""Tables of step costs that outlive a process: made once per machine, model shape and dtype, stored in the user's cache folder.
 
 In half precision the sizes of blocks must not follow a clock, or the same call would give another text in each run. So costs are
 timed once, rounded to a coarse grid, and stored; the first process to store a table decides for all later ones.

@@ -1,4 +1,4 @@
-"""The command line, as `python -m lade` and as `lade`. Imports only the sub-command that is asked for. Floor 7."""
+"""The command line, as `python -m lade` and as `lade`. Imports only the sub-command that is asked for."""
 
 from __future__ import annotations
 

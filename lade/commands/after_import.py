@@ -1,4 +1,4 @@
-"""Calls a function when a program has imported certain modules, without importing them itself. Floor 7."""
+"""Calls a function when a program has imported certain modules, without importing them itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lade bench`: tokens per second of plain generate(), a static cache, prompt lookup and lade, on the same prompts. Floor 8."""
+"""`lade bench`: tokens per second of plain generate(), a static cache, prompt lookup and lade, on the same prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of tokens that come one by one, and what of it a terminal may see. Floor 7."""
+"""The text of tokens that come one by one, and what of it a terminal may see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lade env`: versions, devices and settings as plain text. Imports torch, but not transformers, which takes long. Floor 8."""
+"""`lade env`: versions, devices and settings as plain text. Imports torch, but not transformers, which takes long."""
 
 from __future__ import annotations
 

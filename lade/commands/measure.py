@@ -1,6 +1,6 @@
 """Timing `generate()`: several methods in turn on the same prompts, in one process, after a warm-up that does not count.
 
-What `lade bench`, `lade tune` and the benchmarks share. Floor 7.
+What `lade bench`, `lade tune` and the benchmarks share.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 import lade
 from lade.block_size.tables import cpu_name
+from lade.commands.forward_costs import synchronize
 from lade.config import temporary_settings
-from lade.models.cost import synchronize
 
 Inputs = dict[str, Tensor]  # one prompt: ids and mask, [1, P]
 # The same prompts come again and again: no run may profit from what another has said.

@@ -1,4 +1,4 @@
-"""What sub-commands that load a model share: its arguments, the settings of lade, and the bundled checkpoint. Floor 7."""
+"""What sub-commands that load a model share: its arguments, the settings of lade, and the bundled checkpoint."""
 
 from __future__ import annotations
 

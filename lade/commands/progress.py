@@ -1,4 +1,4 @@
-"""A progress bar, where somebody is watching. Floor 7."""
+"""A progress bar, where somebody is watching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts from a file of JSON lines, or the few that come with lade. Floor 7."""
+"""Prompts from a file of JSON lines, or the few that come with lade."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher: runs an unmodified Python program with lade switched on, as `python` itself would run it. Floor 8.
+"""The launcher: runs an unmodified Python program with lade switched on, as `python` itself would run it.
 
 The program is `__main__`, finds its own `sys.argv`, `sys.path` and `__file__`, and ends with its own exit status and
 traceback. transformers is patched when the program has imported it, and not imported if the program does not.

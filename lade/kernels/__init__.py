@@ -2,7 +2,7 @@
 
 The cache is preallocated, [B, H_kv, C, D]: L committed slots, the block's own keys and values right behind them. The prefix is
 dense and read once for all query heads that share a key/value head; who sees whom inside the block is a bit mask
-(`packed_mask`). Importing this does not import triton. Floor 1.
+(`packed_mask`). Importing this does not import triton.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ words   bit k % 32 of word k // 32 says whether the token sees block token k
 
 So a token sees slots first .. L - 1 and the block tokens whose bit is set; a sliding window of w then hides every key that
 is w or more positions behind the token. Being a 4-D tensor, it goes through a model's forward untouched, as an additive 4-D
-mask does. Everything is read from device memory, so one captured CUDA graph serves all lengths. Floor 1.
+mask does. Everything is read from device memory, so one captured CUDA graph serves all lengths.
 """
 
 from __future__ import annotations

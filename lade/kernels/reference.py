@@ -1,7 +1,7 @@
 """Attention of a block against a long cache in plain torch: the dense prefix, the block itself, merged by log-sum-exp.
 
 The definition that the Triton kernel is tested against, and what runs where there is no kernel. No `repeat_kv`: query heads
-that share a key/value head are rows of one product. Floor 1.
+that share a key/value head are rows of one product.
 """
 
 from __future__ import annotations

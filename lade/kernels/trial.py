@@ -1,4 +1,4 @@
-"""The Triton kernel's first use for each kind of call runs beside the definition; where they differ, the definition serves. Floor 1."""
+"""The Triton kernel's first use for each kind of call runs beside the definition; where they differ, the definition serves."""
 
 from __future__ import annotations
 

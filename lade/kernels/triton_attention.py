@@ -1,7 +1,7 @@
 """Attention of a block against a long cache as a Triton kernel; docs/kernel.md tells how it reads memory.
 
 The only file that imports triton; import it after `lade.kernels.is_available()`. Tested in Triton's interpreter and compiled
-for sm_80 and sm_90; no GPU has run it yet. Floor 1.
+for sm_80 and sm_90; no GPU has run it yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which adapter serves which model, by `model_type`. Floor 3."""
+"""Which adapter serves which model, by `model_type`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
 from lade.models.vision import GemmaVisionAdapter, QwenVisionAdapter
 
-__all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_trial", "register_adapter"]
+__all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
 
 # Families that differ from transformers' conventions.
 SPECIAL: dict[str, type[ModelAdapter]] = {
@@ -84,7 +84,7 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     return (_adapters.get(model_type, ModelAdapter) if is_of_family else ModelAdapter)(model)
 
 
-def needs_trial(adapter: ModelAdapter) -> bool:
+def needs_self_check(adapter: ModelAdapter) -> bool:
     """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user.
 
     Whoever registers an adapter vouches for a family's classes, and for nothing that is put on a model later. Adapters with a view of

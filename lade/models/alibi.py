@@ -1,7 +1,7 @@
-"""Families with ALiBi, whose stock code counts cache slots where it means positions: Bloom, Falcon and MPT. Floor 3.
+"""Families with ALiBi, whose stock code counts cache slots where it means positions: Bloom, Falcon and MPT.
 
 The bias of a key depends on the key's position alone, so each adapter looks the stock table up at the positions of the
-block's keys and hands the result to a private view of the model. MPT counts all slots of the prompt, Bloom and Falcon only those
+block's keys and hands the result to a shadow model of the model. MPT counts all slots of the prompt, Bloom and Falcon only those
 that the mask shows: zeros in the middle or on the right of a mask bring the keys behind them closer.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lade.attention import Block, block_mask
+from lade.block.mask import Block, block_mask
 from lade.models.base import ModelAdapter
 from lade.models.request import Request
-from lade.models.view import private_view, take_hooks
+from lade.models.shadow import shadow_model, take_hooks
 
 
 class AlibiAdapter(ModelAdapter):
@@ -49,7 +49,7 @@ class BloomAdapter(AlibiAdapter):
 
     @cached_property
     def block_model(self) -> Any:
-        view = private_view(self.model)
+        view = shadow_model(self.model)
         view.transformer.build_alibi_tensor = lambda mask, num_heads, dtype: self._bias
         return view
 
@@ -82,7 +82,7 @@ class FalconAdapter(AlibiAdapter):
     def block_model(self) -> Any:
         if not self.needs_view:
             return self._uncompiled
-        view = private_view(self.model)
+        view = shadow_model(self.model)
         for layer in view.transformer.h:
             layer.register_forward_pre_hook(
                 lambda _, args, kwargs: (args, kwargs | self._layer_arguments), with_kwargs=True
@@ -116,7 +116,7 @@ class MptAdapter(AlibiAdapter):
 
     @cached_property
     def block_model(self) -> Any:
-        view = private_view(self.model)
+        view = shadow_model(self.model)
         for block in view.transformer.blocks:
             block.attn = MptBlockAttention(block.attn, self)
         return view

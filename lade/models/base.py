@@ -1,10 +1,9 @@
-"""What lade needs to know about a model: whether it can take a block of guesses, and how to run one. Floor 3."""
+"""What lade needs to know about a model: whether it can take a block of guesses, and how to run one."""
 
 from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,36 +11,28 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from lade.attention import (
+from lade.block.kv_cache import LookaheadCache
+from lade.block.mask import (
     LAYER_REACH,
     Block,
     Reach,
     block_mask,
     layer_reaches,
     masks_by_layer,
-    packed_block_mask,
 )
-from lade.block_attention import NAME as KERNEL
-from lade.block_attention import unsupported_reason as kernel_unsupported_reason
-from lade.compat import PLAIN_LAYERS, PROMPT_ARGUMENTS, CausalLMOutputWithPast, has_unknown_rope, rope_settings
-from lade.config import LookaheadConfig
-from lade.kernels import kernel_problem, left_padding
-from lade.kv_cache import LookaheadCache
+from lade.compat import PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, rope_settings
 from lade.models.compiled import can_pass_by, compiled_reason
-from lade.models.fixed import FixedBlocks, padded_capacity
 from lade.models.foreign import Code, code_of
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
 from lade.models.request import Request, unsupported_by_any
+from lade.models.shadow import parts_of, shadow_model
 from lade.models.training import training_reason
-from lade.models.view import parts_of, private_view
-from lade.stats import GenerationStats
 
 # Their attention takes the 4-D mask that a block needs.
 MASKED_ATTENTION = ("eager", "sdpa")
 # These compute the same without taking such a mask; parts of their names.
 MASKLESS_ATTENTION = ("flash", "flex_attention")
 EXACT_DTYPES = (torch.float32, torch.float64)
-FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # nor to be replaced, or kept for later calls
 
 
 class ModelAdapter:
@@ -61,9 +52,6 @@ class ModelAdapter:
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
         self.carried: dict[str, Tensor] = {}  # the last values of `carried_arguments`, [B, 1] each
-        self.uses_kernel = False  # whether blocks go through lade's own attention
-        self.padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
-        self._fixed: FixedBlocks | None = None  # runs blocks of fixed shapes, where that is asked for and possible
 
     def unsupported_reason(self) -> str | None:
         """Why lookahead cannot run on this model, as a sentence; None when it can."""
@@ -177,138 +165,38 @@ class ModelAdapter:
     def make_cache(self, capacity: int) -> LookaheadCache:
         """capacity: slots to start with."""
         devices = set((getattr(self.model, "hf_device_map", None) or {}).values())
-        if self._fixed is not None:
-            capacity = padded_capacity(capacity)
         return LookaheadCache(self.config.num_hidden_layers, capacity, uniform=len(devices) <= 1)
 
-    def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
-        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `give_back`; a new one otherwise.
-
-        num_slots, most_slots: what the call begins with, and may come to need.
-        """
-        # Parts of a model on several ranks would have to agree on what they keep.
-        is_whole = (self.model.tp_size or 1) == 1
-        if self._fixed is None or not is_whole:
-            return self.make_cache(num_slots)
-        traits = (batch_size, repr(self.reaches), self.uses_kernel)
-        return self._fixed.take_cache(traits, num_slots, most_slots, self.make_cache)
-
-    def give_back(self) -> None:
-        """The call has ended well, and nobody reads its cache any more."""
-        if self._fixed is not None:
-            self._fixed.give_back()
-
-    def check_kernel(self, stats: GenerationStats) -> None:
-        """Say in the call's figures where the kernel, tried on the blocks themselves, was not fit to serve them."""
-        problem = kernel_problem(self.model.device, self.dtype) if self.uses_kernel else None
-        if problem is not None:
-            stats.used_kernel, stats.kernel_reason = False, problem
-
-    def use_kernel(self, key_mask: Tensor | None) -> str | None:
-        """Let blocks go through lade's own attention. Returns a sentence where they cannot, and nothing is changed.
-
-        key_mask: as in `Block`, for the whole call.
-        """
+    @property
+    def has_own_blocks(self) -> bool:
+        """Whether the family runs blocks on a changed model, or with masks of its own."""
         own = type(self)
-        if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks:
-            return "this family's blocks need masks of their own"
-        if self.code.is_patched:
-            return "the kernel needs a changed view of the model, which a dispatched or patched model does not allow"
-        if self.code.functions:
-            return FOREIGN_ATTENTION
-        reason = kernel_unsupported_reason(self.model)
-        if reason is not None:
-            return reason
-        if key_mask is not None:
-            self.padding = left_padding(key_mask)
-            if self.padding is None:
-                return "the prompt's mask hides tokens other than the first ones"
-        self.uses_kernel = True
-        return None
-
-    def fix_shapes(self, config: LookaheadConfig, stats: GenerationStats, compiles: bool, captures: bool) -> None:
-        """Let blocks be compiled or captured, as long as that works."""
-        full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
-        self._fixed = FixedBlocks(
-            self.model,
-            self.block_model,
-            stats,
-            keeps_rows=self.keeps_rows,
-            full_tree=full_tree,
-            compiles=compiles,
-            captures=captures,
-        )
-
-    @property
-    def captures(self) -> bool:
-        """Whether blocks are captured in CUDA graphs."""
-        return self._fixed is not None and self._fixed.captures
-
-    @property
-    def forward_kind(self) -> tuple[str, ...]:
-        """What the forward of a block has besides the ordinary one, which changes its price."""
-        return ("kernel",) * self.uses_kernel + ("graph",) * self.captures
-
-    @property
-    def preparing_seconds(self) -> float:
-        """Of the latest block's time: what was spent once, for later blocks of its shape."""
-        return 0.0 if self._fixed is None or not self._fixed.is_on else self._fixed.preparing_seconds
-
-    def unfixable_reason(self) -> str | None:
-        """Why blocks of fixed shapes cannot go through one compiled forward, as a sentence; None when they can."""
-        own = type(self)
-        if own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks:
-            return "this family's blocks run on a changed view of the model"
-        if self.code.is_patched:
-            return "the model is dispatched or patched"
-        if self.code.functions:
-            return FOREIGN_ATTENTION
-        if self.code.is_hooked:
-            return "the model has hooks, which compiled or captured forwards pass by"
-        if not self.takes_positions:
-            return f"{type(self.model).__name__}.forward takes no position_ids"
-        if self.carried:
-            return f"compiled or captured forwards take no {min(self.carried)}"
-        if self.needs_equal_lengths:
-            return "rotary frequencies of this model depend on the length of the text"
-        return None
-
-    def padded_nodes(self, num_nodes: int) -> int:
-        """How many nodes a token tree takes up in the block."""
-        return num_nodes if self._fixed is None else self._fixed.padded_nodes(num_nodes)
+        return own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
         """Who sees whom, in the form the model wants: one mask for all layers, or a dict of them by layer type.
 
-        Each is additive, [B, 1, q, K], or packed for lade's own attention.
+        Each is additive, [B, 1, q, K].
         """
-        make = (
-            partial(packed_block_mask, block, self.padding)
-            if self.uses_kernel
-            else partial(block_mask, block, self.dtype)
-        )
-        return masks_by_layer(make, self.reaches)
+        return masks_by_layer(partial(block_mask, block, self.dtype), self.reaches)
 
-    def forward_block(self, block: Block, cache: LookaheadCache, **arguments: Any) -> Any:
-        """One forward over a block; its keys/values end up behind the committed slots of `cache`.
-
-        arguments: more of the model's own, such as output_hidden_states. Returns the model's output, logits [B, R, V].
-        """
+    def begin_block(self, block: Block, cache: LookaheadCache) -> Block:
+        """Make room for a block in the cache. Returns it where the model takes it."""
         cache.begin_block(block.tokens.shape[1], block.tokens.device)
         # Ids may come from the CPU to a model elsewhere; an offloaded model is "nowhere".
-        if self._device != block.tokens.device and self._device.type != "meta":
-            block = block.to(self._device)
-        if self._fixed is not None and arguments:
-            self._fixed.turn_off(f"{min(arguments)} asks for more than the compiled forward returns")
-        if self._fixed is not None and self._fixed.is_on:
-            masks = self.masks(replace(block, capacity=cache.capacity))
-            logits = self._fixed.logits(block, cache, masks, lambda: self.ordinary_forward(block, cache).logits)
-            if logits is not None:
-                return CausalLMOutputWithPast(logits=logits)
-        return self.ordinary_forward(block, cache, **arguments)
+        is_elsewhere = self._device != block.tokens.device and self._device.type != "meta"
+        return block.to(self._device) if is_elsewhere else block
 
-    def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
-        """The model's ordinary forward over a block that `cache` has room for. wanted: as for `forward_block`."""
+    def forward_block(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
+        """One ordinary forward over a block; its keys/values end up behind the committed slots of `cache`.
+
+        wanted: more of the model's own arguments, such as output_hidden_states. Returns the model's output, logits [B, R, V].
+        """
+        block = self.begin_block(block, cache)
+        return self.ordinary_forward(block, cache, self.block_model, self.masks(block), **wanted)
+
+    def ordinary_forward(self, block: Block, cache: LookaheadCache, model: Any, masks: Any, **wanted: Any) -> Any:
+        """The same on some model with some masks, for a block that `cache` has room for."""
         arguments: dict[str, Any] = {
             name: value.to(block.tokens.device).expand_as(block.tokens) for name, value in self.carried.items()
         }
@@ -316,11 +204,11 @@ class ModelAdapter:
             arguments["position_ids"] = block.positions
         if self.keeps_rows:
             arguments["logits_to_keep"] = 0 if block.needs_all_rows else block.logit_rows
-        attention_mask = self.masks(block)
         with torch.inference_mode() if self.leaves_no_tensor and not wanted else nullcontext():
             outputs = self.run_blocks(
+                model,
                 input_ids=block.tokens,
-                attention_mask=attention_mask,
+                attention_mask=masks,
                 past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
@@ -331,9 +219,9 @@ class ModelAdapter:
             outputs.logits = outputs.logits[:, block.logit_rows]
         return outputs
 
-    def run_blocks(self, **arguments: Any) -> Any:
-        """The model's own forward, and nothing else."""
-        return self.block_model(**arguments)
+    def run_blocks(self, model: Any, **arguments: Any) -> Any:
+        """The forward of the model that runs the blocks, and nothing else."""
+        return model(**arguments)
 
     @cached_property
     def leaves_no_tensor(self) -> bool:
@@ -370,15 +258,13 @@ class ModelAdapter:
 
     @cached_property
     def _uncompiled(self) -> Any:
-        """The model, or a private view of one that its user has compiled, which would be compiled anew for each shape."""
-        return private_view(self.model) if any(can_pass_by(part) for part in self.unusual_parts) else self.model
+        """The model, or a shadow model of one that its user has compiled, which would be compiled anew for each shape."""
+        return shadow_model(self.model) if any(can_pass_by(part) for part in self.unusual_parts) else self.model
 
     @cached_property
     def block_model(self) -> Any:
-        """What runs the blocks: the model, or a private view of it."""
-        if self.uses_kernel:
-            return private_view(self.model, attention=KERNEL)
-        return private_view(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
+        """What runs the blocks: the model, or a shadow model of it."""
+        return shadow_model(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
 
     @cached_property
     def reaches(self) -> Reach | dict[str, Reach]:
@@ -399,7 +285,7 @@ class ModelAdapter:
 
     @property
     def needs_view(self) -> bool:
-        """Whether blocks run on a private view of the model."""
+        """Whether blocks run on a shadow model of the model."""
         return self._masked_attention != self.config._attn_implementation
 
     @cached_property

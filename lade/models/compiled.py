@@ -1,7 +1,7 @@
-"""Models that their user has compiled: which function a compiled one stands for, so that blocks can pass it by. Floor 3.
+"""Models that their user has compiled: which function a compiled one stands for, so that blocks can pass it by.
 
 Each new shape makes dynamo compile a function anew, up to a limit at which it gives up or raises, and blocks have many shapes.
-A private view (`lade/models/view.py`) runs the functions that were compiled, and computes the same.
+A shadow model (`lade/models/shadow.py`) runs the functions that were compiled, and computes the same.
 """
 
 from __future__ import annotations

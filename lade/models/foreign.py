@@ -1,4 +1,4 @@
-"""Foreign code: what runs inside a model's forward and neither torch, transformers nor accelerate wrote. Floor 3.
+"""Foreign code: what runs inside a model's forward and neither torch, transformers nor accelerate wrote.
 
 Classes of modules, functions in place of a forward or of an attention, and hooks. Callables are judged by where their code is
 written, never by a name. What is foreign is tried out before it is trusted (`probe.py`). A hook may also keep what it sees, which no

@@ -1,4 +1,4 @@
-"""GPT-2 and its kin: token types, which some of their tokenizers return, are embedded as tokens are and added. Floor 3."""
+"""GPT-2 and its kin: token types, which some of their tokenizers return, are embedded as tokens are and added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-Neo: its attention keeps a buffer of who sees whom by cache slot, and takes only what that allows. Floor 3."""
+"""GPT-Neo: its attention keeps a buffer of who sees whom by cache slot, and takes only what that allows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.attention import Block, Reach, block_mask
+from lade.block.mask import Block, Reach, block_mask
 from lade.models.base import ModelAdapter
 from lade.models.request import Request
-from lade.models.view import private_view
+from lade.models.shadow import shadow_model
 
 
 class GPTNeoAdapter(ModelAdapter):
@@ -35,7 +35,7 @@ class GPTNeoAdapter(ModelAdapter):
 
     @cached_property
     def block_model(self) -> Any:
-        view = private_view(self.model)
+        view = shadow_model(self.model)
         for layer in view.transformer.h:
             attention = layer.attn.attention
             del attention._buffers["bias"]

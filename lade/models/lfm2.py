@@ -1,7 +1,7 @@
-"""LFM2: between attention layers lie short convolutions over the text, which must follow a guess's own ancestors. Floor 3.
+"""LFM2: between attention layers lie short convolutions over the text, which must follow a guess's own ancestors.
 
 The inputs of a convolution are kept per token, in slots like keys, so that a rejected guess is forgotten in the same way. Prompt and
-blocks run on a private view whose convolutions read them there.
+blocks run on a shadow model whose convolutions read them there.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lade.attention import LAYER_REACH, Block, Reach
+from lade.block.mask import LAYER_REACH, Block, Reach
 from lade.models.base import ModelAdapter
-from lade.models.view import private_view, take_hooks
+from lade.models.shadow import shadow_model, take_hooks
 
 
 class Lfm2Adapter(ModelAdapter):
@@ -35,7 +35,7 @@ class Lfm2Adapter(ModelAdapter):
 
     @cached_property
     def block_model(self) -> Any:
-        view = private_view(self.model, attention=self._masked_attention)
+        view = shadow_model(self.model, attention=self._masked_attention)
         self.ancestors: Tensor | None = None
         layers = [layer for layer in view.modules() if hasattr(layer, "is_attention_layer")]
         for layer, layer_type in zip(layers, self.config.layer_types, strict=True):

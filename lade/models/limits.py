@@ -1,4 +1,4 @@
-"""Families that take a block of guesses in some texts only, or in none. Floor 3."""
+"""Families that take a block of guesses in some texts only, or in none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama: rotary positions per token, one key/value shape for all layers, logits for chosen rows. Nothing differs. Floor 3."""
+"""Llama: rotary positions per token, one key/value shape for all layers, logits for chosen rows. Nothing differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 4: layers without rotary positions scale their queries by cache slot. Floor 3."""
+"""Llama 4: layers without rotary positions scale their queries by cache slot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lade.attention import Block
+from lade.block.mask import Block
 from lade.models.base import ModelAdapter
-from lade.models.view import private_view
+from lade.models.shadow import shadow_model
 
 
 class Llama4Adapter(ModelAdapter):
@@ -22,7 +22,7 @@ class Llama4Adapter(ModelAdapter):
 
     @cached_property
     def block_model(self) -> Any:
-        view = private_view(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
+        view = shadow_model(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
         for attention in list(view.modules()) if self.config.attn_temperature_tuning else ():
             if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
                 attention.attn_temperature_tuning = False

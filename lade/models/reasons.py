@@ -1,4 +1,4 @@
-"""Why a model's own code rules lookahead out, in sentences for whoever meets them. Floor 3."""
+"""Why a model's own code rules lookahead out, in sentences for whoever meets them."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def hook_reason(name: str | None) -> str | None:
     return name and f"the hook {name} would see guesses that are rejected; lade.allow_hook(hook) lets it"
 
 
-def trial_subject(adapter: Any) -> str:
+def checked_code(adapter: Any) -> str:
     """What a trial is of: the model, and the functions and hooks in it that neither torch nor transformers wrote."""
     names = adapter.code.names
     return f"this {adapter.model.config.model_type!r} model" + (f" with {', '.join(names[:3])}" if names else "")
 
 
-def failed_trial_reason(adapter: Any, is_masked: bool) -> str:
+def failed_check_reason(adapter: Any, is_masked: bool) -> str:
     """Why a model that gave other logits in its trial block cannot be served, as a sentence. is_masked: as for `probe`."""
-    what = trial_subject(adapter)
+    what = checked_code(adapter)
     if not adapter.takes_positions:
         return f"{what} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"
     padded = " behind a prompt with padding" if is_masked else ""

@@ -1,4 +1,4 @@
-"""What of a `generate()` call may matter to a family, and the calls that no family is served. Floor 3."""
+"""What of a `generate()` call may matter to a family, and the calls that no family is served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.attention import EVERYWHERE
+from lade.block.mask import EVERYWHERE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What of a model acts in training mode alone, so that a block of guesses would not compute what single tokens do. Floor 3.
+"""What of a model acts in training mode alone, so that a block of guesses would not compute what single tokens do.
 
 A model in training mode without any of that, as in the rollouts of reinforcement learning, computes what it does in eval mode.
 What a module does with its `training` flag is read from the code of its class, once for each class: which settings stand beside it.

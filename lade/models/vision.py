@@ -1,4 +1,4 @@
-"""Models that read images with the prompt and then write text. Floor 3."""
+"""Models that read images with the prompt and then write text."""
 
 from __future__ import annotations
 

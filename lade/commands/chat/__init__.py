@@ -1,4 +1,4 @@
-"""`lade chat`, and what `applications/chatbot.py` runs: loads a model and answers one question or many. Floor 8."""
+"""`lade chat`, and what `applications/chatbot.py` runs: loads a model and answers one question or many."""
 
 from __future__ import annotations
 

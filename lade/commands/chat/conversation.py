@@ -1,4 +1,4 @@
-"""A conversation with a model: the turns, their chat template, and a cache in which earlier turns stay. Floor 8.
+"""A conversation with a model: the turns, their chat template, and a cache in which earlier turns stay.
 
 Knows nothing about terminals.
 """

@@ -1,4 +1,4 @@
-"""Ctrl-C that ends an answer and not the program. Floor 8."""
+"""Ctrl-C that ends an answer and not the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as it is generated: each token's own characters at once, guessed ones in another colour. Floor 8."""
+"""Text as it is generated: each token's own characters at once, guessed ones in another colour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversation at a terminal: reads lines, shows answers as they come, and knows a few commands. Floor 8."""
+"""The conversation at a terminal: reads lines, shows answers as they come, and knows a few commands."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`lade eval`, and what `applications/eval.py` runs: the speed of several methods on a published task, and the quality of
-their answers. Floor 8.
+their answers.
 """
 
 from __future__ import annotations

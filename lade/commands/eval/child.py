@@ -1,5 +1,5 @@
 """The process that watches over one generated program, and the one in which it runs; started by `programs.py` as a file of
-its own. Floor 8.
+its own.
 
 Reads a request from standard input as JSON: program, unit_tests (names of test cases in it, or none), seconds, megabytes. Writes
 the outcome to standard output as JSON, when the program and all that it has started have ended. Imports nothing of lade, so that

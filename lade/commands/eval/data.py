@@ -1,4 +1,4 @@
-"""Rows of a task's data, from a file or from the hub. Floor 8."""
+"""Rows of a task's data, from a file or from the hub."""
 
 from __future__ import annotations
 

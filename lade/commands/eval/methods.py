@@ -1,4 +1,4 @@
-"""A question answered by one of the methods that are compared, and what it took. Floor 8."""
+"""A question answered by one of the methods that are compared, and what it took."""
 
 from __future__ import annotations
 

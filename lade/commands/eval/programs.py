@@ -1,4 +1,4 @@
-"""Generated programs: cut out of answers, joined with their tests, and run in a process of their own with limits. Floor 8.
+"""Generated programs: cut out of answers, joined with their tests, and run in a process of their own with limits.
 
 The limits keep a bad program from taking the machine's time and memory. They are no sandbox: a program can read, write and
 connect wherever the user can. On Linux all processes that it has started end with it; elsewhere those of its own session.

@@ -1,4 +1,4 @@
-"""How good an answer is, where its task defines that: exact match, ROUGE, pass@1. Floor 8."""
+"""How good an answer is, where its task defines that: exact match, ROUGE, pass@1."""
 
 from __future__ import annotations
 

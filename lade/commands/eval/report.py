@@ -1,4 +1,4 @@
-"""Figures of the answers, as plain data and as a Markdown table. Floor 8."""
+"""Figures of the answers, as plain data and as a Markdown table."""
 
 from __future__ import annotations
 

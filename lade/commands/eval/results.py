@@ -1,4 +1,4 @@
-"""The file that keeps answers as they come, so that a run can be stopped and gone on with. Floor 8.
+"""The file that keeps answers as they come, so that a run can be stopped and gone on with.
 
 JSON lines: the settings first, then an answer or the scores of one, each with its question and method.
 """

@@ -1,4 +1,4 @@
-"""The tasks: how a published row becomes a question. Knows nothing about models, and scores nothing. Floor 8."""
+"""The tasks: how a published row becomes a question. Knows nothing about models, and scores nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lade trace`: one generation, replayed step by step in a page or in the terminal. Floor 8."""
+"""`lade trace`: one generation, replayed step by step in a page or in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one `generate()` call did, step by step, as plain data. Knows nothing about pages and terminals. Floor 8."""
+"""What one `generate()` call did, step by step, as plain data. Knows nothing about pages and terminals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace replayed in the terminal: the text as it grew, guesses in green, one bar per step at the end. Floor 8."""
+"""A trace replayed in the terminal: the text as it grew, guesses in green, one bar per step at the end."""
 
 from __future__ import annotations
 

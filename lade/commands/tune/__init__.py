@@ -1,4 +1,4 @@
-"""`lade tune`: the settings that pay for a model, on this device and on the user's prompts. Floor 8."""
+"""`lade tune`: the settings that pay for a model, on this device and on the user's prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `lade tune` prints, and the file it writes. Floor 8."""
+"""What `lade tune` prints, and the file it writes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lade.commands.forward_costs import cost_at
 from lade.commands.measure import MEMORY_NOTE
 from lade.commands.tune.search import Findings, Row, Settings
-from lade.models.cost import cost_at
 
 PLOT_WIDTH, PLOT_HEIGHT = 60, 14
 MAX_ROWS = 12  # of the table; the file has all

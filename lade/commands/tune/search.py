@@ -1,6 +1,6 @@
-"""Which candidate settings are faster than plain generate(), found in three rounds. Floor 8.
+"""Which candidate settings are faster than plain generate(), found in three rounds.
 
-1. What a step costs against the tokens in its block (`lade.models.cost`). Candidates whose window alone costs more than
+1. What a step costs against the tokens in its block (`lade.commands.forward_costs`). Candidates whose window alone costs more than
    a step can ever yield are out.
 2. Tokens per step of each candidate on some of the prompts, the better half going on from one to the next. Divided by the cost
    of its blocks they predict the ratio to plain.
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lade.commands.forward_costs import BLOCK_SIZES, cost_at, step_costs
 from lade.commands.measure import Inputs, Method, Run, environment, run_methods, run_once, share_identical, spread
 from lade.models import adapter_for
-from lade.models.cost import BLOCK_SIZES, cost_at, step_costs
 
 Settings = dict[str, Any]  # keywords of config_lade
 Progress = Callable[[str], Callable[[Iterable[Any]], Iterable[Any]]]  # a label -> what to wrap a list in

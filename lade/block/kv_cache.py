@@ -1,0 +1,331 @@
+"""A preallocated key/value cache with slots: blocks are written behind the committed tokens, and accepted ones move up.
+
+No concatenation, no copy of the prefix: `update` writes in place and returns views.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, StaticCache
+
+from lade.compat import CacheLayer, StaticLayer
+
+MIN_CAPACITY = 256  # slots
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")  # where no class says so
+
+
+def least_capacity(num_slots: int) -> int:
+    """What a cache for so many slots begins with."""
+    return max(num_slots, MIN_CAPACITY)
+
+
+def slots_of_static(cache: Cache | None) -> int | None:
+    """How many tokens of a row a static cache takes; None for one that grows, or none at all."""
+    if not isinstance(cache, StaticCache):
+        return None
+    return min((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), default=None)
+
+
+class SlotLayer(CacheLayer):
+    """One layer's keys and values: views [B, H, C, D] into the cache's storage, C slots of capacity."""
+
+    is_sliding = False
+    is_compileable = False
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, cache: LookaheadCache) -> None:
+        super().__init__()
+        self._owner = weakref.ref(cache)  # without a cycle, the memory is free as soon as the call is over
+        self.prefilled = 0  # slots written by prompt forwards
+        # Of the block under way, by "keys" and "values": where it is to be written, and all slots up to its last one.
+        self.rooms: dict[str, Tensor] = {}
+        self.filled: dict[str, Tensor] = {}
+
+    @property
+    def _cache(self) -> LookaheadCache:
+        cache = self._owner()
+        assert cache is not None
+        return cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._cache.allocate(self, key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: [B, H, q, D], written behind what is there. Returns views up to the last one."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, num_tokens = self._cache, key_states.shape[2]
+        if not cache.in_block:
+            cache.check_room(self.prefilled + num_tokens)
+            cache.ensure_capacity(self.prefilled + num_tokens)
+            end = self.prefilled + num_tokens
+            self.keys.narrow(2, self.prefilled, num_tokens).copy_(key_states)
+            self.values.narrow(2, self.prefilled, num_tokens).copy_(value_states)
+            self.prefilled = end
+        elif cache.slots is None:  # all rows have the same length
+            cache.open_block(num_tokens)
+            self.rooms["keys"].copy_(key_states)
+            self.rooms["values"].copy_(value_states)
+            return self.filled["keys"], self.filled["values"]
+        else:
+            end = max(cache.lengths) + num_tokens
+            index = cache.slots[:, None, :, None].to(key_states.device)  # [B, 1, q, 1]
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand_as(value_states), value_states)
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        cache = self._cache
+        return max(cache.lengths) if cache.in_block else self.prefilled
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class LookaheadCache(Cache):
+    """Slots for B rows. Prompt forwards append; after `end_prefill`, blocks are written at `lengths` and then committed.
+
+    lengths: committed slots of each row (L of the design), on the host.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, uniform: bool = True) -> None:
+        """capacity: slots to start with; it doubles when they do not suffice. uniform: all layers have one shape."""
+        self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._slot_layers))
+        self.capacity = least_capacity(capacity)
+        self.lengths: list[int] = []
+        self.slots: Tensor | None = None  # [B, q] of the current block, only where rows have different lengths
+        self.in_block = False
+        self.most_slots: int | None = None  # of a static cache that is to take the text in the end
+        self._uniform = uniform
+        self._storages: list[_Storage] = []
+        self._opened: tuple[int, ...] | None = None  # what the layers' views are of
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all keys and values, used or not."""
+        return sum(storage.data.nbytes for storage in self._storages)
+
+    def clear(self) -> None:
+        """Forget everything but the memory, for another call's prompts of as many rows."""
+        for storage in self._storages:
+            storage.data.zero_()  # as when it was new: what an earlier call left there may not even be finite
+        for layer in self._slot_layers:
+            layer.prefilled = 0
+        self.lengths, self.slots, self.in_block = [], None, False
+
+    def end_prefill(self, batch_size: int) -> None:
+        """From here on `update` writes blocks."""
+        self.lengths = [self._slot_layers[0].prefilled] * batch_size
+        self.in_block = True
+
+    def adopt(self, cache: Any) -> None:
+        """Take over the tokens of another cache, as if they had been prefilled here. `cache` itself is not changed."""
+        length = int(cache.get_seq_length())
+        if length:
+            for index, layer in enumerate(cache.layers):
+                if layer.keys is None:  # the model has fewer layers than its configuration says
+                    continue
+                self.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+
+    def hand_over(self, cache: Cache) -> None:
+        """Append to `cache` what it lacks of the committed tokens, which must be equally many in all rows."""
+        start, end = int(cache.get_seq_length()), self.lengths[0]
+        for index, layer in enumerate(self._slot_layers):
+            if not layer.is_initialized:
+                continue
+            cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
+
+    def begin_block(self, num_tokens: int, device: torch.device) -> None:
+        """Make room for a block of q tokens behind each row's committed slots."""
+        self.check_room(max(self.lengths) + 1)
+        self.ensure_capacity(max(self.lengths) + num_tokens)
+        is_ragged = min(self.lengths) != max(self.lengths)
+        self.slots = self.block_slots(num_tokens, device) if is_ragged else None
+        self._opened = None
+
+    def open_block(self, num_tokens: int) -> None:
+        """Let each layer have its views for a block of q tokens, the same L for all rows; the first layer to ask does so for all."""
+        opened = (self.lengths[0], num_tokens, len(self._storages), len(self._storages[-1].owners))
+        if opened != self._opened:
+            self._opened = opened
+            for storage in self._storages:
+                storage.open(self.lengths[0], num_tokens)
+
+    def block_slots(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Slots of the next block. Returns [B, q]."""
+        starts = torch.tensor(self.lengths, device=device)
+        return starts[:, None] + torch.arange(num_tokens, device=device)
+
+    def commit(self, accepted: list[list[int] | None]) -> None:
+        """Keep each row's root and accepted block tokens, in order, and forget the rest of the block.
+
+        accepted: per row, increasing block indices (the root is 0 and not listed); None keeps nothing, not even the root.
+        """
+        for row, (path, start) in enumerate(zip(accepted, self.lengths, strict=True)):
+            if path and path != list(range(1, len(path) + 1)):
+                source = torch.tensor(path, device="cpu") + start  # whatever the default device is
+                for storage in self._storages:
+                    storage.move(row, source, start + 1)
+        kept = [0 if path is None else 1 + len(path) for path in accepted]
+        self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
+
+    def clear_guesses(self, tokens: Tensor, accepted: list[list[int] | None]) -> tuple[set[int], set[int]]:
+        """After `commit`: zero what lies behind the committed slots, where a key or value that is no number spoils later blocks.
+
+        tokens: [B, q] of the block. accepted: as for `commit`. Returns the rows whose committed text ends in NaN, and the guesses
+        that were the first not to be finite, before attention spread that to the others; of the rows that kept nothing.
+        """
+        lost_rows = {row for row, length in enumerate(self.lengths) if self._is_nan(row, length - 1)}
+        guesses: set[int] = set()
+        for row in {row for row, path in enumerate(accepted) if path is None} - lost_rows:
+            is_finite = self._first_finite(row, tokens.shape[1])
+            if is_finite[0]:  # the root is one of the others otherwise
+                ids = tokens[row].tolist()
+                guesses |= {token for token, is_fine in zip(ids, is_finite, strict=True) if not is_fine}
+        for storage in self._storages:
+            for row, length in enumerate(self.lengths):
+                storage.data[:, row, :, length:] = 0
+        return lost_rows, guesses
+
+    def _is_nan(self, row: int, slot: int) -> bool:
+        return any(bool(storage.data[: len(storage.owners), row, :, slot].isnan().any()) for storage in self._storages)
+
+    def _first_finite(self, row: int, num_tokens: int) -> list[bool]:
+        """Which of one row's block tokens have finite keys and values in the first layer where some have not."""
+        start = self.lengths[row]
+        for layer in self._slot_layers:
+            if not layer.is_initialized:
+                continue
+            states = (layer.keys[row], layer.values[row])  # [H, C, D]
+            parts = [part.narrow(1, start, num_tokens).isfinite().all(2).all(0).tolist() for part in states]
+            found = [all(both) for both in zip(*parts, strict=True)]
+            if not all(found):
+                return found
+        return [True] * num_tokens
+
+    def read(self, row: int, block_indices: list[int]) -> list[Tensor]:
+        """Keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] for each kind of layer, copied."""
+        slots = torch.tensor(block_indices, device="cpu") + self.lengths[row]
+        return [storage.read(row, slots) for storage in self._storages]
+
+    def write(self, row: int, start: int, parts: list[Tensor]) -> None:
+        """Put keys/values that `read` gave elsewhere into the slots from `start` on."""
+        for storage, part in zip(self._storages, parts, strict=True):
+            storage.write(row, start, part)
+
+    def allocate(self, layer: SlotLayer, key_states: Tensor, value_states: Tensor) -> None:
+        """Give a layer its `keys` and `values`, [B, H, C, D] each, all zero."""
+        for name, states in (("keys", key_states), ("values", value_states)):
+            storage = next((s for s in self._storages if s.has_room_for(states)), None)
+            if storage is None:
+                size = len(self._slot_layers) * (2 if key_states.shape == value_states.shape else 1)
+                storage = _Storage(states, size if self._uniform else 1, self.capacity)
+                self._storages.append(storage)
+            storage.give(layer, name)
+
+    def check_room(self, num_slots: int) -> None:
+        """Raises IndexError, as plain generate() would, where a text of so many tokens does not fit the static cache it is for."""
+        if self.most_slots is not None and num_slots > self.most_slots:
+            raise IndexError(
+                f"index {self.most_slots} is out of bounds for a static cache of {self.most_slots} tokens, passed as past_key_values"
+            )
+
+    def max_guess_offset(self, limit: int | None) -> int | None:
+        """How far beyond the roots guesses may lie, so that those accepted fit the static cache. limit: another one, or None."""
+        if self.most_slots is None:
+            return limit
+        room = max(0, self.most_slots - 1 - max(self.lengths))
+        return room if limit is None else min(limit, room)
+
+    def ensure_capacity(self, num_slots: int) -> None:
+        """Double the capacity until `num_slots` fit; what is committed is kept."""
+        if num_slots <= self.capacity:
+            return
+        while self.capacity < num_slots:
+            self.capacity *= 2
+        for storage in self._storages:
+            storage.grow(self.capacity)
+
+
+class _Storage:
+    """Tensors of one shape behind several layers: compaction is one gather and one scatter for all of them."""
+
+    def __init__(self, states: Tensor, size: int, capacity: int) -> None:
+        """states: [B, H, q, D], an example. size: S, how many such tensors will be asked for."""
+        batch_size, num_heads, _, head_dim = states.shape
+        # Zeros: a slot that was never written may be multiplied by a weight of zero, and 0 * nan is nan.
+        self.data = _zeros(states, size, batch_size, num_heads, capacity, head_dim)  # [S, B, H, C, D]
+        self.owners: list[tuple[SlotLayer, str]] = []
+
+    def has_room_for(self, states: Tensor) -> bool:
+        _, batch_size, num_heads, _, head_dim = self.data.shape
+        same_shape = (states.shape[0], states.shape[1], states.shape[3]) == (batch_size, num_heads, head_dim)
+        same_kind = (states.dtype, states.device) == (self.data.dtype, self.data.device)
+        return same_shape and same_kind and len(self.owners) < len(self.data)
+
+    def give(self, layer: SlotLayer, name: str) -> None:
+        setattr(layer, name, self.data[len(self.owners)])
+        self.owners.append((layer, name))
+
+    def open(self, start: int, num_tokens: int) -> None:
+        """Cut the views that a block needs, [B, H, .., D] each, for all owners at once: one by one they take most of an update."""
+        rooms = self.data.narrow(3, start, num_tokens).unbind()
+        filled = self.data.narrow(3, 0, start + num_tokens).unbind()
+        for (layer, name), room, slots in zip(self.owners, rooms, filled, strict=False):
+            layer.rooms[name], layer.filled[name] = room, slots
+
+    def grow(self, capacity: int) -> None:
+        size, batch_size, num_heads, old, head_dim = self.data.shape
+        data = _zeros(self.data, size, batch_size, num_heads, capacity, head_dim)
+        data[:, :, :, :old] = self.data
+        self.data = data
+        for index, (layer, name) in enumerate(self.owners):
+            setattr(layer, name, data[index])
+            layer.rooms.pop(name, None)  # they would keep the old data
+            layer.filled.pop(name, None)
+
+    def move(self, row: int, source: Tensor, target: int) -> None:
+        """Copy slots of one row in all tensors at once. source: [k] slots, which go to `target` and the ones behind it."""
+        self.write(row, target, self.read(row, source))
+
+    def read(self, row: int, slots: Tensor) -> Tensor:
+        """slots: [k]. Returns [S, H, k, D]."""
+        # Not gather and scatter_: on a CPU they take a hundred times as long in half precision.
+        return self.data[: len(self.owners), row].index_select(2, slots.to(self.data.device))
+
+    def write(self, row: int, start: int, part: Tensor) -> None:
+        """part: [S, H, k, D]."""
+        self.data[: len(self.owners), row, :, start : start + part.shape[2]] = part
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros of shape [S, B, H, C, D]; says how much was asked for where there is no room."""
+    try:
+        return like.new_zeros(shape)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(
+            f"lade: no room for a key/value cache of {shape[3]} tokens, "
+            f"{math.prod(shape) * like.element_size() / 2**20:,.0f} MiB; a smaller max_new_tokens or batch needs less"
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was missing, which it may not be next time. The CPU's allocator raises a plain RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

@@ -1,0 +1,171 @@
+"""The attention masks of a block, in the one form that eager and sdpa attention both take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lade.kernels import pack_mask
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The query tokens of one forward pass, behind the committed tokens of each row.
+
+    tokens: [B, q] ids. offsets: [B, q] positions relative to the row's root. positions: the `position_ids` for the model, [B, q]
+    or [k, B, q]. visible: [B, q, q] bool inside the block, query by key. logit_rows: [R] rows of the block whose logits are
+    needed, in order; all of them where R is q. lengths: committed slots of each row (L). key_mask: [B, P] bool, False for padding
+    among the first P slots. capacity: slots that masks are to cover, None for no more than are in use. start_slots: [B, 1] what
+    `lengths` say, for a step whose host does not know them; then `lengths` are empty, and key_mask and capacity are given.
+    """
+
+    tokens: Tensor
+    offsets: Tensor
+    positions: Tensor
+    visible: Tensor
+    logit_rows: Tensor
+    lengths: list[int]
+    key_mask: Tensor | None
+    capacity: int | None = None
+    start_slots: Tensor | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """K: slots that a query may look at, the block's own included; or all of the cache's."""
+        return max(self.lengths) + self.tokens.shape[1] if self.capacity is None else self.capacity
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether the logits of the whole block are needed."""
+        return self.logit_rows.shape[0] == self.tokens.shape[1]
+
+    def starts(self) -> Tensor:
+        """Slot of each row's root. Returns [B, 1]."""
+        if self.start_slots is not None:
+            return self.start_slots
+        return torch.tensor(self.lengths, device=self.offsets.device)[:, None]
+
+    def key_positions(self) -> Tensor:
+        """Which place in its text each slot's token has: its slot, but for guesses the root's plus the offset. Returns [B, K]."""
+        starts = self.starts()
+        places = torch.arange(self.num_slots, device=starts.device).repeat(len(self.tokens), 1)
+        slots = starts + torch.arange(self.offsets.shape[1], device=starts.device)
+        return places.scatter_(1, slots, starts + self.offsets)
+
+    def padding(self) -> Tensor | int:
+        """Slots before each row's first token. Returns [B, 1], or 0 when there are none."""
+        return 0 if self.key_mask is None else (self.key_mask.cumsum(1) == 0).sum(1, keepdim=True)
+
+    def to(self, device: torch.device) -> Block:
+        """The same block with what the model itself takes on another device."""
+        names = ("tokens", "offsets", "positions", "visible", "logit_rows", "key_mask")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a layer looks: everywhere, `window` positions, or to the start of its chunk of `chunk` positions."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_places(self, block: Block) -> Tensor | None:
+        """The first place in its text that each block token sees. Returns [B, q], or None where that is the first of all."""
+        limit = self.window or self.chunk
+        # The farthest query lies fewer than q places behind the longest row's root.
+        if limit is None or block.num_slots <= limit:
+            return None
+        places = block.starts() + block.offsets
+        if self.window is not None:
+            return places - limit + 1
+        padding = block.padding()
+        return (places - padding) // limit * limit + padding
+
+    def hides(self, block: Block) -> Tensor | None:
+        """Slots that are out of reach. Returns [B, q, K] bool, or None where that is none at all."""
+        first = self.first_places(block)
+        return None if first is None else block.key_positions()[:, None] < first[:, :, None]
+
+
+EVERYWHERE = Reach()
+# What the layer types of transformers' configurations mean, and where the size is found.
+LAYER_REACH = {
+    "full_attention": lambda config: EVERYWHERE,
+    "sliding_attention": lambda config: Reach(window=config.sliding_window),
+    "chunked_attention": lambda config: Reach(chunk=config.attention_chunk_size),
+}
+
+
+def layer_reaches(config: Any) -> Reach | dict[str, Reach]:
+    """How far the layers look, in the form in which the model takes its masks: one for all, or a dict by layer type.
+
+    The same rule as `transformers.masking_utils.create_masks_for_generate`. Raises KeyError for a layer type that is not
+    attention in one of the known forms.
+    """
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return {layer_type: LAYER_REACH[layer_type](config) for layer_type in sorted(set(layer_types))}
+    if getattr(config, "sliding_window", None) is not None:
+        return Reach(window=config.sliding_window)
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return Reach(chunk=config.attention_chunk_size)
+    return EVERYWHERE
+
+
+def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> Tensor:
+    """Additive mask over the cache's slots: 0 where a query sees a key, the dtype's minimum elsewhere.
+
+    Returns [B, 1, q, K]. Additive, because eager attention would add a bool mask as 0 and 1.
+    """
+    hidden = torch.finfo(dtype).min
+    batch_size, num_queries = block.tokens.shape
+    device = block.visible.device
+    too_far = reach.hides(block)
+    if batch_size == 1 and block.key_mask is None:
+        start, num_slots = block.lengths[0], block.num_slots
+        mask = torch.zeros(1, 1, num_queries, num_slots, dtype=dtype, device=device)
+        if num_queries > 1:
+            mask.narrow(3, start, num_queries).masked_fill_(~block.visible[:, None], hidden)
+        if start + num_queries < num_slots:  # the mask covers all of the cache
+            mask[..., start + num_queries :] = hidden
+        return mask if too_far is None else mask.masked_fill_(too_far[:, None], hidden)
+
+    starts = block.starts()
+    is_prefix = torch.arange(block.num_slots, device=device) < starts  # [B, K]
+    if block.key_mask is not None:
+        is_prefix[:, : block.key_mask.shape[1]] &= block.key_mask
+    mask = is_prefix[:, None].repeat(1, num_queries, 1)  # [B, q, K]
+    slots = starts + torch.arange(num_queries, device=device)  # [B, q]
+    mask.scatter_(2, slots[:, None].expand_as(block.visible), block.visible)
+    if too_far is not None:
+        mask &= ~too_far
+    return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, hidden)[:, None]
+
+
+def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERYWHERE) -> Tensor:
+    """The same for lade's own attention, see `lade.kernels.packed_mask`.
+
+    padding: [B] slots before each row's first token, None where there are none.
+    """
+    visible, first = block.visible, reach.first_places(block)
+    if first is not None:
+        places = block.starts() + block.offsets
+        visible = visible & (places[:, None] >= first[:, :, None])
+        first = first.clamp(min=0) if padding is None else torch.maximum(first, padding[:, None])
+    return pack_mask(visible, block.starts().squeeze(1), block.offsets, padding if first is None else first)
+
+
+def masks_by_layer(make: Callable[[Reach], Tensor], reaches: Reach | dict[str, Reach]) -> Tensor | dict[str, Tensor]:
+    """One mask for all layers, or a dict of them by layer type; layer types that reach equally far share theirs."""
+    if isinstance(reaches, Reach):
+        return make(reaches)
+    masks: dict[Reach, Tensor] = {}
+    for reach in reaches.values():
+        if reach not in masks:
+            masks[reach] = make(reach)
+    return {layer_type: masks[reach] for layer_type, reach in reaches.items()}

@@ -1,0 +1,142 @@
+"""How often guesses of each kind turn out right, learned while decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH
+from lade.drafting.top_k_table import BIN_MIDDLES, NUM_BINS
+
+PRIOR_WEIGHT = 16.0  # trials that the first estimate counts for
+MAX_TRIALS = 400.0  # beyond these, older trials count half: what is guessed for changes
+TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust begins with, and slowly returns to
+TRUST_MEMORY = 0.9  # share of the past that is left after each step
+FORGET_SHARE = 0.8  # of what was learned that is left after FORGET_EVERY steps without a guess
+FORGET_EVERY = 16
+# How often what followed a match of 3, 4, .. 8 tokens follows again, at first. Greedy text that repeats itself goes on doing so.
+GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
+SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7)
+# What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows. Less
+# where the model's likeliest tokens are not likely: then rows are seldom right.
+PROBE_CREDIT = 0.02
+USUAL_SURENESS = 0.5  # mean probability of the likeliest token from which on a probe is worth its full credit
+SURENESS_SHARE = 0.1  # of each token in that mean
+
+# A kind is where a guess came from and how sure that source is of it. All kinds, as ranges of integers:
+PAIR = 0  # + bin: the row of the last two tokens
+SINGLE = PAIR + NUM_BINS  # + bin: the row of the last token
+SUFFIX = SINGLE + NUM_BINS  # + match length - MIN_MATCH: what followed the longest earlier occurrence
+SECOND_SUFFIX = SUFFIX + MAX_MATCH - MIN_MATCH + 1  # likewise, of another continuation
+PROBE = SECOND_SUFFIX + MAX_MATCH - MIN_MATCH + 1  # a token whose row is unknown, guessed in order to learn it
+NUM_KINDS = PROBE + 1
+
+
+def name_of(kind: int) -> str:
+    """The source that a kind belongs to, of suffix matches with their length."""
+    if kind < SUFFIX:
+        return "pair" if kind < SINGLE else "single"
+    if kind == PROBE:
+        return "probe"
+    return f"suffix of {MIN_MATCH + (kind - SUFFIX) % (SECOND_SUFFIX - SUFFIX)}"
+
+
+def prior_chances(do_sample: bool) -> list[float]:
+    """What is thought of each kind before anything was tried."""
+    by_length = SAMPLED_MATCHES if do_sample else GREEDY_MATCHES
+    by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # the surer, the more rests on what came before
+    by_other_length = [0.3 * chance for chance in by_length]
+    return [*BIN_MIDDLES, *by_single, *by_length, *by_other_length, PROBE_CREDIT]
+
+
+class Acceptance:
+    """Chance of each kind: hits over trials, beginning with a prior; and how far the sum of all chances is to be trusted."""
+
+    def __init__(self, do_sample: bool) -> None:
+        self._prior = prior_chances(do_sample)
+        self.chances = list(self._prior)
+        self.trials = [PRIOR_WEIGHT] * NUM_KINDS
+        self.hits = [PRIOR_WEIGHT * chance for chance in self.chances]
+        self._expected = self._accepted = TRUST_WEIGHT
+        self._num_idle = 0  # steps without a guess
+        self._sureness = USUAL_SURENESS
+
+    @property
+    def trust(self) -> float:
+        """Guesses accepted lately over those expected to be, at most 1."""
+        return min(1.0, self._accepted / self._expected)
+
+    @property
+    def promise(self) -> float:
+        """How predictable the text looks, from 0 to 1: next to 0 where the model's likeliest tokens are seldom likely."""
+        return min(1.0, self._sureness / USUAL_SURENESS) ** 2
+
+    def learn(
+        self,
+        kinds: Sequence[int],
+        parents: Sequence[int],
+        expected: Sequence[float],
+        path: Sequence[int],
+        hits: Sequence[int],
+    ) -> None:
+        """Take in the outcome of one tree, which has guesses.
+
+        kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its ancestors. path:
+        the accepted nodes; only guesses behind them were judged. hits: the nodes that were right.
+        """
+        self._num_idle = 0
+        judged = {-1, *path}
+        hoped = 0.0
+        for kind, parent, chance in zip(kinds, parents, expected, strict=True):
+            if kind != PROBE:
+                hoped += chance
+                if parent in judged:
+                    self._count_trial(kind)
+        for node in hits:
+            if kinds[node] != PROBE:
+                self._count_hit(kinds[node])
+        self._learn_trust(hoped, len(hits))
+
+    def rest(self) -> None:
+        """A step went without guesses."""
+        self._num_idle += 1
+        if self._num_idle == FORGET_EVERY:
+            self._num_idle = 0
+            self.forget()
+        self._learn_trust(0.0, 0)
+
+    def learn_sureness(self, bins: Sequence[int]) -> None:
+        """How sure the model was of what comes after some accepted tokens. bins: of its likeliest token each time."""
+        for bin_index in bins:
+            self._sureness += SURENESS_SHARE * (self._prior[PAIR + bin_index] - self._sureness)
+        self._value_probes()
+
+    def forget(self) -> None:
+        """Move a little back towards the prior: what is not guessed is not learned, and the text may have become easy."""
+        for kind, prior in enumerate(self._prior):
+            self.trials[kind] = PRIOR_WEIGHT + FORGET_SHARE * (self.trials[kind] - PRIOR_WEIGHT)
+            self.hits[kind] = PRIOR_WEIGHT * prior + FORGET_SHARE * (self.hits[kind] - PRIOR_WEIGHT * prior)
+            self.chances[kind] = self.hits[kind] / self.trials[kind]
+        self._value_probes()
+
+    def restore(self, trials: list[float], hits: list[float]) -> None:
+        """Go on from counts that were saved. trials, hits: of each kind."""
+        self.trials, self.hits = trials, hits
+        self.chances = [hit / trial for hit, trial in zip(hits, trials, strict=True)]
+
+    def _learn_trust(self, expected: float, accepted: int) -> None:
+        self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + expected
+        self._accepted = TRUST_MEMORY * self._accepted + (1 - TRUST_MEMORY) * TRUST_WEIGHT + accepted
+
+    def _value_probes(self) -> None:
+        self.chances[PROBE] = PROBE_CREDIT * self.promise
+
+    def _count_trial(self, kind: int) -> None:
+        self.trials[kind] += 1
+        if self.trials[kind] > MAX_TRIALS:
+            self.trials[kind] /= 2
+            self.hits[kind] /= 2
+        self.chances[kind] = self.hits[kind] / self.trials[kind]
+
+    def _count_hit(self, kind: int) -> None:
+        self.hits[kind] += 1
+        self.chances[kind] = min(1.0, self.hits[kind] / self.trials[kind])

@@ -1,0 +1,73 @@
+"""The contract between the loop and whoever proposes guesses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lade.block.token_tree import TokenTree
+from lade.verification.sequences import TokenSequences
+
+ROOT_ALONE = (2, 1)  # the (N, W) of a block without a window
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The guesses of one step."""
+
+    tree: TokenTree
+    max_depth: int  # of the tree
+    window_shape: tuple[int, int]  # (N, W) of the window's part of the block; ROOT_ALONE without one
+    window_cells: Tensor  # [B, (N-1)*W - 1] ids
+
+    @property
+    def has_window(self) -> bool:
+        return self.window_shape != ROOT_ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step, or the prompt's forward, has shown.
+
+    tree: the guesses as they were laid out. logits: [B, 1 + n, V] behind the root and behind each node. accepted: the accepted
+    nodes of each row, None for a row to which nothing was committed. choices: [B, W] the model's choices behind the window's last
+    level; None without a window. texts: the committed text.
+    """
+
+    tree: TokenTree
+    logits: Tensor
+    accepted: list[list[int] | None]
+    choices: Tensor | None
+    texts: TokenSequences
+
+    @property
+    def num_committed(self) -> list[int]:
+        """Tokens committed to each row: the accepted guesses and the one chosen after them."""
+        return [0 if path is None else len(path) + 1 for path in self.accepted]
+
+
+class Drafter(Protocol):
+    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted."""
+
+    def propose(self, texts: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
+        """texts: the committed text, whose last tokens are the roots. is_finished: rows that need no guesses.
+
+        max_offset: how far beyond the root a guess may lie, None for anywhere.
+        """
+
+    def learn(self, outcome: Outcome) -> None:
+        """Called once after each forward, the prompt's included."""
+
+    def finish(self) -> None:
+        """The call is over: what has waited is learned from."""
+
+    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
+        """What a step has cost. num_slots: tokens of the longest row. num_tokens: q.
+
+        seconds: of all but `propose` and the user's own code. search_seconds: of `propose`, without the draws of sampling.
+        """
+
+    def sources(self) -> dict[str, list[int]]:
+        """Guesses proposed and guesses accepted during the call, by where they came from."""

@@ -1,0 +1,137 @@
+"""The paper's drafter: a Jacobi window that makes n-grams and a pool that remembers them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lade.block.token_tree import TokenTree, merge_candidates
+from lade.block_size import BlockMode, BlockModePolicy, StepCostsByLength
+from lade.config import LookaheadConfig
+from lade.drafting.base import ROOT_ALONE, Draft, Outcome
+from lade.drafting.ngram_pool import Pool, pool_for
+from lade.drafting.window import JacobiWindow
+from lade.verification.sequences import TokenSequences
+
+
+class LookaheadDrafter:
+    """Proposes the pool's tails of the root; learns from the window's rows and from the committed text."""
+
+    def __init__(
+        self,
+        config: LookaheadConfig,
+        vocab_size: int,
+        prompt_ids: Tensor,
+        key_mask: Tensor | None,
+        costs: StepCostsByLength | None = None,
+        policy: BlockModePolicy | None = None,
+    ) -> None:
+        """prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool, False for padding; None without.
+
+        costs, policy: what blocks cost, and which parts of one pay; None to lay out the whole block in every step.
+        """
+        self.config, self.costs, self.policy = config, costs, policy
+        self._mode = BlockMode.WINDOW
+        self._num_proposed = self._num_accepted = 0
+        prompt_ids = prompt_ids.long()
+        # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
+        is_foreign = (prompt_ids < 0) | (prompt_ids >= vocab_size)
+        self._known_ids = range(vocab_size) if bool(is_foreign.any()) else None
+        prompt_lengths = [prompt_ids.shape[1]] * len(prompt_ids)
+        if key_mask is not None:
+            prompt_lengths = key_mask[:, key_mask.shape[1] - prompt_ids.shape[1] :].sum(1).clamp(min=1).tolist()
+        start_ids = (
+            prompt_ids.masked_fill(is_foreign, 0) if prompt_ids.shape[1] else prompt_ids.new_zeros(len(prompt_ids), 1)
+        )
+        self.window = JacobiWindow.start(
+            start_ids, [max(1, length) for length in prompt_lengths], config.ngram_size, config.window_size
+        )
+        self.pool: Pool | None = None
+        if config.num_guesses > 0:
+            self.pool = pool_for(prompt_ids.device, config.ngram_size, config.num_guesses, vocab_size)
+            if config.pool_from_prompt:
+                for row, length in zip(prompt_ids, prompt_lengths, strict=True):
+                    self._remember([_ngrams_of(row[len(row) - length :], config.ngram_size)])
+
+    def propose(self, texts: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
+        roots = torch.tensor(texts.roots(), device=texts.ids.device)
+        self.window.set_root(roots)
+        max_depth = self.config.ngram_size - 1
+        self._mode = self._choose_mode(max(texts.lengths))
+        if self._mode == BlockMode.PLAIN:
+            max_depth = 0
+        shape, cells = (self.config.ngram_size, self.config.window_size), self.window.cells()
+        reach = max(sum(shape) - 3, max_depth)  # (N-2) + (W-1), the window's last cell
+        if self._mode != BlockMode.WINDOW or (max_offset is not None and max_offset < reach):
+            shape, cells = ROOT_ALONE, cells[:, :0]
+        if max_offset is not None:
+            max_depth = min(max_depth, max_offset)
+        if self.pool is None or max_depth == 0:
+            tree = TokenTree.empty(len(roots))
+        else:
+            tree = merge_candidates([[tail[:max_depth] for tail in tails] for tails in self.pool.lookup(roots)])
+        return Draft(tree, max_depth, shape, cells)
+
+    def learn(self, outcome: Outcome) -> None:
+        chosen, num_committed = outcome.choices, outcome.num_committed
+        for path, tokens in zip(outcome.accepted, outcome.tree.tokens, strict=True):
+            self._num_proposed += 0 if path is None else len(tokens)
+            self._num_accepted += 0 if path is None else len(path)
+        if self.policy is not None:
+            judged = [len(path) for path in outcome.accepted if path is not None]
+            num_cells = 1 if chosen is None else self.window.levels[0].numel()
+            num_tokens = num_cells + outcome.tree.num_nodes
+            self.policy.learn(self._mode, num_tokens, sum(judged) / max(1, len(judged)))
+        reach = self.config.ngram_size - 1  # an n-gram that ends in a new token begins at most so far before it
+        found = [
+            _ngrams_of(outcome.texts.row(row)[0, -(count + reach) :], self.config.ngram_size)
+            for row, count in enumerate(num_committed)
+            if count
+        ]
+        if chosen is not None:
+            if self.window.is_ready:
+                found.insert(0, self.window.ngrams(chosen))
+            self.window.roll(chosen, None if self.config.always_forward_one else [max(0, n - 1) for n in num_committed])
+        self._remember(found)
+
+    def finish(self) -> None:
+        """Nothing has waited."""
+
+    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
+        if self.costs is not None:
+            self.costs.at(num_slots).observe(num_tokens, seconds + search_seconds)
+
+    def sources(self) -> dict[str, list[int]]:
+        return {"pool": [self._num_proposed, self._num_accepted]}
+
+    def take_over(self, levels: Tensor, num_updates: int, num_proposed: int, num_accepted: int) -> None:
+        """Go on from where steps that ran elsewhere have got. levels: [B, N-1, W]. num_updates: such steps. The pool is shared."""
+        self.window.levels = levels
+        self.window.num_updates += num_updates
+        self._num_proposed += num_proposed
+        self._num_accepted += num_accepted
+
+    def _choose_mode(self, num_slots: int) -> BlockMode:
+        """Which parts of the block pay."""
+        if self.policy is None or self.costs is None:
+            return BlockMode.WINDOW
+        num_cells = self.window.levels[0].numel()
+        num_nodes = self.config.max_block_tokens - num_cells
+        sizes = {BlockMode.PLAIN: 1, BlockMode.CANDIDATES: 1 + num_nodes, BlockMode.WINDOW: num_cells + num_nodes}
+        return self.policy.choose(self.costs.at(num_slots), sizes)
+
+    def _remember(self, found: list[Tensor]) -> None:
+        """Put n-grams into the pool, oldest first. found: [M, N] ids each."""
+        if self.pool is None or not found:
+            return
+        ngrams = torch.cat(found)
+        if self._known_ids is not None:
+            ngrams = ngrams[((ngrams >= 0) & (ngrams < len(self._known_ids))).all(dim=1)]
+        self.pool.insert(ngrams)
+
+
+def _ngrams_of(tokens: Tensor, ngram_size: int) -> Tensor:
+    """Every n-gram of a text, in order. tokens: [T] ids. Returns [max(0, T - N + 1), N]."""
+    if len(tokens) < ngram_size:
+        return tokens.new_empty(0, ngram_size)
+    return tokens.unfold(0, ngram_size, 1)

@@ -1,0 +1,304 @@
+"""What the tree drafter remembers across calls: likely next tokens, and how often such guesses were right."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lade.block_size import SavedCosts, saved_costs
+from lade.drafting.acceptance import NUM_KINDS, Acceptance
+from lade.drafting.memory_file import read_arrays, write_arrays
+from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, TopKTable
+
+MAX_BYTES = 16 * 2**20
+MIN_BYTES = 64 * 2**10
+MAX_UNSEEN = 256  # tokens without a row that are remembered
+KEY_SHIFT = 32  # a pair of tokens as one integer
+FORMAT = 2  # of the file; 1 had chances of sampled guesses that knew nothing of the draws
+WARM_TOKENS = 256  # of one forward; their logits are all needed at once
+MAX_SORTED = 2**19  # probabilities that are sorted as they are: for so few of them nothing is faster
+NUM_SIGNS = 256  # of the embedding, by which a model is known again
+MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them, and half of them differ between strangers
+
+IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
+
+_BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
+
+Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and bins, [M, ROW_LENGTH] each
+
+
+class Memory:
+    """Rows of likely next tokens by the last token and by the last two, with the learned chances of such guesses.
+
+    It belongs to one model, the first that uses it. Inside `with memory.active():` the calls of this thread use it instead of
+    the one that all calls of the model share:
+
+        memory = lade.Memory(path="alice.npz")    # loaded where the file is there
+        with memory.active():
+            model.generate(...)
+        memory.save()
+
+    What is remembered never changes what a call returns, only how fast it does.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES, path: str | Path | None = None) -> None:
+        """max_bytes: about how much the tables may take. path: where save() writes, and what is loaded if it exists.
+
+        Of a file with more rows than fit the latest are loaded. Raises ValueError for too few bytes, or a file that is not a
+        memory or far too large for max_bytes; the file is left as it is.
+        """
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < MIN_BYTES:
+            raise ValueError(f"max_bytes must be an integer of at least {MIN_BYTES}, got {max_bytes!r}")
+        capacity = max_bytes // (2 * BYTES_PER_ROW)
+        self.path = None if path is None else Path(path)
+        self.singles, self.pairs = TopKTable(capacity), TopKTable(capacity)
+        self.unseen: dict[int, None] = {}  # likely tokens without a row of their own, the latest last
+        self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}  # by whether tokens are sampled
+        self.identity: dict[str, Any] | None = None  # of the model
+        self.prices: SavedCosts = {}  # what steps of it cost, as the file said
+        self._model: weakref.ref[Any] | None = None
+        self.outlives_call = True  # so that what a call learns last is worth learning
+        if self.path is not None and self.path.exists():
+            self._load(self.path, max_bytes)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.singles) + len(self.pairs)
+
+    @contextmanager
+    def active(self) -> Iterator[Memory]:
+        """Let this thread's calls use this memory. A new thread begins without."""
+        token = _active.set(self)
+        try:
+            yield self
+        finally:
+            _active.reset(token)
+
+    def clear(self) -> None:
+        """Forget everything, the model too."""
+        self.singles.clear()
+        self.pairs.clear()
+        self.unseen.clear()
+        self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}
+        self.identity, self.prices, self._model = None, {}, None
+
+    def belong_to(self, model: Any) -> None:
+        """Raises ValueError when this memory is of another model or vocabulary."""
+        identity = identity_of(model)
+        self._model = weakref.ref(model)
+        if self.identity is None:
+            self.identity = identity
+        difference = _difference(self.identity, identity)
+        if difference:
+            raise ValueError(
+                f"the memory{f' in {self.path}' if self.path else ''} belongs to another model: {difference}"
+            )
+
+    def warm(
+        self, model: Any, texts: str | Path | Sequence[str | Sequence[int] | Tensor], tokenizer: Any = None
+    ) -> None:
+        """Learn from texts as if the model had been asked about them: one forward over each, no generation.
+
+        texts: a text file, or texts as strings or ids. tokenizer: needed for strings and files.
+        """
+        self.belong_to(model)
+        if isinstance(texts, (str, Path)):
+            texts = [Path(texts).read_text(encoding="utf-8")]
+        if not isinstance(texts, (list, tuple)) or any(isinstance(text, int) for text in texts):
+            raise ValueError(f"texts must be a file, or a list of texts as strings or ids, got {texts!r:.80}")
+        for text in texts:
+            if isinstance(text, str):
+                if tokenizer is None:
+                    raise ValueError("tokenizer must be given where texts are strings, got None")
+                text = tokenizer(text)["input_ids"]
+            self._warm_on(model, torch.as_tensor(text).flatten().tolist())
+
+    def learn(self, previous: list[int], tokens: list[int], rows: Rows, num_likely: int) -> None:
+        """Remember what the model put after some tokens, later ones counting more.
+
+        previous, tokens: [M] the last two ids before each row. num_likely: of how many rows, from the last, the tokens are worth
+        knowing more about.
+        """
+        ids, bins = rows
+        self.pairs.put([before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)], ids, bins)
+        self.singles.put(tokens, ids, bins)
+        unseen = self.unseen
+        for token in tokens:
+            unseen.pop(token, None)
+        for row in ids[len(ids) - num_likely :].tolist():
+            for token in reversed(row):
+                if token not in self.singles:
+                    unseen.pop(token, None)
+                    unseen[token] = None
+        for token in list(unseen)[:-MAX_UNSEEN] if len(unseen) > MAX_UNSEEN else ():
+            unseen.pop(token, None)
+
+    def save(self, path: str | Path | None = None) -> None:
+        """Write everything to a file, all or nothing. path: None for the one given at first.
+
+        A file that is there keeps its mode.
+        """
+        target = self.path if path is None else Path(path)
+        if target is None:
+            raise ValueError("path must be given here or to Memory(), got None")
+        target = target.resolve()  # a link stays one
+        if not target.parent.is_dir():
+            raise ValueError(f"path must be in a folder that exists, got {str(target)!r}")
+        model = None if self._model is None else self._model()
+        prices = self.prices if model is None else self.prices | saved_costs(model)
+        header = {"format": FORMAT, "model": self.identity, "prices": prices}
+        arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
+        for name, table in (("singles", self.singles), ("pairs", self.pairs)):
+            arrays |= {f"{name}_{key}": array for key, array in table.as_arrays().items()}
+        for do_sample, acceptance in self.acceptance.items():
+            arrays[f"chances_{int(do_sample)}"] = np.array([acceptance.trials, acceptance.hits])
+        write_arrays(target, arrays)
+
+    def _load(self, path: Path, max_bytes: int) -> None:
+        try:
+            arrays = read_arrays(path, max_bytes, self.pairs.capacity)
+            header = json.loads(str(arrays["header"]))
+            if header["format"] != FORMAT:
+                raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
+            tables = {name: _rows_from(arrays, name) for name in ("singles", "pairs")}
+            chances = {flag: arrays[f"chances_{int(flag)}"] for flag in (False, True)}
+            for array in chances.values():
+                if array.shape != (2, NUM_KINDS) or not np.isfinite(array).all():
+                    raise ValueError("its learned chances are not of this version")
+                if (array[0] <= 0).any() or (array[1] < 0).any() or (array[1] > array[0] + 1).any():
+                    raise ValueError("its learned chances are out of range")
+            identity = header["model"]
+            if identity is not None:
+                identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
+            prices = {
+                str(name): {str(int(size)): float(cost) for size, cost in seconds.items()}
+                for name, seconds in header["prices"].items()
+            }
+            if not all(0 < cost < float("inf") for seconds in prices.values() for cost in seconds.values()):
+                raise ValueError("its prices are out of range")
+            vocab_size = identity["vocab_size"] if identity else 0
+            if any(len(ids) and ids.max() >= vocab_size for _, ids, _ in tables.values()):
+                raise ValueError("its tables hold ids beyond the vocabulary")
+        except Exception as error:  # whatever a damaged file may lead to
+            raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
+        self.identity, self.prices = identity, prices
+        for name, (keys, ids, bins) in tables.items():
+            getattr(self, name).put(keys.tolist(), ids, bins)
+        for flag, (trials, hits) in chances.items():
+            self.acceptance[flag].restore(trials.tolist(), hits.tolist())
+
+    def _warm_on(self, model: Any, ids: list[int]) -> None:
+        num_tokens = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
+        for start in range(0, len(ids), WARM_TOKENS):
+            chunk = ids[start : start + WARM_TOKENS]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([chunk], device=model.device), use_cache=False).logits[
+                    0, :, :num_tokens
+                ]
+            before = [ids[start - 1] if start else -1, *chunk[:-1]]
+            self.learn(before, chunk, most_likely(logits), len(chunk))
+
+
+def most_likely(logits: Tensor, temperature: float = 1.0) -> Rows:
+    """The ROW_LENGTH most likely tokens of each row and the bins of their probabilities. logits: [M, V]."""
+    scores = logits.float()
+    chances = (scores if temperature == 1.0 else scores / temperature).softmax(dim=-1)
+    values, ids = _top(chances) if chances.numel() > MAX_SORTED else chances.topk(min(ROW_LENGTH, chances.shape[1]))
+    found, bins = ids.cpu().numpy(), np.searchsorted(_BIN_EDGES, values.cpu().numpy())
+    missing = ROW_LENGTH - found.shape[1]
+    if missing:  # a vocabulary of fewer tokens
+        found, bins = (np.concatenate([x, np.repeat(x[:, :1], missing, axis=1)], axis=1) for x in (found, bins))
+    return found, bins
+
+
+def _top(chances: Tensor) -> tuple[Tensor, Tensor]:
+    """`topk(ROW_LENGTH)` in two rounds: the largest ones lie in the groups with the largest maxima. chances: [M, V].
+
+    A maximum over groups is several times as fast as a sort, and leaves little to sort.
+    """
+    num_rows, num_tokens = chances.shape
+    if num_tokens < 16 * ROW_LENGTH:
+        return chances.topk(min(ROW_LENGTH, num_tokens), dim=-1)
+    group_size = 32 if num_tokens <= 2**14 else 128
+    num_groups = -(-num_tokens // group_size)  # group g holds the ids g, g + num_groups, ...
+    if num_groups * group_size > num_tokens:
+        chances = torch.nn.functional.pad(chances, (0, num_groups * group_size - num_tokens), value=-1.0)
+    maxima = chances.view(num_rows, group_size, num_groups).amax(dim=1)
+    groups = maxima.topk(min(ROW_LENGTH, num_groups), sorted=False).indices
+    members = torch.arange(group_size, device=chances.device)[:, None] * num_groups
+    ids = (groups[:, None] + members).flatten(1)  # [M, group_size * ROW_LENGTH]
+    values, places = chances.gather(1, ids).topk(ROW_LENGTH, dim=-1)
+    return values, ids.gather(1, places)
+
+
+def identity_of(model: Any) -> dict[str, Any]:
+    """By what a model is known again in whatever dtype: its kind and size, and signs of its embedding where they can be read."""
+    config = model.config.get_text_config()
+    weight = model.get_input_embeddings().weight
+    signs = ""
+    if weight.is_floating_point() and weight.device.type != "meta" and weight.ndim == 2:
+        rows = torch.linspace(0, len(weight) - 1, NUM_SIGNS, device=weight.device).long()
+        columns = torch.arange(NUM_SIGNS, device=weight.device) % weight.shape[1]
+        signs = "".join("01"[sign] for sign in (weight[rows, columns] < 0).tolist())
+    return {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "signs": signs,
+    }
+
+
+def _difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """What tells two models apart, as a sentence; None when they are the same one, or fine-tuned from each other."""
+    for name in ("model_type", "vocab_size", "hidden_size"):
+        if mine[name] != other[name]:
+            return f"{name} is {other[name]!r}, not {mine[name]!r}"
+    pairs = list(zip(mine["signs"], other["signs"], strict=False))
+    if sum(a != b for a, b in pairs) > MAX_FOREIGN_SIGNS * len(pairs):
+        return "the token embeddings differ"
+    return None
+
+
+def _rows_from(arrays: dict[str, npt.NDArray[Any]], name: str) -> tuple[npt.NDArray[Any], ...]:
+    """Keys, ids and bins of a table. Raises ValueError where they cannot be one."""
+    keys, ids, bins = (arrays[f"{name}_{part}"] for part in ("keys", "ids", "bins"))
+    if ids.shape != (len(keys), ROW_LENGTH) or bins.shape != ids.shape or keys.ndim != 1:
+        raise ValueError(f"its table of {name} has a wrong shape")
+    if any(array.dtype.kind != "i" for array in (keys, ids, bins)):
+        raise ValueError(f"its table of {name} holds other things than integers")
+    if len(keys) and (ids.min() < 0 or bins.min() < 0 or bins.max() > len(BIN_EDGES)):
+        raise ValueError(f"its table of {name} holds values out of range")
+    return keys, ids, bins
+
+
+_shared: weakref.WeakKeyDictionary[Any, tuple[int, Memory]] = weakref.WeakKeyDictionary()
+_active: ContextVar[Memory | None] = ContextVar("memory", default=None)
+
+
+def memory_for(model: Any, share: bool) -> Memory:
+    """The active memory if there is one; else the one that all calls of the model share, or an empty one.
+
+    Raises ValueError when the active one belongs to another model.
+    """
+    active = _active.get()
+    if active is not None:
+        active.belong_to(model)
+        return active
+    if not share:
+        memory = Memory()
+        memory.outlives_call = False
+        return memory
+    vocab_size = model.config.get_text_config().vocab_size
+    if model not in _shared or _shared[model][0] != vocab_size:  # embeddings may be resized
+        _shared[model] = vocab_size, Memory()
+    return _shared[model][1]

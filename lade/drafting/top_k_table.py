@@ -1,0 +1,96 @@
+"""Which tokens the model put after a key, with their probabilities: the memory of the recycling drafter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ROW_LENGTH = 8  # tokens kept per key
+BYTES_PER_ROW = ROW_LENGTH * (4 + 1) + 136  # ids, bins, and what the index takes
+# To find its first key, a dict walks over all that were deleted before it: that pays for many keys at once, one of so many of a
+# table's. One by one it takes the longer the larger the table is.
+LOOKED_UP_SHARE = 64
+# Upper ends of the bins that probabilities are sorted into.
+BIN_EDGES = (0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.45, 0.6, 0.75, 0.88, 0.95, 0.99)
+NUM_BINS = len(BIN_EDGES) + 1
+BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
+
+Row = tuple[list[int], list[int]]  # ids, bins
+
+
+class TopKTable:
+    """At most `capacity` rows by key; a full table drops the one that was written longest ago.
+
+    A row holds ROW_LENGTH ids, most probable first, and the bin of each one's probability.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.slots: dict[int, int] = {}  # key -> slot, written longest ago first
+        self._oldest: dict[int, None] = {}  # the next keys to be dropped, the first one last
+        self._ids = np.zeros((0, ROW_LENGTH), dtype=np.int32)
+        self._bins = np.zeros((0, ROW_LENGTH), dtype=np.int8)
+        self._lock = threading.Lock()  # calls in several threads may share a table
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self.slots
+
+    def get(self, key: int) -> Row | None:
+        """The row of a key, None when there is none."""
+        slot = self.slots.get(key)
+        return None if slot is None else (self._ids[slot].tolist(), self._bins[slot].tolist())
+
+    def put(self, keys: Sequence[int], ids: npt.NDArray[np.int64], bins: npt.NDArray[np.int64]) -> None:
+        """Write rows; of one key the last counts. ids, bins: [M, ROW_LENGTH]."""
+        with self._lock:
+            slots = [self._slot_for(key) for key in keys]
+            self._ids[slots] = ids
+            self._bins[slots] = bins
+
+    def clear(self) -> None:
+        with self._lock:
+            self.slots.clear()
+            self._oldest.clear()
+
+    def as_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """All rows, written longest ago first: keys [R], ids and bins [R, ROW_LENGTH]."""
+        with self._lock:
+            slots = list(self.slots.values())
+            return {
+                "keys": np.array(list(self.slots), dtype=np.int64),
+                "ids": self._ids[slots],
+                "bins": self._bins[slots],
+            }
+
+    def _slot_for(self, key: int) -> int:
+        slot = self.slots.pop(key, None)
+        if slot is None:
+            slot = self._new_slot()
+        else:
+            self._oldest.pop(key, None)
+        self.slots[key] = slot
+        return slot
+
+    def _new_slot(self) -> int:
+        slot = len(self.slots)
+        if slot < self.capacity:
+            if slot >= len(self._ids):
+                self._grow()
+            return slot
+        if not self._oldest:
+            found = list(islice(self.slots, self.capacity // LOOKED_UP_SHARE + 1))
+            self._oldest = dict.fromkeys(reversed(found))
+        return self.slots.pop(self._oldest.popitem()[0])
+
+    def _grow(self) -> None:
+        size = min(self.capacity, max(1024, 2 * len(self._ids)))
+        self._ids = np.resize(self._ids, (size, ROW_LENGTH))
+        self._bins = np.resize(self._bins, (size, ROW_LENGTH))

@@ -1,0 +1,351 @@
+"""The tree drafter: every row of a block tells what may come next there, so all of them are remembered and used again.
+
+A row of logits that no accepted token came from still says what the model thinks of its context. Its likeliest tokens are
+kept under the last token and under the last two, and a tree is grown from them, best guess first. Source: Token Recycling
+(arXiv:2408.08696) for the table by one token; the pairs, the learned chances, the order of growth and the suffix match are
+described in docs/drafting.md.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import accumulate, islice, zip_longest
+
+import torch
+from torch import Tensor
+
+from lade.block.token_tree import TokenTree
+from lade.block_size import EarlyStop, SpeculationBackoff, StepCostsByLength, choose_size
+from lade.drafting.acceptance import PAIR, PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
+from lade.drafting.base import ROOT_ALONE, Draft, Outcome
+from lade.drafting.memory import KEY_SHIFT, Memory, most_likely
+from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
+from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, Row
+from lade.verification.draws import Draws, ExponentialDraws, win_chances
+from lade.verification.sequences import TokenSequences
+
+MAX_DEPTH = 32
+LONG_MATCH = 5  # tokens
+FOREIGN = -1
+BOTH_ROWS = 0.3  # chance of a node from which on the row of its token is worth a look beside the row of its pair
+ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
+
+Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
+
+
+@dataclass(slots=True)
+class Growth:
+    """One row's tree, best guess first. Nodes as in TokenTree; kinds as in lade/drafting/acceptance.py."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)  # of being accepted, each with all its ancestors
+    depths: list[int] = field(default_factory=list)
+
+    def hits(self, path: list[int], last: int) -> list[int]:
+        """Nodes that were right: the accepted ones, and one more that may hold the last committed token.
+
+        Such a one is not accepted where another row of the batch missed, or the text ended.
+        """
+        end = path[-1] if path else -1
+        for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True)):
+            if parent == end and token == last:
+                return [*path, node]
+        return path
+
+    def cut(self, size: int) -> None:
+        """Keep the first nodes only. Parents come first, so what is left is a tree."""
+        for column in (self.tokens, self.parents, self.kinds, self.chances, self.depths):
+            del column[size:]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Rows of logits and the two tokens before each; of one text and one step."""
+
+    logits: Tensor  # [M, V]
+    previous: list[int]
+    tokens: list[int]
+    is_accepted: list[bool]
+
+    @classmethod
+    def of_step(cls, roots: list[int], growth: Growth, path: list[int], logits: Tensor) -> Seen:
+        """roots: the last two tokens of the text. path: accepted nodes. logits: [1 + n, V] behind the root and each node."""
+        before = roots[0] if len(roots) > 1 else -1
+        if not growth.tokens:
+            return cls(logits, [before], [roots[-1]], [True])
+        tokens = [roots[-1], *growth.tokens]
+        previous = [tokens[parent + 1] for parent in growth.parents]
+        accepted = {0, *(node + 1 for node in path)}
+        return cls(logits, [before, *previous], tokens, [place in accepted for place in range(len(tokens))])
+
+
+class TreeDrafter:
+    """Proposes the most probable tree of tokens; learns from every row of a step."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        num_tokens: int,
+        prompt_ids: Tensor,
+        key_mask: Tensor | None,
+        temperature: float | None,
+        max_block: int,
+        costs: StepCostsByLength | None,
+        noise: ExponentialDraws | None = None,
+    ) -> None:
+        """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
+
+        temperature: of sampling, None for greedy. max_block: the largest q. costs: what blocks cost; None to propose as many
+        guesses as there is room for. noise: what sampling draws; None to do without.
+        """
+        self.memory, self.num_tokens, self.max_block, self.costs = memory, num_tokens, max_block, costs
+        self.acceptance = memory.acceptance[temperature is not None]
+        self._temperature = 1.0 if temperature is None else temperature
+        self._texts = [SuffixIndex() for _ in prompt_ids]
+        for row, (index, ids) in enumerate(zip(self._texts, prompt_ids, strict=True)):
+            if key_mask is not None:
+                ids = ids[key_mask[row, key_mask.shape[1] - len(ids) :]]
+            # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
+            index.extend(token if 0 <= token < num_tokens else FOREIGN for token in ids.tolist())
+        self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
+        self._noise = noise
+        self._vocab_size = 0  # width of the logits
+        self._num_generated = [0] * len(prompt_ids)
+        self._growths = [Growth() for _ in self._texts]
+        self._seen: list[Seen] = []  # not yet learned from
+        self._backoff = SpeculationBackoff()
+        self._has_searched = False  # for guesses of this step
+        self._mean_accepted = 0.0  # guesses per row of the last step
+        self._proposed: Counter[int] = Counter()  # by kind
+        self._accepted: Counter[int] = Counter()
+
+    def propose(self, texts: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
+        self._growths = [Growth() for _ in self._texts]
+        max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
+        self._num_generated = [len(tokens) for tokens in texts.generated]
+        unfinished = [row for row, done in enumerate(is_finished) if not done]
+        if self._noise is not None:
+            self._noise.forget(min((self._num_generated[row] for row in unfinished), default=0))
+        self._has_searched = max_depth > 0 and not self._takes_rest(unfinished)
+        if self._has_searched:
+            self._grow_all(unfinished, max_depth, max(texts.lengths))
+        tree = TokenTree([growth.tokens for growth in self._growths], [growth.parents for growth in self._growths])
+        depth = max((max(growth.depths, default=0) for growth in self._growths), default=0)
+        return Draft(tree, depth, ROOT_ALONE, self._cells)
+
+    def learn(self, outcome: Outcome) -> None:
+        is_first, self._vocab_size = not self._vocab_size, outcome.logits.shape[-1]
+        logits = outcome.logits if self._vocab_size <= self.num_tokens else outcome.logits[..., : self.num_tokens]
+        num_rows = sum(len(seen.tokens) for seen in self._seen) + logits.shape[0] * logits.shape[1]
+        is_due = is_first or num_rows >= ROWS_AT_ONCE
+        num_judged = num_accepted = 0
+        for row, (index, growth, path) in enumerate(zip(self._texts, self._growths, outcome.accepted, strict=True)):
+            if path is None or growth.tokens != outcome.tree.tokens[row]:  # ended before; what goes on there is padding
+                continue
+            committed = outcome.texts.generated[row][-len(path) - 1 :]
+            if index.tokens:
+                rows = logits[row, : 1 + len(growth.tokens)]
+                if not is_due:  # they are kept, and the next forward may write where they lie
+                    rows = rows.clone()
+                self._seen.append(Seen.of_step(index.tokens[-2:], growth, path, rows))
+            num_judged, num_accepted = num_judged + 1, num_accepted + len(path)
+            index.extend(committed)
+            if not growth.tokens:
+                self.acceptance.rest()
+                continue
+            hits = growth.hits(path, committed[-1])
+            self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path, hits)
+            self._proposed.update(growth.kinds)
+            self._accepted.update(growth.kinds[node] for node in path)
+        self._mean_accepted = num_accepted / max(1, num_judged)
+        if is_due and self._seen:
+            self._learn_rows()
+
+    def finish(self) -> None:
+        if self._seen and self.memory.outlives_call:
+            self._learn_rows()
+
+    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
+        if self.costs is None:
+            return
+        # A step's cost is without the search for guesses, which is over when a size is chosen.
+        costs = self.costs.at(num_slots)
+        is_scheduled = costs.is_scheduled
+        costs.observe(num_tokens, seconds, search_seconds)
+        if self._has_searched and not is_scheduled:
+            lost = costs.cost(num_tokens) / costs.cost(1) - 1 + costs.search_cost(search_seconds)
+            self._backoff.learn(self._mean_accepted - lost, self.acceptance.promise)
+
+    def sources(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for kind in sorted(self._proposed):
+            counts = found.setdefault(name_of(kind), [0, 0])
+            counts[0] += self._proposed[kind]
+            counts[1] += self._accepted[kind]
+        return found
+
+    def _takes_rest(self, rows: list[int]) -> bool:
+        """Whether to propose nothing, because guesses have not paid lately; a text that repeats itself is worth an exception."""
+        if self.costs is None or not self._backoff.rests():
+            return False
+        return all(length < LONG_MATCH for row in rows for _, length in self._texts[row].matches())
+
+    def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
+        """Trees for some rows, all of the size that pays."""
+        if self.costs is None:
+            for row in rows:
+                self._growths[row] = self._grow(row, max_depth, self.max_block - 1, 0.0, None)
+            return
+        costs, trust = self.costs.at(num_slots), self.acceptance.trust
+        scheduled = costs.scheduled_size(len(rows), self.max_block)
+        if scheduled is not None:
+            for row in rows:
+                self._growths[row] = self._grow(row, max_depth, scheduled - 1, 0.0, None)
+                self._fill(self._growths[row], scheduled - 1)
+            return
+        offers = costs.offers(self.max_block)
+        room, least = offers.sizes[-1] - 1, offers.least_chance / trust
+        for row in rows:
+            stop = EarlyStop(offers, trust, spare=int(costs.may_explore_next))
+            self._growths[row] = self._grow(row, max_depth, room, least, stop)
+        grown = [self._growths[row] for row in rows]
+        expected = [
+            trust * total
+            for total in accumulate(map(sum, zip_longest(*(g.chances for g in grown), fillvalue=0.0)), initial=0.0)
+        ]
+        size = choose_size(costs, expected, len(rows), self.max_block)
+        for growth in grown:
+            growth.cut(size - 1)
+
+    def _grow(self, row: int, max_depth: int, size: int, least: float, stop: EarlyStop | None) -> Growth:
+        """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`.
+
+        stop: tells when more of them cannot pay; None where all are wanted.
+        """
+        growth = Growth()
+        tokens, chances = growth.tokens, self.acceptance.chances
+        index = self._texts[row]
+        text = index.tokens
+        frontier: list[tuple[float, int, int, int, int, int, tuple[Pointer, ...]]] = []
+        order, expected, probe = 0, 0.0, chances[PROBE]
+
+        def add_children(
+            parent: int, before: int, token: int, chance: float, depth: int, places: tuple[Pointer, ...]
+        ) -> None:
+            nonlocal order
+            needed = least / chance if least else 0.0  # no node is rarer than the least
+            rows = self._rows(before, token, chance)
+            draws = self._draws(row, depth)
+            for guess, (kind, place) in self._guesses(rows, places, text, draws, needed).items():
+                if chances[kind] >= needed:
+                    order += 1
+                    heappush(frontier, (-chance * chances[kind], order, guess, parent, kind, depth, place))
+
+        starts = zip(index.matches(), (SUFFIX, SECOND_SUFFIX), strict=False)
+        pointers = tuple((place, length, kind, place) for (place, length), kind in starts)
+        add_children(-1, text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1, pointers)
+        if stop is not None and stop.is_enough(0, 0.0, max(-frontier[0][0] if frontier else 0.0, probe)):
+            return growth
+        while frontier and len(tokens) < size:
+            negative, _, token, parent, kind, depth, place = heappop(frontier)
+            node = len(tokens)
+            tokens.append(token)
+            growth.parents.append(parent)
+            growth.kinds.append(kind)
+            growth.chances.append(-negative)
+            growth.depths.append(depth)
+            expected -= negative
+            if stop is not None and stop.is_enough(node + 1, expected, max(-negative, probe)):
+                return growth  # before its children are looked for, which takes longest
+            if depth < max_depth and node + 1 < size:
+                before = text[-1] if parent < 0 else tokens[parent]
+                add_children(node, before, token, -negative, depth + 1, place)
+        self._add_probes(growth, size)
+        return growth
+
+    def _draws(self, row: int, depth: int) -> Draws | None:
+        """What a token at some distance from the root will be drawn with; None where that is not known, or for greedy."""
+        if self._noise is None:
+            return None
+        return self._noise.ahead(row, self._num_generated[row] + depth - 1, self._vocab_size)
+
+    def _rows(self, before: int, token: int, chance: float) -> list[tuple[Row, int]]:
+        """What the model has said behind two tokens, each with the kind of its rarest guess. chance: that they are accepted."""
+        pair = self.memory.pairs.get(before << KEY_SHIFT | token)
+        if pair is not None and chance < BOTH_ROWS:
+            return [(pair, PAIR)]
+        single = self.memory.singles.get(token)
+        return [(row, kind) for row, kind in ((pair, PAIR), (single, SINGLE)) if row is not None]
+
+    def _guesses(
+        self,
+        rows: list[tuple[Row, int]],
+        pointers: tuple[Pointer, ...],
+        text: list[int],
+        draws: Draws | None,
+        needed: float,
+    ) -> dict[int, tuple[int, tuple[Pointer, ...]]]:
+        """What may follow, each by the source that is surest of it: token -> kind and pointers behind it.
+
+        needed: the chance below which a guess of a row's is of no use.
+        """
+        chances = self.acceptance.chances
+        found: dict[int, tuple[int, tuple[Pointer, ...]]] = {}
+        for (ids, bins), first in rows:
+            if draws is not None:
+                bins = [bisect_left(BIN_EDGES, c) for c in win_chances(ids, [BIN_MIDDLES[b] for b in bins], draws)]
+            for guess, bin_index in zip(ids, bins, strict=True):
+                kind = first + bin_index
+                if chances[kind] >= needed and (guess not in found or chances[found[guess][0]] < chances[kind]):
+                    found[guess] = kind, ()
+        for place, length, first, start in pointers:
+            guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
+            if guess == FOREIGN:
+                continue
+            if guess in found and chances[found[guess][0]] > chances[kind]:
+                kind = found[guess][0]
+            # At the text's end it goes on as if it were repeating itself.
+            found[guess] = kind, ((place + 1 if place + 1 < len(text) else start, length + 1, first, start),)
+        return found
+
+    def _add_probes(self, growth: Growth, size: int) -> None:
+        """Fill what is left with likely tokens whose rows are unknown: the step that tries them learns their rows."""
+        room = size - len(growth.tokens)
+        if room <= 0:
+            return
+        known = {token for token, parent in zip(growth.tokens, growth.parents, strict=True) if parent < 0}
+        for token in islice((token for token in reversed(list(self.memory.unseen)) if token not in known), room):
+            self._add_probe(growth, token)
+
+    def _fill(self, growth: Growth, size: int) -> None:
+        """Fill a tree with any tokens, so that a step has the size that is to be timed. Few of them are right."""
+        known = {token for token, parent in zip(growth.tokens, growth.parents, strict=True) if parent < 0}
+        for token in islice(
+            (token for token in range(self.num_tokens) if token not in known), size - len(growth.tokens)
+        ):
+            self._add_probe(growth, token)
+
+    def _add_probe(self, growth: Growth, token: int) -> None:
+        growth.tokens.append(token)
+        growth.parents.append(-1)
+        growth.kinds.append(PROBE)
+        growth.chances.append(self.acceptance.chances[PROBE])
+        growth.depths.append(1)
+
+    def _learn_rows(self) -> None:
+        """Remember the rows seen, those of accepted tokens last: later ones count more."""
+        logits = torch.cat([seen.logits for seen in self._seen]) if len(self._seen) > 1 else self._seen[0].logits
+        ids, bins = most_likely(logits, self._temperature)
+        previous = [token for seen in self._seen for token in seen.previous]
+        tokens = [token for seen in self._seen for token in seen.tokens]
+        is_accepted = [flag for seen in self._seen for flag in seen.is_accepted]
+        order = sorted(range(len(tokens)), key=is_accepted.__getitem__)  # stable
+        ids, bins = ids[order], bins[order]
+        self.memory.learn([previous[i] for i in order], [tokens[i] for i in order], (ids, bins), sum(is_accepted))
+        self.acceptance.learn_sureness(bins[len(order) - sum(is_accepted) :, 0].tolist())
+        self._seen = []

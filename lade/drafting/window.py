@@ -1,0 +1,71 @@
+"""The 2-D Jacobi window: N-1 levels by W columns of guessed tokens, one per row of the batch.
+
+Cell (r, j) holds a guess for position L + r + j; cell (0, 0) is the root.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class JacobiWindow:
+    """levels: [B, N-1, W] ids. Each step replaces the last level by what the model said about it and drops the first."""
+
+    def __init__(self, levels: Tensor) -> None:
+        self.levels = levels
+        self.num_updates = 0
+
+    @classmethod
+    def start(cls, prompt_ids: Tensor, prompt_lengths: list[int], ngram_size: int, window_size: int) -> JacobiWindow:
+        """Random tokens of each row's own prompt in every cell.
+
+        prompt_ids: [B, P] ids, padded on the left. prompt_lengths: real tokens of each row, at least 1.
+        """
+        batch_size, padded_length = prompt_ids.shape
+        # A generator of its own: guesses must not consume the random numbers that sampling draws.
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.rand(batch_size, (ngram_size - 1) * window_size, generator=generator, device="cpu")
+        lengths = torch.tensor(prompt_lengths, device="cpu")[:, None]
+        back = (draws * lengths).long()  # [B, (N-1)*W] distance from the prompt's end
+        cells = prompt_ids.gather(1, (padded_length - 1 - back).to(prompt_ids.device))
+        return cls(cells.view(batch_size, ngram_size - 1, window_size))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every cell of the n-grams has come from the model: N-1 updates have happened."""
+        return self.num_updates >= self.levels.shape[1]
+
+    def set_root(self, roots: Tensor) -> None:
+        """roots: [B] ids, put into cell (0, 0)."""
+        self.levels[:, 0, 0] = roots
+
+    def cells(self) -> Tensor:
+        """Everything but the root, level by level. Returns [B, (N-1)*W - 1] ids."""
+        return self.levels.flatten(1)[:, 1:]
+
+    def ngrams(self, chosen: Tensor) -> Tensor:
+        """One n-gram per column: its cells and the model's choice after the last. chosen: [B, W]. Returns [B*W, N]."""
+        columns = torch.cat([self.levels, chosen[:, None]], dim=1)  # [B, N, W]
+        return columns.transpose(1, 2).flatten(0, 1)
+
+    def roll(self, chosen: Tensor, shifts: list[int] | None = None) -> None:
+        """Level r becomes level r+1, the last level the model's choices; then each row moves left by its shift.
+
+        chosen: [B, W] ids. shifts: columns per row. The columns that a shift leaves empty keep their tokens: any token is
+        a valid guess.
+        """
+        is_moved = shifts is not None and any(shifts)
+        self.levels = rolled(self.levels, chosen, torch.tensor(shifts, device=chosen.device) if is_moved else None)
+        self.num_updates += 1
+
+
+def rolled(levels: Tensor, chosen: Tensor, shifts: Tensor | None) -> Tensor:
+    """`JacobiWindow.roll` without a copy to the host. shifts: [B]. Returns the new levels [B, N-1, W]."""
+    levels = torch.cat([levels[:, 1:], chosen[:, None]], dim=1)
+    if shifts is None:
+        return levels
+    columns = torch.arange(chosen.shape[1], device=chosen.device)
+    moved = columns + shifts[:, None]  # [B, W]
+    source = torch.where(moved < chosen.shape[1], moved, columns)
+    return levels.gather(2, source[:, None].expand_as(levels))

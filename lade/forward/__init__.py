@@ -1,0 +1,1 @@
+"""The forward runner: how a block goes through the model."""

@@ -1,0 +1,63 @@
+"""A number that tells whether a model still computes what it did when a CUDA graph of it was captured.
+
+A graph remembers addresses and no Python: it would go on with weights that have been replaced, and without a hook or an adapter that
+has been switched on meanwhile.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lade.compat import HOOKS
+
+PLAIN_TYPES = (bool, int, float, str, type(None))
+
+
+def fingerprint(model: PreTrainedModel) -> int:
+    """Changes with where weights lie, with hooks, with code of modules, and with plain attributes of them and their settings."""
+    seen: list[Any] = [address(tensor) for tensor in chain(model.parameters(), model.buffers())]
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        seen.append((type(module), type(module).forward))
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig) and id(config) not in configs:
+            configs[id(config)] = config
+            seen.extend((name, repr(value)) for name, value in vars(config).items() if is_plain(value))
+        for name, value in vars(module).items():
+            if name in HOOKS:
+                seen.append(tuple(value))
+            elif is_plain(value):
+                seen.append((name, repr(value)))
+    return hash(tuple(seen))
+
+
+def numerics(device: torch.device) -> tuple[Any, ...]:
+    """Settings of the process by which the same code computes something else."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device.type),
+        torch.get_autocast_dtype(device.type),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass around several tensors
+        return id(tensor)
+
+
+def is_plain(value: Any) -> bool:
+    """Numbers, strings, and lists or dictionaries of them, such as the names of active adapters."""
+    if isinstance(value, (list, tuple, set)):
+        return all(isinstance(part, PLAIN_TYPES) for part in value)
+    if isinstance(value, dict):
+        return all(isinstance(part, PLAIN_TYPES) for part in value.values())
+    return isinstance(value, PLAIN_TYPES)

@@ -1,0 +1,1 @@
+"""Whole steps of the paper's method on the device."""

@@ -1,0 +1,400 @@
+"""The host's part of steps that run on the device: what they start from, when to stop, what is kept for later calls.
+
+Steps are compiled (COMPILE=1), captured (CUDA_GRAPH), or both. Each is started before the last one's result is read. A graph
+serves later calls of the same model, together with the buffers that it reads. Whatever fails, the texts are handed back as they
+are, and the ordinary loop goes on from there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lade.block.kv_cache import LookaheadCache, least_capacity
+from lade.config import LookaheadConfig
+from lade.drafting.ngram_pool import copy_pool
+from lade.forward.buffer_pool import PooledBuffers, acquire, release
+from lade.forward.fingerprint import fingerprint, numerics
+from lade.forward.graphs import NotCompiled, capture, refuse_waiting
+from lade.forward.on_device.sampling import REFUSED, DrawRing, Sampling, empty_draws, hand_back, sampling_of
+from lade.forward.on_device.step import NO_TOKEN, StepShape, StepState, fill, lay_out, progress, step
+from lade.forward.runner import BlockRunner
+from lade.forward.static_shapes import (
+    can_capture,
+    capture_failure,
+    compile_copy,
+    compiling,
+    disagreement,
+    in_short,
+    padded_capacity,
+    remember_failure,
+)
+from lade.stats import GenerationStats
+from lade.verification.selection import GreedySelection, Selection
+
+# Tokens of a block, those of all rows, for which a GPU takes hardly longer than for one, as it reads the weights for both.
+FREE_TOKENS = {torch.float16: 512, torch.bfloat16: 512}
+FREE_TOKENS_OTHERWISE = 64
+TRIAL_STEPS = 3  # that preparing one runs before its state is put back, at most
+
+Step = Callable[[Any, StepState], Tensor]
+_compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Step | str]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True, eq=False)
+class Buffers(PooledBuffers):
+    """What steps work on. state, draws: None until a call's first step. replay: None without a CUDA graph."""
+
+    state: StepState | None = None
+    draws: Tensor | None = None  # [R, B, V], for sampling
+    replay: Callable[[], Tensor] | None = None
+
+
+def device_loop(
+    runner: BlockRunner,
+    config: LookaheadConfig,
+    selection: Selection,
+    drafter: Any,
+    stats: GenerationStats,
+    key_mask: Tensor | None,
+    positions: Tensor | None,
+) -> DeviceLoop | None:
+    """What decodes a call on the device; None where the call needs the host between its steps, or gains nothing.
+
+    drafter: the settings' own. key_mask: [B, P] bool, False for padding. positions: the prompt's, [B or 1, P] or more of these.
+    """
+    adapter = runner.adapter
+    device, texts = adapter.model.device, selection.texts
+    sampling = sampling_of(selection)
+    is_served = (
+        is_wanted(config, device, adapter.dtype, len(texts.ids), captures_steps(config, runner))
+        and config.uses_window
+        and config.num_guesses > 0
+        and (type(selection) is GreedySelection or sampling is not None)
+        and stats.on_step is None
+        and texts.ids.device == device
+        and (adapter.model.tp_size or 1) == 1
+        and runner.static_shapes_reason() is None
+    )
+    if not is_served:
+        return None
+    if adapter.last_position is not None and positions is not None:
+        # Every block has all of its tokens, so none may come near the model's last position.
+        ahead = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
+        largest = int(positions[..., -1].max()) + selection.max_length - texts.prompt_length
+        if largest + ahead > adapter.last_position:
+            return None
+    return DeviceLoop(runner, config, selection, sampling, drafter, stats, key_mask, positions)
+
+
+def is_wanted(config: LookaheadConfig, device: torch.device, dtype: torch.dtype, num_rows: int, captures: bool) -> bool:
+    """On a GPU, where it saves waiting; on a CPU, where blocks of a fixed size are asked for and a compiler pays for the larger ones.
+
+    Every block has all of its tokens. Where nobody has asked for that, they must cost a GPU next to nothing. dtype: the model's.
+    num_rows: B. captures: whether steps would be captured.
+    """
+    if not can_capture(device):
+        return config.compile and not config.adaptive
+    if config.compile or config.cuda_graph or not config.adaptive:
+        return True
+    return captures and num_rows * config.max_block_tokens <= FREE_TOKENS.get(dtype, FREE_TOKENS_OTHERWISE)
+
+
+def captures_steps(config: LookaheadConfig, runner: BlockRunner) -> bool:
+    """Whether whole steps are captured where forwards would be. lade does not try again by itself what has failed."""
+    return runner.captures and (bool(config.cuda_graph) or capture_failure(runner.adapter.model, "step") is None)
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the device works by itself while the host goes on."""
+    return device.type == "cuda"
+
+
+class DeviceLoop:
+    """Decodes one call by steps on the device, as long as that works."""
+
+    def __init__(
+        self,
+        runner: BlockRunner,
+        config: LookaheadConfig,
+        selection: Selection,
+        sampling: Sampling | None,
+        drafter: Any,
+        stats: GenerationStats,
+        key_mask: Tensor | None,
+        positions: Tensor | None,
+    ) -> None:
+        """Arguments as for `device_loop`. sampling: None for greedy."""
+        adapter = runner.adapter
+        self.runner, self.selection, self.drafter, self.stats = runner, selection, drafter, stats
+        self.owner, self.model, self.key_mask, self.positions = adapter.model, runner.model, key_mask, positions
+        self.shape = StepShape(
+            batch_size=len(selection.texts.ids),
+            ngram_size=config.ngram_size,
+            window_size=config.window_size,
+            num_guesses=config.num_guesses,
+            num_tokens=adapter.num_tokens,
+            num_eos_ids=len(selection.eos_ids),
+            shifts_window=not config.always_forward_one,
+            uses_kernel=runner.uses_kernel,
+            keeps_rows=adapter.keeps_rows,
+            position_shape=(1, 1) if positions is None else tuple(positions[..., -1:].shape),
+            dtype=adapter.dtype,
+            device=selection.texts.ids.device,
+            sampling=sampling,
+        )
+        self.compiles = config.compile
+        self.captures = captures_steps(config, runner)
+        self._key = (
+            self.shape,
+            repr(adapter.reaches),
+            self.model.config._attn_implementation,
+            numerics(self.shape.device),
+        )
+        self._buffers: Buffers | None = None
+        self._ring: DrawRing | None = None  # None for greedy
+        self._witness = 0
+
+    def make_cache(self, num_slots: int) -> LookaheadCache:
+        """A cache for the prompt and what follows: an earlier call's, where a graph reads it and its size suits this call."""
+        least = padded_capacity(least_capacity(num_slots))
+        most = max(least, padded_capacity(least_capacity(self.selection.max_length + self.shape.block_tokens)))
+        key = (*self._key, self.compiles, fingerprint(self.owner) if self.captures else None)
+        if self.captures:
+            self._buffers = acquire(Buffers, self.owner, key, least, most)
+        if self._buffers is None:
+            self._buffers = Buffers(key, self.runner.make_cache(least))
+        return self._buffers.cache
+
+    def give_back(self) -> None:
+        """The call is over: another one may have its buffers, if there is a graph that reads them."""
+        if self._buffers is not None and self._buffers.replay is not None:
+            release(self.owner, self._buffers)
+        self._buffers = None
+
+    def run(self, cache: LookaheadCache, num_logits: int, witness: int | None) -> None:
+        """Decode until all rows have ended, or until something fails: then the ordinary loop can go on.
+
+        cache: has the prompt, behind which each row has got one token. num_logits: V. witness: as for `lade.verification.logits.BlockLogits`.
+        """
+        buffers = self._buffers
+        if buffers is None or buffers.cache is not cache or all(self.selection.is_finished):
+            return
+        if witness is None:
+            self.stats.device_reason = REFUSED
+            return
+        self._witness = witness
+        began = perf_counter()
+        slot_lead = cache.lengths[0] - (self.selection.texts.lengths[0] - 1)
+        positions = self.positions
+        position_lead = (
+            torch.zeros((), device="cpu") if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
+        )
+        try:
+            self._ring = self._make_ring(buffers, num_logits)
+            while slot_lead >= 0 and not all(self.selection.is_finished):
+                self._fit(buffers, slot_lead, position_lead)
+                run = self._prepare(buffers)
+                if run is None:
+                    break  # the figures say why
+                if not self._decode(buffers, run, slot_lead):
+                    self.stats.device_reason = REFUSED
+                    break
+        except Exception as problem:  # whatever a compiler or a graph raises; the model's own errors will come up again
+            self._fail(buffers, problem)
+        finally:
+            if self._ring is not None:
+                hand_back(self._ring, self.selection)
+        self.stats.add_times(0.0, perf_counter() - began, 0.0)
+
+    def _make_ring(self, buffers: Buffers, num_logits: int) -> DrawRing | None:
+        """The draws of this call's samples, where the steps will look for them. num_logits: V."""
+        if self.shape.sampling is None:
+            return None
+        if buffers.draws is None:
+            buffers.draws = empty_draws(self.shape, num_logits)
+        return DrawRing(buffers.draws, max(self.selection.texts.lengths))
+
+    def _fit(self, buffers: Buffers, slot_lead: int, position_lead: Tensor) -> None:
+        """Let there be room for the next steps, and a state that says where the texts are."""
+        cache, selection = buffers.cache, self.selection
+        cache.ensure_capacity(self._num_slots(max(selection.texts.lengths), slot_lead, TRIAL_STEPS))
+        if buffers.state is None or buffers.state.capacity != cache.capacity:
+            buffers.state = StepState(self.shape, cache, self.runner.adapter.reaches, buffers.draws)
+            buffers.replay = None  # it reads the old one
+        state, texts = buffers.state, selection.texts
+        longest = max(texts.lengths)
+        state.ids[:, :longest] = texts.ids[:, :longest]
+        fill(state.lengths, texts.lengths)
+        fill(state.is_finished, selection.is_finished)
+        fill(state.eos_ids, sorted(selection.eos_ids) or [NO_TOKEN])
+        state.is_refused.fill_(False)
+        state.witness.fill_(self._witness)
+        state.max_length.fill_(selection.max_length)
+        state.slot_lead.fill_(slot_lead)
+        state.position_lead.copy_(position_lead)
+        state.key_mask.fill_(True)
+        if self.key_mask is not None:
+            state.key_mask[:, : self.key_mask.shape[1]] = self.key_mask
+        state.padding.copy_(torch.zeros((), device="cpu") if self.runner.padding is None else self.runner.padding)
+        state.levels.copy_(self.drafter.window.levels)
+        copy_pool(self.drafter.pool, state.pool)
+        state.num_steps.fill_(self.drafter.window.num_updates)
+        state.num_proposed.zero_()
+        state.accepted_lengths.zero_()
+
+    def _num_slots(self, longest: int, slot_lead: int, steps_before: int) -> int:
+        """Slots that a step may need. longest: tokens of the longest text, some steps before that one."""
+        longest = min(longest + steps_before * self.shape.ngram_size, self.selection.max_length)
+        return longest - 1 + slot_lead + self.shape.block_tokens
+
+    def _prepare(self, buffers: Buffers) -> Callable[[], Tensor] | None:
+        """What runs one step. None where it was to be compiled or captured, and neither was possible."""
+        state = buffers.state
+        assert state is not None
+        run: Callable[[], Tensor] = partial(step, self.model, state)
+        if not (self.compiles or self.captures):
+            return run
+        if self.compiles:
+            try:
+                run = partial(self._compiled_step(buffers, state), self.model, state)
+            except Exception as problem:
+                self._not_compiled(state, problem)
+        if self.captures:
+            try:
+                if buffers.replay is None:
+                    buffers.replay = self._captured_step(buffers, state, run)
+                run = buffers.replay
+            except Exception as problem:
+                self._not_captured(problem)
+        return run if self.compiles or self.captures else None
+
+    def _compiled_step(self, buffers: Buffers, state: StepState) -> Step:
+        """Compiled for this shape and capacity, now or before, and found to agree with the ordinary forward."""
+        with compiling:
+            known = _compiled.setdefault(self.owner, {})
+            found = known.get((*self._key, state.capacity))
+            if found is None:
+                found = compile_copy(step)
+                self._check(buffers, state, partial(found, self.model, state), "compiled")
+                known[(*self._key, state.capacity)] = found
+        if isinstance(found, str):
+            raise NotCompiled(found)
+        return found
+
+    def _captured_step(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        saved = state.save()
+        try:
+            if not self.compiles:
+                refuse_waiting(run, self.shape.device)
+                state.restore(saved)
+            with torch.cuda.device_of(state.ids):
+                replay = capture(run)
+            state.restore(saved)
+            self._check(buffers, state, replay, "captured")
+            run()  # a step on: what the model had baked in as a number would show only now
+            self._check(buffers, state, replay, "captured")
+        finally:
+            state.restore(saved)
+        return replay
+
+    def _check(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor], kind: str) -> None:
+        """Run a step, compare its logits with the ordinary forward's, and put the state back. Raises where they differ."""
+        cache, saved = buffers.cache, state.save()
+        committed, cache.lengths = cache.lengths, (state.lengths - 1 + state.slot_lead).tolist()
+        try:
+            logits = run().clone()
+            state.restore(saved)
+            block = replace(
+                lay_out(state)[0], lengths=cache.lengths, key_mask=self.key_mask, capacity=None, start_slots=None
+            )
+            cache.begin_block(self.shape.block_tokens, self.shape.device)
+            error = disagreement(logits, self.runner.ordinary_forward(block, cache).logits)
+        finally:
+            state.restore(saved)
+            cache.lengths = committed
+        if error is not None:
+            raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
+
+    def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_lead: int) -> bool:
+        """Steps until all rows have ended or the cache is too small, then the texts are where the selection look for them.
+
+        Returns False where the next step's logits are not numbers.
+
+        A device that runs by itself gets its next step before the last one's result is read. The one step too many at the
+        end finds all rows ended and changes none of them.
+        """
+        state, texts = buffers.state, self.selection.texts
+        assert state is not None
+        results: deque[Callable[[], tuple[list[int], list[bool], bool]]] = deque()
+        num_ahead = int(runs_ahead(self.shape.device))
+        lengths, is_finished, is_refused = texts.lengths, self.selection.is_finished, False
+        try:
+            while not (all(is_finished) or is_refused):
+                has_room = self._num_slots(max(lengths), slot_lead, len(results)) <= state.capacity
+                if has_room:
+                    if self._ring is not None:
+                        self._ring.fill(lengths, is_finished)
+                    run()
+                    results.append(progress(state))
+                if len(results) > num_ahead or (results and not has_room):
+                    lengths, is_finished, is_refused = results.popleft()()
+                elif not has_room:
+                    break
+        finally:
+            self._hand_back(buffers, state)
+        return not is_refused
+
+    def _hand_back(self, buffers: Buffers, state: StepState) -> None:
+        """Tell everyone on the host what has happened since `_fit`."""
+        selection, stats, drafter = self.selection, self.stats, self.drafter
+        before, after = selection.texts.lengths, state.lengths.tolist()
+        added = [new - old for new, old in zip(after, before, strict=True)]
+        for row, (start, end) in enumerate(zip(list(before), after, strict=True)):
+            if start < end:
+                selection.texts.append(state.ids[row, start:end].tolist(), row)
+        selection.num_generated += sum(added)
+        selection.is_finished = state.is_finished.tolist()
+        buffers.cache.lengths = [slot + count for slot, count in zip(buffers.cache.lengths, added, strict=True)]
+
+        num_steps = int(state.num_steps) - drafter.window.num_updates
+        histogram = dict(enumerate(state.accepted_lengths.tolist()))
+        stats.steps += num_steps
+        stats.device_steps += num_steps
+        stats.block_tokens += [self.shape.block_tokens] * num_steps
+        stats.accepted_lengths.update({length: count for length, count in histogram.items() if count})
+        stats.compiled_steps += num_steps * self.compiles
+        stats.captured_steps += num_steps * self.captures
+        num_accepted = sum(length * count for length, count in histogram.items())
+        drafter.take_over(state.levels.clone(), num_steps, int(state.num_proposed), num_accepted)
+        copy_pool(state.pool, drafter.pool)
+
+    def _fail(self, buffers: Buffers, problem: Exception) -> None:
+        """A step that worked at first no longer does. The ordinary loop goes on, and meets the model's own errors by itself."""
+        self.stats.device_reason = in_short(problem)
+        if self.captures:
+            self.stats.cuda_graph_reason = remember_failure(self.owner, "step", problem)
+        elif self.compiles:
+            self.stats.compile_reason = in_short(problem)
+        self.compiles = self.captures = False
+        self._buffers = None
+
+    def _not_compiled(self, state: StepState, problem: Exception) -> None:
+        """Remember the failure, so that no later call tries again."""
+        reason = in_short(problem)
+        self.stats.compile_reason = reason
+        _compiled.setdefault(self.owner, {})[(*self._key, state.capacity)] = reason
+        self.compiles = False
+
+    def _not_captured(self, problem: Exception) -> None:
+        self.stats.cuda_graph_reason = remember_failure(self.owner, "step", problem)
+        self.captures = False

@@ -1,0 +1,307 @@
+"""A whole step of lookahead decoding as tensor operations of fixed shapes, with the paper's window and pool.
+
+Everything that a step reads or changes lies in tensors at fixed addresses, and nothing is copied to the host: one step can be
+compiled without recompiling as the text grows, and captured as one CUDA graph. It lays out the same block as the loop of
+`lade.decoding`, except that candidates are not merged into a tree: that would give each step another shape.
+
+Shapes: B rows, N, W, G as in the paper, D = N-1, q = (N-1) * (W + G) block tokens, C slots of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from lade.block.kv_cache import LookaheadCache
+from lade.block.layout import block_layout
+from lade.block.mask import Block, Reach, block_mask, masks_by_layer, packed_block_mask
+from lade.drafting.ngram_pool import NGramPool
+from lade.drafting.window import JacobiWindow, rolled
+from lade.forward.on_device.sampling import Sampling, sample
+from lade.forward.static_inputs import StaticSlotLayer, plain_forward
+from lade.verification.logits import best_on_device
+
+NO_TOKEN = -1  # an id that no token has; the pool ignores an n-gram that begins with it
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What is fixed for a step: sizes, settings, and what the model's forward takes."""
+
+    batch_size: int
+    ngram_size: int
+    window_size: int
+    num_guesses: int  # G, at least 1
+    num_tokens: int  # ids that the model has an embedding for
+    num_eos_ids: int
+    shifts_window: bool  # by what was accepted, ALWAYS_FWD_ONE=0
+    uses_kernel: bool
+    keeps_rows: bool  # whether the model takes `logits_to_keep`
+    position_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    sampling: Sampling | None = None  # None: greedy
+
+    @property
+    def depth(self) -> int:
+        """D, the length of a candidate."""
+        return self.ngram_size - 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_guesses * self.depth
+
+    @property
+    def block_tokens(self) -> int:
+        """q."""
+        return self.num_nodes + self.depth * self.window_size
+
+
+class StepState:
+    """What steps read and change, for one cache capacity."""
+
+    def __init__(
+        self,
+        shape: StepShape,
+        cache: LookaheadCache,
+        reaches: Reach | dict[str, Reach],
+        draws: Tensor | None = None,
+    ) -> None:
+        """cache: whose storage the steps write to. reaches: how far the layers look. draws: [R, B, V], a ring, for sampling."""
+        batch_size, device = shape.batch_size, shape.device
+        zeros = partial(torch.zeros, device=device, dtype=torch.long)
+        self.shape, self.reaches = shape, reaches
+        self.capacity = cache.capacity
+
+        # The text; the last N places are for writes beyond its end.
+        self.ids = zeros(batch_size, cache.capacity + shape.ngram_size)
+        self.lengths = zeros(batch_size)  # of the text
+        self.is_finished = zeros(batch_size, dtype=torch.bool)
+        self.max_length = zeros(())
+        self.eos_ids = zeros(max(1, shape.num_eos_ids))
+        self.slot_lead = zeros(())  # how far a token's slot is ahead of its place in `ids`
+        self.position_lead = zeros(shape.position_shape)  # and its position of its slot
+        self.key_mask = zeros(batch_size, cache.capacity, dtype=torch.bool)  # False for padding
+        self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: slots before each row's text
+
+        self.draws = draws
+        self.is_refused = zeros((), dtype=torch.bool)  # a guess, or the text, is not a number: no row goes on
+        self.witness = zeros(1)  # a column that shows this, see `lade.verification.logits.witness_of`
+        self.rows = torch.arange(batch_size, device=device)[:, None]
+
+        self.levels = zeros(batch_size, shape.depth, shape.window_size)
+        self.pool = NGramPool(shape.ngram_size, shape.num_guesses, shape.num_tokens, device)
+        self.pool.clock = zeros(()) + 1
+
+        self.num_steps = zeros(())  # those that began with an unfinished row
+        self.num_proposed = zeros(())
+        self.accepted_lengths = zeros(shape.ngram_size)  # how often a row accepted 0 .. N-1 guesses
+
+        layout = block_layout(shape.ngram_size, shape.window_size, shape.num_nodes, device)
+        self.offsets, self.visible = chains(layout.offsets, layout.visible, shape)
+        self.logit_rows = layout.logit_rows.clone()
+        self.column = torch.arange(shape.ngram_size, device=device)  # 0 .. N-1
+        self.block_places = torch.arange(shape.block_tokens, device=device)  # 0 .. q-1
+        self.slots = zeros(batch_size, shape.block_tokens)  # of the block
+        layers: list[Any] = [
+            StaticSlotLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
+            for layer in cache.layers
+        ]
+        self.cache = Cache(layers=layers)
+
+    def changing(self) -> list[Tensor]:
+        """What a step changes, keys and values apart: those that matter it only moves to where they belong."""
+        pool = self.pool
+        assert isinstance(pool.clock, Tensor)
+        counts = [self.num_steps, self.num_proposed, self.accepted_lengths, pool.clock]
+        return [self.ids, self.lengths, self.is_finished, self.is_refused, self.levels, pool.ngrams, pool.seen, *counts]
+
+    def save(self) -> list[Tensor]:
+        return [tensor.clone() for tensor in self.changing()]
+
+    def restore(self, saved: list[Tensor]) -> None:
+        for tensor, value in zip(self.changing(), saved, strict=True):
+            tensor.copy_(value)
+
+
+def chains(offsets: Tensor, visible: Tensor, shape: StepShape) -> tuple[Tensor, Tensor]:
+    """A layout whose tree is G chains of D tokens, each behind the root. Returns offsets [B, q] and visibility [B, q, q]."""
+    node = torch.arange(shape.num_nodes, device=offsets.device)
+    chain, place = node // shape.depth, node % shape.depth
+    nodes = slice(1, 1 + shape.num_nodes)
+    offsets, visible = offsets.repeat(shape.batch_size, 1), visible.repeat(shape.batch_size, 1, 1)
+    offsets[:, nodes] = place + 1
+    visible[:, nodes, 0] = True
+    visible[:, nodes, nodes] = (chain[:, None] == chain) & (place[:, None] >= place)
+    return offsets, visible
+
+
+def lay_out(state: StepState) -> tuple[Block, Tensor, Tensor]:
+    """The next block, with the candidates in it, [B, G, D], and which of them are any, [B, G]."""
+    roots = state.ids.gather(1, state.lengths[:, None] - 1)[:, 0]  # [B]
+    window = JacobiWindow(state.levels)
+    window.set_root(roots)
+    candidates, is_any = state.pool.newest(roots)
+    candidates = candidates.masked_fill(~is_any[..., None], 0)
+    starts = state.lengths[:, None] - 1 + state.slot_lead  # [B, 1]
+    block = Block(
+        tokens=torch.cat([roots[:, None], candidates.flatten(1), window.cells()], dim=1),
+        offsets=state.offsets,
+        positions=starts + state.position_lead + state.offsets,
+        visible=state.visible,
+        logit_rows=state.logit_rows,
+        lengths=[],
+        key_mask=state.key_mask,
+        capacity=state.capacity,
+        start_slots=starts,
+    )
+    return block, candidates, is_any
+
+
+def masks(state: StepState, block: Block) -> Tensor | dict[str, Tensor]:
+    """As `ModelAdapter.masks` makes them."""
+    if state.shape.uses_kernel:
+        return masks_by_layer(partial(packed_block_mask, block, state.padding), state.reaches)
+    return masks_by_layer(partial(block_mask, block, state.shape.dtype), state.reaches)
+
+
+def longest_match(candidates: Tensor, is_any: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which candidate the model agrees with for longest, and what it chose along it.
+
+    candidates: [B, G, D] ids. is_any: [B, G]. chosen: [B, 1 + G * D] the model's choices behind the root and each candidate token.
+    Returns the candidate [B], its accepted tokens' number [B], and the choices at the root and behind each token, [B, N].
+    Source: arXiv:2402.02057, verification branch.
+    """
+    batch_size, num_guesses, depth = candidates.shape
+    behind_root = chosen[:, :1, None].expand(-1, num_guesses, -1)
+    choices = torch.cat([behind_root, chosen[:, 1:].view(batch_size, num_guesses, depth)], dim=2)  # [B, G, N]
+    agrees = (candidates == choices[..., :-1]) & is_any[..., None]
+    num_agreed = agrees.long().cumprod(dim=2).sum(dim=2)  # [B, G]
+    best = num_agreed.argmax(dim=1)  # [B]
+    index = best[:, None]
+    return best, num_agreed.gather(1, index)[:, 0], choices.take_along_dim(index[..., None], dim=1)[:, 0]
+
+
+def step(model: Any, state: StepState) -> Tensor:
+    """One step: every row whose text goes on gets 1 to N tokens more, the others stay as they are. Returns logits [B, R, V]."""
+    shape = state.shape
+    block, candidates, is_any = lay_out(state)
+    assert block.start_slots is not None
+    state.slots.copy_(block.start_slots + state.block_places)
+    logits = plain_forward(
+        model, shape.keeps_rows, block.tokens, block.positions, masks(state, block), state.logit_rows, state.cache
+    )
+    answers, behind_window = logits.split([1 + shape.num_nodes, shape.window_size], dim=1)
+
+    chosen, is_active = choose(state, answers)
+    best, num_agreed, tokens = longest_match(candidates, is_any, chosen)
+    count, has_ended = stop(state, tokens, (num_agreed + 1) * is_active)
+
+    # The slots behind the accepted tokens are free, so that all D of the candidate may move there.
+    targets = state.slots[:, 1 : 1 + shape.depth]
+    move_slots(state.cache, targets + best[:, None] * shape.depth, targets)
+    ends = state.lengths[:, None] + state.column  # [B, N]
+    is_committed = state.column < count[:, None]  # [B, N]
+    state.ids.scatter_(1, ends, torch.where(is_committed, tokens, state.ids.gather(1, ends)))
+    learn(state, best_on_device(behind_window[..., : shape.num_tokens]), count)
+
+    state.num_steps += is_active.any()
+    state.num_proposed += (is_any.sum(dim=1) * is_active).sum() * shape.depth
+    state.accepted_lengths.scatter_add_(0, (count - 1).clamp(min=0), is_active.long())
+    state.lengths += count
+    state.is_finished |= has_ended
+    return logits
+
+
+def choose(state: StepState, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens that the model chooses behind the root and each candidate token, [B, 1 + n], and which rows go on, [B].
+
+    answers: its logits there, [B, 1 + n, V]. No row goes on from the first step on that a guess may have spoiled.
+    """
+    is_number = ~answers.index_select(2, state.witness).isnan().flatten(1).any(dim=1)  # [B]
+    state.is_refused |= ~(is_number | state.is_finished).all()
+    if state.shape.sampling is None:
+        return best_on_device(answers), ~(state.is_finished | state.is_refused)
+    return sample(state, state.shape.sampling, answers)
+
+
+def stop(state: StepState, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the step ends for each row: at an end-of-sequence id, or at the text's largest length.
+
+    tokens: [B, N] ids, of which `count`, [B], are the model's: none for a row that does not go on. Returns how many of them are
+    committed and who has ended, [B] each.
+    """
+    is_eos = (tokens[..., None] == state.eos_ids).any(dim=-1)  # [B, N]
+    up_to_eos = (is_eos.long().cumsum(dim=1) == 0).sum(dim=1) + 1
+    room = state.max_length - state.lengths
+    count = torch.minimum(torch.minimum(count, up_to_eos), room)
+    return count, (is_eos & (state.column < count[:, None])).any(dim=1) | (count >= room)
+
+
+def learn(state: StepState, chosen: Tensor, count: Tensor) -> None:
+    """The window's n-grams, then those of the text that end in a new token, go to the pool; the window rolls.
+
+    All stays as it is after a step in which no row got any token. chosen: [B, W] the model's choices behind the last level. count: [B] tokens just committed. `lengths` do not count them yet.
+    """
+    shape, column = state.shape, state.column
+    is_step = (count > 0).any()
+    is_ready = is_step & (state.num_steps >= shape.depth)  # every cell has come from the model
+    of_window = JacobiWindow(state.levels).ngrams(chosen).where(is_ready, NO_TOKEN)  # [B * W, N]
+    first = state.lengths[:, None] + column - shape.depth  # [B, N] where the one that ends in each new token begins
+    places = (first[..., None] + column).clamp(min=0)  # [B, N, N]
+    of_text = state.ids.gather(1, places.flatten(1)).view_as(places)
+    is_new = (column < count[:, None]) & (first >= 0)
+    of_text = of_text.where(is_new[..., None], NO_TOKEN).flatten(0, 1)  # [B * N, N]
+    ngrams = torch.cat([of_window, of_text])
+    is_known = ((ngrams >= 0) & (ngrams < shape.num_tokens)).all(dim=1, keepdim=True)
+    state.pool.insert(ngrams.where(is_known, NO_TOKEN))
+    levels = rolled(state.levels, chosen, (count - 1).clamp(min=0) if shape.shifts_window else None)
+    state.levels.copy_(levels.where(is_step, state.levels))
+
+
+def move_slots(cache: Cache, source: Tensor, target: Tensor) -> None:
+    """Copy keys and values of all layers. source, target: [B, D] slots."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        for states in (layer.keys, layer.values):  # [B, H, C, size]
+            if states is None:
+                continue
+            if len(source) == 1:
+                states.index_copy_(2, target[0], states.index_select(2, source[0]))
+            else:
+                shape = (-1, states.shape[1], -1, states.shape[3])
+                moved = states.gather(2, source[:, None, :, None].expand(shape))
+                states.scatter_(2, target[:, None, :, None].expand(shape), moved)
+
+
+def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool]]:
+    """Begin to copy to the host how long the texts are, which have ended, and whether sampling may be refused.
+
+    Returns what waits for that copy and reads it.
+    """
+    found = torch.stack([state.lengths, state.is_finished, state.is_refused.expand_as(state.lengths)])  # [3, B]
+    copied = None
+    if found.is_cuda:
+        found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True).copy_(
+            found, non_blocking=True
+        )
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(found.device))  # which may not be the current device
+
+    def read() -> tuple[list[int], list[bool], bool]:
+        if copied is not None:
+            copied.synchronize()
+        lengths, is_finished, is_refused = found.tolist()
+        return lengths, list(map(bool, is_finished)), any(is_refused)
+
+    return read
+
+
+def fill(tensor: Tensor, values: list[Any]) -> None:
+    tensor.copy_(torch.tensor(values, device="cpu"))

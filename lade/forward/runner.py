@@ -1,0 +1,175 @@
+"""How a call's blocks run: the ordinary forward, static shapes that are compiled or captured, lade's own attention.
+
+`ModelAdapter` says what a family is; a runner, made for one call, decides how its blocks go through the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor
+
+from lade.block.kv_cache import LookaheadCache
+from lade.block.mask import Block, masks_by_layer, packed_block_mask
+from lade.compat import CausalLMOutputWithPast
+from lade.config import LookaheadConfig
+from lade.forward.static_shapes import StaticForward, padded_capacity
+from lade.kernels import kernel_problem, left_padding
+from lade.kernels.interface import NAME as KERNEL
+from lade.kernels.interface import unsupported_reason as kernel_unsupported_reason
+from lade.models.base import ModelAdapter
+from lade.models.shadow import shadow_model
+from lade.stats import GenerationStats
+
+FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # nor to be replaced, or kept for later calls
+
+
+class BlockRunner:
+    """Runs one call's blocks on a model. `use_kernel` and `use_static_shapes` come before the first cache and block."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self.adapter = adapter
+        self.uses_kernel = False  # whether blocks go through lade's own attention
+        self.padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
+        self._static: StaticForward | None = None
+
+    # What is chosen before the call begins.
+
+    def use_kernel(self, key_mask: Tensor | None) -> str | None:
+        """Let blocks go through lade's own attention. Returns a sentence where they cannot, and nothing is changed.
+
+        key_mask: as in `Block`, for the whole call.
+        """
+        adapter = self.adapter
+        if adapter.has_own_blocks:
+            return "this family's blocks need masks of their own"
+        if adapter.code.is_patched:
+            return "the kernel needs a changed view of the model, which a dispatched or patched model does not allow"
+        if adapter.code.functions:
+            return FOREIGN_ATTENTION
+        reason = kernel_unsupported_reason(adapter.model)
+        if reason is not None:
+            return reason
+        if key_mask is not None:
+            self.padding = left_padding(key_mask)
+            if self.padding is None:
+                return "the prompt's mask hides tokens other than the first ones"
+        self.uses_kernel = True
+        return None
+
+    def static_shapes_reason(self) -> str | None:
+        """Why blocks of static shapes cannot go through one compiled forward, as a sentence; None when they can."""
+        adapter = self.adapter
+        if adapter.has_own_blocks:
+            return "this family's blocks run on a changed view of the model"
+        if adapter.code.is_patched:
+            return "the model is dispatched or patched"
+        if adapter.code.functions:
+            return FOREIGN_ATTENTION
+        if adapter.code.is_hooked:
+            return "the model has hooks, which compiled or captured forwards pass by"
+        if not adapter.takes_positions:
+            return f"{type(adapter.model).__name__}.forward takes no position_ids"
+        if adapter.carried:
+            return f"compiled or captured forwards take no {min(adapter.carried)}"
+        if adapter.needs_equal_lengths:
+            return "rotary frequencies of this model depend on the length of the text"
+        return None
+
+    def use_static_shapes(
+        self, config: LookaheadConfig, stats: GenerationStats, compiles: bool, captures: bool
+    ) -> None:
+        """Let blocks be compiled or captured, as long as that works."""
+        full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
+        self._static = StaticForward(
+            self.adapter.model,
+            self.model,
+            stats,
+            keeps_rows=self.adapter.keeps_rows,
+            full_tree=full_tree,
+            compiles=compiles,
+            captures=captures,
+        )
+
+    @property
+    def captures(self) -> bool:
+        """Whether blocks are captured in CUDA graphs."""
+        return self._static is not None and self._static.captures
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What the forward of a block has besides the ordinary one, which changes its cost."""
+        return ("kernel",) * self.uses_kernel + ("graph",) * self.captures
+
+    @cached_property
+    def model(self) -> Any:
+        """What runs the blocks: the adapter's, or a shadow of it with lade's own attention."""
+        return shadow_model(self.adapter.model, attention=KERNEL) if self.uses_kernel else self.adapter.block_model
+
+    # The cache.
+
+    def make_cache(self, capacity: int) -> LookaheadCache:
+        """capacity: slots to start with."""
+        return self.adapter.make_cache(capacity if self._static is None else padded_capacity(capacity))
+
+    def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
+        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `give_back`; a new one otherwise.
+
+        num_slots, most_slots: what the call begins with, and may come to need.
+        """
+        # Parts of a model on several ranks would have to agree on what they keep.
+        is_whole = (self.adapter.model.tp_size or 1) == 1
+        if self._static is None or not is_whole:
+            return self.make_cache(num_slots)
+        traits = (batch_size, repr(self.adapter.reaches), self.uses_kernel)
+        return self._static.take_cache(traits, num_slots, most_slots, self.make_cache)
+
+    def give_back(self) -> None:
+        """The call has ended well, and nobody reads its cache any more."""
+        if self._static is not None:
+            self._static.give_back()
+
+    # The forward.
+
+    def forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
+        """One forward over a block; its keys/values end up behind the committed slots of `cache`.
+
+        wanted: more of the model's own arguments, such as output_hidden_states. Returns the model's output, logits [B, R, V].
+        """
+        block = self.adapter.begin_block(block, cache)
+        static = self._static
+        if static is not None and wanted:
+            static.turn_off(f"{min(wanted)} asks for more than the compiled forward returns")
+        if static is not None and static.is_on:
+            masks = self.masks(replace(block, capacity=cache.capacity))
+            logits = static.logits(block, cache, masks, lambda: self.ordinary_forward(block, cache).logits)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits)
+        return self.ordinary_forward(block, cache, **wanted)
+
+    def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
+        """The model's ordinary forward over a block that `cache` has room for. wanted: as for `forward`."""
+        return self.adapter.ordinary_forward(block, cache, self.model, self.masks(block), **wanted)
+
+    def masks(self, block: Block) -> Any:
+        """As `ModelAdapter.masks`, or packed for lade's own attention."""
+        if not self.uses_kernel:
+            return self.adapter.masks(block)
+        return masks_by_layer(partial(packed_block_mask, block, self.padding), self.adapter.reaches)
+
+    def padded_nodes(self, num_nodes: int) -> int:
+        """How many nodes a token tree takes up in the block."""
+        return num_nodes if self._static is None else self._static.padded_nodes(num_nodes)
+
+    @property
+    def preparing_seconds(self) -> float:
+        """Of the latest block's time: what was spent once, for later blocks of its shape."""
+        return 0.0 if self._static is None or not self._static.is_on else self._static.preparing_seconds
+
+    def check_kernel(self, stats: GenerationStats) -> None:
+        """Say in the call's figures where the kernel, tried on the blocks themselves, was not fit to serve them."""
+        problem = kernel_problem(self.adapter.model.device, self.adapter.dtype) if self.uses_kernel else None
+        if problem is not None:
+            stats.used_kernel, stats.kernel_reason = False, problem

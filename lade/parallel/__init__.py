@@ -1,0 +1,1 @@
+"""Lookahead parallelism: several processes share the steps of one text."""

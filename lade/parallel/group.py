@@ -1,0 +1,400 @@
+"""Lookahead parallelism: each of K processes holds the whole model and computes its share of every block.
+
+After the forward the ranks sum up a table of integers, to which each has added what its own share says, and the rank that has
+the accepted path sends its keys/values. All ranks then have the same tables, texts, pools and caches, and take the next
+step from there. What depends on more than integers (processors, samplers, stop rules) runs on rank 0, which tells the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lade.block.kv_cache import LookaheadCache
+from lade.block.token_tree import TokenTree
+from lade.config import LookaheadConfig, current_config
+from lade.parallel.checksums import checksum_of, model_checksum, plain_values
+from lade.parallel.communicator import LEADER, Communicator, communicator_for
+from lade.parallel.partition import BlockPart, split, whole
+from lade.stats import GenerationStats
+from lade.verification.logits import BlockLogits, best_tokens, witness_of
+from lade.verification.selection import Accepted, GreedySelection, LockstepSelection, PerRowSelection, Selection
+
+KINDS: tuple[type[Selection], ...] = (GreedySelection, PerRowSelection, LockstepSelection)
+RECORDED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def distributed() -> bool:
+    """Whether lookahead is split over several processes (DIST_WORKERS > 1)."""
+    return current_config().num_workers > 1
+
+
+def get_device() -> int | str:
+    """The device for this process's model: the GPU numbered LOCAL_RANK (0 when unset), or "cpu" without a GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.is_available() else "cpu"
+
+
+class SingleProcess:
+    """One process: its share is everything."""
+
+    num_tokens = 0  # ids that the model has an embedding for; others are no guesses
+    _has_begun = False
+    _witness: int | None = None  # see `witness_of`
+
+    def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
+        """device: the prompt's."""
+        self.config, self._device = config, device
+
+    def agree(self, reason: str | None, *_: Any) -> str | None:
+        """Why the request goes to the original code, None if it does not: the same on all ranks. reason: this rank's own."""
+        return reason
+
+    def selection(self, kind: type[Selection], *arguments: Any) -> Selection:
+        return kind(*arguments)
+
+    def share(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
+        """What this rank computes of a block. window_shape: (N, W)."""
+        return whole(tree)
+
+    def exchange(self, share: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
+        """All ranks' answers. logits: [B, R, V] of this rank's block, as its layout's `logit_rows` say.
+
+        Returns them, and the tokens behind the window's last level, [B, W] on the prompt's device, None without a window.
+        """
+        num_answers = 1 + share.tree.num_nodes
+        self._look_for_witness(logits)
+        guesses = best_tokens(logits[:, num_answers:, : self.num_tokens]).to(self._device) if has_window else None
+        return BlockLogits(logits[:, :num_answers], self._witness), guesses
+
+    def _look_for_witness(self, logits: Tensor) -> None:
+        """In the prompt's own forward, which has no guesses."""
+        if not self._has_begun:
+            self._has_begun, self._witness = True, witness_of(logits[:, 0])
+
+    def commit(self, cache: LookaheadCache, share: BlockPart, accepted: Accepted) -> None:
+        """Keep the keys/values of each row's root and accepted nodes."""
+        cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
+
+    def recover(self, selection: Selection, lost_rows: set[int], guesses: set[int]) -> None:
+        """After a step that guesses have spoiled. lost_rows, guesses: as `LookaheadCache.clear_guesses` returns them."""
+        selection.recover(lost_rows, guesses)
+
+    def end(self, do_sample: bool, device: torch.device) -> None:
+        """The call is over."""
+
+
+@contextmanager
+def process_group_for(config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> Iterator[SingleProcess]:
+    """Who takes part in a call: this process, or the K of which it is one."""
+    if config.num_workers == 1:
+        yield SingleProcess(config, device)
+        return
+    link = communicator_for(config, device)
+    if link.in_call:  # a processor, known to the leader alone, that calls generate() itself
+        yield SingleProcess(config, device)
+        return
+    with link.guarding():
+        yield ProcessGroup(link, config, device, stats)
+
+
+class ProcessGroup(SingleProcess):
+    """One of K ranks in one call."""
+
+    def __init__(
+        self, link: Communicator, config: LookaheadConfig, device: torch.device, stats: GenerationStats
+    ) -> None:
+        super().__init__(shared_settings(config), device)
+        self._link, self._rank, self._stats = link, link.rank, stats
+        self._max_nodes = max(1, config.num_guesses) * (config.ngram_size - 1)
+        self._sums_choices = False
+
+    # Before the first forward.
+
+    def agree(self, reason: str | None, *subjects: Any) -> str | None:
+        """subjects: model, input_ids, generation_config, model_kwargs, synced_gpus of the call."""
+        model, input_ids, generation_config, model_kwargs, synced_gpus = subjects
+        reason = reason or unsupported_reason(self.config, model, generation_config, synced_gpus)
+        names = ("settings of config_lade", "model", "prompt", "generation settings")
+        mine = torch.zeros(1 + len(names), dtype=torch.long)
+        if reason is not None:
+            mine[0] = 1
+        else:
+            masks = (model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))
+            mine[1:] = torch.tensor(
+                [
+                    self._config_digest(),
+                    model_checksum(model),
+                    checksum_of(input_ids, *masks),
+                    checksum_of(plain_values(generation_config.to_dict())),
+                ]
+            )
+        everyones = torch.stack(self._link.gather(mine))  # [K, 5]
+        self._count("integers", mine)
+        unable = everyones[:, 0].nonzero()[:, 0].tolist()
+        if unable:
+            return reason or f"rank {unable[0]} cannot take part, see its own fallback_reason"
+        wrong = [
+            f"{name} of rank {', '.join(map(str, ranks))}"
+            for name, column in zip(names, everyones.T[1:], strict=True)
+            if (ranks := (column != column[LEADER]).nonzero()[:, 0].tolist())
+        ]
+        if wrong:
+            raise ValueError(f"DIST_WORKERS={self._link.size}: not as on rank 0: {'; '.join(wrong)}")
+        return None
+
+    def _config_digest(self) -> int:
+        names = (name for name in self.config.__slots__ if name not in ("debug", "backend", "dist_workers"))
+        return checksum_of([self._link.size, self._link.backend, *(getattr(self.config, name) for name in names)])
+
+    def selection(self, kind: type[Selection], *arguments: Any) -> Selection:
+        """The leader's kind on all ranks: streamers, processors and criteria may be known to the leader alone."""
+        self._stats.num_workers = self._link.size
+        index = torch.tensor([KINDS.index(kind)])
+        self._tell("integers", index, LEADER)
+        kind = KINDS[int(index)]
+        self._sums_choices = kind is GreedySelection
+        if self._sums_choices:
+            return kind(*arguments)
+        if self._rank == LEADER:
+            selection = kind(*arguments)
+            selection.announce = self._announce
+            return selection
+        following = FollowingRowRules if kind is PerRowSelection else FollowingLockstepRules
+        selection = following(*arguments)
+        selection.hear = self._hear
+        return selection
+
+    # In each step.
+
+    def share(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
+        self._tree = tree
+        return split(tree, window_shape, self._link.size)[self._rank]
+
+    def exchange(self, share: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
+        batch_size, size = len(logits), self._link.size
+        window_size = self.config.window_size
+        # Of one length in all steps and on all ranks, even on one that has gone astray.
+        values = torch.zeros(batch_size * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
+        table, states = values[:-size].view(batch_size, -1), values[-size:]
+        num_answers = 1 + share.tree.num_nodes
+        guesses = table[:, 1 + self._max_nodes :]
+        asked = [logits[:, :num_answers]] if self._sums_choices else []
+        if has_window and share.columns is not None:
+            asked.append(logits[:, num_answers:, : self.num_tokens])
+        best = (
+            torch.cat([best_tokens(part) for part in asked], dim=1).cpu() if asked else values[:0]
+        )  # one copy to the host
+        self._look_for_witness(logits)
+        answers = BlockLogits(logits[:, :num_answers], self._witness)
+        choices = best[:, :num_answers].tolist() if self._sums_choices else [[0] * num_answers] * batch_size
+        self._fill_in(table, share, choices, answers)
+        if has_window and share.columns is not None:
+            first, end = share.columns
+            guesses[:, first:end] = best[:, best.shape[1] - (end - first) :]
+        states[self._rank] = zlib.crc32(repr(self._tree).encode()) & 0x7FFFFFFF
+        self._link.all_reduce(values)
+        self._count("integers", values)
+        astray = (states != states[LEADER]).nonzero()[:, 0].tolist()
+        if astray:
+            raise RuntimeError(f"DIST_WORKERS={size}: rank {astray} guesses something else than rank 0 does")
+        shared = SharedAnswers(self, share, logits[:, :num_answers], table[:, : 1 + self._max_nodes])
+        return shared, guesses.long().to(self._device) if has_window else None
+
+    def _fill_in(self, table: Tensor, share: BlockPart, choices: list[list[int]], answers: BlockLogits) -> None:
+        """Put down what this rank is to say. table: [B, 1 + n or more]. choices: behind the root and this share's nodes.
+
+        Below zero, with all bits inverted, are those that do not come from numbers.
+        """
+        for row, nodes in enumerate(share.nodes):
+            said = [token if answers.is_number(row, place - 1) else ~token for place, token in enumerate(choices[row])]
+            if self._rank == LEADER:
+                table[row, 0] = said[0]
+            for node, token in zip(nodes, said[1:], strict=False):
+                if share.owners[row][node] == self._rank:
+                    table[row, 1 + node] = token
+
+    def commit(self, cache: LookaheadCache, share: BlockPart, accepted: Accepted) -> None:
+        """The keys/values of each path come from the rank that owns its last node, those of a root alone from the leader."""
+        paths = {row: path for row, path in enumerate(accepted) if path is not None}
+        holders = {row: share.owners[row][path[-1]] if path else LEADER for row, path in paths.items()}
+        if paths:
+            cache.ensure_capacity(max(cache.lengths) + 1 + max(map(len, paths.values())))
+        received: list[tuple[int, int, list[Tensor]]] = []  # row, its length, what comes behind it
+        for holder in sorted(set(holders.values())):
+            rows = [row for row in paths if holders[row] == holder]
+            if holder == self._rank:
+                parts = [cache.read(row, [0, *block_indices(share, row, paths[row])]) for row in rows]
+                self._tell_data("keys/values", pack(parts), holder)
+                continue
+            like = [cache.read(row, [0] * (1 + len(paths[row]))) for row in rows]
+            found = unpack(self._tell_data("keys/values", pack(like), holder), like)
+            received += [(row, cache.lengths[row], part) for row, part in zip(rows, found, strict=True)]
+        kept: Accepted = [None] * len(accepted)
+        for row, path in paths.items():
+            is_here = holders[row] == self._rank
+            kept[row] = block_indices(share, row, path) if is_here else list(range(1, 1 + len(path)))
+        cache.commit(kept)
+        for row, start, part in received:
+            cache.write(row, start, part)
+
+    def recover(self, selection: Selection, lost_rows: set[int], guesses: set[int]) -> None:
+        """Each rank has seen its own guesses alone, and to avoid those would part it from the others."""
+        selection.recover(lost_rows, set())
+
+    # At the end.
+
+    def end(self, do_sample: bool, device: torch.device) -> None:
+        """Leave every rank's random generator as plain generate() would leave the leader's."""
+        if not do_sample or device.type not in ("cpu", "cuda"):
+            return
+        on_gpu = device.type == "cuda"
+        state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+        self._tell("generator", state, LEADER)
+        if self._rank != LEADER:
+            torch.cuda.set_rng_state(state, device) if on_gpu else torch.set_rng_state(state)
+
+    def _announce(self, tokens: list[int], ended: list[bool]) -> None:
+        self._tell("integers", torch.tensor([*tokens, *ended]), LEADER)
+
+    def _hear(self, num_rows: int) -> tuple[list[int], list[bool]]:
+        values = torch.zeros(2 * num_rows, dtype=torch.long)
+        self._tell("integers", values, LEADER)
+        return values[:num_rows].tolist(), values[num_rows:].bool().tolist()
+
+    def logits_of(self, owner: int, logits: Tensor) -> Tensor:
+        """What `owner` has for the leader. logits: [k, V], on other ranks any of that shape."""
+        if owner == LEADER:
+            return logits
+        return self._tell_data("logits", logits.contiguous(), owner)
+
+    def _tell(self, what: str, values: Tensor, source: int) -> None:
+        if source == self._rank:
+            self._count(what, values)
+        self._link.broadcast(values, source)
+
+    def _tell_data(self, what: str, values: Tensor, source: int) -> Tensor:
+        if source == self._rank:
+            self._count(what, values)
+        return self._link.broadcast_data(values, source)
+
+    def _count(self, what: str, values: Tensor) -> None:
+        self._stats.sent_bytes[what] += values.numel() * values.element_size()
+
+
+class SharedAnswers(BlockLogits):
+    """Each rank has the logits of its own share; likeliest tokens are known of all. Made for one step of one team.
+
+    Outside of the leader, `of_row` and `of_all` take part in getting the leader what it asks for and return nothing of use.
+    """
+
+    def __init__(self, team: ProcessGroup, share: BlockPart, logits: Tensor, best: Tensor) -> None:
+        """best: [B, 1 + n or more] as `ProcessGroup._fill_in` puts it down."""
+        super().__init__(logits)
+        self._team, self._share, self._best = team, share, best
+
+    def best(self) -> list[list[int]]:
+        found: list[list[int]] = torch.where(self._best < 0, ~self._best, self._best).tolist()
+        return found
+
+    def is_number(self, row: int, node: int) -> bool:
+        return bool(self._best[row, 1 + node] >= 0)
+
+    def of_row(self, row: int, node: int) -> Tensor:
+        return self._team.logits_of(self._owner(row, node), super().of_row(row, self._place(row, node)))
+
+    def of_all(self, nodes: list[int]) -> Tensor:
+        owners = [self._owner(row, node) for row, node in enumerate(nodes)]
+        logits = super().of_all([self._place(row, node) for row, node in enumerate(nodes)]).clone()
+        for owner in sorted(set(owners)):
+            rows = torch.tensor([row for row, known in enumerate(owners) if known == owner], device=logits.device)
+            logits[rows] = self._team.logits_of(owner, logits[rows]).to(logits.device)
+        return logits
+
+    def _owner(self, row: int, node: int) -> int:
+        return LEADER if node < 0 else self._share.owners[row][node]
+
+    def _place(self, row: int, node: int) -> int:
+        """Index of a node in this rank's tree; that of the root for nodes of other ranks."""
+        nodes = self._share.nodes[row]
+        return nodes.index(node) if node in nodes else -1
+
+
+class FollowingRowRules(PerRowSelection):
+    """What the leader's `PerRowSelection` decided."""
+
+    hear: Callable[[int], tuple[list[int], list[bool]]]
+
+    def _choose(self, answers: BlockLogits, row: int, node: int) -> int:
+        answers.of_row(row, node)
+        tokens, self._ended = self.hear(1)
+        return tokens[0]
+
+    def _commit(self, row: int, token: int) -> bool:
+        self.texts.append([token], row)
+        self.num_generated += 1
+        self.is_finished[row] = self._ended[0]
+        return self.is_finished[row]
+
+
+class FollowingLockstepRules(LockstepSelection):
+    """What the leader's `LockstepSelection` decided."""
+
+    hear: Callable[[int], tuple[list[int], list[bool]]]
+
+    def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        self._answers.of_all(nodes)
+        tokens, self._ended = self.hear(len(nodes))
+        return tokens
+
+    def _commit(self, tokens: list[int]) -> bool:
+        self.texts.append_column(tokens)
+        self.num_generated += self.is_finished.count(False)
+        self.is_finished = self._ended
+        return all(self.is_finished)
+
+
+def block_indices(share: BlockPart, row: int, path: list[int]) -> list[int]:
+    """Where the nodes of a path lie in this rank's block."""
+    place = {node: index for index, node in enumerate(share.nodes[row])}
+    return [1 + place[node] for node in path]
+
+
+def pack(rows: list[list[Tensor]]) -> Tensor:
+    """Tensors of any shapes, types and devices as one row of bytes, on the device of the first."""
+    parts = [part for row in rows for part in row]
+    return torch.cat([part.reshape(-1).view(torch.uint8).to(parts[0].device) for part in parts])
+
+
+def unpack(data: Tensor, like: list[list[Tensor]]) -> list[list[Tensor]]:
+    """What `pack` made of tensors shaped as in `like`, which says where they go."""
+    sizes = [part.numel() * part.element_size() for row in like for part in row]
+    pieces = iter(data.split(sizes))
+    # A copy of its own for each piece, because another type's may begin at any byte.
+    return [[next(pieces).clone().view(part.dtype).view(part.shape).to(part.device) for part in row] for row in like]
+
+
+def shared_settings(config: LookaheadConfig) -> LookaheadConfig:
+    """The settings as several processes can follow them: blocks whose size went by each one's own clock would part them."""
+    mode = "lookahead" if config.mode == "auto" else config.mode
+    return dataclasses.replace(config, adaptive=False, mode=mode)
+
+
+def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: Any, synced_gpus: bool) -> str | None:
+    """Why a request that one process could serve is not shared among several."""
+    if not config.uses_window:
+        return "guesses that come from all logits of a step are not shared (DIST_WORKERS); MODE='lookahead' is"
+    asked = [name for name in RECORDED if getattr(generation_config, name, None)]
+    if generation_config.return_dict_in_generate and asked:
+        return f"{asked[0]} is not collected from several processes (DIST_WORKERS)"
+    if synced_gpus:
+        return "synced_gpus says that no process has the whole model, which DIST_WORKERS needs"
+    if (model.tp_size or 1) > 1:
+        return "a model whose layers are split over processes (tp_plan) is not whole on each, which DIST_WORKERS needs"
+    return None

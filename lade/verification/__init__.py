@@ -1,0 +1,1 @@
+"""Verification: which tokens the model chooses along a token tree, and what generate() returns."""

@@ -1,0 +1,380 @@
+"""generate()'s own rules for committed tokens: how one is chosen, where it goes, and when a text ends.
+
+Knows nothing about where guesses come from: along a token tree it asks for one token after another, in plain order, and
+never about a rejected guess. Three ways to do so, all with the tokens of plain generate():
+
+    GreedySelection    argmax, ended by a length or an end-of-sequence id: all choices of a step are read at once
+    PerRowSelection    transformers' own processors and samplers that treat rows apart, ended likewise or by stop strings: each row accepts
+                       its own number of tokens
+    LockstepSelection  everything else: processors, criteria and streamers see the whole batch at one length, as in plain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from lade.block.token_tree import TokenTree
+from lade.compat import logits_processors
+from lade.verification.draws import ExponentialDraws, drawing
+from lade.verification.logits import BlockLogits
+from lade.verification.outputs import OutputRecorder
+from lade.verification.sequences import TokenSequences
+from lade.verification.walk import Children, children_of, walk, walk_together
+
+Accepted = list[list[int] | None]
+
+# Their scores for a row depend on that row's tokens alone, and calls for one row leave no trace on another's.
+ROW_WISE_PROCESSORS = logits_processors(
+    (
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+    )
+)
+# A row may be this many tokens ahead of the slowest one when sampling: the noise of that many draws is kept.
+MAX_LEAD = 32
+
+
+class Selection:
+    """Common part: the texts, which rows have ended, and what generate() asked for."""
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any,
+        recorder: OutputRecorder,
+    ) -> None:
+        self.texts = TokenSequences(input_ids, stopping_criteria.max_length or 0)
+        self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
+        self.do_sample = bool(generation_config.do_sample)
+        self.recorder = recorder
+        self.is_finished = [False] * len(input_ids)
+        self.num_generated = 0  # tokens of all rows, without what pads finished ones
+        # Whether the next step goes without guesses: the prompt's, and that after a step which a guess has spoiled, since NaN spreads
+        # through masked places too: 0 * NaN is NaN.
+        self.next_is_plain = True
+        self.avoided: set[int] = set()  # guesses that are not numbers
+        self._lost_rows: set[int] = set()  # whose text is not a number in plain generate() either
+        self._trusted_rows: set[int] = set()  # whose logits are believed, numbers or not
+        pad_token = generation_config._pad_token_tensor
+        self.pad_token = -1 if pad_token is None else int(pad_token)
+        self.announce: Callable[[list[int], list[bool]], None] | None = None  # tells others of tokens and ended rows
+        self.noise = ExponentialDraws(input_ids.device, len(input_ids)) if self.do_sample else None
+        # The list would look at the signature of each processor, every time; of transformers' own they are known.
+        self._is_direct = type(logits_processor) is LogitsProcessorList and all(map(is_row_wise, logits_processor))
+
+    def verify(self, tree: TokenTree, answers: BlockLogits) -> Accepted:
+        """Commit what the model chose along each row's tree.
+
+        Returns the accepted nodes of each row; None for a row to which nothing was committed. What is not a number in a step without
+        guesses is none in plain generate() either.
+        """
+        self._trusted_rows = set(range(len(self.is_finished))) if self.next_is_plain else self._lost_rows
+        self.next_is_plain = False
+        return self._walk(self._children_of(tree), answers)
+
+    def _walk(self, children: list[Children], answers: BlockLogits) -> Accepted:
+        """`verify`. children: of each row's tree."""
+        raise NotImplementedError
+
+    def recover(self, lost_rows: set[int], guesses: set[int]) -> None:
+        """After a spoiled step. lost_rows: whose own text is not a number. guesses: tokens not to be tried again."""
+        self._lost_rows |= lost_rows
+        self.avoided |= guesses
+
+    def without_avoided(self, tokens: Tensor) -> Tensor:
+        """A block's tokens, with the root in place of those to avoid; of all guesses after a spoiled step. tokens: [B, q]."""
+        if self.next_is_plain:
+            return tokens[:, :1].expand_as(tokens)
+        if not self.avoided:
+            return tokens
+        is_avoided = torch.isin(tokens, torch.tensor(sorted(self.avoided), device=tokens.device))
+        return torch.where(is_avoided, tokens[:, :1], tokens)
+
+    def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
+        """Take out guesses for rows that have ended."""
+        return tree.with_chains(self._finished_rows, self.pad_token, length=0) if any(self.is_finished) else tree
+
+    @cached_property
+    def max_length(self) -> int:
+        """Where every text ends at the latest, if anything says so; the list's own attribute is the first one's alone."""
+        return min((int(c.max_length) for c in self.criteria if isinstance(c, MaxLengthCriteria)), default=0)
+
+    @cached_property
+    def eos_ids(self) -> set[int]:
+        return {
+            int(token) for c in self.criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten()
+        }
+
+    @cached_property
+    def stop_strings(self) -> list[StopStringCriteria]:
+        return [criterion for criterion in self.criteria if isinstance(criterion, StopStringCriteria)]
+
+    @property
+    def is_idle(self) -> list[bool]:
+        """Rows that need no guesses."""
+        return self.is_finished
+
+    @property
+    def drawing_seconds(self) -> float:
+        """Spent so far on drawing random numbers."""
+        return 0.0 if self.noise is None else self.noise.seconds
+
+    def _children_of(self, tree: TokenTree) -> list[Children]:
+        found = [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
+        if self.avoided:
+            found = [{edge: node for edge, node in row.items() if edge[1] not in self.avoided} for row in found]
+        return found
+
+    def _has_answer(self, answers: BlockLogits, row: int, node: int) -> bool:
+        """Whether to choose a token behind one node (-1 = root) of one row; notes where a guess has spoiled that."""
+        has_answer = row in self._trusted_rows or answers.is_number(row, node)
+        self.next_is_plain |= not has_answer
+        return has_answer
+
+    def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """What the processors make of logits [R, V] behind texts [R, T]."""
+        if not self._is_direct:
+            scores: Tensor = self.processor(ids, logits)
+            return scores
+        for processor in self.processor:
+            logits = processor(ids, logits)
+        return logits
+
+    def _draws(self, probabilities: Tensor, length: int) -> Tensor:
+        """With which `torch.multinomial` would choose behind texts of a length. probabilities: of softmax, [R, V]. Returns [B, V].
+
+        Raises what multinomial raises.
+        """
+        assert self.noise is not None
+        if bool(probabilities[:, 0].isnan().any()):  # then all of such a row are
+            torch.multinomial(probabilities, num_samples=1)
+        return self.noise.draw(length - self.texts.prompt_length, probabilities.shape[1])
+
+    @property
+    def _finished_rows(self) -> list[int]:
+        return [row for row, is_finished in enumerate(self.is_finished) if is_finished]
+
+
+class GreedySelection(Selection):
+    """No processors: the whole step is one argmax and one copy to the host."""
+
+    def _walk(self, children: list[Children], answers: BlockLogits) -> Accepted:
+        choices = answers.best()
+        accepted: Accepted = []
+        for row, edges in enumerate(children):
+            if self.is_finished[row]:
+                accepted.append(None)
+                continue
+            committed: list[int] = []
+            room = self.max_length - self.texts.lengths[row]
+            choose = partial(self._choice, answers, choices[row], row)
+            accepted.append(walk(edges, choose, partial(self._commit, row, committed, room)))
+            self.texts.append(committed, row)
+            self.num_generated += len(committed)
+        return accepted
+
+    def _choice(self, answers: BlockLogits, choices: list[int], row: int, node: int) -> int | None:
+        return choices[node + 1] if self._has_answer(answers, row, node) else None
+
+    def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
+        committed.append(token)
+        self.is_finished[row] = token in self.eos_ids or len(committed) >= room
+        return self.is_finished[row]
+
+
+class PerRowSelection(Selection):
+    """Processors and samplers, each row at its own length; several rows share the noise that plain would have drawn."""
+
+    def _walk(self, children: list[Children], answers: BlockLogits) -> Accepted:
+        texts = self.texts
+        unfinished = [length for length, done in zip(texts.lengths, self.is_finished, strict=True) if not done]
+        accepted: Accepted = []
+        for row, edges in enumerate(children):
+            is_far_ahead = self.do_sample and texts.lengths[row] >= min(unfinished) + MAX_LEAD
+            if self.is_finished[row] or is_far_ahead:
+                accepted.append(None)
+            else:
+                accepted.append(walk(edges, partial(self._answer, answers, row), partial(self._commit, row)))
+        if self.noise is not None:
+            self.noise.forget(min(unfinished) - texts.prompt_length)
+        return accepted
+
+    def _answer(self, answers: BlockLogits, row: int, node: int) -> int | None:
+        return self._choose(answers, row, node) if self._has_answer(answers, row, node) else None
+
+    def _choose(self, answers: BlockLogits, row: int, node: int) -> int:
+        ids = self.texts.row(row)
+        logits = answers.of_row(row, node).to(dtype=torch.float32, copy=True, device=ids.device)
+        scores = self._scores(ids, logits)
+        if not self.do_sample:
+            return int(scores.argmax(dim=-1))
+        probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        draws = self._draws(probabilities, self.texts.lengths[row])
+        return first_to_arrive(probabilities, draws[row : row + 1])[0]
+
+    def _commit(self, row: int, token: int) -> bool:
+        self.texts.append([token], row)
+        self.num_generated += 1
+        self.is_finished[row] = (
+            token in self.eos_ids
+            or self.texts.lengths[row] >= self.max_length
+            or any(bool(criterion(self.texts.row(row), None)) for criterion in self.stop_strings)
+        )
+        if self.announce is not None:
+            self.announce([token], [self.is_finished[row]])
+        return self.is_finished[row]
+
+
+class LockstepSelection(Selection):
+    """Everything generate() can be asked for: all rows commit the same number of tokens, as many as all of them accept."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
+    def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
+        """Plain generate() goes on with finished rows: with pad tokens, or without any change if nothing pads them."""
+        return tree.with_chains(self._finished_rows, self.pad_token, max_depth) if self._pads else tree
+
+    @property
+    def is_idle(self) -> list[bool]:
+        """Rows that need no guesses: what pads them is known, but where nothing does, all rows go on as one."""
+        return self.is_finished if self._pads else [False] * len(self.is_finished)
+
+    def _walk(self, children: list[Children], answers: BlockLogits) -> Accepted:
+        self._answers, self._children = answers, children
+        accepted = walk_together(children, self._answer, self._commit)
+        if self.noise is not None:
+            self.noise.forget(self.texts.lengths[0] - self.texts.prompt_length)
+        return [None] * len(children) if accepted is None else list(accepted)
+
+    def _answer(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
+        have_answers = [self._has_answer(self._answers, row, node) for row, node in enumerate(nodes)]
+        return self._choose(nodes, paths) if all(have_answers) else None
+
+    def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        texts = self.texts
+        logits = self._answers.of_all(nodes).to(dtype=torch.float32, copy=True, device=texts.ids.device)
+        scores = self._scores(texts.all_rows(), logits)
+        self.recorder.record(nodes, paths, scores, logits)
+        chosen = self._sample(scores) if self.do_sample else scores.argmax(dim=-1).tolist()
+        if self._pads:
+            chosen = [self.pad_token if done else token for token, done in zip(chosen, self.is_finished, strict=True)]
+        edges = zip(self._children, zip(nodes, chosen, strict=True), strict=True)
+        self._was_guessed = all(edge in children for children, edge in edges)
+        return chosen
+
+    def _sample(self, scores: Tensor) -> list[int]:
+        """scores: [B, V]. Returns [B]."""
+        probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        if probabilities.dtype != torch.float32:  # a processor's idea: other draws belong to it
+            with drawing:
+                tokens: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
+            return tokens
+        return first_to_arrive(probabilities, self._draws(probabilities, self.texts.lengths[0]))
+
+    def _commit(self, tokens: list[int]) -> bool:
+        self.texts.append_column(tokens)
+        self.num_generated += self.is_finished.count(False)
+        has_ended = self.criteria(self.texts.all_rows(), self.recorder.scores).tolist()
+        if self.streamer is not None:
+            # A streamer class that tells guesses apart has a method for them.
+            is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
+            (self.streamer.put_guess if is_told else self.streamer.put)(torch.tensor(tokens, device="cpu"))
+        self.is_finished = [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
+        if self.announce is not None:
+            self.announce(tokens, self.is_finished)
+        return all(self.is_finished)
+
+
+def selection_for(
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any,
+    recorder: OutputRecorder,
+    needs_equal_lengths: bool,
+) -> type[Selection]:
+    """The fastest rules that give plain generate()'s result; they are made with the same arguments but the last.
+
+    needs_equal_lengths: all rows must have one length, because of the model or of who gets the cache.
+    """
+    is_batch = len(input_ids) > 1
+    rows_apart = (
+        type(logits_processor) is LogitsProcessorList  # a subclass may have a way of its own to call what is in it
+        and ends_apart(stopping_criteria, is_batch)
+        and streamer is None
+        and not recorder.is_recording
+        and not (is_batch and needs_equal_lengths)
+    )
+    has_stop_strings = any(isinstance(criterion, StopStringCriteria) for criterion in stopping_criteria)
+    if rows_apart and not (logits_processor or generation_config.do_sample or has_stop_strings):
+        return GreedySelection
+    if rows_apart and all(map(is_row_wise, logits_processor)):
+        return PerRowSelection
+    return LockstepSelection
+
+
+def ends_apart(criteria: StoppingCriteriaList, is_batch: bool) -> bool:
+    """Whether each row ends by itself: padded where it ends early, so that nobody sees what it would have gone on with.
+
+    generate() pads if there are end-of-sequence ids; without them, a row that a stop string has ended goes on with the others.
+    """
+    kinds = {type(criterion) for criterion in criteria}
+    is_padded = EosTokenCriteria in kinds or StopStringCriteria not in kinds or not is_batch
+    return (
+        criteria.max_length is not None
+        and kinds <= {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria}
+        and is_padded
+    )
+
+
+def is_row_wise(processor: Callable[..., Tensor]) -> bool:
+    """Whether one row's scores depend on that row alone, however often other rows are asked about."""
+    if type(processor) is RepetitionPenaltyLogitsProcessor:
+        return not isinstance(processor.prompt_ignore_length, Tensor)
+    return type(processor) in ROW_WISE_PROCESSORS
+
+
+def first_to_arrive(probabilities: Tensor, draws: Tensor) -> list[int]:
+    """The tokens that `torch.multinomial` chooses with these exponential draws. Both: [R, V]. Returns [R]."""
+    arrivals = probabilities / draws  # by torch: numpy may have been told to raise on underflow
+    # numpy's argmax takes a fifth of torch's time.
+    first = arrivals.numpy().argmax(axis=-1) if arrivals.device.type == "cpu" else arrivals.argmax(dim=-1)
+    tokens: list[int] = first.tolist()
+    return tokens

@@ -1,0 +1,259 @@
+"""Reading sampling's random numbers ahead: what torch.multinomial is going to draw, and what that says about its choice."""
+
+import threading
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from conftest import Recorder, generate_plain, prompt, tiny_llama
+
+import lade
+from lade.block.token_tree import TokenTree
+from lade.drafting import Outcome, TreeDrafter
+from lade.drafting.memory import Memory, most_likely
+from lade.verification import draws as noise_module
+from lade.verification.draws import ExponentialDraws, win_chances
+from lade.verification.sequences import TokenSequences
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 300
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_draws_are_those_of_multinomial(batch_size):
+    probabilities = (3 * torch.randn(batch_size, VOCAB_SIZE)).softmax(-1)
+    torch.manual_seed(4)
+    expected = [torch.multinomial(probabilities, 1)[:, 0].tolist() for _ in range(6)]
+    state = torch.get_rng_state()
+
+    torch.manual_seed(4)
+    noise = ExponentialDraws(CPU, batch_size)
+    assert noise.ahead(0, 5, VOCAB_SIZE).shape == (VOCAB_SIZE,)  # in any order
+    for index, tokens in enumerate(expected):
+        noise.forget(index)
+        draws = [torch.from_numpy(noise.ahead(row, index, VOCAB_SIZE)) for row in range(batch_size)]
+        assert [int((p / e).argmax()) for p, e in zip(probabilities, draws, strict=True)] == tokens
+    # The generator itself has not moved.
+    assert [torch.multinomial(probabilities, 1)[:, 0].tolist() for _ in range(6)] == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("looks_ahead", [True, False])
+def test_drawing_moves_the_generator_as_multinomial_does(looks_ahead):
+    probabilities = (3 * torch.randn(2, VOCAB_SIZE)).softmax(-1)
+    torch.manual_seed(4)
+    expected, states = [], []
+    for _ in range(6):
+        expected.append(torch.multinomial(probabilities, 1)[:, 0].tolist())
+        states.append(torch.get_rng_state())
+
+    torch.manual_seed(4)
+    noise = ExponentialDraws(CPU, 2)
+    for index, (tokens, state) in enumerate(zip(expected, states, strict=True)):
+        if looks_ahead:
+            noise.ahead(1, index + 2, VOCAB_SIZE)
+        for _ in range(2):  # once drawn, it is there for other rows
+            assert (probabilities / noise.draw(index, VOCAB_SIZE)).argmax(-1).tolist() == tokens
+            assert torch.equal(torch.get_rng_state(), state)
+        noise.forget(index)
+
+
+def test_others_may_draw_in_between():
+    probabilities = (3 * torch.randn(1, VOCAB_SIZE)).softmax(-1)
+
+    def tokens(choose):
+        torch.manual_seed(4)
+        found = []
+        for index in range(5):
+            found.append(choose(index))
+            if index % 2:
+                torch.rand(3)
+        return found, torch.get_rng_state().tolist()
+
+    def draw(index):
+        noise.ahead(0, index + 3, VOCAB_SIZE)
+        return int((probabilities / noise.draw(index, VOCAB_SIZE)).argmax())
+
+    torch.manual_seed(4)
+    noise = ExponentialDraws(CPU, 1)
+    assert tokens(draw) == tokens(lambda _: int(torch.multinomial(probabilities, 1)))
+    assert noise.ahead(0, 5, VOCAB_SIZE) is None
+
+
+def test_nothing_is_taken_back_from_those_that_draw_too(monkeypatch):
+    """Between the look at the generator and its change another thread may draw; so it is changed by drawing alone."""
+    changes = []
+    set_state = noise_module.set_generator_state
+    monkeypatch.setattr(noise_module, "set_generator_state", lambda *a: (changes.append(a), set_state(*a)))
+    noise = ExponentialDraws(CPU, 1)
+    for index in range(6):
+        noise.ahead(0, index + 1, VOCAB_SIZE)
+        if index == 2:
+            torch.rand(3)
+        noise.draw(index, VOCAB_SIZE)
+        noise.forget(index)
+    assert len(changes) == 2
+
+
+def test_tokens_that_something_else_has_drawn_for():
+    """Nothing is drawn for them once more."""
+    noise = ExponentialDraws(CPU, 1)
+    torch.rand(1)
+    noise.draw(0, VOCAB_SIZE)
+    for index in (1, 2, 3):  # as a processor does whose scores are in another precision
+        torch.multinomial(torch.ones(1, VOCAB_SIZE).double(), 1)
+        noise.forget(index)
+    state = torch.get_rng_state()
+    noise.draw(3, VOCAB_SIZE)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.multinomial(torch.ones(1, VOCAB_SIZE), 1)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_generators_that_cannot_be_copied(monkeypatch):
+    probabilities = (3 * torch.randn(2, VOCAB_SIZE)).softmax(-1)
+    torch.manual_seed(4)
+    expected = [torch.multinomial(probabilities, 1)[:, 0].tolist() for _ in range(6)]
+    monkeypatch.setattr(noise_module, "READABLE", ())
+    torch.manual_seed(4)
+    noise = ExponentialDraws(CPU, 2)
+    for index, tokens in enumerate(expected):
+        assert noise.ahead(0, index, VOCAB_SIZE) is None
+        assert (probabilities / noise.draw(index, VOCAB_SIZE)).argmax(-1).tolist() == tokens
+        noise.draw(max(0, index - 1), VOCAB_SIZE)
+        noise.forget(index)
+
+
+def test_draws_that_nobody_will_ask_for_are_dropped(lade_on, monkeypatch):
+    """Also those of a row that has ended."""
+    kept = []
+    ahead = ExponentialDraws.ahead
+    monkeypatch.setattr(ExponentialDraws, "ahead", lambda self, *a: [ahead(self, *a), kept.append(len(self._draws))][0])
+    model, inputs = tiny_llama(), prompt(12, batch_size=2)
+    lade.config_lade(MODE="tree", MAX_BLOCK=8, SHARE=0)
+    torch.manual_seed(1)
+    text = model.generate(**inputs, max_new_tokens=4, do_sample=True)
+    torch.manual_seed(1)
+    ended = int(text[0, -1]) if int(text[0, -1]) not in text[1, -4:].tolist() else int(text[0, -2])
+    model.generate(**inputs, max_new_tokens=60, do_sample=True, eos_token_id=ended, pad_token_id=0)
+    assert lade.last_stats().fallback_reason is None
+    assert 0 < max(kept) < 45
+
+
+def test_another_default_dtype(lade_on):
+    model, inputs = tiny_llama(torch.float32), prompt(12)
+    lade.config_lade(MODE="tree", MAX_BLOCK=8, SHARE=0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(1)
+        plain = generate_plain(model, inputs, max_new_tokens=20, do_sample=True)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=True), plain)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert lade.last_stats().fallback_reason is None
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_numpy_told_to_raise(lade_on, batch_size):
+    """Probabilities as small as these underflow where they are divided, which is nothing to plain generate()."""
+    model, inputs = tiny_llama(torch.float32), prompt(12, batch_size)
+    arguments = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.003, "top_k": 0}
+    with np.errstate(all="raise"):
+        torch.manual_seed(1)
+        plain = generate_plain(model, inputs, **arguments)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(**inputs, **arguments), plain)
+    assert lade.last_stats().fallback_reason is None
+
+
+class Watched:
+    """A lock, and whether a thread other than this one has asked for it."""
+
+    def __init__(self, lock):
+        self.lock, self.owner, self.is_asked = lock, threading.get_ident(), False
+
+    def __enter__(self):
+        self.is_asked |= threading.get_ident() != self.owner
+        return self.lock.__enter__()
+
+    def __exit__(self, *error):
+        return self.lock.__exit__(*error)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_call_in_another_thread(lade_on, waits, streams, monkeypatch):
+    """It draws in between a call's look at the generator and its change to it, unless it waits."""
+    lock = Watched(noise_module.drawing)
+    monkeypatch.setattr(noise_module, "drawing", lock if waits else nullcontext())
+    model, inputs = tiny_llama(torch.float64), prompt(12)
+    arguments = {"max_new_tokens": 1, "do_sample": True, "temperature": 3.0}
+    states, others = [], []
+
+    def call():
+        model.generate(**inputs, **arguments, streamer=Recorder() if streams else None)
+        states.append(torch.get_rng_state())
+
+    def interrupted(device, state, set_state=noise_module.set_generator_state):
+        if not others:
+            others.append(threading.Thread(target=call))
+            others[0].start()
+            while others[0].is_alive() and not (waits and lock.is_asked):  # until it waits, or has drawn
+                others[0].join(0.01)
+        set_state(device, state)
+
+    monkeypatch.setattr(noise_module, "set_generator_state", interrupted)
+    torch.manual_seed(1)
+    model.generate(**inputs, **arguments)
+    others[0].join()
+    after_call = torch.get_rng_state()
+    torch.manual_seed(1)
+    torch.multinomial(torch.ones(1, 61), 1)
+    after_one = torch.get_rng_state()
+    torch.multinomial(torch.ones(1, 61), 1)
+    # Without the lock both have drawn the same.
+    assert torch.equal(after_call, torch.get_rng_state() if waits else after_one)
+
+
+def test_chances_add_up_to_what_happens(monkeypatch):
+    """Over many races: what a token is given beforehand is how often it wins, where probabilities are exact."""
+    monkeypatch.setattr(noise_module, "SHARPNESS", 100.0)
+    ids, rng = [3, 5, 8], np.random.default_rng(0)
+    chances = [0.5, 0.2, 0.1]
+    given, won = np.zeros(3), np.zeros(3)
+    for _ in range(4000):
+        draws = rng.exponential(size=10)
+        given += win_chances(ids, chances, draws)
+        times = np.array([draws[i] / p for i, p in zip(ids, chances, strict=True)])
+        won[times.argmin()] += times.min() < rng.exponential() / 0.2  # the other tokens together
+    assert np.abs(given - won).max() < 0.02 * 4000
+    surest = max(win_chances(ids, chances, np.full(10, 1e-3)))
+    assert surest > max(
+        win_chances(ids, chances, np.full(10, 5.0))
+    )  # where all draws are late, another token comes first
+
+
+def first_guess_is_right(seed, probabilities, reads_noise):
+    """Whether the first guess behind a token whose row is known is the token that sampling then puts there."""
+    prompt_ids = torch.tensor([[7, 9]])
+    memory = Memory()
+    memory.learn([9], [5], most_likely(probabilities.log()), 1)
+    torch.manual_seed(seed)
+    noise = ExponentialDraws(CPU, 1) if reads_noise else None
+    drafter = TreeDrafter(memory, VOCAB_SIZE, prompt_ids, None, 1.0, 8, None, noise)
+    texts = TokenSequences(prompt_ids, 10)
+    torch.multinomial(probabilities, 1)  # after the prompt
+    texts.append([5], 0)
+    drafter.learn(Outcome(TokenTree.empty(1), torch.zeros(1, 1, VOCAB_SIZE), [[]], None, texts))
+    guess = drafter.propose(texts, [False], None).tree.tokens[0][0]
+    return guess == int(torch.multinomial(probabilities, 1))
+
+
+def test_guesses_follow_the_draws():
+    probabilities = torch.zeros(1, VOCAB_SIZE)
+    probabilities[0, 20:28] = torch.tensor([0.25, 0.2, 0.15, 0.1, 0.1, 0.1, 0.05, 0.05])
+    assert np.mean([first_guess_is_right(seed, probabilities, True) for seed in range(100)]) > 0.8
+    assert np.mean([first_guess_is_right(seed, probabilities, False) for seed in range(100)]) < 0.4

@@ -1,0 +1,92 @@
+"""How a block is split over ranks: everything is somewhere, paths lie whole in one share, and shares are even."""
+
+import random
+
+import pytest
+import torch
+
+from lade.block.layout import block_layout
+from lade.block.token_tree import TokenTree, merge_candidates
+from lade.parallel.partition import column_range, fill, num_window_tokens, split
+
+CPU = torch.device("cpu")
+
+
+def random_tree(ngram_size, num_guesses, batch_size=1, num_values=4, seed=0):
+    rng = random.Random(seed)
+    tails = [[rng.randrange(num_values) for _ in range(ngram_size - 1)] for _ in range(num_guesses)]
+    return merge_candidates([rng.sample(tails, num_guesses) for _ in range(batch_size)])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("window_size", [1, 2, 7, 15])
+def test_columns_are_dealt_out_evenly(window_size, num_ranks):
+    ranges = [column_range(window_size, rank, num_ranks) for rank in range(num_ranks)]
+    columns = [column for first, end in ranges for column in range(first, end)]
+    assert columns == list(range(window_size))
+    counts = [end - first for first, end in ranges]
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("num_guesses", [0, 1, 6, 15])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_paths_lie_whole_in_one_share(num_ranks, num_guesses, batch_size):
+    tree = random_tree(5, num_guesses, batch_size)
+    shares = split(tree, (5, 7), num_ranks)
+    assert len(shares) == num_ranks
+    for row in range(batch_size):
+        parents, tokens = tree.parents[row], tree.tokens[row]
+        assert sorted({node for share in shares for node in share.nodes[row]}) == list(range(len(parents)))
+        for share in shares:
+            nodes = share.nodes[row]
+            assert share.tree.tokens[row] == [tokens[node] for node in nodes]
+            own = share.tree.parents[row]
+            assert [nodes[parent] if parent >= 0 else -1 for parent in own] == [parents[node] for node in nodes]
+        for node, owner in enumerate(shares[0].owners[row]):
+            while node >= 0:
+                assert node in shares[owner].nodes[row]
+                node = parents[node]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ngram_size", "window_size", "num_guesses"), [(5, 15, 15), (5, 7, 7), (4, 10, 20)])
+def test_blocks_are_even(ngram_size, window_size, num_guesses, num_ranks):
+    tree = random_tree(ngram_size, num_guesses, num_values=1000)  # no shared prefixes
+    assert tree.num_nodes == (ngram_size - 1) * num_guesses
+    sizes = [
+        block_layout(ngram_size, window_size, share.tree.num_nodes, CPU, share.columns).num_tokens
+        for share in split(tree, (ngram_size, window_size), num_ranks)
+    ]
+    assert max(sizes) - min(sizes) <= 2 * (ngram_size - 1)  # a path is not split
+    # What is computed more than once: the root and the window's first level.
+    assert sum(sizes) <= (ngram_size - 1) * (window_size + num_guesses) + (num_ranks - 1) * (window_size + 1)
+
+
+def test_fill_levels_out():
+    assert fill([0, 0], 10) == [5, 5]
+    assert fill([4, 0, 100], 6) == [1, 5, 0]
+    assert fill([9, 0], 3) == [0, 3]
+    assert sum(fill([3, 1, 4, 1, 5], 7)) == pytest.approx(7)
+
+
+@pytest.mark.parametrize("columns", [(0, 0), (0, 2), (2, 5), (4, 5), (0, 5)])
+@pytest.mark.parametrize("ngram_size", [2, 3, 5])
+def test_part_of_a_layout_sees_what_it_sees_in_the_whole(ngram_size, columns):
+    window_size, (first, end) = 5, columns
+    tree = TokenTree([[7, 8]], [[-1, 0]])
+    whole = block_layout(ngram_size, window_size, 2, CPU)
+    part = block_layout(ngram_size, window_size, 2, CPU, columns)
+    assert part.num_tokens == 2 + num_window_tokens(ngram_size, columns)
+    # Tokens are named by numbers: the root 0, the window's other cells 1 and on, the nodes 100 and on.
+    cells = torch.arange(1, (ngram_size - 1) * window_size)[None]
+    tree = TokenTree([[100, 101]], [[-1, 0]])
+    names = part.tokens([0], tree, cells)[0]
+    all_names = whole.tokens([0], tree, cells)[0]
+    place = torch.tensor([all_names.tolist().index(name) for name in names.tolist()])
+    assert torch.equal(part.visibility(tree)[0], whole.visibility(tree)[0][place][:, place])
+    assert torch.equal(part.position_offsets(tree)[0], whole.position_offsets(tree)[0][place])
+    # Nothing that a token of the part sees is missing.
+    assert torch.equal(part.visibility(tree)[0].sum(1), whole.visibility(tree)[0][place].sum(1))
+    last = [(ngram_size - 2) * window_size + column for column in range(first, end)]
+    assert names[part.logit_rows].tolist() == [0, 100, 101, *last]

@@ -1,0 +1,739 @@
+"""COMPILE=1 and CUDA_GRAPH=1 (by itself: test_automatic.py): blocks of fixed shapes give the same tokens, are compiled once, and never get in the way.
+
+Most tests take a backend that compiles nothing, so that only the tracing is tested; one takes torch's own where there is a C++
+compiler. CUDA graphs are stood in for by a trace that, like a graph, remembers tensors and no Python.
+"""
+
+import gc
+import shutil
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from conftest import generate_plain, prompt, tiny_llama
+from families import FAMILIES
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    StoppingCriteria,
+)
+
+import lade
+from lade import decoding
+from lade.block import kv_cache
+from lade.forward import buffer_pool as kept
+from lade.forward import static_inputs as fixed_inputs
+from lade.forward import static_shapes as fixed
+from lade.forward.fingerprint import fingerprint
+from lade.forward.on_device import loop as device_loop
+from lade.models import ModelAdapter
+
+NEW = {"max_new_tokens": 32}
+NOT_HERE = "CUDA graphs need a model on a CUDA device"
+
+
+@pytest.fixture(autouse=True)
+def small_block(lade_on, monkeypatch):
+    """One size of tree: (N-1) * G is less than the smallest size to pad to."""
+    monkeypatch.setattr(fixed, "BACKEND", "eager")
+    monkeypatch.setattr(device_loop, "is_wanted", lambda *_: False)  # tested apart: here, forwards alone
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=1)
+    yield
+    torch._dynamo.reset()
+    fixed._compiled.clear()
+    fixed._not_capturable.clear()
+    kept._kept.clear()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One layer is traced in half the time of two, which `test_same_tokens` takes."""
+    return tiny_llama(num_hidden_layers=1)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Captures work on the CPU. The list has one entry per capture."""
+    captured = []
+
+    def trace(forward):
+        captured.append(make_fx(forward)())
+        graph, output = captured[-1], captured[-1]()
+
+        def replay():
+            return output.copy_(graph())
+
+        return replay
+
+    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setattr(fixed, "capture", trace)
+    lade.config_lade(COMPILE=0, CUDA_GRAPH=1)
+    return captured
+
+
+def padded_prompt():
+    inputs = prompt(24, batch_size=3)
+    inputs["attention_mask"][0, :9] = 0
+    inputs["attention_mask"][2, :2] = 0
+    inputs["input_ids"][inputs["attention_mask"] == 0] = 0
+    return inputs
+
+
+def both(model, inputs, **arguments):
+    """The output without lade and with it, sampled ones from the same seed."""
+    torch.manual_seed(3)
+    expected = generate_plain(model, inputs, **NEW | arguments)
+    torch.manual_seed(3)
+    return expected, model.generate(**inputs, **NEW | arguments)
+
+
+def check(expected, found, compiled=True, captured=False):
+    """Equal, with fewer steps than tokens, and every block went the way it was to go."""
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    assert stats.fallback_reason is None
+    assert stats.steps < expected.shape[1]
+    assert stats.compiled_steps == (stats.steps - 1 if compiled else 0)
+    assert stats.captured_steps == (stats.steps - 1 if captured else 0)
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("inputs", "attention", "arguments"),
+    [
+        (prompt(), "sdpa", {"do_sample": False}),
+        (prompt(), "eager", {"do_sample": True, "top_k": 20}),
+        (prompt(batch_size=3), "sdpa", {"do_sample": True, "top_k": 20}),
+        (padded_prompt(), "sdpa", {"do_sample": False}),
+        (padded_prompt(), "eager", {"do_sample": False}),
+    ],
+    ids=["one", "sampled", "batch-sampled", "padded", "padded-eager-attention"],
+)
+def test_same_tokens(inputs, attention, arguments, monkeypatch):
+    monkeypatch.setattr(fixed, "BACKEND", "aot_eager" if attention == "sdpa" else "eager")
+    # Eager attention's softmax is float32's: the smallest float64, which masks what is hidden, would be minus infinity there.
+    model = tiny_llama(torch.float64 if attention == "sdpa" else torch.float32, attention=attention)
+    stats = check(*both(model, inputs, **arguments))
+    assert stats.compile_reason is None
+    assert set(stats.block_tokens) == {3 * 3 + 3 * 2}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with a C++ compiler")
+def test_same_tokens_compiled_by_torch(monkeypatch):
+    monkeypatch.setattr(fixed, "BACKEND", "inductor")
+    check(*both(tiny_llama(torch.float32, num_hidden_layers=1), prompt(), do_sample=False))
+
+
+def tiny(model_class, config_class, dtype=torch.float64, **settings):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48, "pad_token_id": 0}
+    model = model_class(config_class(**sizes | settings)).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_windows_by_layer():
+    sizes = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 8}
+    # Its attention is the eager one.
+    check(*both(tiny(Gemma2ForCausalLM, Gemma2Config, torch.float32, **sizes), prompt(), do_sample=False))
+
+
+def test_learned_positions():
+    check(*both(tiny(GPT2LMHeadModel, GPT2Config, n_positions=128), prompt(), do_sample=False))
+
+
+def test_nothing_is_compiled_anew_while_the_text_grows(model):
+    """Nor by the next call."""
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2):
+            stats = check(*both(model, prompt(seed=seed), do_sample=False, max_new_tokens=100))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert stats.steps > 10
+
+
+def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
+    """The control of the test above: a cache that says how long the text is."""
+    torch._dynamo.utils.counters.clear()
+
+    def call(self, inputs, forward):
+        inputs.cache.layers[0].length = self._buffers.cache.lengths[0]
+        return inputs.call(forward, self.model, self.keeps_rows)
+
+    def update(self, *args, original=fixed_inputs.StaticSlotLayer.update, **kwargs):
+        assert getattr(self, "length", 1) > 0
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(fixed.StaticForward, "call", call)
+    monkeypatch.setattr(fixed_inputs.StaticSlotLayer, "update", update)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        expected, found = both(model, prompt(), do_sample=False)
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    assert "RecompileError" in stats.compile_reason
+    assert 0 < stats.compiled_steps < stats.steps - 1  # what came before was compiled, the rest went on
+
+
+def test_trees_of_several_sizes(model):
+    lade.config_lade(GUESS_SET_SIZE=7)
+    torch._dynamo.utils.counters.clear()
+    ids = torch.randint(3, 12, (1, 120), generator=torch.Generator().manual_seed(0))  # few ids: many tails for each
+    stats = check(*both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, do_sample=False))
+    sizes = {tokens - 9 for tokens in stats.block_tokens}
+    assert len(sizes) > 1
+    assert sizes <= {7, 15, 21}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(sizes)
+
+
+def test_a_cache_that_grows(model, monkeypatch):
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    torch._dynamo.utils.counters.clear()
+    check(*both(model, prompt(), do_sample=False, max_new_tokens=80))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # 64 and 128 slots
+
+
+def test_sizes():
+    assert [fixed.padded_nodes(n, 28) for n in (0, 7, 8, 16, 28)] == [7, 7, 15, 28, 28]
+    assert [fixed.padded_nodes(n, 6) for n in (0, 6, 7, 40)] == [6, 6, 7, 63]
+    assert [fixed.padded_capacity(n) for n in (256, 257, 1000)] == [256, 512, 1024]
+
+
+def test_disagreement():
+    expected = torch.tensor([[-4.0, 2.0, -torch.inf]])
+    assert fixed.disagreement(expected.clone(), expected) is None
+    assert fixed.disagreement(expected + 1e-3, expected) is None
+    assert fixed.disagreement(expected + 0.4, expected) == pytest.approx(0.1)
+    assert fixed.disagreement(expected.nan_to_num(neginf=0), expected) == torch.inf
+    assert fixed.disagreement(expected * torch.nan, expected) is not None
+
+
+def test_failure_is_told_once_and_costs_nothing_more(model, monkeypatch):
+    tried = []
+
+    def broken(graph, inputs):
+        tried.append(graph)
+        raise ValueError("no such machine\nand more")
+
+    monkeypatch.setattr(fixed, "BACKEND", broken)
+    for _ in range(2):
+        stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+        assert "no such machine" in stats.compile_reason
+        assert "\n" not in stats.compile_reason
+    assert len(tried) == 1
+
+
+def test_a_wrong_result_is_noticed(model, monkeypatch):
+    def wrong(graph, inputs):
+        return lambda *args: [output + 1 for output in graph(*args)]
+
+    monkeypatch.setattr(fixed, "BACKEND", wrong)
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert stats.compile_reason.startswith("the compiled forward was off by ")
+
+
+def test_wrong_slots_are_noticed(model, monkeypatch):
+    """The fixed cache decides about the result: without it the tests above would prove nothing."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.keys.index_copy_(2, self.slots[0] + 1, key_states)
+        self.values.index_copy_(2, self.slots[0] + 1, value_states)
+        return self.keys, self.values
+
+    monkeypatch.setattr(fixed_inputs.StaticSlotLayer, "update", update)
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert stats.compile_reason.startswith("the compiled forward was off by ")
+
+
+def test_a_model_is_let_go():
+    model = tiny_llama(num_hidden_layers=1)
+    model.generate(**prompt(), max_new_tokens=8)
+    assert lade.last_stats().compiled_steps > 0
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert not len(fixed._compiled)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: tiny(BloomForCausalLM, BloomConfig), "this family's blocks run on a changed view of the model"),
+        (lambda: tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary frequ"),
+    ],
+    ids=["view", "rope"],
+)  # fmt: skip
+def test_refused(make, reason):
+    lade.config_lade(CUDA_GRAPH=1)
+    model = make()
+    model.generate(**prompt(), max_new_tokens=8, do_sample=False)
+    stats = lade.last_stats()
+    assert (stats.fallback_reason, stats.compiled_steps, stats.captured_steps) == (None, 0, 0)
+    assert stats.compile_reason.startswith(reason)
+    assert stats.cuda_graph_reason == stats.compile_reason
+
+
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["other-attention", "kernel"])
+def test_on_a_private_view(uses_kernel, model, monkeypatch):
+    """Which is made anew for each call: what was compiled for the first one serves the next."""
+    monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
+    monkeypatch.setattr(ModelAdapter, "needs_view", True)
+    lade.config_lade(USE_FLASH=uses_kernel)
+    torch._dynamo.utils.counters.clear()
+    for seed in range(2):
+        stats = check(*both(model, prompt(seed=seed), do_sample=False))
+        assert stats.used_kernel == uses_kernel
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_requests_that_want_more_than_logits(model):
+    wanted = {"output_hidden_states": True, "return_dict_in_generate": True}
+    expected, found = both(model, prompt(), do_sample=False, **wanted)
+    assert torch.equal(expected.sequences, found.sequences)
+    stats = lade.last_stats()
+    assert stats.compile_reason == "output_hidden_states asks for more than the compiled forward returns"
+    assert stats.compiled_steps == 0
+    assert set(stats.block_tokens[1:]) != {15}  # and nothing is padded
+
+
+def test_off_by_default(model):
+    lade.config_lade(COMPILE=0)
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert (stats.compile_reason, stats.cuda_graph_reason) == (None, None)
+
+
+def test_wrong_values():
+    with pytest.raises(ValueError, match="COMPILE must be 0 or 1, got 2"):
+        lade.config_lade(COMPILE=2)
+
+
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["masked", "kernel"])
+@pytest.mark.parametrize("inputs", [prompt(), padded_prompt()], ids=["one", "padded"])
+def test_captured(inputs, uses_kernel, model, graphs):
+    lade.config_lade(USE_FLASH=uses_kernel)
+    stats = check(*both(model, inputs, do_sample=False), compiled=False, captured=True)
+    assert stats.cuda_graph_reason is None
+    assert len(graphs) == 1
+
+
+def test_captured_anew_where_the_cache_has_grown(model, graphs, monkeypatch):
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    check(*both(model, prompt(), do_sample=False, max_new_tokens=80), compiled=False, captured=True)
+    assert len(graphs) == 2
+
+
+def padded_prompt_of(seed):
+    inputs = padded_prompt()
+    is_text = inputs["attention_mask"].bool()
+    inputs["input_ids"][is_text] = prompt(24, batch_size=3, seed=seed)["input_ids"][is_text]
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "settings"),
+    [
+        (lambda seed: prompt(seed=seed), {"do_sample": False}, {}),
+        (lambda seed: prompt(batch_size=3, seed=seed), {"do_sample": True, "top_k": 20}, {}),
+        (padded_prompt_of, {"do_sample": False}, {}),
+        (padded_prompt_of, {"do_sample": False}, {"USE_FLASH": 1}),
+    ],
+    ids=["one", "batch-sampled", "padded", "padded-kernel"],
+)
+def test_captured_once_for_all_calls(make, arguments, settings, model, graphs):
+    lade.config_lade(**settings)
+    for seed, max_new_tokens in enumerate((32, 20, 40)):
+        expected, found = both(model, make(seed), **arguments, max_new_tokens=max_new_tokens)
+        stats = check(expected, found, compiled=False, captured=True)
+        assert stats.cuda_graph_reason is None
+    assert len(graphs) == 1
+    assert len(kept._kept[model]) == 1
+
+
+def test_compiled_and_captured_once_for_all_calls(model, graphs, monkeypatch):
+    """The stand-in cannot trace what is compiled: another one remembers the forward itself."""
+    captured = []
+
+    def remember(forward):
+        captured.append(forward)
+        return forward
+
+    monkeypatch.setattr(fixed, "capture", remember)
+    for compiles in (True, False):
+        lade.config_lade(COMPILE=compiles)
+        for seed in range(2):
+            check(*both(model, prompt(seed=seed), do_sample=False), compiled=compiles, captured=True)
+        assert len(captured) == (1 if compiles else 2)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"]
+)
+def test_trees_captured_once_for_all_calls(arguments, model, graphs):
+    """Once for each size."""
+    lade.config_lade(MODE="tree")
+    ids = torch.randint(3, 12, (1, 60), generator=torch.Generator().manual_seed(0))
+    sizes = set()
+    for _ in range(3):
+        stats = check(
+            *both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **arguments),
+            compiled=False,
+            captured=True,
+        )
+        sizes |= set(stats.block_tokens)
+        assert len(graphs) == len(sizes)
+    assert len(sizes) > 1
+
+
+def test_only_so_many_shapes_are_kept(model, graphs, monkeypatch):
+    """Those that were used last."""
+    monkeypatch.setattr(fixed, "KEPT_SHAPES", 1)
+    lade.config_lade(GUESS_SET_SIZE=7)
+    ids = torch.randint(3, 12, (1, 120), generator=torch.Generator().manual_seed(0))
+    stats = check(
+        *both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, do_sample=False),
+        compiled=False,
+        captured=True,
+    )
+    assert len(graphs) > 1
+    (buffers,) = kept._kept[model]
+    (inputs,) = buffers.inputs.values()
+    assert inputs.tokens.shape[1] == stats.block_tokens[-1]
+
+
+def test_one_graph_with_padding_and_without(model, graphs):
+    for uses_kernel in (False, True):
+        lade.config_lade(USE_FLASH=uses_kernel)
+        for inputs in (prompt(batch_size=3), padded_prompt(), prompt(batch_size=3)):
+            check(*both(model, inputs, do_sample=False), compiled=False, captured=True)
+    assert len(graphs) == 2  # each attention's
+
+
+def test_nothing_is_kept_without_graphs(model):
+    check(*both(model, prompt(), do_sample=False))
+    lade.config_lade(COMPILE=0)
+    check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert not len(kept._kept)
+
+
+def test_captured_anew_where_a_graph_would_not_notice(graphs):
+    model = tiny_llama(torch.float32, attention="eager", num_hidden_layers=1)
+    layer = model.model.layers[0]
+
+    def other_weights():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+
+    def other_code():
+        layer.mlp.act_fn = torch.nn.ReLU()  # with SiLU's attributes
+
+    def other_scale():
+        layer.post_attention_layernorm.variance_epsilon = 0.5
+
+    changes = [other_weights, other_code, other_scale, lambda: model.set_attn_implementation("sdpa")]
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    for count, change in enumerate(changes, start=2):
+        change()
+        for _ in range(2):
+            check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+            assert len(graphs) == count
+    assert len(kept._kept[model]) == kept.KEPT
+
+
+def test_fingerprint_of_code_and_settings(monkeypatch):
+    model = tiny_llama()
+    seen = [fingerprint(model)]
+    model.config.final_logit_softcapping = 30.0  # what some models read in each forward
+    seen.append(fingerprint(model))
+    layer = model.model.layers[0]
+    layer.mlp.act_fn = torch.nn.ReLU()
+    seen.append(fingerprint(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer.mlp), "forward", lambda self, states: states)
+        seen.append(fingerprint(model))
+    assert len(set(seen)) == len(seen)
+    assert fingerprint(model) == seen[-2]
+
+
+def test_a_stale_graph_would_say_something_else(graphs, monkeypatch):
+    """The control of the test above."""
+    monkeypatch.setattr(fixed, "fingerprint", lambda model: 0)
+    model = tiny_llama()
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    expected, found = both(model, prompt(), do_sample=False)
+    assert not torch.equal(expected, found)
+    assert len(graphs) == 1
+
+
+def test_other_settings_of_the_process_and_of_the_call(model, graphs):
+    def run(inputs=None, **arguments):
+        check(*both(model, inputs or prompt(), do_sample=False, **arguments), compiled=False, captured=True)
+        return len(graphs)
+
+    assert [run(), run()] == [1, 1]
+    with torch.inference_mode():
+        assert [run(), run()] == [2, 2]
+    assert run() == 1 + 1
+    assert run(prompt(batch_size=2)) == 3
+
+
+def test_a_graph_of_a_cache_that_has_grown(model, graphs, monkeypatch):
+    """A later call begins with that cache where it may need as much, and with a small one where it does not."""
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    for max_new_tokens, count in [(80, 2), (80, 2), (10, 3), (10, 3)]:  # 64 and 128 slots; 64
+        check(*both(model, prompt(), do_sample=False, max_new_tokens=max_new_tokens), compiled=False, captured=True)
+        assert len(graphs) == count
+
+
+def test_a_cache_that_grows_behind_the_last_graph(model, graphs, monkeypatch):
+    """Blocks of the ordinary forward need more slots: what reads the old storage is not kept."""
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+
+    class Off(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if blocks and input_ids.shape[1] > 34:
+                blocks[-1].turn_off("enough")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    blocks = []
+
+    def spy(self, *args, original=fixed.StaticForward.take_cache, **kwargs):
+        blocks.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(fixed.StaticForward, "take_cache", spy)
+    expected, found = both(model, prompt(), do_sample=False, max_new_tokens=80, stopping_criteria=[Off()])
+    assert torch.equal(expected, found)
+    assert 0 < lade.last_stats().captured_steps < lade.last_stats().steps - 1
+    assert not len(kept._kept)
+
+
+def test_what_a_call_leaves_in_a_cache_is_gone(model, graphs):
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    kept._kept[model][0].cache.layers[0].values.fill_(torch.nan)
+    check(*both(model, prompt(seed=2), do_sample=False), compiled=False, captured=True)
+    assert len(graphs) == 1
+
+
+def test_what_a_call_returns_is_not_overwritten(model, graphs):
+    """Neither the cache that its caller gets, nor recorded logits and scores."""
+    wanted = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "do_sample": False}
+
+    def parts(output):
+        layers = output.past_key_values.layers
+        return [*output.logits, *output.scores, *(x for layer in layers for x in (layer.keys, layer.values))]
+
+    first = model.generate(**prompt(), **NEW, **wanted)
+    before = [tensor.clone() for tensor in parts(first)]
+    own = {buffers.cache.layers[0].keys.untyped_storage().data_ptr() for buffers in kept._kept[model]}
+    model.generate(**prompt(seed=1), **NEW, **wanted)
+    assert len(graphs) == 1
+    assert all(torch.equal(*pair) for pair in zip(parts(first), before, strict=True))
+    assert not own & {tensor.untyped_storage().data_ptr() for tensor in parts(first)}
+
+
+def test_a_text_that_goes_on(model, graphs):
+    """With the cache of an earlier call."""
+    outputs = []
+    for run in (partial(generate_plain, model), lambda inputs, **arguments: model.generate(**inputs, **arguments)):
+        cache = DynamicCache(config=model.config)
+        ids = prompt()["input_ids"]
+        for _ in range(2):
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            ids = run(inputs, past_key_values=cache, do_sample=False, **NEW)
+        outputs.append(ids)
+    assert torch.equal(*outputs)
+    assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
+    assert len(graphs) == 1
+
+
+def test_buffers_are_for_one_call_at_a_time(model, graphs, monkeypatch):
+    """A call that begins while another one runs gets its own, and both sets are kept."""
+    prefill = model._prefill
+    inner = []
+
+    def interrupted(*args, **kwargs):
+        if not inner:
+            inner.append(None)  # this is the outer call's own
+            inner[0] = model.generate(**prompt(seed=1), do_sample=False, **NEW)
+        return prefill(*args, **kwargs)
+
+    monkeypatch.setattr(model, "_prefill", interrupted, raising=False)
+    outer = model.generate(**prompt(), do_sample=False, **NEW)
+    assert len(kept._kept[model]) == 2
+    assert len(graphs) == 2
+    for seed, output in enumerate((outer, inner[0])):
+        assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
+
+
+def test_in_threads(model, graphs):
+    """More calls at once than sets that are kept. The stand-in for a capture is not for two threads at once."""
+    for seed in range(2):
+        check(*both(model, prompt(seed=seed), do_sample=False), compiled=False, captured=True)
+    tracing = threading.Lock()
+    capture = fixed.capture
+
+    def one_at_a_time(forward):
+        with tracing:
+            return capture(forward)
+
+    outputs = {}
+
+    def work(seed):
+        outputs[seed] = model.generate(**prompt(seed=seed), do_sample=False, **NEW)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixed, "capture", one_at_a_time)
+        threads = [threading.Thread(target=work, args=[seed]) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(outputs) == 4
+    for seed, output in outputs.items():
+        assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
+    assert len(kept._kept[model]) <= kept.KEPT
+    buffers = kept._kept[model]
+    assert len({id(each.cache) for each in buffers}) == len(buffers)
+
+
+def test_an_exception_keeps_nothing(model, graphs):
+    """The call's buffers may be in any state; the next call captures its own."""
+
+    class Full(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == 40:
+                raise OSError("disk full")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk full"):
+            model.generate(**prompt(), do_sample=False, **NEW, stopping_criteria=[Full()])
+        assert not kept._kept.get(model)
+        check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    assert len(graphs) == 3  # the second of the two broken calls had what the first good one left
+
+
+def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
+    """Neither a capture's nor, in a later call, a replay's; the text is right all the same."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fixed, "capture", lambda forward: (lambda output: lambda: output)(forward() + 1))
+        check(*both(model, prompt(), do_sample=False), compiled=False)
+        assert not kept._kept.get(model)
+
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    (buffers,) = kept._kept[model]
+    (inputs,) = buffers.inputs.values()
+    replay, count = inputs.replay, iter(range(100))
+
+    def fail_later():
+        if next(count) == 3:
+            raise RuntimeError("device lost")
+        return replay()
+
+    inputs.replay = fail_later
+    expected, found = both(model, prompt(), do_sample=False)
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    assert (stats.captured_steps, stats.cuda_graph_reason) == (3, "RuntimeError: device lost")
+    assert not kept._kept.get(model)
+
+
+def test_graphs_outlive_a_call_that_cannot_use_them(model, graphs):
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    model.generate(**prompt(), do_sample=False, **NEW, output_hidden_states=True, return_dict_in_generate=True)
+    assert lade.last_stats().captured_steps == 0
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["model", "view"])
+def test_a_model_is_let_go_by_its_graphs(uses_kernel, graphs):
+    lade.config_lade(USE_FLASH=uses_kernel)
+    model = tiny_llama(num_hidden_layers=1)
+    model.generate(**prompt(), do_sample=False, max_new_tokens=8)
+    assert lade.last_stats().captured_steps > 0
+    gone, cache = weakref.ref(model), weakref.ref(kept._kept[model][0].cache)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert cache() is None
+    assert not len(kept._kept)
+
+
+def test_a_graph_that_cannot_be_captured(model, graphs, monkeypatch):
+    def refuse(forward):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(fixed, "capture", refuse)
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert stats.cuda_graph_reason == "RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_a_graph_that_remembers_too_much_is_noticed(model, graphs, monkeypatch):
+    """A replay of one and the same result, as if the inputs lay elsewhere by then."""
+    monkeypatch.setattr(fixed, "capture", lambda forward: (lambda output: lambda: output)(forward() + 1))
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert stats.cuda_graph_reason.startswith("the captured forward was off by ")
+
+
+def test_no_graphs_on_a_cpu(model):
+    lade.config_lade(CUDA_GRAPH=1)
+    stats = check(*both(model, prompt(), do_sample=False))
+    assert stats.cuda_graph_reason == NOT_HERE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_family(family):
+    """Every block is compiled, or the call says why none was; the tokens are plain generate()'s either way."""
+    if not family.exists:
+        pytest.skip(f"transformers has no {family.model_class}")
+    expected, found = both(family.build(), prompt(), do_sample=False, max_new_tokens=12)
+    stats = lade.last_stats()
+    assert torch.equal(expected, found)
+    if stats.fallback_reason is None:
+        assert stats.compiled_steps == (0 if stats.compile_reason else stats.steps - 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("uses_kernel", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_by_cuda(compiled, uses_kernel, monkeypatch):
+    monkeypatch.setattr(fixed, "BACKEND", "inductor")
+    lade.config_lade(COMPILE=compiled, CUDA_GRAPH=1, USE_FLASH=uses_kernel)
+    model = tiny_llama(torch.float32).cuda()
+    captured = []
+    monkeypatch.setattr(fixed, "capture", lambda run, capture=fixed.capture: captured.append(run) or capture(run))
+    for seed in range(3):
+        inputs = {name: tensor.cuda() for name, tensor in prompt(seed=seed).items()}
+        stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)
+        assert stats.cuda_graph_reason is None
+    assert len(captured) == 1
+
+
+def test_hooks_are_run_and_nothing_is_compiled(model):
+    """Also one that was put on after the forward had been compiled."""
+    check(*both(model, prompt(20)))
+    layer = model.model.layers[0].mlp
+    for register in (layer.register_forward_hook, torch.nn.modules.module.register_module_forward_hook):
+        handle = register(lade.allow_hook(lambda part, _, output: -output if part is layer else output))
+        try:
+            check(*both(model, prompt(20)), compiled=False)
+        finally:
+            handle.remove()
+        assert "hooks" in lade.last_stats().compile_reason
+    check(*both(model, prompt(20)))
