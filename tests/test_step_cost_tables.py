@@ -234,6 +234,20 @@ def test_a_damaged_table_is_measured_again(cache, change, caplog):
     assert store("name", table) == load("name") == table
 
 
+@pytest.fixture(autouse=True)
+def avx512(monkeypatch):
+    """What is assumed depends on the processor; the tests' is always the same."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
+def test_a_processor_without_fast_half_precision_is_assumed_to_pay_for_every_token(monkeypatch):
+    fast = default_costs("cpu", 1, SIZES)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    slow = default_costs("cpu", 1, SIZES)
+    assert fast.costs[16] < 1.5
+    assert slow.costs[16] > 3
+
+
 def test_what_is_assumed_for_batches_and_devices():
     alone, eight = default_costs("cpu", 1, SIZES), default_costs("cpu", 8, SIZES)
     assert alone.costs[1] == eight.costs[1] == 1.0

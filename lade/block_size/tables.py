@@ -26,9 +26,10 @@ logger = logging.getLogger("lade")
 
 FORMAT = 1  # of a stored table
 GRID = 1.05  # costs are rounded to powers of it
-# Costs beside a plain step's, at batch size 1, before anything was measured: bfloat16 on two cores with AVX-512, measured in the
-# decoding loop. On accelerators a step of that many tokens is bound by reading the weights.
-ASSUMED_ON_CPU = {1: 1.0, 4: 1.08, 8: 1.19, 16: 1.33, 32: 1.65, 64: 2.15, 128: 3.7}
+# Costs beside a plain step's, at batch size 1, before anything was measured: bfloat16 on two cores with AVX-512, and on two without, measured
+# in the decoding loop. On accelerators a step of that many tokens is bound by reading the weights.
+ASSUMED_WITH_AVX512 = {1: 1.0, 4: 1.08, 8: 1.19, 16: 1.33, 32: 1.65, 64: 2.15, 128: 3.7}
+ASSUMED_ON_CPU = {1: 1.0, 4: 1.55, 8: 2.4, 16: 3.9, 32: 7.0, 64: 13.3}
 ASSUMED_ELSEWHERE = {1: 1.0, 128: 1.25, 512: 2.5}
 ASSUMED_SEARCH = 0.05  # of a plain step: a search for guesses
 # Sizes of the steps of one round, in order: each lies next to a plain one, the last next to that of the next round.
@@ -106,7 +107,10 @@ def rounded(value: float) -> float:
 
 def default_costs(device_type: str, batch_size: int, sizes: Sequence[int]) -> CostTable:
     """What is assumed for a kind of device, where nothing was measured."""
-    assumed = ASSUMED_ON_CPU if device_type == "cpu" else ASSUMED_ELSEWHERE
+    assumed = ASSUMED_ELSEWHERE
+    if device_type == "cpu":
+        has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+        assumed = ASSUMED_WITH_AVX512 if has_avx512 else ASSUMED_ON_CPU
     plain = interpolated(assumed, batch_size)
     return CostTable({size: interpolated(assumed, size * batch_size) / plain for size in sizes}, ASSUMED_SEARCH)
 
