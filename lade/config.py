@@ -143,8 +143,9 @@ class LookaheadConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None:
-                field.metadata["check"](field.metadata["keyword"], value)
+            if value is not None or field.default is not None:
+                checked = field.metadata["check"](field.metadata["keyword"], value)
+                object.__setattr__(self, field.name, checked)
         if self._full_block_tokens > MAX_BLOCK_TOKENS:
             raise ValueError(
                 "(LEVEL - 1) * (WINDOW_SIZE + GUESS_SET_SIZE) is the number of tokens in a step and must be <= "

@@ -112,6 +112,12 @@ def test_help_has_all_keywords_with_their_defaults():
     assert [*inspect.signature(lade.config_lade).parameters] == [*config.KEYWORDS]
 
 
+def test_a_configuration_made_by_hand_is_checked_alike():
+    assert LookaheadConfig(use_flash="auto", adaptive=0) == LookaheadConfig(adaptive=False)
+    with pytest.raises(ValueError, match="LEVEL must be an integer"):
+        LookaheadConfig(ngram_size=None)
+
+
 def test_nothing_is_half_applied():
     with pytest.raises(ValueError, match="GUESS_SET_SIZE"):
         lade.config_lade(LEVEL=7, WINDOW_SIZE=2, GUESS_SET_SIZE=-7)

@@ -216,6 +216,8 @@ def test_the_first_process_to_store_a_table_decides(cache):
         lambda content: content | {"name": "another"},
         lambda content: content | {"costs": {"1": 1.0, "8": 0.5}},
         lambda content: content | {"costs": {"1": 1.0, "8": float("nan")}},
+        lambda content: content | {"costs": {"1": 1.0, "8": float("nan"), "16": 2.0}},
+        lambda content: content | {"costs": {"1": 1.0, "8": 10**400}},
         lambda content: content | {"costs": {"8": 1.0, "16": 2.0}},
         lambda content: content | {"costs": [1.0, 2.0]},
         lambda content: content | {"search": -1},
@@ -287,6 +289,32 @@ def test_real_processes_agree(outputs_of_processes):
     assert second == third
     assert second[0].count("\n") == 8, second[1]
     assert num_tables == 1
+
+
+def test_small_blocks_have_a_table_of_their_own(lade_on, cache):
+    """One that was measured up to four tokens says nothing about sixty-four, and two tokens are measured, too."""
+    for size in (2, 4, 16):
+        lade.config_lade(ADAPTIVE=1, MODE="tree", MAX_BLOCK=size)
+        script(num_calls=4)
+        assert max(lade.last_stats().block_tokens) <= size
+    tables = [json.loads(path.read_text())["costs"] for path in stored()]
+    assert sorted(max(map(int, costs)) for costs in tables) == [2, 4, 16]
+
+
+def test_a_folder_that_is_taken_away_meanwhile(lade_on, cache, monkeypatch):
+    lade.config_lade(ADAPTIVE=1, **TREE)
+    model = tiny_llama(torch.bfloat16)
+    model.generate(**prompt(12), max_new_tokens=8)
+    monkeypatch.setenv("LADE_CACHE", "0")
+    model.generate(**prompt(12), max_new_tokens=200)
+    assert lade.last_stats().fallback_reason is None
+
+
+def test_a_table_is_for_all_who_share_the_folder(cache):
+    cache.mkdir()
+    store("name", CostTable({1: 1.0, 8: 1.1}, 0.05))
+    (path,) = stored()
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_plain_is_untouched(wild_clock, cache):

@@ -100,12 +100,13 @@ class StepCosts:
 
     def offers(self, limit: int) -> Offers:
         """What may be chosen: sizes up to the largest that is allowed and known well enough."""
-        found = self._offers.get(limit)
+        known = self._offers
+        found = known.get(limit)
         if found is None:
             reach = self.largest_size
             sizes = [size for size in SIZES if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
             costs = [self.cost(size) for size in sizes]
-            found = self._offers[limit] = Offers(tuple(sizes), costs, self._least_chance())
+            found = known[limit] = Offers(tuple(sizes), costs, self._least_chance())
         return found
 
     def _least_chance(self) -> float:
@@ -127,11 +128,17 @@ class FixedCosts(StepCosts):
         self._name, self._batch_size = name, batch_size
         self._lock = threading.Lock()
         found = None if name is None else load(name)
-        self._table = found or default_costs(device_type, batch_size, SIZES)
+        self._assumed = default_costs(device_type, batch_size, SIZES)
+        self._table = found or self._assumed
         self._calibration = Calibration(batch_size) if found is None and name is not None else None
 
     def cost(self, num_tokens: int) -> float:
-        return interpolated(self._table.costs, num_tokens)
+        costs, assumed = self._table.costs, self._assumed.costs
+        found, largest = interpolated(costs, num_tokens), max(costs)
+        if num_tokens <= largest:
+            return found
+        # Beyond what was measured at least what is assumed, in proportion.
+        return max(found, costs[largest] * interpolated(assumed, num_tokens) / interpolated(assumed, largest))
 
     @property
     def largest_size(self) -> int:
@@ -149,12 +156,13 @@ class FixedCosts(StepCosts):
             calibration = self._calibration
             if calibration is None or not calibration.add(num_tokens, seconds, search_seconds):
                 return
-            self._calibration = None
             assert self._name is not None
             found = calibration.table()
             stored = None if found is None else store(self._name, found)  # None leaves what is assumed
             if stored is not None:
-                self._table, self._offers = stored, {}
+                self._table = stored
+                self._offers = {}  # another thread may still write to the old one
+            self._calibration = None
 
     def begin(self) -> None:
         with self._lock:
@@ -343,15 +351,18 @@ class StepCostsByLength:
         saved: SavedCosts | None = None,
         fixed_for: int | None = None,
         may_measure: bool = True,
+        limit: int = 64,
     ) -> None:
         """kind: whatever else changes what a step costs, such as dtype, device and batch size.
 
         saved: `saved_costs` of an earlier process, for live costs to begin with. fixed_for: a batch size where no clock may change a
-        choice, None for live costs. may_measure: whether fixed costs may be a table that was measured on this machine.
+        choice, None for live costs. may_measure: whether fixed costs may be a table that was measured on this machine. limit: the
+        largest block, up to which such a table is measured.
         """
         self._model, self._saved = weakref.ref(model), saved or {}
         # Live and fixed costs of one kind lie side by side: what is exact may change between calls.
-        self._kind = kind if fixed_for is None else (*kind, "measured" if may_measure else "assumed")
+        self.way = "live" if fixed_for is None else "measured" if may_measure else "assumed"
+        self._kind = kind if fixed_for is None else (*kind, self.way, limit)
         self._all = _costs.setdefault(model, {})
         self._fixed_for, self._may_measure = fixed_for, may_measure
         self._latest: StepCosts | None = None

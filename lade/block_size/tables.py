@@ -15,7 +15,7 @@ import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, isfinite, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,8 +96,8 @@ class Calibration:
         return CostTable({size: rounded(cost / costs[1]) for size, cost in costs.items()}, min(1.0, rounded(search)))
 
     def _round(self, limit: int) -> list[int]:
-        most = max(4, MAX_BATCH_TOKENS // self._batch_size)
-        return [size for size in ROUND if size <= min(limit, most)]
+        most = min(limit, max(4, MAX_BATCH_TOKENS // self._batch_size))
+        return [size for size in ROUND if size <= most] if most >= 4 else [1, most]
 
 
 def rounded(value: float) -> float:
@@ -163,20 +163,30 @@ def can_store() -> bool:
 def load(name: str) -> CostTable | None:
     """The stored table of a name, None where there is none that can be read."""
     path = _path_of(name)
+    if path is None:
+        return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+    except OSError:  # it is not there, or not to be read: nothing is said about what it holds
+        return None
+    try:
+        content = json.loads(text)
         if content["format"] != FORMAT or content["name"] != name:
             raise ValueError(f"its format is {content['format']!r}")
         costs = {int(size): float(cost) for size, cost in content["costs"].items()}
         search = float(content["search"])
         ordered = [costs[size] for size in sorted(costs)]
-        if min(costs) != 1 or len(costs) < 2 or ordered != sorted(ordered) or not 0 < ordered[0] <= ordered[-1] < 1e6:
+        if (
+            not all(map(isfinite, ordered))
+            or min(costs) != 1
+            or len(costs) < 2
+            or ordered != sorted(ordered)
+            or not 0 < ordered[0] <= ordered[-1] < 1e6
+        ):
             raise ValueError("its costs are not those of rising sizes from 1")
         if not 0 <= search <= 1:
             raise ValueError("its cost of a search is not a share of a step")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         logger.warning("lade: the step costs in %s cannot be used and are measured again: %s", path, error)
         return None
     return CostTable(costs, search)
@@ -186,18 +196,22 @@ def store(name: str, table: CostTable) -> CostTable | None:
     """Write a table, unless another process was faster. Returns what later processes will find, None where that is nothing."""
     content = {"format": FORMAT, "name": name, "costs": table.costs, "search": table.search}
     path = _path_of(name)
+    if path is None:
+        return None
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
         try:
-            os.link(temporary, path)  # fails where the file is there
-        except FileExistsError:
-            found = load(name)
-            if found is not None:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+            os.chmod(temporary, 0o644)  # others of a shared folder are to decide by it, too
+            try:
+                os.link(temporary, path)  # fails where the file is there
+            except FileExistsError:
+                found = load(name)
+                if found is None and os.access(path, os.R_OK):
+                    os.replace(temporary, path)  # what lies there is damaged
+                    return table
                 return found
-            os.replace(temporary, path)  # what lies there is damaged
-            return table
         finally:
             if os.path.exists(temporary):
                 os.unlink(temporary)
@@ -212,10 +226,12 @@ def stored() -> list[Path]:
     return [] if path is None else sorted(path.glob("step-costs-*.json"))
 
 
-def _path_of(name: str) -> Path:
-    path = folder()
-    assert path is not None
-    return path / f"step-costs-{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
+def _path_of(name: str) -> Path | None:
+    try:
+        path = folder()
+    except RuntimeError:  # no home
+        return None
+    return None if path is None else path / f"step-costs-{FORMAT}-{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
 
 
 def table_name(model: Any, kind: tuple[Any, ...]) -> str:
@@ -231,7 +247,7 @@ def table_name(model: Any, kind: tuple[Any, ...]) -> str:
 def cpu_name() -> str:
     """As Linux tells it, otherwise as Python does."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

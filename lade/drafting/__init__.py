@@ -16,7 +16,7 @@ from lade.drafting.memory import memory_for
 from lade.drafting.tree import TreeDrafter
 from lade.verification.draws import ExponentialDraws
 
-__all__ = ["Draft", "Drafter", "LookaheadDrafter", "Outcome", "RecyclingDrafter", "make_drafter"]
+__all__ = ["Draft", "Drafter", "LookaheadDrafter", "Outcome", "TreeDrafter", "make_drafter"]
 
 
 BLIND_BLOCK = 16  # tokens of a tree's block whose price cannot be known: they pay on most devices
@@ -49,11 +49,13 @@ def make_drafter(
     costs = None
     if config.adaptive and not is_split:
         may_measure = not (config.deterministic or torch.are_deterministic_algorithms_enabled())
-        costs = StepCostsByLength(model, kind, saved, None if is_exact else len(prompt_ids), may_measure)
+        costs = StepCostsByLength(
+            model, kind, saved, None if is_exact else len(prompt_ids), may_measure, config.max_block_tokens
+        )
     if memory is None:
         sizes = (config.ngram_size, config.window_size, config.num_guesses)
         policies = _mode_policies.setdefault(model, {}) if config.share else {}
-        policy = None if costs is None else policies.setdefault((*kind, *sizes), BlockModePolicy())
+        policy = None if costs is None else policies.setdefault((*kind, *sizes, costs.way), BlockModePolicy())
         return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, costs, policy)
     max_block = min(config.max_block, BLIND_BLOCK) if config.adaptive and is_split else config.max_block
     return TreeDrafter(memory, num_tokens, prompt_ids, key_mask, temperature, max_block, costs, noise)
