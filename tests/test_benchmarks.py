@@ -239,7 +239,7 @@ def test_waits_are_counted_where_they_are(module):
         waits.end_step()
     counted = sorted(what for what, _ in waits.places.elements())
     assert counted == ["local_scalar_dense", "local_scalar_dense", "nonzero", "tolist", "torch.tensor"]
-    assert all(where.startswith("test_benchmarks.py:") for _, where in waits.places)
+    assert all("test_benchmarks.py:" in where for _, where in waits.places)
     assert waits.num_steps == 1
 
 
