@@ -71,7 +71,7 @@ def with_tensor(output, tensor):
     return (tensor, *output[1:]) if isinstance(output, tuple) else tensor
 
 
-def steering(where):
+def shifting(where):
     """A hook that adds to the hidden states where(h) says so. h: [B, q, H]."""
 
     def steer(module, args, output):
@@ -97,10 +97,10 @@ HOOKS = {
 def test_an_allowed_hook_is_tried_out(model, trials, kind):
     where, reason = HOOKS[kind]
     before = generate_plain(model, prompt(batch_size=2), max_new_tokens=24)
-    model.model.layers[0].register_forward_hook(lade.allow_hook(steering(where)))
+    model.model.layers[0].register_forward_hook(lade.allow_hook(shifting(where)))
     said = {check(model, reason, prompt(batch_size=2), do_sample=do_sample) for do_sample in (False, True)}
     assert len(said) == len(trials) == 1
-    assert reason is None or "with steering.<locals>.steer was off by more than rounding" in said.pop()
+    assert reason is None or "with shifting.<locals>.steer was off by more than rounding" in said.pop()
     if kind != "large blocks":  # plain decoding has none, but the prompt
         assert not torch.equal(generate_plain(model, prompt(batch_size=2), max_new_tokens=24), before)
 
@@ -176,7 +176,7 @@ def test_an_allowed_hook_may_keep_what_it_sees(model):
 def test_hooks_come_and_go(model, trials):
     """A verdict is for one hook at one place, and is not asked for twice."""
     layers = model.model.layers
-    steer, count = lade.allow_hook(steering(lambda h: h.shape[1] == 1)), lade.allow_hook(lambda *_: None)
+    steer, count = lade.allow_hook(shifting(lambda h: h.shape[1] == 1)), lade.allow_hook(lambda *_: None)
     for _ in range(2):
         check(model)
         for hook, layer, reason in ((count, 0, None), (steer, 0, "trial block"), (count, 1, None)):
@@ -186,7 +186,7 @@ def test_hooks_come_and_go(model, trials):
     assert len(trials) == 3
 
 
-class Steering:
+class Shifting:
     """Bound methods are made anew each time that somebody asks for them."""
 
     strength = 0.0
@@ -198,7 +198,7 @@ class Steering:
 
 
 def test_bound_methods_and_objects(model, trials):
-    for hook in (Steering(), Steering().steer, functools.partial(Steering.steer, Steering())):
+    for hook in (Shifting(), Shifting().steer, functools.partial(Shifting.steer, Shifting())):
         lade.allow_hook(hook)
         for _ in range(2):
             again = types.MethodType(hook.__func__, hook.__self__) if isinstance(hook, types.MethodType) else hook
@@ -209,7 +209,7 @@ def test_bound_methods_and_objects(model, trials):
 
 
 def test_a_hook_that_has_changed_is_allowed_anew(model, trials):
-    hook = lade.allow_hook(Steering())
+    hook = lade.allow_hook(Shifting())
     model.model.layers[0].register_forward_hook(hook)
     check(model)
     hook.strength = 3.0
@@ -252,7 +252,7 @@ def test_allow_hook_takes_hooks(bad):
 
 
 def test_a_hook_is_not_kept_alive(model):
-    hook = lade.allow_hook(steering(lambda h: 1))
+    hook = lade.allow_hook(shifting(lambda h: 1))
     handle = model.model.layers[0].register_forward_hook(hook)
     check(model)
     handle.remove()
@@ -261,7 +261,7 @@ def test_a_hook_is_not_kept_alive(model):
     gc.collect()
     assert gone() is None
     for _ in range(3):  # what is gone takes its verdict along, as soon as there is another one
-        handle = model.model.layers[0].register_forward_hook(lade.allow_hook(steering(lambda h: 1)))
+        handle = model.model.layers[0].register_forward_hook(lade.allow_hook(shifting(lambda h: 1)))
         check(model)
         handle.remove()
         assert len(probe._verdicts[model]) == 1
@@ -509,7 +509,7 @@ def test_a_module_that_draws_leaves_the_generator_alone(model):
 def test_where_code_is_written():
     wrapped = torch.no_grad()(deaf_attention)
     named = functools.wraps(sdpa_attention_forward)(lambda *args: None)
-    for source in (deaf_attention, wrapped, named, functools.partial(deaf_attention), [].append, Steering(), Steering):
+    for source in (deaf_attention, wrapped, named, functools.partial(deaf_attention), [].append, Shifting(), Shifting):
         assert not is_written_by(AUTHORS, source)
     for source in (
         SDPA,
