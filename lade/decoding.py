@@ -95,10 +95,10 @@ def lookahead_decode(
             logits, accepted, choices = call.verify(step, outputs)
             call.commit(step, accepted)
             timer.end_verify()
-            drafter.learn(Outcome(step.tree, logits, accepted, choices, selection.texts))
+            drafter.learn(Outcome(step.tree, logits, accepted, choices, selection.sequences))
             timer.end_learn(step.layout.num_tokens)
             if stats.on_step is not None:
-                stats.on_step(step.roots, draft, step.tree, step.layout, accepted, choices, selection.texts)
+                stats.on_step(step.roots, draft, step.tree, step.layout, accepted, choices, selection.sequences)
     return call.finish()
 
 
@@ -152,7 +152,7 @@ class DecodingCall:
             input_ids,
             self.key_mask,
             (generation_config.temperature or 1.0) if self.do_sample else None,
-            self.selection.noise,
+            self.selection.draws,
             self.runner.kind,
             is_exact=not config.adaptive or adapter.is_exact,
         )
@@ -191,22 +191,22 @@ class DecodingCall:
         """Choose from the prompt's logits: a step with an empty tree."""
         self.recorder.begin_step(outputs, None)
         tree, logits = TokenTree.empty(len(self.cache.lengths)), outputs.logits[:, -1:]
-        answers, _ = self.group.exchange(self.group.share(tree, ROOT_ALONE), logits, has_window=False)
-        accepted = self.selection.verify(tree, answers)
-        self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.texts))
-        self.vocab_size, self.witness = logits.shape[-1], answers.witness
+        block_logits, _ = self.group.exchange(self.group.partition(tree, ROOT_ALONE), logits, has_window=False)
+        accepted = self.selection.verify(tree, block_logits)
+        self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
+        self.vocab_size, self.witness = logits.shape[-1], block_logits.witness
 
     def propose(self) -> Draft:
         """The drafter's guesses behind each row's root."""
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
         max_offset = 0 if self.selection.next_is_plain else self.cache.max_guess_offset(allowed)
-        return self.drafter.propose(self.selection.texts, self.selection.is_idle, max_offset)
+        return self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
 
     def lay_out(self, draft: Draft) -> Step:
         """Tokens, positions, who sees whom, and which rows need logits."""
-        selection, lengths, roots = self.selection, self.cache.lengths, self.selection.texts.roots()
+        selection, lengths, roots = self.selection, self.cache.lengths, self.selection.sequences.roots()
         tree = selection.without_finished(draft.tree, draft.max_depth)
-        part = self.group.share(tree, draft.window_shape)
+        part = self.group.partition(tree, draft.window_shape)
         num_nodes = self.runner.padded_nodes(part.tree.num_nodes)
         layout = block_layout(*draft.window_shape, num_nodes, self.device, part.columns)
         starts: int | Tensor = lengths[0]
@@ -220,7 +220,7 @@ class DecodingCall:
             offsets=offsets,
             positions=offsets + (self.position_offset + starts),
             visible=layout.visibility(part.tree),
-            logit_rows=layout.logit_rows if draft.has_window else layout.answers,
+            logit_rows=layout.logit_rows if draft.has_window else layout.tree_rows,
             lengths=lengths,
             key_mask=self.key_mask,
         )
@@ -243,8 +243,8 @@ class DecodingCall:
         """
         self.recorder.begin_step(outputs, self.cache.lengths[0])
         logits = step.layout.without_padding(outputs.logits, step.part.tree)
-        answers, choices = self.group.exchange(step.part, logits, step.draft.has_window)
-        return logits[:, : 1 + step.tree.num_nodes], self.selection.verify(step.tree, answers), choices
+        block_logits, choices = self.group.exchange(step.part, logits, step.draft.has_window)
+        return logits[:, : 1 + step.tree.num_nodes], self.selection.verify(step.tree, block_logits), choices
 
     def commit(self, step: Step, accepted: Accepted) -> None:
         """Keep the keys/values of what was accepted, drop the rest."""
@@ -264,10 +264,10 @@ class DecodingCall:
         if self.callers_cache is not None:
             self.cache.hand_over(self.callers_cache)
         if self.on_device:
-            self.on_device.give_back()
-        self.runner.give_back()
+            self.on_device.release()
+        self.runner.release()
         self.runner.check_kernel(self.stats)
-        return self.recorder.result(self.selection.texts.padded(self.selection.pad_token), self.callers_cache)
+        return self.recorder.result(self.selection.sequences.padded(self.selection.pad_token), self.callers_cache)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -307,7 +307,7 @@ class StepTimer:
         searching = self._drafted - self._began - self._drawing
         forward = self._forwarded - self._drafted
         cost = forward - call.runner.preparing_seconds + learning
-        call.drafter.spent(max(self._selection.texts.lengths), num_tokens, cost, searching)
+        call.drafter.spent(max(self._selection.sequences.lengths), num_tokens, cost, searching)
         call.stats.add_times(searching + learning, forward, self._verified - self._forwarded + self._drawing)
 
 

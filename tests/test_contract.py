@@ -1037,8 +1037,8 @@ def test_rows_far_ahead_wait_for_the_slowest(model, monkeypatch, row_wise):
     commit = rules.PerRowSelection._commit
 
     def watch(self, row, token):
-        running = [n for n, done in zip(self.texts.lengths, self.is_finished, strict=True) if not done]
-        leads.append(self.texts.lengths[row] - min(running))
+        running = [n for n, done in zip(self.sequences.lengths, self.is_finished, strict=True) if not done]
+        leads.append(self.sequences.lengths[row] - min(running))
         return commit(self, row, token)
 
     monkeypatch.setattr(rules.PerRowSelection, "_commit", watch)

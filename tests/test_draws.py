@@ -29,10 +29,10 @@ def test_the_draws_are_those_of_multinomial(batch_size):
 
     torch.manual_seed(4)
     noise = ExponentialDraws(CPU, batch_size)
-    assert noise.ahead(0, 5, VOCAB_SIZE).shape == (VOCAB_SIZE,)  # in any order
+    assert noise.peek(0, 5, VOCAB_SIZE).shape == (VOCAB_SIZE,)  # in any order
     for index, tokens in enumerate(expected):
         noise.forget(index)
-        draws = [torch.from_numpy(noise.ahead(row, index, VOCAB_SIZE)) for row in range(batch_size)]
+        draws = [torch.from_numpy(noise.peek(row, index, VOCAB_SIZE)) for row in range(batch_size)]
         assert [int((p / e).argmax()) for p, e in zip(probabilities, draws, strict=True)] == tokens
     # The generator itself has not moved.
     assert [torch.multinomial(probabilities, 1)[:, 0].tolist() for _ in range(6)] == expected
@@ -52,7 +52,7 @@ def test_drawing_moves_the_generator_as_multinomial_does(looks_ahead):
     noise = ExponentialDraws(CPU, 2)
     for index, (tokens, state) in enumerate(zip(expected, states, strict=True)):
         if looks_ahead:
-            noise.ahead(1, index + 2, VOCAB_SIZE)
+            noise.peek(1, index + 2, VOCAB_SIZE)
         for _ in range(2):  # once drawn, it is there for other rows
             assert (probabilities / noise.draw(index, VOCAB_SIZE)).argmax(-1).tolist() == tokens
             assert torch.equal(torch.get_rng_state(), state)
@@ -72,13 +72,13 @@ def test_others_may_draw_in_between():
         return found, torch.get_rng_state().tolist()
 
     def draw(index):
-        noise.ahead(0, index + 3, VOCAB_SIZE)
+        noise.peek(0, index + 3, VOCAB_SIZE)
         return int((probabilities / noise.draw(index, VOCAB_SIZE)).argmax())
 
     torch.manual_seed(4)
     noise = ExponentialDraws(CPU, 1)
     assert tokens(draw) == tokens(lambda _: int(torch.multinomial(probabilities, 1)))
-    assert noise.ahead(0, 5, VOCAB_SIZE) is None
+    assert noise.peek(0, 5, VOCAB_SIZE) is None
 
 
 def test_nothing_is_taken_back_from_those_that_draw_too(monkeypatch):
@@ -88,7 +88,7 @@ def test_nothing_is_taken_back_from_those_that_draw_too(monkeypatch):
     monkeypatch.setattr(noise_module, "set_generator_state", lambda *a: (changes.append(a), set_state(*a)))
     noise = ExponentialDraws(CPU, 1)
     for index in range(6):
-        noise.ahead(0, index + 1, VOCAB_SIZE)
+        noise.peek(0, index + 1, VOCAB_SIZE)
         if index == 2:
             torch.rand(3)
         noise.draw(index, VOCAB_SIZE)
@@ -120,7 +120,7 @@ def test_generators_that_cannot_be_copied(monkeypatch):
     torch.manual_seed(4)
     noise = ExponentialDraws(CPU, 2)
     for index, tokens in enumerate(expected):
-        assert noise.ahead(0, index, VOCAB_SIZE) is None
+        assert noise.peek(0, index, VOCAB_SIZE) is None
         assert (probabilities / noise.draw(index, VOCAB_SIZE)).argmax(-1).tolist() == tokens
         noise.draw(max(0, index - 1), VOCAB_SIZE)
         noise.forget(index)
@@ -129,8 +129,8 @@ def test_generators_that_cannot_be_copied(monkeypatch):
 def test_draws_that_nobody_will_ask_for_are_dropped(lade_on, monkeypatch):
     """Also those of a row that has ended."""
     kept = []
-    ahead = ExponentialDraws.ahead
-    monkeypatch.setattr(ExponentialDraws, "ahead", lambda self, *a: [ahead(self, *a), kept.append(len(self._draws))][0])
+    peek = ExponentialDraws.peek
+    monkeypatch.setattr(ExponentialDraws, "peek", lambda self, *a: [peek(self, *a), kept.append(len(self._draws))][0])
     model, inputs = tiny_llama(), prompt(12, batch_size=2)
     lade.config_lade(MODE="tree", MAX_BLOCK=8, SHARE=0)
     torch.manual_seed(1)

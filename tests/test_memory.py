@@ -139,7 +139,7 @@ def test_prices_are_saved_too(tmp_path, monkeypatch):
         blocks.append(lade.last_stats().block_tokens)
         assert memory.identity is not None
     assert blocks[0][:2] == [1, 1]
-    assert len(Memory(path=tmp_path / "memory.npz").prices) == 1
+    assert len(Memory(path=tmp_path / "memory.npz").step_costs) == 1
     assert blocks[1][:2] != [1, 1]
 
 

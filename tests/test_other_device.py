@@ -214,10 +214,10 @@ def test_draws_are_copied_to_the_host_once(other_device):
     with OtherDevice() as watched:
         noise_ = noise.ExponentialDraws(META, 2)
         for row, index in [(0, 2), (1, 2), (0, 1), (0, 2), (1, 1)]:
-            assert noise_.ahead(row, index, 61).shape == (61,)
+            assert noise_.peek(row, index, 61).shape == (61,)
         assert watched.reads == {"copy": 2}
         noise_.forget(2)
-        noise_.ahead(0, 2, 61)
+        noise_.peek(0, 2, 61)
         assert watched.reads == {"copy": 2}
 
 

@@ -50,8 +50,8 @@ class OracleDrafter(LookaheadDrafter):
         super().__init__(*args)
         self.done, self.rng = 0, random.Random(0)
 
-    def propose(self, texts, is_finished, max_offset):
-        draft = super().propose(texts, is_finished, max_offset)
+    def propose(self, sequences, is_finished, max_offset):
+        draft = super().propose(sequences, is_finished, max_offset)
         depth = self.config.ngram_size - 1
         right = [*self.answer[self.done : self.done + depth], *[0] * depth][:depth]
         wrong = [(token + 1) % 61 for token in right]
@@ -103,7 +103,7 @@ def watched(monkeypatch):
 
     def watch(self, outcome):
         if outcome.choices is not None:
-            text = outcome.texts.row(0)[0]
+            text = outcome.sequences.row(0)[0]
             before = text[: len(text) - outcome.num_committed[0]]  # the block's root was the last token of this
             steps.append((before.clone(), self.window.levels.clone(), outcome.choices.clone()))
         learn(self, outcome)

@@ -28,7 +28,7 @@ class BlockLayout:
     offsets:    [q] position relative to the root's; a tree node's entry is 0 and gets its depth added.
     visible:    [q, q] bool, query by key; the square of the root and the tree is left to each tree.
     logit_rows: [1 + num_nodes + W] rows whose logits are needed: the root, the nodes, the last level of the window.
-    answers:    [1 + num_nodes] the first of these, without the window.
+    tree_rows:  [1 + num_nodes] the first of these, without the window.
     num_nodes, num_tokens, has_window: n as padded, q, and whether there is more than the root and the tree.
     cells:      which of the window's cells are part of the block, as indices into `window_cells`; None for all.
     """
@@ -36,7 +36,7 @@ class BlockLayout:
     offsets: Tensor
     visible: Tensor
     logit_rows: Tensor
-    answers: Tensor
+    tree_rows: Tensor
     num_nodes: int
     num_tokens: int
     has_window: bool
@@ -118,10 +118,10 @@ def block_layout(
     offsets[place] = level + column
     is_last = (level == ngram_size - 2) & (column >= first) & (column < end)
     has_window = num_tokens > 1 + num_nodes
-    answers = torch.arange(1 + num_nodes, device=device)
-    logit_rows = torch.cat([answers, place[is_last]])
+    tree_rows = torch.arange(1 + num_nodes, device=device)
+    logit_rows = torch.cat([tree_rows, place[is_last]])
     own_cells = None if columns is None else cells[1:] - 1
-    return BlockLayout(offsets, visible, logit_rows, answers, num_nodes, num_tokens, has_window, own_cells)
+    return BlockLayout(offsets, visible, logit_rows, tree_rows, num_nodes, num_tokens, has_window, own_cells)
 
 
 def window_visibility(level: Tensor, column: Tensor) -> Tensor:

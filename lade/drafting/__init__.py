@@ -32,7 +32,7 @@ def make_drafter(
     prompt_ids: Tensor,
     key_mask: Tensor | None,
     temperature: float | None,
-    noise: ExponentialDraws | None = None,
+    draws: ExponentialDraws | None = None,
     forward_kind: tuple[str, ...] = (),
     is_exact: bool = True,
 ) -> Drafter:
@@ -45,7 +45,7 @@ def make_drafter(
     # Processes that compute one forward together must lay out the same block, whatever each one's clock says.
     is_split = (model.tp_size or 1) > 1
     memory = None if config.uses_window else memory_for(model, config.share)
-    saved = None if memory is None else memory.prices
+    saved = None if memory is None else memory.step_costs
     costs = None
     if config.adaptive and not is_split:
         may_measure = not (config.deterministic or torch.are_deterministic_algorithms_enabled())
@@ -58,4 +58,4 @@ def make_drafter(
         policy = None if costs is None else policies.setdefault((*kind, *sizes, costs.way), BlockModePolicy())
         return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, costs, policy)
     max_block = min(config.max_block, BLIND_BLOCK) if config.adaptive and is_split else config.max_block
-    return TreeDrafter(memory, num_tokens, prompt_ids, key_mask, temperature, max_block, costs, noise)
+    return TreeDrafter(memory, num_tokens, prompt_ids, key_mask, temperature, max_block, costs, draws)

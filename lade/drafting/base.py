@@ -33,14 +33,14 @@ class Outcome:
 
     tree: the guesses as they were laid out. logits: [B, 1 + n, V] behind the root and behind each node. accepted: the accepted
     nodes of each row, None for a row to which nothing was committed. choices: [B, W] the model's choices behind the window's last
-    level; None without a window. texts: the committed text.
+    level; None without a window. sequences: the committed text.
     """
 
     tree: TokenTree
     logits: Tensor
     accepted: list[list[int] | None]
     choices: Tensor | None
-    texts: TokenSequences
+    sequences: TokenSequences
 
     @property
     def num_committed(self) -> list[int]:
@@ -51,8 +51,8 @@ class Outcome:
 class Drafter(Protocol):
     """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted."""
 
-    def propose(self, texts: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
-        """texts: the committed text, whose last tokens are the roots. is_finished: rows that need no guesses.
+    def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
+        """sequences: the committed text, whose last tokens are the roots. is_finished: rows that need no guesses.
 
         max_offset: how far beyond the root a guess may lie, None for anywhere.
         """

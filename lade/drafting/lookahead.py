@@ -53,11 +53,11 @@ class LookaheadDrafter:
                 for row, length in zip(prompt_ids, prompt_lengths, strict=True):
                     self._remember([_ngrams_of(row[len(row) - length :], config.ngram_size)])
 
-    def propose(self, texts: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
-        roots = torch.tensor(texts.roots(), device=texts.ids.device)
+    def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
+        roots = torch.tensor(sequences.roots(), device=sequences.ids.device)
         self.window.set_root(roots)
         max_depth = self.config.ngram_size - 1
-        self._mode = self._choose_mode(max(texts.lengths))
+        self._mode = self._choose_mode(max(sequences.lengths))
         if self._mode == BlockMode.PLAIN:
             max_depth = 0
         shape, cells = (self.config.ngram_size, self.config.window_size), self.window.cells()
@@ -84,7 +84,7 @@ class LookaheadDrafter:
             self.policy.learn(self._mode, num_tokens, sum(judged) / max(1, len(judged)))
         reach = self.config.ngram_size - 1  # an n-gram that ends in a new token begins at most so far before it
         found = [
-            _ngrams_of(outcome.texts.row(row)[0, -(count + reach) :], self.config.ngram_size)
+            _ngrams_of(outcome.sequences.row(row)[0, -(count + reach) :], self.config.ngram_size)
             for row, count in enumerate(num_committed)
             if count
         ]

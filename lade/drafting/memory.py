@@ -65,7 +65,7 @@ class Memory:
         self.unseen: dict[int, None] = {}  # likely tokens without a row of their own, the latest last
         self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}  # by whether tokens are sampled
         self.identity: dict[str, Any] | None = None  # of the model
-        self.prices: SavedCosts = {}  # what steps of it cost, as the file said
+        self.step_costs: SavedCosts = {}  # what steps of it cost, as the file said
         self._model: weakref.ref[Any] | None = None
         self.outlives_call = True  # so that what a call learns last is worth learning
         if self.path is not None and self.path.exists():
@@ -90,7 +90,7 @@ class Memory:
         self.pairs.clear()
         self.unseen.clear()
         self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}
-        self.identity, self.prices, self._model = None, {}, None
+        self.identity, self.step_costs, self._model = None, {}, None
 
     def belong_to(self, model: Any) -> None:
         """Raises ValueError when this memory is of another model or vocabulary."""
@@ -155,8 +155,8 @@ class Memory:
         if not target.parent.is_dir():
             raise ValueError(f"path must be in a folder that exists, got {str(target)!r}")
         model = None if self._model is None else self._model()
-        prices = self.prices if model is None else self.prices | saved_costs(model)
-        header = {"format": FORMAT, "model": self.identity, "prices": prices}
+        step_costs = self.step_costs if model is None else self.step_costs | saved_costs(model)
+        header = {"format": FORMAT, "model": self.identity, "prices": step_costs}
         arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
         for name, table in (("singles", self.singles), ("pairs", self.pairs)):
             arrays |= {f"{name}_{key}": array for key, array in table.as_arrays().items()}
@@ -180,18 +180,18 @@ class Memory:
             identity = header["model"]
             if identity is not None:
                 identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
-            prices = {
+            step_costs = {
                 str(name): {str(int(size)): float(cost) for size, cost in seconds.items()}
                 for name, seconds in header["prices"].items()
             }
-            if not all(0 < cost < float("inf") for seconds in prices.values() for cost in seconds.values()):
+            if not all(0 < cost < float("inf") for seconds in step_costs.values() for cost in seconds.values()):
                 raise ValueError("its prices are out of range")
             vocab_size = identity["vocab_size"] if identity else 0
             if any(len(ids) and ids.max() >= vocab_size for _, ids, _ in tables.values()):
                 raise ValueError("its tables hold ids beyond the vocabulary")
         except Exception as error:  # whatever a damaged file may lead to
             raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
-        self.identity, self.prices = identity, prices
+        self.identity, self.step_costs = identity, step_costs
         for name, (keys, ids, bins) in tables.items():
             getattr(self, name).put(keys.tolist(), ids, bins)
         for flag, (trials, hits) in chances.items():

@@ -96,27 +96,27 @@ class TreeDrafter:
         temperature: float | None,
         max_block: int,
         costs: StepCostsByLength | None,
-        noise: ExponentialDraws | None = None,
+        draws: ExponentialDraws | None = None,
     ) -> None:
         """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
 
         temperature: of sampling, None for greedy. max_block: the largest q. costs: what blocks cost; None to propose as many
-        guesses as there is room for. noise: what sampling draws; None to do without.
+        guesses as there is room for. draws: what sampling draws; None to do without.
         """
         self.memory, self.num_tokens, self.max_block, self.costs = memory, num_tokens, max_block, costs
         self.acceptance = memory.acceptance[temperature is not None]
         self._temperature = 1.0 if temperature is None else temperature
-        self._texts = [SuffixIndex() for _ in prompt_ids]
-        for row, (index, ids) in enumerate(zip(self._texts, prompt_ids, strict=True)):
+        self._suffixes = [SuffixIndex() for _ in prompt_ids]
+        for row, (index, ids) in enumerate(zip(self._suffixes, prompt_ids, strict=True)):
             if key_mask is not None:
                 ids = ids[key_mask[row, key_mask.shape[1] - len(ids) :]]
             # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
             index.extend(token if 0 <= token < num_tokens else FOREIGN for token in ids.tolist())
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
-        self._noise = noise
+        self._sampling_draws = draws
         self._vocab_size = 0  # width of the logits
         self._num_generated = [0] * len(prompt_ids)
-        self._growths = [Growth() for _ in self._texts]
+        self._growths = [Growth() for _ in self._suffixes]
         self._seen: list[Seen] = []  # not yet learned from
         self._backoff = SpeculationBackoff()
         self._has_searched = False  # for guesses of this step
@@ -124,16 +124,16 @@ class TreeDrafter:
         self._proposed: Counter[int] = Counter()  # by kind
         self._accepted: Counter[int] = Counter()
 
-    def propose(self, texts: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
-        self._growths = [Growth() for _ in self._texts]
+    def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
+        self._growths = [Growth() for _ in self._suffixes]
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
-        self._num_generated = [len(tokens) for tokens in texts.generated]
+        self._num_generated = [len(tokens) for tokens in sequences.generated]
         unfinished = [row for row, done in enumerate(is_finished) if not done]
-        if self._noise is not None:
-            self._noise.forget(min((self._num_generated[row] for row in unfinished), default=0))
+        if self._sampling_draws is not None:
+            self._sampling_draws.forget(min((self._num_generated[row] for row in unfinished), default=0))
         self._has_searched = max_depth > 0 and not self._takes_rest(unfinished)
         if self._has_searched:
-            self._grow_all(unfinished, max_depth, max(texts.lengths))
+            self._grow_all(unfinished, max_depth, max(sequences.lengths))
         tree = TokenTree([growth.tokens for growth in self._growths], [growth.parents for growth in self._growths])
         depth = max((max(growth.depths, default=0) for growth in self._growths), default=0)
         return Draft(tree, depth, ROOT_ALONE, self._cells)
@@ -144,10 +144,10 @@ class TreeDrafter:
         num_rows = sum(len(seen.tokens) for seen in self._seen) + logits.shape[0] * logits.shape[1]
         is_due = is_first or num_rows >= ROWS_AT_ONCE
         num_judged = num_accepted = 0
-        for row, (index, growth, path) in enumerate(zip(self._texts, self._growths, outcome.accepted, strict=True)):
+        for row, (index, growth, path) in enumerate(zip(self._suffixes, self._growths, outcome.accepted, strict=True)):
             if path is None or growth.tokens != outcome.tree.tokens[row]:  # ended before; what goes on there is padding
                 continue
-            committed = outcome.texts.generated[row][-len(path) - 1 :]
+            committed = outcome.sequences.generated[row][-len(path) - 1 :]
             if index.tokens:
                 rows = logits[row, : 1 + len(growth.tokens)]
                 if not is_due:  # they are kept, and the next forward may write where they lie
@@ -193,7 +193,7 @@ class TreeDrafter:
         """Whether to propose nothing, because guesses have not paid lately; a text that repeats itself is worth an exception."""
         if self.costs is None or not self._backoff.rests():
             return False
-        return all(length < LONG_MATCH for row in rows for _, length in self._texts[row].matches())
+        return all(length < LONG_MATCH for row in rows for _, length in self._suffixes[row].matches())
 
     def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
         """Trees for some rows, all of the size that pays."""
@@ -229,7 +229,7 @@ class TreeDrafter:
         """
         growth = Growth()
         tokens, chances = growth.tokens, self.acceptance.chances
-        index = self._texts[row]
+        index = self._suffixes[row]
         text = index.tokens
         frontier: list[tuple[float, int, int, int, int, int, tuple[Pointer, ...]]] = []
         order, expected, probe = 0, 0.0, chances[PROBE]
@@ -270,9 +270,9 @@ class TreeDrafter:
 
     def _draws(self, row: int, depth: int) -> Draws | None:
         """What a token at some distance from the root will be drawn with; None where that is not known, or for greedy."""
-        if self._noise is None:
+        if self._sampling_draws is None:
             return None
-        return self._noise.ahead(row, self._num_generated[row] + depth - 1, self._vocab_size)
+        return self._sampling_draws.peek(row, self._num_generated[row] + depth - 1, self._vocab_size)
 
     def _rows(self, before: int, token: int, chance: float) -> list[tuple[Row, int]]:
         """What the model has said behind two tokens, each with the kind of its rarest guess. chance: that they are accepted."""

@@ -126,10 +126,10 @@ class BlockRunner:
         traits = (batch_size, repr(self.adapter.reaches), self.uses_kernel)
         return self._static.take_cache(traits, num_slots, most_slots, self.make_cache)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """The call has ended well, and nobody reads its cache any more."""
         if self._static is not None:
-            self._static.give_back()
+            self._static.release()
 
     # The forward.
 

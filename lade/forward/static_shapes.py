@@ -165,7 +165,7 @@ class StaticForward:
             self._buffers = Buffers(key, new_cache(least))
         return self._buffers.cache
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """The call is over: a later one may have its graphs, and the cache and the inputs that they read."""
         buffers, self._buffers = self._buffers, None
         if buffers is None or buffers.key is None:

@@ -59,26 +59,26 @@ class SingleProcess:
     def selection(self, kind: type[Selection], *arguments: Any) -> Selection:
         return kind(*arguments)
 
-    def share(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
+    def partition(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
         """What this rank computes of a block. window_shape: (N, W)."""
         return whole(tree)
 
-    def exchange(self, share: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
+    def exchange(self, part: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
         """All ranks' answers. logits: [B, R, V] of this rank's block, as its layout's `logit_rows` say.
 
         Returns them, and the tokens behind the window's last level, [B, W] on the prompt's device, None without a window.
         """
-        num_answers = 1 + share.tree.num_nodes
+        num_tree_rows = 1 + part.tree.num_nodes
         self._look_for_witness(logits)
-        guesses = best_tokens(logits[:, num_answers:, : self.num_tokens]).to(self._device) if has_window else None
-        return BlockLogits(logits[:, :num_answers], self._witness), guesses
+        guesses = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).to(self._device) if has_window else None
+        return BlockLogits(logits[:, :num_tree_rows], self._witness), guesses
 
     def _look_for_witness(self, logits: Tensor) -> None:
         """In the prompt's own forward, which has no guesses."""
         if not self._has_begun:
             self._has_begun, self._witness = True, witness_of(logits[:, 0])
 
-    def commit(self, cache: LookaheadCache, share: BlockPart, accepted: Accepted) -> None:
+    def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
         """Keep the keys/values of each row's root and accepted nodes."""
         cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
 
@@ -157,7 +157,7 @@ class ProcessGroup(SingleProcess):
         """The leader's kind on all ranks: streamers, processors and criteria may be known to the leader alone."""
         self._stats.num_workers = self._link.size
         index = torch.tensor([KINDS.index(kind)])
-        self._tell("integers", index, LEADER)
+        self._broadcast("integers", index, LEADER)
         kind = KINDS[int(index)]
         self._sums_choices = kind is GreedySelection
         if self._sums_choices:
@@ -173,30 +173,30 @@ class ProcessGroup(SingleProcess):
 
     # In each step.
 
-    def share(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
+    def partition(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
         self._tree = tree
         return split(tree, window_shape, self._link.size)[self._rank]
 
-    def exchange(self, share: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
+    def exchange(self, part: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
         batch_size, size = len(logits), self._link.size
         window_size = self.config.window_size
         # Of one length in all steps and on all ranks, even on one that has gone astray.
         values = torch.zeros(batch_size * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
         table, states = values[:-size].view(batch_size, -1), values[-size:]
-        num_answers = 1 + share.tree.num_nodes
+        num_tree_rows = 1 + part.tree.num_nodes
         guesses = table[:, 1 + self._max_nodes :]
-        asked = [logits[:, :num_answers]] if self._sums_choices else []
-        if has_window and share.columns is not None:
-            asked.append(logits[:, num_answers:, : self.num_tokens])
+        asked = [logits[:, :num_tree_rows]] if self._sums_choices else []
+        if has_window and part.columns is not None:
+            asked.append(logits[:, num_tree_rows:, : self.num_tokens])
         best = (
             torch.cat([best_tokens(part) for part in asked], dim=1).cpu() if asked else values[:0]
         )  # one copy to the host
         self._look_for_witness(logits)
-        answers = BlockLogits(logits[:, :num_answers], self._witness)
-        choices = best[:, :num_answers].tolist() if self._sums_choices else [[0] * num_answers] * batch_size
-        self._fill_in(table, share, choices, answers)
-        if has_window and share.columns is not None:
-            first, end = share.columns
+        block_logits = BlockLogits(logits[:, :num_tree_rows], self._witness)
+        choices = best[:, :num_tree_rows].tolist() if self._sums_choices else [[0] * num_tree_rows] * batch_size
+        self._fill_in(table, part, choices, block_logits)
+        if has_window and part.columns is not None:
+            first, end = part.columns
             guesses[:, first:end] = best[:, best.shape[1] - (end - first) :]
         states[self._rank] = zlib.crc32(repr(self._tree).encode()) & 0x7FFFFFFF
         self._link.all_reduce(values)
@@ -204,45 +204,47 @@ class ProcessGroup(SingleProcess):
         astray = (states != states[LEADER]).nonzero()[:, 0].tolist()
         if astray:
             raise RuntimeError(f"DIST_WORKERS={size}: rank {astray} guesses something else than rank 0 does")
-        shared = SharedAnswers(self, share, logits[:, :num_answers], table[:, : 1 + self._max_nodes])
+        shared = SharedLogits(self, part, logits[:, :num_tree_rows], table[:, : 1 + self._max_nodes])
         return shared, guesses.long().to(self._device) if has_window else None
 
-    def _fill_in(self, table: Tensor, share: BlockPart, choices: list[list[int]], answers: BlockLogits) -> None:
+    def _fill_in(self, table: Tensor, part: BlockPart, choices: list[list[int]], block_logits: BlockLogits) -> None:
         """Put down what this rank is to say. table: [B, 1 + n or more]. choices: behind the root and this share's nodes.
 
         Below zero, with all bits inverted, are those that do not come from numbers.
         """
-        for row, nodes in enumerate(share.nodes):
-            said = [token if answers.is_number(row, place - 1) else ~token for place, token in enumerate(choices[row])]
+        for row, nodes in enumerate(part.nodes):
+            said = [
+                token if block_logits.is_number(row, place - 1) else ~token for place, token in enumerate(choices[row])
+            ]
             if self._rank == LEADER:
                 table[row, 0] = said[0]
             for node, token in zip(nodes, said[1:], strict=False):
-                if share.owners[row][node] == self._rank:
+                if part.owners[row][node] == self._rank:
                     table[row, 1 + node] = token
 
-    def commit(self, cache: LookaheadCache, share: BlockPart, accepted: Accepted) -> None:
+    def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
         """The keys/values of each path come from the rank that owns its last node, those of a root alone from the leader."""
         paths = {row: path for row, path in enumerate(accepted) if path is not None}
-        holders = {row: share.owners[row][path[-1]] if path else LEADER for row, path in paths.items()}
+        holders = {row: part.owners[row][path[-1]] if path else LEADER for row, path in paths.items()}
         if paths:
             cache.ensure_capacity(max(cache.lengths) + 1 + max(map(len, paths.values())))
         received: list[tuple[int, int, list[Tensor]]] = []  # row, its length, what comes behind it
         for holder in sorted(set(holders.values())):
             rows = [row for row in paths if holders[row] == holder]
             if holder == self._rank:
-                parts = [cache.read(row, [0, *block_indices(share, row, paths[row])]) for row in rows]
-                self._tell_data("keys/values", pack(parts), holder)
+                parts = [cache.read(row, [0, *block_indices(part, row, paths[row])]) for row in rows]
+                self._broadcast_data("keys/values", pack(parts), holder)
                 continue
             like = [cache.read(row, [0] * (1 + len(paths[row]))) for row in rows]
-            found = unpack(self._tell_data("keys/values", pack(like), holder), like)
+            found = unpack(self._broadcast_data("keys/values", pack(like), holder), like)
             received += [(row, cache.lengths[row], part) for row, part in zip(rows, found, strict=True)]
         kept: Accepted = [None] * len(accepted)
         for row, path in paths.items():
             is_here = holders[row] == self._rank
-            kept[row] = block_indices(share, row, path) if is_here else list(range(1, 1 + len(path)))
+            kept[row] = block_indices(part, row, path) if is_here else list(range(1, 1 + len(path)))
         cache.commit(kept)
-        for row, start, part in received:
-            cache.write(row, start, part)
+        for row, start, values in received:
+            cache.write(row, start, values)
 
     def recover(self, selection: Selection, lost_rows: set[int], guesses: set[int]) -> None:
         """Each rank has seen its own guesses alone, and to avoid those would part it from the others."""
@@ -256,30 +258,30 @@ class ProcessGroup(SingleProcess):
             return
         on_gpu = device.type == "cuda"
         state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
-        self._tell("generator", state, LEADER)
+        self._broadcast("generator", state, LEADER)
         if self._rank != LEADER:
             torch.cuda.set_rng_state(state, device) if on_gpu else torch.set_rng_state(state)
 
     def _announce(self, tokens: list[int], ended: list[bool]) -> None:
-        self._tell("integers", torch.tensor([*tokens, *ended]), LEADER)
+        self._broadcast("integers", torch.tensor([*tokens, *ended]), LEADER)
 
     def _hear(self, num_rows: int) -> tuple[list[int], list[bool]]:
         values = torch.zeros(2 * num_rows, dtype=torch.long)
-        self._tell("integers", values, LEADER)
+        self._broadcast("integers", values, LEADER)
         return values[:num_rows].tolist(), values[num_rows:].bool().tolist()
 
     def logits_of(self, owner: int, logits: Tensor) -> Tensor:
         """What `owner` has for the leader. logits: [k, V], on other ranks any of that shape."""
         if owner == LEADER:
             return logits
-        return self._tell_data("logits", logits.contiguous(), owner)
+        return self._broadcast_data("logits", logits.contiguous(), owner)
 
-    def _tell(self, what: str, values: Tensor, source: int) -> None:
+    def _broadcast(self, what: str, values: Tensor, source: int) -> None:
         if source == self._rank:
             self._count(what, values)
         self._link.broadcast(values, source)
 
-    def _tell_data(self, what: str, values: Tensor, source: int) -> Tensor:
+    def _broadcast_data(self, what: str, values: Tensor, source: int) -> Tensor:
         if source == self._rank:
             self._count(what, values)
         return self._link.broadcast_data(values, source)
@@ -288,16 +290,16 @@ class ProcessGroup(SingleProcess):
         self._stats.sent_bytes[what] += values.numel() * values.element_size()
 
 
-class SharedAnswers(BlockLogits):
+class SharedLogits(BlockLogits):
     """Each rank has the logits of its own share; likeliest tokens are known of all. Made for one step of one team.
 
     Outside of the leader, `of_row` and `of_all` take part in getting the leader what it asks for and return nothing of use.
     """
 
-    def __init__(self, team: ProcessGroup, share: BlockPart, logits: Tensor, best: Tensor) -> None:
+    def __init__(self, group: ProcessGroup, part: BlockPart, logits: Tensor, best: Tensor) -> None:
         """best: [B, 1 + n or more] as `ProcessGroup._fill_in` puts it down."""
         super().__init__(logits)
-        self._team, self._share, self._best = team, share, best
+        self._group, self._part, self._best = group, part, best
 
     def best(self) -> list[list[int]]:
         found: list[list[int]] = torch.where(self._best < 0, ~self._best, self._best).tolist()
@@ -307,22 +309,22 @@ class SharedAnswers(BlockLogits):
         return bool(self._best[row, 1 + node] >= 0)
 
     def of_row(self, row: int, node: int) -> Tensor:
-        return self._team.logits_of(self._owner(row, node), super().of_row(row, self._place(row, node)))
+        return self._group.logits_of(self._owner(row, node), super().of_row(row, self._place(row, node)))
 
     def of_all(self, nodes: list[int]) -> Tensor:
         owners = [self._owner(row, node) for row, node in enumerate(nodes)]
         logits = super().of_all([self._place(row, node) for row, node in enumerate(nodes)]).clone()
         for owner in sorted(set(owners)):
             rows = torch.tensor([row for row, known in enumerate(owners) if known == owner], device=logits.device)
-            logits[rows] = self._team.logits_of(owner, logits[rows]).to(logits.device)
+            logits[rows] = self._group.logits_of(owner, logits[rows]).to(logits.device)
         return logits
 
     def _owner(self, row: int, node: int) -> int:
-        return LEADER if node < 0 else self._share.owners[row][node]
+        return LEADER if node < 0 else self._part.owners[row][node]
 
     def _place(self, row: int, node: int) -> int:
         """Index of a node in this rank's tree; that of the root for nodes of other ranks."""
-        nodes = self._share.nodes[row]
+        nodes = self._part.nodes[row]
         return nodes.index(node) if node in nodes else -1
 
 
@@ -331,13 +333,13 @@ class FollowingRowRules(PerRowSelection):
 
     hear: Callable[[int], tuple[list[int], list[bool]]]
 
-    def _choose(self, answers: BlockLogits, row: int, node: int) -> int:
-        answers.of_row(row, node)
+    def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
+        block_logits.of_row(row, node)
         tokens, self._ended = self.hear(1)
         return tokens[0]
 
     def _commit(self, row: int, token: int) -> bool:
-        self.texts.append([token], row)
+        self.sequences.append([token], row)
         self.num_generated += 1
         self.is_finished[row] = self._ended[0]
         return self.is_finished[row]
@@ -349,20 +351,20 @@ class FollowingLockstepRules(LockstepSelection):
     hear: Callable[[int], tuple[list[int], list[bool]]]
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        self._answers.of_all(nodes)
+        self._block_logits.of_all(nodes)
         tokens, self._ended = self.hear(len(nodes))
         return tokens
 
     def _commit(self, tokens: list[int]) -> bool:
-        self.texts.append_column(tokens)
+        self.sequences.append_column(tokens)
         self.num_generated += self.is_finished.count(False)
         self.is_finished = self._ended
         return all(self.is_finished)
 
 
-def block_indices(share: BlockPart, row: int, path: list[int]) -> list[int]:
+def block_indices(part: BlockPart, row: int, path: list[int]) -> list[int]:
     """Where the nodes of a path lie in this rank's block."""
-    place = {node: index for index, node in enumerate(share.nodes[row])}
+    place = {node: index for index, node in enumerate(part.nodes[row])}
     return [1 + place[node] for node in path]
 
 

@@ -46,7 +46,7 @@ class ExponentialDraws:
             self._states.append(generator_state(self._device))
             self._copy.set_state(self._states[0])
 
-    def ahead(self, row: int, index: int, vocab_size: int) -> Draws | None:
+    def peek(self, row: int, index: int, vocab_size: int) -> Draws | None:
         """What one row's token number `index`, the first one generated being 0, will be drawn with, if nothing else draws.
 
         vocab_size: width of the logits. Returns [V], None where the device's generator cannot be copied, or others draw from it.

@@ -61,7 +61,7 @@ ROW_WISE_PROCESSORS = logits_processors(
         "TypicalLogitsWarper",
     )
 )
-# A row may be this many tokens ahead of the slowest one when sampling: the noise of that many draws is kept.
+# A row may be this many tokens ahead of the slowest one when sampling: so many draws are kept.
 MAX_LEAD = 32
 
 
@@ -77,7 +77,7 @@ class Selection:
         streamer: Any,
         recorder: OutputRecorder,
     ) -> None:
-        self.texts = TokenSequences(input_ids, stopping_criteria.max_length or 0)
+        self.sequences = TokenSequences(input_ids, stopping_criteria.max_length or 0)
         self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
         self.do_sample = bool(generation_config.do_sample)
         self.recorder = recorder
@@ -92,11 +92,11 @@ class Selection:
         pad_token = generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
         self.announce: Callable[[list[int], list[bool]], None] | None = None  # tells others of tokens and ended rows
-        self.noise = ExponentialDraws(input_ids.device, len(input_ids)) if self.do_sample else None
+        self.draws = ExponentialDraws(input_ids.device, len(input_ids)) if self.do_sample else None
         # The list would look at the signature of each processor, every time; of transformers' own they are known.
         self._is_direct = type(logits_processor) is LogitsProcessorList and all(map(is_row_wise, logits_processor))
 
-    def verify(self, tree: TokenTree, answers: BlockLogits) -> Accepted:
+    def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         """Commit what the model chose along each row's tree.
 
         Returns the accepted nodes of each row; None for a row to which nothing was committed. What is not a number in a step without
@@ -104,9 +104,9 @@ class Selection:
         """
         self._trusted_rows = set(range(len(self.is_finished))) if self.next_is_plain else self._lost_rows
         self.next_is_plain = False
-        return self._walk(self._children_of(tree), answers)
+        return self._walk(self._children_of(tree), block_logits)
 
-    def _walk(self, children: list[Children], answers: BlockLogits) -> Accepted:
+    def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
         """`verify`. children: of each row's tree."""
         raise NotImplementedError
 
@@ -151,7 +151,7 @@ class Selection:
     @property
     def drawing_seconds(self) -> float:
         """Spent so far on drawing random numbers."""
-        return 0.0 if self.noise is None else self.noise.seconds
+        return 0.0 if self.draws is None else self.draws.seconds
 
     def _children_of(self, tree: TokenTree) -> list[Children]:
         found = [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
@@ -159,9 +159,9 @@ class Selection:
             found = [{edge: node for edge, node in row.items() if edge[1] not in self.avoided} for row in found]
         return found
 
-    def _has_answer(self, answers: BlockLogits, row: int, node: int) -> bool:
+    def _has_logits(self, block_logits: BlockLogits, row: int, node: int) -> bool:
         """Whether to choose a token behind one node (-1 = root) of one row; notes where a guess has spoiled that."""
-        has_answer = row in self._trusted_rows or answers.is_number(row, node)
+        has_answer = row in self._trusted_rows or block_logits.is_number(row, node)
         self.next_is_plain |= not has_answer
         return has_answer
 
@@ -179,10 +179,10 @@ class Selection:
 
         Raises what multinomial raises.
         """
-        assert self.noise is not None
+        assert self.draws is not None
         if bool(probabilities[:, 0].isnan().any()):  # then all of such a row are
             torch.multinomial(probabilities, num_samples=1)
-        return self.noise.draw(length - self.texts.prompt_length, probabilities.shape[1])
+        return self.draws.draw(length - self.sequences.prompt_length, probabilities.shape[1])
 
     @property
     def _finished_rows(self) -> list[int]:
@@ -192,23 +192,23 @@ class Selection:
 class GreedySelection(Selection):
     """No processors: the whole step is one argmax and one copy to the host."""
 
-    def _walk(self, children: list[Children], answers: BlockLogits) -> Accepted:
-        choices = answers.best()
+    def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
+        choices = block_logits.best()
         accepted: Accepted = []
         for row, edges in enumerate(children):
             if self.is_finished[row]:
                 accepted.append(None)
                 continue
             committed: list[int] = []
-            room = self.max_length - self.texts.lengths[row]
-            choose = partial(self._choice, answers, choices[row], row)
+            room = self.max_length - self.sequences.lengths[row]
+            choose = partial(self._choice, block_logits, choices[row], row)
             accepted.append(walk(edges, choose, partial(self._commit, row, committed, room)))
-            self.texts.append(committed, row)
+            self.sequences.append(committed, row)
             self.num_generated += len(committed)
         return accepted
 
-    def _choice(self, answers: BlockLogits, choices: list[int], row: int, node: int) -> int | None:
-        return choices[node + 1] if self._has_answer(answers, row, node) else None
+    def _choice(self, block_logits: BlockLogits, choices: list[int], row: int, node: int) -> int | None:
+        return choices[node + 1] if self._has_logits(block_logits, row, node) else None
 
     def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
         committed.append(token)
@@ -217,42 +217,42 @@ class GreedySelection(Selection):
 
 
 class PerRowSelection(Selection):
-    """Processors and samplers, each row at its own length; several rows share the noise that plain would have drawn."""
+    """Processors and samplers, each row at its own length; several rows share the draws that plain would have made."""
 
-    def _walk(self, children: list[Children], answers: BlockLogits) -> Accepted:
-        texts = self.texts
-        unfinished = [length for length, done in zip(texts.lengths, self.is_finished, strict=True) if not done]
+    def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
+        sequences = self.sequences
+        unfinished = [length for length, done in zip(sequences.lengths, self.is_finished, strict=True) if not done]
         accepted: Accepted = []
         for row, edges in enumerate(children):
-            is_far_ahead = self.do_sample and texts.lengths[row] >= min(unfinished) + MAX_LEAD
+            is_far_ahead = self.do_sample and sequences.lengths[row] >= min(unfinished) + MAX_LEAD
             if self.is_finished[row] or is_far_ahead:
                 accepted.append(None)
             else:
-                accepted.append(walk(edges, partial(self._answer, answers, row), partial(self._commit, row)))
-        if self.noise is not None:
-            self.noise.forget(min(unfinished) - texts.prompt_length)
+                accepted.append(walk(edges, partial(self._answer, block_logits, row), partial(self._commit, row)))
+        if self.draws is not None:
+            self.draws.forget(min(unfinished) - sequences.prompt_length)
         return accepted
 
-    def _answer(self, answers: BlockLogits, row: int, node: int) -> int | None:
-        return self._choose(answers, row, node) if self._has_answer(answers, row, node) else None
+    def _answer(self, block_logits: BlockLogits, row: int, node: int) -> int | None:
+        return self._choose(block_logits, row, node) if self._has_logits(block_logits, row, node) else None
 
-    def _choose(self, answers: BlockLogits, row: int, node: int) -> int:
-        ids = self.texts.row(row)
-        logits = answers.of_row(row, node).to(dtype=torch.float32, copy=True, device=ids.device)
+    def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
+        ids = self.sequences.row(row)
+        logits = block_logits.of_row(row, node).to(dtype=torch.float32, copy=True, device=ids.device)
         scores = self._scores(ids, logits)
         if not self.do_sample:
             return int(scores.argmax(dim=-1))
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        draws = self._draws(probabilities, self.texts.lengths[row])
+        draws = self._draws(probabilities, self.sequences.lengths[row])
         return first_to_arrive(probabilities, draws[row : row + 1])[0]
 
     def _commit(self, row: int, token: int) -> bool:
-        self.texts.append([token], row)
+        self.sequences.append([token], row)
         self.num_generated += 1
         self.is_finished[row] = (
             token in self.eos_ids
-            or self.texts.lengths[row] >= self.max_length
-            or any(bool(criterion(self.texts.row(row), None)) for criterion in self.stop_strings)
+            or self.sequences.lengths[row] >= self.max_length
+            or any(bool(criterion(self.sequences.row(row), None)) for criterion in self.stop_strings)
         )
         if self.announce is not None:
             self.announce([token], [self.is_finished[row]])
@@ -275,21 +275,21 @@ class LockstepSelection(Selection):
         """Rows that need no guesses: what pads them is known, but where nothing does, all rows go on as one."""
         return self.is_finished if self._pads else [False] * len(self.is_finished)
 
-    def _walk(self, children: list[Children], answers: BlockLogits) -> Accepted:
-        self._answers, self._children = answers, children
+    def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
+        self._block_logits, self._children = block_logits, children
         accepted = walk_together(children, self._answer, self._commit)
-        if self.noise is not None:
-            self.noise.forget(self.texts.lengths[0] - self.texts.prompt_length)
+        if self.draws is not None:
+            self.draws.forget(self.sequences.lengths[0] - self.sequences.prompt_length)
         return [None] * len(children) if accepted is None else list(accepted)
 
     def _answer(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
-        have_answers = [self._has_answer(self._answers, row, node) for row, node in enumerate(nodes)]
+        have_answers = [self._has_logits(self._block_logits, row, node) for row, node in enumerate(nodes)]
         return self._choose(nodes, paths) if all(have_answers) else None
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        texts = self.texts
-        logits = self._answers.of_all(nodes).to(dtype=torch.float32, copy=True, device=texts.ids.device)
-        scores = self._scores(texts.all_rows(), logits)
+        sequences = self.sequences
+        logits = self._block_logits.of_all(nodes).to(dtype=torch.float32, copy=True, device=sequences.ids.device)
+        scores = self._scores(sequences.all_rows(), logits)
         self.recorder.record(nodes, paths, scores, logits)
         chosen = self._sample(scores) if self.do_sample else scores.argmax(dim=-1).tolist()
         if self._pads:
@@ -305,12 +305,12 @@ class LockstepSelection(Selection):
             with drawing:
                 tokens: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
             return tokens
-        return first_to_arrive(probabilities, self._draws(probabilities, self.texts.lengths[0]))
+        return first_to_arrive(probabilities, self._draws(probabilities, self.sequences.lengths[0]))
 
     def _commit(self, tokens: list[int]) -> bool:
-        self.texts.append_column(tokens)
+        self.sequences.append_column(tokens)
         self.num_generated += self.is_finished.count(False)
-        has_ended = self.criteria(self.texts.all_rows(), self.recorder.scores).tolist()
+        has_ended = self.criteria(self.sequences.all_rows(), self.recorder.scores).tolist()
         if self.streamer is not None:
             # A streamer class that tells guesses apart has a method for them.
             is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")

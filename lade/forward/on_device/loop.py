@@ -73,15 +73,15 @@ def device_loop(
     drafter: the settings' own. key_mask: [B, P] bool, False for padding. positions: the prompt's, [B or 1, P] or more of these.
     """
     adapter = runner.adapter
-    device, texts = adapter.model.device, selection.texts
+    device, sequences = adapter.model.device, selection.sequences
     sampling = sampling_of(selection)
     is_served = (
-        is_wanted(config, device, adapter.dtype, len(texts.ids), captures_steps(config, runner))
+        is_wanted(config, device, adapter.dtype, len(sequences.ids), captures_steps(config, runner))
         and config.uses_window
         and config.num_guesses > 0
         and (type(selection) is GreedySelection or sampling is not None)
         and stats.on_step is None
-        and texts.ids.device == device
+        and sequences.ids.device == device
         and (adapter.model.tp_size or 1) == 1
         and runner.static_shapes_reason() is None
     )
@@ -89,9 +89,9 @@ def device_loop(
         return None
     if adapter.last_position is not None and positions is not None:
         # Every block has all of its tokens, so none may come near the model's last position.
-        ahead = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
-        largest = int(positions[..., -1].max()) + selection.max_length - texts.prompt_length
-        if largest + ahead > adapter.last_position:
+        max_offset = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
+        largest = int(positions[..., -1].max()) + selection.max_length - sequences.prompt_length
+        if largest + max_offset > adapter.last_position:
             return None
     return DeviceLoop(runner, config, selection, sampling, drafter, stats, key_mask, positions)
 
@@ -138,7 +138,7 @@ class DeviceLoop:
         self.runner, self.selection, self.drafter, self.stats = runner, selection, drafter, stats
         self.owner, self.model, self.key_mask, self.positions = adapter.model, runner.model, key_mask, positions
         self.shape = StepShape(
-            batch_size=len(selection.texts.ids),
+            batch_size=len(selection.sequences.ids),
             ngram_size=config.ngram_size,
             window_size=config.window_size,
             num_guesses=config.num_guesses,
@@ -149,7 +149,7 @@ class DeviceLoop:
             keeps_rows=adapter.keeps_rows,
             position_shape=(1, 1) if positions is None else tuple(positions[..., -1:].shape),
             dtype=adapter.dtype,
-            device=selection.texts.ids.device,
+            device=selection.sequences.ids.device,
             sampling=sampling,
         )
         self.compiles = config.compile
@@ -175,7 +175,7 @@ class DeviceLoop:
             self._buffers = Buffers(key, self.runner.make_cache(least))
         return self._buffers.cache
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """The call is over: another one may have its buffers, if there is a graph that reads them."""
         if self._buffers is not None and self._buffers.replay is not None:
             release(self.owner, self._buffers)
@@ -194,19 +194,19 @@ class DeviceLoop:
             return
         self._witness = witness
         began = perf_counter()
-        slot_lead = cache.lengths[0] - (self.selection.texts.lengths[0] - 1)
+        slot_offset = cache.lengths[0] - (self.selection.sequences.lengths[0] - 1)
         positions = self.positions
-        position_lead = (
+        position_offset = (
             torch.zeros((), device="cpu") if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
         )
         try:
             self._ring = self._make_ring(buffers, num_logits)
-            while slot_lead >= 0 and not all(self.selection.is_finished):
-                self._fit(buffers, slot_lead, position_lead)
+            while slot_offset >= 0 and not all(self.selection.is_finished):
+                self._fit(buffers, slot_offset, position_offset)
                 run = self._prepare(buffers)
                 if run is None:
                     break  # the figures say why
-                if not self._decode(buffers, run, slot_lead):
+                if not self._decode(buffers, run, slot_offset):
                     self.stats.device_reason = REFUSED
                     break
         except Exception as problem:  # whatever a compiler or a graph raises; the model's own errors will come up again
@@ -222,26 +222,26 @@ class DeviceLoop:
             return None
         if buffers.draws is None:
             buffers.draws = empty_draws(self.shape, num_logits)
-        return DrawRing(buffers.draws, max(self.selection.texts.lengths))
+        return DrawRing(buffers.draws, max(self.selection.sequences.lengths))
 
-    def _fit(self, buffers: Buffers, slot_lead: int, position_lead: Tensor) -> None:
+    def _fit(self, buffers: Buffers, slot_offset: int, position_offset: Tensor) -> None:
         """Let there be room for the next steps, and a state that says where the texts are."""
         cache, selection = buffers.cache, self.selection
-        cache.ensure_capacity(self._num_slots(max(selection.texts.lengths), slot_lead, TRIAL_STEPS))
+        cache.ensure_capacity(self._num_slots(max(selection.sequences.lengths), slot_offset, TRIAL_STEPS))
         if buffers.state is None or buffers.state.capacity != cache.capacity:
             buffers.state = StepState(self.shape, cache, self.runner.adapter.reaches, buffers.draws)
             buffers.replay = None  # it reads the old one
-        state, texts = buffers.state, selection.texts
-        longest = max(texts.lengths)
-        state.ids[:, :longest] = texts.ids[:, :longest]
-        fill(state.lengths, texts.lengths)
+        state, sequences = buffers.state, selection.sequences
+        longest = max(sequences.lengths)
+        state.ids[:, :longest] = sequences.ids[:, :longest]
+        fill(state.lengths, sequences.lengths)
         fill(state.is_finished, selection.is_finished)
         fill(state.eos_ids, sorted(selection.eos_ids) or [NO_TOKEN])
         state.is_refused.fill_(False)
         state.witness.fill_(self._witness)
         state.max_length.fill_(selection.max_length)
-        state.slot_lead.fill_(slot_lead)
-        state.position_lead.copy_(position_lead)
+        state.slot_offset.fill_(slot_offset)
+        state.position_offset.copy_(position_offset)
         state.key_mask.fill_(True)
         if self.key_mask is not None:
             state.key_mask[:, : self.key_mask.shape[1]] = self.key_mask
@@ -252,10 +252,10 @@ class DeviceLoop:
         state.num_proposed.zero_()
         state.accepted_lengths.zero_()
 
-    def _num_slots(self, longest: int, slot_lead: int, steps_before: int) -> int:
+    def _num_slots(self, longest: int, slot_offset: int, steps_before: int) -> int:
         """Slots that a step may need. longest: tokens of the longest text, some steps before that one."""
         longest = min(longest + steps_before * self.shape.ngram_size, self.selection.max_length)
-        return longest - 1 + slot_lead + self.shape.block_tokens
+        return longest - 1 + slot_offset + self.shape.block_tokens
 
     def _prepare(self, buffers: Buffers) -> Callable[[], Tensor] | None:
         """What runs one step. None where it was to be compiled or captured, and neither was possible."""
@@ -310,7 +310,7 @@ class DeviceLoop:
     def _check(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor], kind: str) -> None:
         """Run a step, compare its logits with the ordinary forward's, and put the state back. Raises where they differ."""
         cache, saved = buffers.cache, state.save()
-        committed, cache.lengths = cache.lengths, (state.lengths - 1 + state.slot_lead).tolist()
+        committed, cache.lengths = cache.lengths, (state.lengths - 1 + state.slot_offset).tolist()
         try:
             logits = run().clone()
             state.restore(saved)
@@ -325,7 +325,7 @@ class DeviceLoop:
         if error is not None:
             raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
 
-    def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_lead: int) -> bool:
+    def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_offset: int) -> bool:
         """Steps until all rows have ended or the cache is too small, then the texts are where the selection look for them.
 
         Returns False where the next step's logits are not numbers.
@@ -333,14 +333,14 @@ class DeviceLoop:
         A device that runs by itself gets its next step before the last one's result is read. The one step too many at the
         end finds all rows ended and changes none of them.
         """
-        state, texts = buffers.state, self.selection.texts
+        state, sequences = buffers.state, self.selection.sequences
         assert state is not None
         results: deque[Callable[[], tuple[list[int], list[bool], bool]]] = deque()
         num_ahead = int(runs_ahead(self.shape.device))
-        lengths, is_finished, is_refused = texts.lengths, self.selection.is_finished, False
+        lengths, is_finished, is_refused = sequences.lengths, self.selection.is_finished, False
         try:
             while not (all(is_finished) or is_refused):
-                has_room = self._num_slots(max(lengths), slot_lead, len(results)) <= state.capacity
+                has_room = self._num_slots(max(lengths), slot_offset, len(results)) <= state.capacity
                 if has_room:
                     if self._ring is not None:
                         self._ring.fill(lengths, is_finished)
@@ -357,11 +357,11 @@ class DeviceLoop:
     def _hand_back(self, buffers: Buffers, state: StepState) -> None:
         """Tell everyone on the host what has happened since `_fit`."""
         selection, stats, drafter = self.selection, self.stats, self.drafter
-        before, after = selection.texts.lengths, state.lengths.tolist()
+        before, after = selection.sequences.lengths, state.lengths.tolist()
         added = [new - old for new, old in zip(after, before, strict=True)]
         for row, (start, end) in enumerate(zip(list(before), after, strict=True)):
             if start < end:
-                selection.texts.append(state.ids[row, start:end].tolist(), row)
+                selection.sequences.append(state.ids[row, start:end].tolist(), row)
         selection.num_generated += sum(added)
         selection.is_finished = state.is_finished.tolist()
         buffers.cache.lengths = [slot + count for slot, count in zip(buffers.cache.lengths, added, strict=True)]

@@ -61,7 +61,7 @@ def sampling_of(selection: Selection) -> Sampling | None:
         and not selection.stop_strings
         and type(selection.processor) is LogitsProcessorList
         and all(map(is_warper, selection.processor))
-        and selection.texts.ids.device.type in READABLE
+        and selection.sequences.ids.device.type in READABLE
     )
     if not is_served:
         return None
@@ -75,7 +75,7 @@ def is_warper(processor: Any) -> bool:
     return type(processor) in WARPERS and all(type(value) in CONSTANTS for value in vars(processor).values())
 
 
-def largest_lead(batch_size: int) -> int:
+def max_row_lead(batch_size: int) -> int:
     """A row that is so many tokens ahead of the slowest one waits, as in `PerRowSelection`."""
     return 1 if batch_size == 1 else MAX_LEAD
 
@@ -85,7 +85,7 @@ def ring_size(batch_size: int, ngram_size: int) -> int:
 
     A row goes on while it is less than the lead ahead; it may get N tokens in that step, and look N further in the one after.
     """
-    return largest_lead(batch_size) + MAX_UNSEEN * ngram_size
+    return max_row_lead(batch_size) + MAX_UNSEEN * ngram_size
 
 
 def empty_draws(shape: StepShape, num_logits: int) -> Tensor:
@@ -94,16 +94,18 @@ def empty_draws(shape: StepShape, num_logits: int) -> Tensor:
     return torch.ones(size, dtype=torch.float32, device=shape.device)
 
 
-def sample(state: StepState, sampling: Sampling, answers: Tensor) -> tuple[Tensor, Tensor]:
+def sample(state: StepState, sampling: Sampling, tree_logits: Tensor) -> tuple[Tensor, Tensor]:
     """What generate() samples behind the root and behind each candidate token, if its turn comes there.
 
-    answers: logits [B, 1 + n, V]. Returns ids [B, 1 + n], and which rows go on in this step [B]: not those that have ended or wait.
+    tree_logits: [B, 1 + n, V]. Returns ids [B, 1 + n], and which rows go on in this step [B]: not those that have ended or wait.
     No row does from the first probability on that `torch.multinomial` refuses.
     """
     assert state.draws is not None
     is_active = ~state.is_finished & ~is_far_ahead(state)
-    probabilities = probabilities_of(sampling, answers)
-    lengths = state.lengths[:, None] + state.offsets[:, : answers.shape[1]]  # [B, 1 + n] of the text up to each of them
+    probabilities = probabilities_of(sampling, tree_logits)
+    lengths = (
+        state.lengths[:, None] + state.offsets[:, : tree_logits.shape[1]]
+    )  # [B, 1 + n] of the text up to each of them
     draws = state.draws[lengths % len(state.draws), state.rows]  # [B, 1 + n, V]
     chosen = (probabilities / draws).argmax(dim=-1)
     is_valid = (probabilities >= 0).flatten(1).all(dim=1)  # [B]; of what is refused, softmax gives only nan
@@ -122,7 +124,7 @@ def probabilities_of(sampling: Sampling, logits: Tensor) -> Tensor:
 def is_far_ahead(state: StepState) -> Tensor:
     """Which rows wait for the slowest one. Returns [B]."""
     slowest = state.lengths.masked_fill(state.is_finished, NEVER).min()
-    return state.lengths >= slowest + largest_lead(len(state.lengths))
+    return state.lengths >= slowest + max_row_lead(len(state.lengths))
 
 
 class DrawRing:
@@ -169,11 +171,11 @@ class DrawRing:
 
 def hand_back(ring: DrawRing, selection: Selection) -> None:
     """Leave the generator, and draws that some rows have used and others will, to the ordinary loop."""
-    lengths, is_finished = selection.texts.lengths, selection.is_finished
+    lengths, is_finished = selection.sequences.lengths, selection.is_finished
     longest = max(lengths)
     ring.put_back(longest)
-    if selection.noise is not None:
+    if selection.draws is not None:
         slowest = min((length for length, done in zip(lengths, is_finished, strict=True) if not done), default=longest)
-        selection.noise.take_over(
-            slowest - selection.texts.prompt_length, [ring.of(length) for length in range(slowest, longest)]
+        selection.draws.take_over(
+            slowest - selection.sequences.prompt_length, [ring.of(length) for length in range(slowest, longest)]
         )

@@ -85,8 +85,8 @@ class StepState:
         self.is_finished = zeros(batch_size, dtype=torch.bool)
         self.max_length = zeros(())
         self.eos_ids = zeros(max(1, shape.num_eos_ids))
-        self.slot_lead = zeros(())  # how far a token's slot is ahead of its place in `ids`
-        self.position_lead = zeros(shape.position_shape)  # and its position of its slot
+        self.slot_offset = zeros(())  # how far a token's slot is ahead of its place in `ids`
+        self.position_offset = zeros(shape.position_shape)  # and its position of its slot
         self.key_mask = zeros(batch_size, cache.capacity, dtype=torch.bool)  # False for padding
         self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: slots before each row's text
 
@@ -149,11 +149,11 @@ def lay_out(state: StepState) -> tuple[Block, Tensor, Tensor]:
     window.set_root(roots)
     candidates, is_any = state.pool.newest(roots)
     candidates = candidates.masked_fill(~is_any[..., None], 0)
-    starts = state.lengths[:, None] - 1 + state.slot_lead  # [B, 1]
+    starts = state.lengths[:, None] - 1 + state.slot_offset  # [B, 1]
     block = Block(
         tokens=torch.cat([roots[:, None], candidates.flatten(1), window.cells()], dim=1),
         offsets=state.offsets,
-        positions=starts + state.position_lead + state.offsets,
+        positions=starts + state.position_offset + state.offsets,
         visible=state.visible,
         logit_rows=state.logit_rows,
         lengths=[],
@@ -197,9 +197,9 @@ def step(model: Any, state: StepState) -> Tensor:
     logits = plain_forward(
         model, shape.keeps_rows, block.tokens, block.positions, masks(state, block), state.logit_rows, state.cache
     )
-    answers, behind_window = logits.split([1 + shape.num_nodes, shape.window_size], dim=1)
+    tree_logits, behind_window = logits.split([1 + shape.num_nodes, shape.window_size], dim=1)
 
-    chosen, is_active = choose(state, answers)
+    chosen, is_active = choose(state, tree_logits)
     best, num_agreed, tokens = longest_match(candidates, is_any, chosen)
     count, has_ended = stop(state, tokens, (num_agreed + 1) * is_active)
 
@@ -219,16 +219,16 @@ def step(model: Any, state: StepState) -> Tensor:
     return logits
 
 
-def choose(state: StepState, answers: Tensor) -> tuple[Tensor, Tensor]:
+def choose(state: StepState, tree_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens that the model chooses behind the root and each candidate token, [B, 1 + n], and which rows go on, [B].
 
-    answers: its logits there, [B, 1 + n, V]. No row goes on from the first step on that a guess may have spoiled.
+    tree_logits: the logits there, [B, 1 + n, V]. No row goes on from the first step on that a guess may have spoiled.
     """
-    is_number = ~answers.index_select(2, state.witness).isnan().flatten(1).any(dim=1)  # [B]
+    is_number = ~tree_logits.index_select(2, state.witness).isnan().flatten(1).any(dim=1)  # [B]
     state.is_refused |= ~(is_number | state.is_finished).all()
     if state.shape.sampling is None:
-        return best_on_device(answers), ~(state.is_finished | state.is_refused)
-    return sample(state, state.shape.sampling, answers)
+        return best_on_device(tree_logits), ~(state.is_finished | state.is_refused)
+    return sample(state, state.shape.sampling, tree_logits)
 
 
 def stop(state: StepState, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
