@@ -17,14 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from unittest import mock
 
 import harness
 import torch
 
 import lade
-import lade.decoding
 from lade.block.token_tree import TokenTree
+from lade.drafting import register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft
 from lade.drafting.memory import Memory, most_likely
 
@@ -113,17 +112,15 @@ def tokens_per_step(model, prompts, method: str, q: int, common: dict) -> tuple[
         level, window, guess = LOOKAHEAD[q]
         lade.config_lade(MODE="lookahead", LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guess, ADAPTIVE=0)
     else:
-        lade.config_lade(MODE="tree", MAX_BLOCK=q, ADAPTIVE=0)
+        lade.config_lade(MODE="static" if method == "recycling, static" else "tree", MAX_BLOCK=q, ADAPTIVE=0)
     arguments = common | ({"prompt_lookup_num_tokens": q - 1} if method == "prompt lookup" else {})
     for inputs in prompts:
         memory = warm if method == "tree, warm" else SuffixOnly() if method == "suffix" else Memory()
         static = StaticRecycling(q - 1, inputs["input_ids"])
-        is_static = method == "recycling, static"
-        make = (lambda *_, static=static: static) if is_static else lade.decoding.make_drafter
+        register_drafter("static", lambda _, static=static: static)
         with (
             harness.use_lade(method != "prompt lookup"),
             memory.active(),
-            mock.patch("lade.decoding.make_drafter", make),
             counting_forwards(model, method == "prompt lookup") as counts,
         ):
             output, _ = harness.generate_timed(model, inputs, **arguments)

@@ -32,6 +32,7 @@ from lade.models.request import Request
 from lade.models.self_check import self_check_reason
 from lade.parallel.communicator import is_leader
 from lade.parallel.group import SingleProcess, process_group_for
+from lade.state import forget_all
 from lade.stats import GenerationStats, open_stats, recording
 
 logger = logging.getLogger("lade")
@@ -96,10 +97,12 @@ augment_llama = augment_all
 
 @one_at_a_time
 def restore_all() -> None:
-    """Put the original functions back, the very same objects."""
+    """Put the original functions back, the very same objects, and forget what was learned of models."""
     for name, function in _originals.items():
         setattr(_owner(name), name, function)
     _originals.clear()
+    _warned.clear()
+    forget_all()
 
 
 def _owner(name: str) -> type:

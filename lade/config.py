@@ -15,7 +15,7 @@ import logging
 import os
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ logger = logging.getLogger("lade")
 # GUESS_SET_SIZE=-1 asks for every n-gram ever seen; a block that large would never pay, so this many are kept per key.
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
-MODES = ("lookahead", "tree", "auto")
+MODES: dict[str, None] = dict.fromkeys(("lookahead", "tree", "auto"))  # in order; `register_drafter` adds to them
 MAX_WORKERS = 4096
 ON_VALUES = ("1", "true", "yes", "on")
 NO_SETTINGS = ("note", "measured")  # what a settings file may hold besides: a sentence, and whatever was measured
@@ -63,7 +63,7 @@ def flag_or_auto(name: str, value: Any) -> bool | None:
     return bool(value)
 
 
-def one_of(*values: str) -> Check:
+def one_of(values: Collection[str]) -> Check:
     def check(name: str, value: Any) -> str:
         if value not in values:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}")
@@ -104,7 +104,7 @@ class LookaheadConfig:
     mode: str = setting(
         "auto",
         "MODE",
-        one_of(*MODES),
+        one_of(MODES),
         "Who guesses: 'lookahead' is the paper's window and pool, 'tree' grows a tree from everything the model has said before "
         "(docs/drafting.md), 'auto' leaves the choice to lade: today the tree. Giving LEVEL, WINDOW_SIZE or GUESS_SET_SIZE "
         "without MODE means 'lookahead'.",
@@ -126,7 +126,7 @@ class LookaheadConfig:
     backend: str | None = setting(
         None,
         "backend",
-        one_of("nccl", "gloo"),
+        one_of(("nccl", "gloo")),
         "How keys and values travel between these processes. Default: nccl for a model on CUDA, else gloo.",
     )
     compile: bool = setting(False, "COMPILE", flag, "1 pads blocks to static shapes and compiles their forward.")
@@ -240,11 +240,11 @@ def config_lade(**keywords: Any) -> None:
             raise TypeError(f"config_lade() has no keyword {name!r}{suggestion(name)}")
     given = {name: value for name, value in keywords.items() if value is not None}
     path = given.pop("CONFIG", None)
-    if path is not None:
-        _config_from_file(path, given)
-        return
     global _default
-    _default = _changed(_default, given)
+    before = _default if path is None else _with_file(_default, path)
+    _default = _changed(
+        before, given
+    )  # calls in other threads read it without a lock: it changes once, to the end result
 
 
 def suggestion(name: str) -> str:
@@ -294,13 +294,13 @@ def apply_environment() -> None:
 
     Raises ValueError as config_lade(CONFIG=...) does; then nothing has changed, and the next call tries again.
     """
-    global _environment_is_read
+    global _environment_is_read, _default
     path = os.environ.get("LADE_CONFIG", "")
     if _environment_is_read or not path:
         return
     _environment_is_read = True
     try:
-        _config_from_file(path, {}, "LADE_CONFIG")
+        _default = _with_file(_default, path, "LADE_CONFIG")
     except BaseException:
         _environment_is_read = False
         raise
@@ -318,23 +318,17 @@ def temporary_settings(**keywords: Any) -> Iterator[None]:
         _default = before
 
 
-def _config_from_file(path: str | os.PathLike[str], given: dict[str, Any], source: str = "CONFIG") -> None:
-    """Set what the file says, then the keywords `given`: all of it or nothing. source: what named the file."""
-    global _default
+def _with_file(config: LookaheadConfig, path: str | os.PathLike[str], source: str = "CONFIG") -> LookaheadConfig:
+    """These settings with those of a file on top. source: what named the file. Raises ValueError, naming it."""
     settings, note = read_settings(path, source)
-    before = _default
     try:
-        try:
-            config_lade(**settings)
-        except (ValueError, NotImplementedError) as error:
-            raise type(error)(f"{error}, with {source}={os.fspath(path)!r}") from None
-        config_lade(**given)
-    except BaseException:
-        _default = before
-        raise
+        changed = _changed(config, settings)
+    except ValueError as error:
+        raise ValueError(f"{error}, with {source}={os.fspath(path)!r}") from None
     if not settings and note and note not in _warned:
         _warned.add(note)
         logger.warning("lade: %s %s has no settings: %s", source, os.fspath(path), note)
+    return changed
 
 
 def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple[dict[str, Any], str | None]:

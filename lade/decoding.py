@@ -17,7 +17,7 @@ from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
 from lade.block.token_tree import TokenTree
 from lade.config import LookaheadConfig
-from lade.drafting import Outcome, make_drafter
+from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.forward.choice import choose_forward
 from lade.forward.on_device.loop import device_loop
@@ -146,15 +146,18 @@ class DecodingCall:
         choose_forward(self.runner, config, stats, self.key_mask, num_new, self.recorder.model_arguments)
         group.num_tokens = adapter.num_tokens
         self.drafter: Drafter = make_drafter(
-            config,
-            adapter.model,
-            adapter.num_tokens,
-            input_ids,
-            self.key_mask,
-            (generation_config.temperature or 1.0) if self.do_sample else None,
-            self.selection.draws,
-            self.runner.kind,
-            is_exact=not config.adaptive or adapter.is_exact,
+            DraftRequest(
+                config=config,
+                model=adapter.model,
+                num_tokens=adapter.num_tokens,
+                prompt_ids=input_ids,
+                key_mask=self.key_mask,
+                temperature=(generation_config.temperature or 1.0) if self.do_sample else None,
+                draws=self.selection.draws,
+                forward_kind=self.runner.kind,
+                is_exact=adapter.is_exact,
+                may_measure=not is_synced,  # forwards that keep other processes company are no measure
+            )
         )
         self.most_slots = slots_of_static(callers_cache)
         is_alone = type(group) is SingleProcess and not is_synced and self.most_slots is None

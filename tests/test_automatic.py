@@ -28,6 +28,7 @@ from lade.forward.on_device import loop as device_loop
 from lade.forward.runner import BlockRunner
 from lade.kernels import reference_block_attention, trial
 from lade.models import base
+from lade.state import forget_all
 from lade.stats import GenerationStats
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
@@ -42,8 +43,8 @@ def automatic(lade_on, monkeypatch):
     monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.2 * q))
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
     yield
-    for known in (kept._kept, fixed._not_capturable, trial._problems):
-        known.clear()
+    forget_all()
+    trial._problems.clear()
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_nothing_changes_on_a_cpu(model, kernel):
         assert (stats.captured_steps, stats.device_steps, stats.cuda_graph_reason) == (0, 0, None)
         assert (stats.used_kernel, stats.kernel_reason) == (False, None)
     assert not kernel.calls
-    assert not len(kept._kept)
+    assert not kept._pool.of(model)
 
 
 ONE_SHAPE = {"MODE": "tree", "MAX_BLOCK": 8, "ADAPTIVE": 0}
@@ -215,7 +216,7 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
     assert len(tried) == 1
 
     monkeypatch.setattr(fixed, "capture", refuse)
-    kept._kept.clear()
+    kept._pool.of(model).clear()
     for _ in range(2):
         stats = run(model)
         assert stats.captured_steps == 0
@@ -315,7 +316,7 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
     monkeypatch.setattr(fixed, "capture", slow)
     for module in (fixed, lade.decoding):
         monkeypatch.setattr(module, "perf_counter", clock)
-    monkeypatch.setattr(lade.decoding, "make_drafter", lambda *args, **named: Spy(make_drafter(*args, **named)))
+    monkeypatch.setattr(lade.decoding, "make_drafter", lambda request: Spy(make_drafter(request)))
     stats = run(tiny_llama())
     assert stats.forward_seconds == now[0] >= 5
     assert set(seen) == ({0.0, 5.0} if fails else {0.0})
@@ -323,21 +324,18 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
 
 
 def test_what_a_step_costs_depends_on_the_way(model, on_cuda, kernel, monkeypatch):
-    kinds = []
+    requests = []
 
-    def spy(*args, **named):
-        kinds.append(args[-1])
-        return make_drafter(*args, **named)
+    def spy(request):
+        requests.append(request)
+        return make_drafter(request)
 
     monkeypatch.setattr(lade.decoding, "make_drafter", spy)
     for settings in ({}, {"USE_FLASH": 0}, {"CUDA_GRAPH": 0}, {"USE_FLASH": 1}):
         lade.config_lade(**settings)
         run(model)
-    assert kinds == [("kernel", "graph"), ("graph",), (), ("kernel",)]
-    drafters = [
-        make_drafter(current_config(), model, 61, prompt()["input_ids"], None, None, None, kind) for kind in kinds
-    ]
-    assert len({id(drafter.costs.at(100)) for drafter in drafters}) == len(kinds)
+    assert [request.forward_kind for request in requests] == [("kernel", "graph"), ("graph",), (), ("kernel",)]
+    assert len({id(make_drafter(request).costs.at(100)) for request in requests}) == len(requests)
 
 
 @pytest.mark.parametrize("share", [1.0, 1e-9], ids=["room", "no-room"])
@@ -348,7 +346,7 @@ def test_a_cache_too_large_to_keep(mode, share, model, on_cuda, monkeypatch):
     monkeypatch.setattr(kept, "device_memory", lambda device: 2**30)
     stats = run(model)
     assert stats.captured_steps == stats.steps - 1
-    assert bool(kept._kept.get(model)) == (share == 1.0)
+    assert bool(kept._pool.of(model)) == (share == 1.0)
 
 
 def test_bytes_of_a_cache(model):

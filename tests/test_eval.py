@@ -27,6 +27,7 @@ from lade.commands.eval.report import markdown, summarize
 from lade.commands.eval.results import Results
 from lade.commands.eval.tasks import TASKS, Question
 from lade.drafting import memory
+from lade.state import forget_all
 
 BUNDLED = ROOT / "models" / "stdlib-9m"
 LIMITS = Limits(seconds=100, megabytes=512)
@@ -534,11 +535,11 @@ def test_a_run(task, evaluate, tmp_path):
 
 def test_the_first_question_is_asked_for_the_first_time(evaluate, monkeypatch, random_model, tmp_path):
     """The warm-up asks it too, and its memory is forgotten. What one question has taught serves the next ones."""
-    monkeypatch.setattr(memory, "_shared", type(memory._shared)())
+    forget_all()
     asked, answer = [], Answerer.answer
 
     def watched(self, question, method):
-        asked.append((question.id, len(memory.memory_for(random_model, share=True))))
+        asked.append((question.id, len(memory.memory_for(random_model, True, "live"))))
         return answer(self, question, method)
 
     monkeypatch.setattr(Answerer, "answer", watched)

@@ -264,7 +264,7 @@ def test_a_hook_is_not_kept_alive(model):
         handle = model.model.layers[0].register_forward_hook(lade.allow_hook(shifting(lambda h: 1)))
         check(model)
         handle.remove()
-        assert len(probe._verdicts[model]) == 1
+        assert len(probe._verdicts.of(model)) == 1
         gc.collect()
 
 

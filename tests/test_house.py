@@ -9,7 +9,7 @@ import lade
 ROOT = Path(lade.__file__).parent
 # Files and folders of lade/ by floor; docs/design.md says what each is for.
 FLOORS = (
-    {"config", "stats", "compat"},
+    {"config", "stats", "compat", "state"},
     {"kernels"},
     {"block", "block_size"},
     {"verification"},

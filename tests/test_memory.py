@@ -19,11 +19,12 @@ from lade.drafting import memory as memory_module
 from lade.drafting.memory import Memory, most_likely
 from lade.drafting.suffix_index import SuffixIndex
 from lade.drafting.top_k_table import ROW_LENGTH, TopKTable
+from lade.state import forget_all
 
 
 @pytest.fixture(autouse=True)
-def tree(lade_on, monkeypatch):
-    monkeypatch.setattr(memory_module, "_shared", type(memory_module._shared)())
+def tree(lade_on):
+    forget_all()
     lade.config_lade(MODE="tree", MAX_BLOCK=16)
 
 

@@ -34,6 +34,7 @@ from lade.forward.on_device import step as device_step
 from lade.forward.on_device.step import StepShape, StepState
 from lade.forward.runner import BlockRunner
 from lade.models import adapter_for
+from lade.state import forget_all
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
 is_wanted = device_loop.is_wanted
@@ -47,8 +48,7 @@ def eager(lade_on, monkeypatch):
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=0)
     yield
     torch._dynamo.reset()
-    for by_model in (kept._kept, device_loop._compiled, fixed._compiled, fixed._not_capturable):
-        by_model.clear()
+    forget_all()
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +368,7 @@ def test_captured_once_for_all_calls(inputs, model, captured):
         stats = check(model, inputs(), captured=True, max_new_tokens=max_new_tokens)
         assert stats.cuda_graph_reason is None
     assert len(captured) == 1
-    assert len(kept._kept[model]) == 1
+    assert len(kept._pool.of(model)) == 1
 
 
 def test_one_graph_with_padding_and_without(shallow, captured):
@@ -386,7 +386,7 @@ def test_captured_anew_where_a_graph_would_not_notice(captured):
     model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.5
     check(model, prompt(), captured=True)
     assert len(captured) == 3
-    assert len(kept._kept[model]) == kept.KEPT
+    assert len(kept._pool.of(model)) == kept.KEPT
 
 
 def test_fingerprint():
@@ -449,14 +449,14 @@ def test_buffers_are_for_one_call_at_a_time(shallow, captured, monkeypatch):
 
     monkeypatch.setattr(shallow, "_prefill", interrupted, raising=False)
     outer = shallow.generate(**prompt(), **GREEDY)
-    assert len(kept._kept[shallow]) == 2
+    assert len(kept._pool.of(shallow)) == 2
     for seed, output in enumerate((outer, inner[0])):
         assert torch.equal(output, generate_plain(shallow, prompt(seed=seed), **GREEDY))
 
 
 def test_what_a_call_leaves_in_a_cache_is_gone(shallow, captured):
     check(shallow, prompt(), captured=True)
-    kept._kept[shallow][0].cache.layers[0].values.fill_(torch.nan)
+    kept._pool.of(shallow)[0].cache.layers[0].values.fill_(torch.nan)
     check(shallow, prompt(seed=2), captured=True)
     assert len(captured) == 1
 
@@ -495,8 +495,6 @@ def test_a_model_is_let_go(way, request):
     del model
     gc.collect()
     assert gone() is None
-    assert not len(kept._kept)
-    assert not len(device_loop._compiled)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from lade.forward import static_shapes as fixed
 from lade.forward.fingerprint import fingerprint
 from lade.forward.on_device import loop as device_loop
 from lade.models import ModelAdapter
+from lade.state import forget_all
 
 NEW = {"max_new_tokens": 32}
 NOT_HERE = "CUDA graphs need a model on a CUDA device"
@@ -48,9 +49,7 @@ def small_block(lade_on, monkeypatch):
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=1)
     yield
     torch._dynamo.reset()
-    fixed._compiled.clear()
-    fixed._not_capturable.clear()
-    kept._kept.clear()
+    forget_all()
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +261,6 @@ def test_a_model_is_let_go():
     del model
     gc.collect()
     assert gone() is None
-    assert not len(fixed._compiled)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +355,7 @@ def test_captured_once_for_all_calls(make, arguments, settings, model, graphs):
         stats = check(expected, found, compiled=False, captured=True)
         assert stats.cuda_graph_reason is None
     assert len(graphs) == 1
-    assert len(kept._kept[model]) == 1
+    assert len(kept._pool.of(model)) == 1
 
 
 def test_compiled_and_captured_once_for_all_calls(model, graphs, monkeypatch):
@@ -406,7 +404,7 @@ def test_only_so_many_shapes_are_kept(model, graphs, monkeypatch):
         captured=True,
     )
     assert len(graphs) > 1
-    (buffers,) = kept._kept[model]
+    (buffers,) = kept._pool.of(model)
     (inputs,) = buffers.inputs.values()
     assert inputs.tokens.shape[1] == stats.block_tokens[-1]
 
@@ -423,7 +421,7 @@ def test_nothing_is_kept_without_graphs(model):
     check(*both(model, prompt(), do_sample=False))
     lade.config_lade(COMPILE=0)
     check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert not len(kept._kept)
+    assert not kept._pool.of(model)
 
 
 def test_captured_anew_where_a_graph_would_not_notice(graphs):
@@ -446,7 +444,7 @@ def test_captured_anew_where_a_graph_would_not_notice(graphs):
         for _ in range(2):
             check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
             assert len(graphs) == count
-    assert len(kept._kept[model]) == kept.KEPT
+    assert len(kept._pool.of(model)) == kept.KEPT
 
 
 def test_fingerprint_of_code_and_settings(monkeypatch):
@@ -517,12 +515,12 @@ def test_a_cache_that_grows_behind_the_last_graph(model, graphs, monkeypatch):
     expected, found = both(model, prompt(), do_sample=False, max_new_tokens=80, stopping_criteria=[Off()])
     assert torch.equal(expected, found)
     assert 0 < lade.last_stats().captured_steps < lade.last_stats().steps - 1
-    assert not len(kept._kept)
+    assert not kept._pool.of(model)
 
 
 def test_what_a_call_leaves_in_a_cache_is_gone(model, graphs):
     check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
-    kept._kept[model][0].cache.layers[0].values.fill_(torch.nan)
+    kept._pool.of(model)[0].cache.layers[0].values.fill_(torch.nan)
     check(*both(model, prompt(seed=2), do_sample=False), compiled=False, captured=True)
     assert len(graphs) == 1
 
@@ -537,7 +535,7 @@ def test_what_a_call_returns_is_not_overwritten(model, graphs):
 
     first = model.generate(**prompt(), **NEW, **wanted)
     before = [tensor.clone() for tensor in parts(first)]
-    own = {buffers.cache.layers[0].keys.untyped_storage().data_ptr() for buffers in kept._kept[model]}
+    own = {buffers.cache.layers[0].keys.untyped_storage().data_ptr() for buffers in kept._pool.of(model)}
     model.generate(**prompt(seed=1), **NEW, **wanted)
     assert len(graphs) == 1
     assert all(torch.equal(*pair) for pair in zip(parts(first), before, strict=True))
@@ -572,7 +570,7 @@ def test_buffers_are_for_one_call_at_a_time(model, graphs, monkeypatch):
 
     monkeypatch.setattr(model, "_prefill", interrupted, raising=False)
     outer = model.generate(**prompt(), do_sample=False, **NEW)
-    assert len(kept._kept[model]) == 2
+    assert len(kept._pool.of(model)) == 2
     assert len(graphs) == 2
     for seed, output in enumerate((outer, inner[0])):
         assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
@@ -604,8 +602,8 @@ def test_in_threads(model, graphs):
     assert len(outputs) == 4
     for seed, output in outputs.items():
         assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
-    assert len(kept._kept[model]) <= kept.KEPT
-    buffers = kept._kept[model]
+    assert len(kept._pool.of(model)) <= kept.KEPT
+    buffers = kept._pool.of(model)
     assert len({id(each.cache) for each in buffers}) == len(buffers)
 
 
@@ -621,7 +619,7 @@ def test_an_exception_keeps_nothing(model, graphs):
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
             model.generate(**prompt(), do_sample=False, **NEW, stopping_criteria=[Full()])
-        assert not kept._kept.get(model)
+        assert not kept._pool.of(model)
         check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
     assert len(graphs) == 3  # the second of the two broken calls had what the first good one left
 
@@ -631,10 +629,10 @@ def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fixed, "capture", lambda forward: (lambda output: lambda: output)(forward() + 1))
         check(*both(model, prompt(), do_sample=False), compiled=False)
-        assert not kept._kept.get(model)
+        assert not kept._pool.of(model)
 
     check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
-    (buffers,) = kept._kept[model]
+    (buffers,) = kept._pool.of(model)
     (inputs,) = buffers.inputs.values()
     replay, count = inputs.replay, iter(range(100))
 
@@ -648,7 +646,7 @@ def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
     stats = lade.last_stats()
     assert torch.equal(expected, found)
     assert (stats.captured_steps, stats.cuda_graph_reason) == (3, "RuntimeError: device lost")
-    assert not kept._kept.get(model)
+    assert not kept._pool.of(model)
 
 
 def test_graphs_outlive_a_call_that_cannot_use_them(model, graphs):
@@ -667,12 +665,11 @@ def test_a_model_is_let_go_by_its_graphs(uses_kernel, graphs):
     model = tiny_llama(num_hidden_layers=1)
     model.generate(**prompt(), do_sample=False, max_new_tokens=8)
     assert lade.last_stats().captured_steps > 0
-    gone, cache = weakref.ref(model), weakref.ref(kept._kept[model][0].cache)
+    gone, cache = weakref.ref(model), weakref.ref(kept._pool.of(model)[0].cache)
     del model
     gc.collect()
     assert gone() is None
     assert cache() is None
-    assert not len(kept._kept)
 
 
 def test_a_graph_that_cannot_be_captured(model, graphs, monkeypatch):

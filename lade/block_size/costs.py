@@ -24,6 +24,7 @@ from lade.block_size.tables import (
     store,
     table_name,
 )
+from lade.state import PerModel
 
 # Sizes that are chosen from: few, so that each is well measured and kernels see few shapes.
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -338,7 +339,7 @@ def _median(seconds: list[float]) -> float:
 
 SavedCosts = dict[str, dict[str, float]]  # what else a cost depends on -> size -> seconds
 
-_costs: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], StepCosts]] = weakref.WeakKeyDictionary()
+_costs: PerModel[dict[tuple[Any, ...], StepCosts]] = PerModel(dict)
 
 
 class StepCostsByLength:
@@ -361,15 +362,15 @@ class StepCostsByLength:
         """
         self._model, self._saved = weakref.ref(model), saved or {}
         # Live and fixed costs of one kind lie side by side: what is exact may change between calls.
-        self.way = "live" if fixed_for is None else "measured" if may_measure else "assumed"
-        self._kind = kind if fixed_for is None else (*kind, self.way, limit)
-        self._all = _costs.setdefault(model, {})
+        way = "measured" if may_measure else "assumed"
+        self.kind = kind if fixed_for is None else (*kind, way, limit)
+        self._all = _costs.of(model)
         self._fixed_for, self._may_measure = fixed_for, may_measure
         self._latest: StepCosts | None = None
 
     def at(self, num_slots: int) -> StepCosts:
         """The costs for texts of about this many tokens."""
-        key = (*self._kind, max(MIN_CONTEXT, num_slots).bit_length())
+        key = (*self.kind, max(MIN_CONTEXT, num_slots).bit_length())
         if key not in self._all:
             self._all[key] = self._live(key) if self._fixed_for is None else self._fixed(key, self._fixed_for)
         if self._all[key] is not self._latest:
@@ -385,10 +386,10 @@ class StepCostsByLength:
 
     def _live(self, key: tuple[Any, ...]) -> LiveCosts:
         bucket = key[-1]
-        known = [other[-1] for other in list(self._all) if other[:-1] == self._kind]
+        known = [other[-1] for other in list(self._all) if other[:-1] == self.kind]
         nearest = min(known, key=lambda other: abs(other - bucket), default=None)
         if nearest is not None:
-            similar = self._all[(*self._kind, nearest)]
+            similar = self._all[(*self.kind, nearest)]
             assert isinstance(similar, LiveCosts)
             return LiveCosts(similar)
         saved = self._saved.get(_name_of(key))
@@ -397,7 +398,7 @@ class StepCostsByLength:
 
 def saved_costs(model: Any) -> SavedCosts:
     """All live costs of a model, in a form for JSON."""
-    found = {key: costs.measured for key, costs in list(_costs.get(model, {}).items()) if isinstance(costs, LiveCosts)}
+    found = {key: costs.measured for key, costs in list(_costs.of(model).items()) if isinstance(costs, LiveCosts)}
     return {
         _name_of(key): {str(size): cost for size, cost in seconds.items()} for key, seconds in found.items() if seconds
     }

@@ -1,61 +1,44 @@
-"""Who proposes guesses: one contract, several drafters."""
+"""Who proposes guesses: one contract, a registry of drafters by the name that MODE selects them with."""
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from collections.abc import Callable
 
-import torch
-from torch import Tensor
+from lade.config import MODES
+from lade.drafting.base import Draft, Drafter, DraftRequest, Outcome
+from lade.drafting.lookahead import LookaheadDrafter, lookahead_drafter
+from lade.drafting.tree import TreeDrafter, tree_drafter
 
-from lade.block_size import BlockModePolicy, StepCostsByLength
-from lade.config import LookaheadConfig
-from lade.drafting.base import Draft, Drafter, Outcome
-from lade.drafting.lookahead import LookaheadDrafter
-from lade.drafting.memory import memory_for
-from lade.drafting.tree import TreeDrafter
-from lade.verification.draws import ExponentialDraws
+__all__ = [
+    "Draft",
+    "DraftRequest",
+    "Drafter",
+    "LookaheadDrafter",
+    "Outcome",
+    "TreeDrafter",
+    "make_drafter",
+    "register_drafter",
+]
 
-__all__ = ["Draft", "Drafter", "LookaheadDrafter", "Outcome", "TreeDrafter", "make_drafter"]
-
-
-BLIND_BLOCK = 16  # tokens of a tree's block whose price cannot be known: they pay on most devices
-
-# What the modes of lookahead's blocks have been worth, by model, settings and what else changes a step's cost.
-_mode_policies: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], BlockModePolicy]] = weakref.WeakKeyDictionary()
+_drafters: dict[str, Callable[[DraftRequest], Drafter]] = {}
 
 
-def make_drafter(
-    config: LookaheadConfig,
-    model: Any,
-    num_tokens: int,
-    prompt_ids: Tensor,
-    key_mask: Tensor | None,
-    temperature: float | None,
-    draws: ExponentialDraws | None = None,
-    forward_kind: tuple[str, ...] = (),
-    is_exact: bool = True,
-) -> Drafter:
-    """The drafter that the settings ask for. Arguments as for the drafters.
+def register_drafter(mode: str, make: Callable[[DraftRequest], Drafter]) -> None:
+    """Let `config_lade(MODE=mode)` choose a drafter. make: called once for each call of generate().
 
-    forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow live costs.
+    A drafter may propose any tokens: wrong ones cost time and never change an output. Raises TypeError for a mode that is no string.
     """
-    kind = (model.dtype, model.device, torch.get_num_threads(), len(prompt_ids), config.compile, *forward_kind)
-    kind += ("window",) * config.uses_window  # whose search counts as part of the cost
-    # Processes that compute one forward together must lay out the same block, whatever each one's clock says.
-    is_split = (model.tp_size or 1) > 1
-    memory = None if config.uses_window else memory_for(model, config.share)
-    saved = None if memory is None else memory.step_costs
-    costs = None
-    if config.adaptive and not is_split:
-        may_measure = not (config.deterministic or torch.are_deterministic_algorithms_enabled())
-        costs = StepCostsByLength(
-            model, kind, saved, None if is_exact else len(prompt_ids), may_measure, config.max_block_tokens
-        )
-    if memory is None:
-        sizes = (config.ngram_size, config.window_size, config.num_guesses)
-        policies = _mode_policies.setdefault(model, {}) if config.share else {}
-        policy = None if costs is None else policies.setdefault((*kind, *sizes, costs.way), BlockModePolicy())
-        return LookaheadDrafter(config, num_tokens, prompt_ids, key_mask, costs, policy)
-    max_block = min(config.max_block, BLIND_BLOCK) if config.adaptive and is_split else config.max_block
-    return TreeDrafter(memory, num_tokens, prompt_ids, key_mask, temperature, max_block, costs, draws)
+    if not isinstance(mode, str):
+        raise TypeError(f"mode must be a string, got {mode!r}")
+    MODES[mode] = None
+    _drafters[mode] = make
+
+
+register_drafter("lookahead", lookahead_drafter)
+register_drafter("tree", tree_drafter)
+register_drafter("auto", tree_drafter)
+
+
+def make_drafter(request: DraftRequest) -> Drafter:
+    """The drafter that the settings ask for."""
+    return _drafters[request.config.mode](request)

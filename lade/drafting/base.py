@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
+from lade.block_size import SavedCosts, StepCostsByLength
+from lade.config import LookaheadConfig
+from lade.verification.draws import ExponentialDraws
 from lade.verification.sequences import TokenSequences
 
 ROOT_ALONE = (2, 1)  # the (N, W) of a block without a window
@@ -46,6 +50,59 @@ class Outcome:
     def num_committed(self) -> list[int]:
         """Tokens committed to each row: the accepted guesses and the one chosen after them."""
         return [0 if path is None else len(path) + 1 for path in self.accepted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """The call that a drafter is made for.
+
+    num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool,
+    False for padding; None without. temperature: of sampling, None for greedy. draws: what sampling draws; None for greedy.
+    forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow live costs.
+    may_measure: step costs may be measured on this machine.
+    """
+
+    config: LookaheadConfig
+    model: Any
+    num_tokens: int
+    prompt_ids: Tensor
+    key_mask: Tensor | None
+    temperature: float | None
+    draws: ExponentialDraws | None = None
+    forward_kind: tuple[str, ...] = ()
+    is_exact: bool = True
+    may_measure: bool = True
+
+    @property
+    def is_split(self) -> bool:
+        """Whether processes compute one forward together: they must lay out the same block, whatever each one's clock says."""
+        return (self.model.tp_size or 1) > 1
+
+    @property
+    def cost_source(self) -> str:
+        """Where costs that choose a block's size come from: "live", "measured" once and stored, or "assumed" for such a device."""
+        if self.is_exact:
+            return "live"
+        is_fixed = self.config.deterministic or torch.are_deterministic_algorithms_enabled() or not self.config.adaptive
+        return "assumed" if is_fixed or not self.may_measure else "measured"
+
+    def step_costs(self, *kind: str, saved: SavedCosts | None = None) -> StepCostsByLength | None:
+        """What blocks cost; None where their size does not follow costs. kind: of the drafter. saved: of an earlier process."""
+        if not self.config.adaptive or self.is_split:
+            return None
+        batch_size, device = len(self.prompt_ids), self.model.device
+        key = (
+            self.model.dtype,
+            device,
+            torch.get_num_threads(),
+            batch_size,
+            self.config.compile,
+            *self.forward_kind,
+            *kind,
+        )
+        source, limit = self.cost_source, self.config.max_block_tokens
+        fixed_for = None if source == "live" else batch_size
+        return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit)
 
 
 class Drafter(Protocol):

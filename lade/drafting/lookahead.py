@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree, merge_candidates
 from lade.block_size import BlockMode, BlockModePolicy, StepCostsByLength
 from lade.config import LookaheadConfig
-from lade.drafting.base import ROOT_ALONE, Draft, Outcome
+from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Outcome
 from lade.drafting.ngram_pool import Pool, pool_for
 from lade.drafting.window import JacobiWindow
+from lade.state import PerModel
 from lade.verification.sequences import TokenSequences
+
+# What the modes of blocks have been worth, by settings and what else changes a step's cost.
+_mode_policies: PerModel[dict[tuple[Any, ...], BlockModePolicy]] = PerModel(dict)
+
+
+def lookahead_drafter(request: DraftRequest) -> LookaheadDrafter:
+    """MODE="lookahead". Its search counts as part of a step's cost."""
+    config, costs = request.config, request.step_costs("window")
+    policy = None
+    if costs is not None:
+        policies = _mode_policies.of(request.model) if config.share else {}
+        key = (*costs.kind, config.ngram_size, config.window_size, config.num_guesses)
+        policy = policies.setdefault(key, BlockModePolicy())
+    return LookaheadDrafter(config, request.num_tokens, request.prompt_ids, request.key_mask, costs, policy)
 
 
 class LookaheadDrafter:

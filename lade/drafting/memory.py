@@ -19,6 +19,7 @@ from lade.block_size import SavedCosts, saved_costs
 from lade.drafting.acceptance import NUM_KINDS, Acceptance
 from lade.drafting.memory_file import read_arrays, write_arrays
 from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, TopKTable
+from lade.state import PerModel
 
 MAX_BYTES = 16 * 2**20
 MIN_BYTES = 64 * 2**10
@@ -281,14 +282,15 @@ def _rows_from(arrays: dict[str, npt.NDArray[Any]], name: str) -> tuple[npt.NDAr
     return keys, ids, bins
 
 
-_shared: weakref.WeakKeyDictionary[Any, tuple[int, Memory]] = weakref.WeakKeyDictionary()
+_shared: PerModel[dict[tuple[int, str], Memory]] = PerModel(dict)  # by size of the vocabulary and source of step costs
 _active: ContextVar[Memory | None] = ContextVar("memory", default=None)
 
 
-def memory_for(model: Any, share: bool) -> Memory:
-    """The active memory if there is one; else the one that all calls of the model share, or an empty one.
+def memory_for(model: Any, share: bool, cost_source: str) -> Memory:
+    """The active memory if there is one; else the one that calls of the model share, or an empty one.
 
-    Raises ValueError when the active one belongs to another model.
+    cost_source: as in `DraftRequest`. What was learned in blocks whose sizes followed a clock depends on it, so that it must not
+    reach calls whose text could follow. Raises ValueError when the active one belongs to another model.
     """
     active = _active.get()
     if active is not None:
@@ -299,6 +301,7 @@ def memory_for(model: Any, share: bool) -> Memory:
         memory.outlives_call = False
         return memory
     vocab_size = model.config.get_text_config().vocab_size
-    if model not in _shared or _shared[model][0] != vocab_size:  # embeddings may be resized
-        _shared[model] = vocab_size, Memory()
-    return _shared[model][1]
+    shared = _shared.of(model)
+    for key in [key for key in shared if key[0] != vocab_size]:  # embeddings may be resized
+        del shared[key]
+    return shared.setdefault((vocab_size, cost_source), Memory())

@@ -20,8 +20,8 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree
 from lade.block_size import EarlyStop, SpeculationBackoff, StepCostsByLength, choose_size
 from lade.drafting.acceptance import PAIR, PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
-from lade.drafting.base import ROOT_ALONE, Draft, Outcome
-from lade.drafting.memory import KEY_SHIFT, Memory, most_likely
+from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Outcome
+from lade.drafting.memory import KEY_SHIFT, Memory, memory_for, most_likely
 from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
 from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, Row
 from lade.verification.draws import Draws, ExponentialDraws, win_chances
@@ -32,6 +32,8 @@ LONG_MATCH = 5  # tokens
 FOREIGN = -1
 BOTH_ROWS = 0.3  # chance of a node from which on the row of its token is worth a look beside the row of its pair
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
+
+BLIND_BLOCK = 16  # tokens of a block whose cost cannot be known: they pay on most devices
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
 
@@ -82,6 +84,23 @@ class Seen:
         previous = [tokens[parent + 1] for parent in growth.parents]
         accepted = {0, *(node + 1 for node in path)}
         return cls(logits, [before, *previous], tokens, [place in accepted for place in range(len(tokens))])
+
+
+def tree_drafter(request: DraftRequest) -> TreeDrafter:
+    """MODE="tree"."""
+    config = request.config
+    memory = memory_for(request.model, config.share, request.cost_source)
+    is_blind = config.adaptive and request.is_split
+    return TreeDrafter(
+        memory,
+        request.num_tokens,
+        request.prompt_ids,
+        request.key_mask,
+        request.temperature,
+        min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block,
+        request.step_costs(saved=memory.step_costs),
+        request.draws,
+    )
 
 
 class TreeDrafter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache
+from lade.state import PerModel
 
 KEPT = 2  # sets of buffers per model, caches included, that wait for another call
 KEPT_SHARE = 1 / 16  # of the device's memory: nothing is kept whose cache takes more
@@ -28,24 +28,23 @@ class PooledBuffers:
 
 B = TypeVar("B", bound=PooledBuffers)
 _lock = threading.Lock()
-# By model, and gone with it: nothing in them refers to the model. The oldest come first.
-_kept: weakref.WeakKeyDictionary[PreTrainedModel, list[PooledBuffers]] = weakref.WeakKeyDictionary()
+_pool: PerModel[list[PooledBuffers]] = PerModel(list)  # the oldest come first
 
 
 def acquire(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, most: int) -> B | None:
     """An earlier call's buffers with an empty cache of `least` to `most` slots, now the caller's alone; None where none fit."""
     with _lock:
-        kept = _kept.get(model, [])
+        pool = _pool.of(model)
         fitting = [
             buffers
-            for buffers in kept
+            for buffers in pool
             if isinstance(buffers, kind) and buffers.key == key and least <= buffers.cache.capacity <= most
         ]
         if not fitting:
-            del kept[: max(0, len(kept) + 1 - KEPT)]  # make room first: the oldest goes
+            del pool[: max(0, len(pool) + 1 - KEPT)]  # make room first: the oldest goes
             return None
         found = min(fitting, key=lambda buffers: buffers.cache.capacity)
-        kept.remove(found)
+        pool.remove(found)
     if found.released is not None:  # this call may run on another stream than the last one
         torch.cuda.current_stream(model.device).wait_event(found.released)
     found.cache.clear()
@@ -60,9 +59,9 @@ def release(model: PreTrainedModel, buffers: PooledBuffers) -> None:
     if model.device.type == "cuda":
         buffers.released = torch.cuda.current_stream(model.device).record_event()
     with _lock:
-        kept = _kept.setdefault(model, [])
-        kept.append(buffers)
-        del kept[:-KEPT]
+        pool = _pool.of(model)
+        pool.append(buffers)
+        del pool[:-KEPT]
 
 
 def device_memory(device: torch.device) -> int | None:

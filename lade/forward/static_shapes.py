@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import types
-import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from lade.forward.buffer_pool import PooledBuffers, acquire, release
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
 from lade.forward.static_inputs import Forward, Masks, StaticInputs, mask_shapes, plain_forward
+from lade.state import PerModel
 from lade.stats import GenerationStats
 
 BACKEND: Any = "inductor"  # of torch.compile
@@ -38,11 +38,11 @@ SMALLEST_TREE = 8  # nodes, the root included, that a smaller tree is padded to;
 # How far a compiled forward's logits may be from the ordinary one's, relative to the largest of them.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
-# What has been compiled for each model, by shape; a sentence where that failed. A model that is gone takes its entries along.
-_compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Forward | str]] = weakref.WeakKeyDictionary()
+# What has been compiled for each model, by shape; a sentence where that failed.
+_compiled: PerModel[dict[Hashable, Forward | str]] = PerModel(dict)
 compiling = threading.Lock()  # is not for two threads at once
 # Why a model's forwards ("forward") or steps ("step") could not be captured: lade does not choose by itself to try again.
-_not_capturable: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str]] = weakref.WeakKeyDictionary()
+_not_capturable: PerModel[dict[str, str]] = PerModel(dict)
 
 
 def padded_nodes(num_nodes: int, full: int) -> int:
@@ -85,14 +85,14 @@ def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int)
 
 def capture_failure(model: PreTrainedModel, what: str) -> str | None:
     """Why the model's forwards or steps could not be captured earlier in this process. what: "forward" or "step"."""
-    return _not_capturable.get(model, {}).get(what)
+    return _not_capturable.of(model).get(what)
 
 
 def remember_failure(model: PreTrainedModel, what: str, problem: Exception) -> str:
     """Returns the problem as a sentence. Memory may be there again next time."""
     reason = in_short(problem)
     if not is_out_of_memory(problem):
-        _not_capturable.setdefault(model, {})[what] = reason
+        _not_capturable.of(model)[what] = reason
     return reason
 
 
@@ -239,7 +239,7 @@ class StaticForward:
         key = self._key(inputs)
         try:
             with compiling:
-                known = _compiled.setdefault(self.owner, {})
+                known = _compiled.of(self.owner)
                 found = known.get(key)
                 if found is None:
                     found = known[key] = self._compile(inputs, ordinary)
@@ -259,7 +259,7 @@ class StaticForward:
 
     def _not_compiled(self, inputs: StaticInputs, problem: Exception) -> None:
         """Remember the failure, so that no later call tries again."""
-        self.stats.compile_reason = _compiled.setdefault(self.owner, {})[self._key(inputs)] = in_short(problem)
+        self.stats.compile_reason = _compiled.of(self.owner)[self._key(inputs)] = in_short(problem)
         self.compiles = False
 
     def _compile(self, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> Forward:

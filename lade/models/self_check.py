@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.foreign import is_gone
 from lade.models.reasons import checked_code, failed_check_reason
+from lade.state import PerModel
 from lade.verification.draws import drawing
 
 # The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
@@ -27,8 +27,8 @@ SHORTEST_CHECK = 64
 SAFETY = {torch.float64: 1000.0, torch.float32: 1000.0}
 SAFETY_IN_HALF_PRECISION = 10.0
 
-# What came of trials, by the code that ran and by what was tried; a model that is gone takes its entries along, and so does the code.
-_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, str | None]] = weakref.WeakKeyDictionary()
+# What came of trials, by the code that ran and by what was tried; code that is gone takes its entries along.
+_verdicts: PerModel[dict[Hashable, str | None]] = PerModel(dict)
 MOST_VERDICTS = 64  # per model: hooks may come with other arguments in each call
 
 
@@ -55,7 +55,7 @@ def self_check_reason(
         sizes,
         any(part.training for part in adapter.unusual_parts),
     )
-    verdicts = _verdicts.setdefault(adapter.model, {})
+    verdicts = _verdicts.of(adapter.model)
     if key not in verdicts:
         try:
             verdict = _try_out(type(adapter)(adapter.model), *sizes)

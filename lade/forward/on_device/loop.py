@@ -7,7 +7,6 @@ are, and the ordinary loop goes on from there.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, least_capacity
 from lade.config import LookaheadConfig
@@ -38,6 +36,7 @@ from lade.forward.static_shapes import (
     padded_capacity,
     remember_failure,
 )
+from lade.state import PerModel
 from lade.stats import GenerationStats
 from lade.verification.selection import GreedySelection, Selection
 
@@ -47,7 +46,7 @@ FREE_TOKENS_OTHERWISE = 64
 TRIAL_STEPS = 3  # that preparing one runs before its state is put back, at most
 
 Step = Callable[[Any, StepState], Tensor]
-_compiled: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Step | str]] = weakref.WeakKeyDictionary()
+_compiled: PerModel[dict[Hashable, Step | str]] = PerModel(dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -281,7 +280,7 @@ class DeviceLoop:
     def _compiled_step(self, buffers: Buffers, state: StepState) -> Step:
         """Compiled for this shape and capacity, now or before, and found to agree with the ordinary forward."""
         with compiling:
-            known = _compiled.setdefault(self.owner, {})
+            known = _compiled.of(self.owner)
             found = known.get((*self._key, state.capacity))
             if found is None:
                 found = compile_copy(step)
@@ -392,7 +391,7 @@ class DeviceLoop:
         """Remember the failure, so that no later call tries again."""
         reason = in_short(problem)
         self.stats.compile_reason = reason
-        _compiled.setdefault(self.owner, {})[(*self._key, state.capacity)] = reason
+        _compiled.of(self.owner)[(*self._key, state.capacity)] = reason
         self.compiles = False
 
     def _not_captured(self, problem: Exception) -> None:
