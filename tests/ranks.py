@@ -225,7 +225,7 @@ def look_at_caches(rank, share_paths):
     """Keys/values that calls leave behind; with share_paths=False each rank keeps what it has."""
     deal_backwards()
     if not share_paths:
-        ProcessGroup._tell_data = lambda self, what, values, source: values
+        ProcessGroup._broadcast_data = lambda self, what, values, source: values
     model, found = tiny_llama(torch.float32), []
     lade.config_lade(LEVEL=5, WINDOW_SIZE=4, GUESS_SET_SIZE=8, DIST_WORKERS=2)
     for seed in range(4):
