@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, tiny_llama
 from transformers import GenerationMixin, LlamaForCausalLM
 
 import lade

@@ -89,3 +89,13 @@ def test_nothing_else_is_imported():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= allowed, f"{path.name} imports {names}"
+
+
+def test_test_files_share_through_support():
+    """What one test file needs of another belongs to tests/support/ (fixtures: to tests/conftest.py)."""
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            others = [name for name in names if name.startswith("test_") or name == "conftest"]
+            assert not others, f"{path.name} imports {others}: from support import ..."

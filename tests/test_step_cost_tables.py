@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import beside, generate_plain, prompt, python, tiny_llama
+from support import beside, generate_plain, prompt, python, tiny_llama
 
 import lade
 from lade import decoding
@@ -262,7 +262,7 @@ def test_what_is_assumed_for_batches_and_devices():
 PROGRAM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from conftest import prompt, tiny_llama
+from support import prompt, tiny_llama
 import torch, lade
 os.environ["LADE_CACHE"] = sys.argv[2]
 lade.augment_all()
