@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = (".git", "__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", "models")  # the last is linked
+LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache")
 PATIENCE = 120  # seconds; a mutant that makes a loop endless counts as killed
 FAILED, HANGS = 1, 124  # what pytest and `run_tests` return
 
@@ -183,10 +183,14 @@ MUTANTS = [
 
 def copy_of(root: Path, folder: Path) -> Path:
     """A copy of the checkout to be changed."""
-    copy = folder / "copy"
-    shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    if (root / "models").exists():
-        (copy / "models").symlink_to(root / "models")
+    copy, checkpoints = folder / "copy", root / "models"
+
+    def left_out(path: str, names: list[str]) -> set[str]:
+        return LEFT_OUT(path, names) | ({checkpoints.name} if Path(path) == root else set())
+
+    shutil.copytree(root, copy, ignore=left_out)
+    if checkpoints.exists():
+        (copy / checkpoints.name).symlink_to(checkpoints)
     return copy
 
 
@@ -202,7 +206,7 @@ def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
         )
     except subprocess.TimeoutExpired:
         return HANGS, "it took too long"
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout + done.stderr
 
 
 def outcome(copy: Path, wrong: Mutant) -> str:
