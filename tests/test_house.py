@@ -15,7 +15,7 @@ FLOORS = (
     {"verification"},
     {"models", "drafting", "parallel"},
     {"forward"},
-    {"decoding"},
+    {"decoding", "support"},
     {"augment"},
     {"__init__"},
     {"commands"},
