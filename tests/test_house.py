@@ -10,13 +10,13 @@ ROOT = Path(lade.__file__).parent
 TESTS = Path(__file__).parent
 # Files and folders of lade/ by floor; docs/design.md says what each is for.
 FLOORS = (
-    {"config", "stats", "compat", "state"},
+    {"config", "stats", "compat", "state", "tolerance"},
     {"kernels"},
     {"block", "block_size"},
     {"verification"},
     {"models", "drafting", "parallel"},
     {"forward"},
-    {"decoding"},
+    {"decoding", "support"},
     {"augment"},
     {"__init__"},
     {"commands"},
@@ -145,7 +145,6 @@ TESTED_IN = {
     "models": "families",
     "models.base": "models",
     "models.compiled": "compiled_models",
-    "models.limits": "contract",
     "models.request": "requests",
     "models.self_check": "models",
     "models.shadow": "models",
@@ -153,6 +152,8 @@ TESTED_IN = {
     "parallel.communicator": "parallel",
     "parallel.group": "parallel",
     "stats": "augment",
+    "support": "contract",
+    "tolerance": "static_shapes",
     "verification.logits": "spoiled",
     "verification.outputs": "contract",
     "verification.selection": "contract",
