@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import generate_plain, prompt, tiny, tiny_llama
-from support.graphs import NOT_HERE, is_wanted
+from support.graphs import NOT_HERE, is_wanted, kept_buffers
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
@@ -113,7 +113,7 @@ def test_nothing_changes_on_a_cpu(model, kernel):
         assert (stats.captured_steps, stats.device_steps, stats.cuda_graph_reason) == (0, 0, None)
         assert (stats.used_kernel, stats.kernel_reason) == (False, None)
     assert not kernel.calls
-    assert not kept._pool.of(model)
+    assert not kept_buffers(model)
 
 
 ONE_SHAPE = {"MODE": "tree", "MAX_BLOCK": 8, "ADAPTIVE": 0}
@@ -206,7 +206,7 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
     assert len(tried) == 1
 
     monkeypatch.setattr(fixed, "capture", refuse)
-    kept._pool.of(model).clear()
+    kept_buffers(model).clear()
     for _ in range(2):
         stats = run(model)
         assert stats.captured_steps == 0
@@ -336,7 +336,7 @@ def test_a_cache_too_large_to_keep(mode, share, model, on_cuda, monkeypatch):
     monkeypatch.setattr(kept, "device_memory", lambda device: 2**30)
     stats = run(model)
     assert stats.captured_steps == stats.steps - 1
-    assert bool(kept._pool.of(model)) == (share == 1.0)
+    assert bool(kept_buffers(model)) == (share == 1.0)
 
 
 def test_bytes_of_a_cache():
