@@ -250,7 +250,8 @@ class LookaheadCache(Cache):
         """Raise IndexError, as plain generate() does, where `num_slots` tokens exceed the caller's static cache."""
         if self.most_slots is not None and num_slots > self.most_slots:
             raise IndexError(
-                f"index {self.most_slots} is out of bounds for a static cache of {self.most_slots} tokens, passed as past_key_values"
+                f"index {self.most_slots} is out of bounds for a static cache of {self.most_slots} tokens, "
+                "passed as past_key_values"
             )
 
     def max_guess_offset(self, limit: int | None) -> int | None:
