@@ -27,10 +27,7 @@ from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
 from lade.stats import GenerationStats
 from lade.verification.outputs import OutputRecorder
-from lade.verification.selection import Accepted, Selection, selection_for
-
-# input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder
-Request = tuple[Tensor, LogitsProcessorList, StoppingCriteriaList, GenerationConfig, Any, OutputRecorder]
+from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
 
@@ -59,23 +56,9 @@ def lookahead_decode(
 
     Source: arXiv:2402.02057, algorithm 2.
     """
-    call = DecodingCall(
-        (
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            OutputRecorder(generation_config),
-        ),
-        config=config,
-        adapter=adapter,
-        stats=stats,
-        callers_cache=callers_cache,
-        group=group,
-        is_synced=synced_gpus,
-        model_kwargs=model_kwargs,
-    )
+    recorder = OutputRecorder(generation_config)
+    request = SelectionRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder)
+    call = DecodingCall(request, config, adapter, stats, callers_cache, group, synced_gpus, model_kwargs)
     selection, drafter, timer = call.selection, call.drafter, StepTimer(call)
     outputs = call.prefill(input_ids, generation_config, model_kwargs)
     # Mixture-of-experts layers use another implementation, with other rounding, while decoding.
@@ -122,8 +105,7 @@ class DecodingCall:
 
     def __init__(
         self,
-        request: Request,
-        *,
+        request: SelectionRequest,
         config: LookaheadConfig,
         adapter: ModelAdapter,
         stats: GenerationStats,
@@ -133,16 +115,17 @@ class DecodingCall:
         model_kwargs: dict[str, Any],
     ) -> None:
         """Arguments as for `lookahead_decode`. is_synced: its synced_gpus."""
-        input_ids, _, stopping_criteria, generation_config, self.streamer, self.recorder = request
+        input_ids, generation_config = request.input_ids, request.generation_config
+        self.streamer, self.recorder = request.streamer, request.recorder
         self.adapter, self.stats, self.group, self.callers_cache = adapter, stats, group, callers_cache
         self.model, self.runner = adapter.prompt_model, BlockRunner(adapter)
         self.device, self.do_sample = input_ids.device, bool(generation_config.do_sample)
         needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
-        self.selection: Selection = group.selection(selection_for(*request, needs_equal_lengths), *request)
+        self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
         self.key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
         # [B or 1, P], or [k, B or 1, P]; None if the model takes none.
         self.positions: Tensor | None = model_kwargs.get("position_ids")
-        num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
+        num_new = max(1, (request.stopping_criteria.max_length or 0) - input_ids.shape[1])
         adapter.carry(model_kwargs)
         choose_forward(self.runner, config, stats, self.key_mask, num_new, self.recorder.model_arguments)
         group.num_tokens = adapter.num_tokens

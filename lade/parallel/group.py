@@ -26,7 +26,14 @@ from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import BlockPart, split, whole
 from lade.stats import GenerationStats
 from lade.verification.logits import BlockLogits, best_tokens, witness_of
-from lade.verification.selection import Accepted, GreedySelection, LockstepSelection, PerRowSelection, Selection
+from lade.verification.selection import (
+    Accepted,
+    GreedySelection,
+    LockstepSelection,
+    PerRowSelection,
+    Selection,
+    SelectionRequest,
+)
 
 KINDS: tuple[type[Selection], ...] = (GreedySelection, PerRowSelection, LockstepSelection)
 RECORDED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -57,9 +64,9 @@ class SingleProcess:
         """Why the request falls back to the original path, or None; the same on all ranks. reason: this rank's own."""
         return reason
 
-    def selection(self, kind: type[Selection], *arguments: Any) -> Selection:
+    def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
         """Create the selection of this kind."""
-        return kind(*arguments)
+        return kind(request)
 
     def partition(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
         """The part of the block that this rank computes. window_shape: (N, W)."""
@@ -156,7 +163,7 @@ class ProcessGroup(SingleProcess):
         names = (name for name in self.config.__slots__ if name not in ("debug", "backend", "dist_workers"))
         return checksum_of([self._link.size, self._link.backend, *(getattr(self.config, name) for name in names)])
 
-    def selection(self, kind: type[Selection], *arguments: Any) -> Selection:
+    def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
         """The leader's kind on all ranks: only the leader may have streamers, processors and criteria."""
         self._stats.num_workers = self._link.size
         index = torch.tensor([KINDS.index(kind)])
@@ -164,14 +171,14 @@ class ProcessGroup(SingleProcess):
         kind = KINDS[int(index)]
         self._sums_choices = kind is GreedySelection
         if self._sums_choices:
-            return kind(*arguments)
+            return kind(request)
         if self._rank == LEADER:
-            selection = kind(*arguments)
-            selection.announce = self._announce
+            selection = kind(request)
+            selection.on_commit = self._broadcast_tokens
             return selection
-        following = FollowingRowRules if kind is PerRowSelection else FollowingLockstepRules
-        selection = following(*arguments)
-        selection.hear = self._hear
+        follower = FollowerPerRowSelection if kind is PerRowSelection else FollowerLockstepSelection
+        selection = follower(request)
+        selection.receive = self._receive_tokens
         return selection
 
     # In each step.
@@ -266,10 +273,10 @@ class ProcessGroup(SingleProcess):
         if self._rank != LEADER:
             torch.cuda.set_rng_state(state, device) if on_gpu else torch.set_rng_state(state)
 
-    def _announce(self, tokens: list[int], ended: list[bool]) -> None:
+    def _broadcast_tokens(self, tokens: list[int], ended: list[bool]) -> None:
         self._broadcast("integers", torch.tensor([*tokens, *ended]), LEADER)
 
-    def _hear(self, num_rows: int) -> tuple[list[int], list[bool]]:
+    def _receive_tokens(self, num_rows: int) -> tuple[list[int], list[bool]]:
         values = torch.zeros(2 * num_rows, dtype=torch.long)
         self._broadcast("integers", values, LEADER)
         return values[:num_rows].tolist(), values[num_rows:].bool().tolist()
@@ -332,14 +339,14 @@ class SharedLogits(BlockLogits):
         return nodes.index(node) if node in nodes else -1
 
 
-class FollowingRowRules(PerRowSelection):
+class FollowerPerRowSelection(PerRowSelection):
     """Follows the leader's `PerRowSelection`."""
 
-    hear: Callable[[int], tuple[list[int], list[bool]]]
+    receive: Callable[[int], tuple[list[int], list[bool]]]
 
     def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
         block_logits.of_row(row, node)
-        tokens, self._ended = self.hear(1)
+        tokens, self._ended = self.receive(1)
         return tokens[0]
 
     def _commit(self, row: int, token: int) -> bool:
@@ -349,14 +356,14 @@ class FollowingRowRules(PerRowSelection):
         return self.is_finished[row]
 
 
-class FollowingLockstepRules(LockstepSelection):
+class FollowerLockstepSelection(LockstepSelection):
     """Follows the leader's `LockstepSelection`."""
 
-    hear: Callable[[int], tuple[list[int], list[bool]]]
+    receive: Callable[[int], tuple[list[int], list[bool]]]
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         self._block_logits.of_all(nodes)
-        tokens, self._ended = self.hear(len(nodes))
+        tokens, self._ended = self.receive(len(nodes))
         return tokens
 
     def _commit(self, tokens: list[int]) -> bool:

@@ -12,6 +12,7 @@ order, and never after a rejected guess. Three classes, all with plain generate(
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -65,23 +66,28 @@ ROW_WISE_PROCESSORS = logits_processors(
 MAX_LEAD = 32
 
 
+@dataclass(frozen=True, slots=True)
+class SelectionRequest:
+    """The arguments of a `_sample` call that selection depends on. input_ids: [B, P]."""
+
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    streamer: Any
+    recorder: OutputRecorder
+
+
 class Selection:
     """Common part: the sequences, which rows are finished, and generate()'s rules."""
 
-    def __init__(
-        self,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: Any,
-        recorder: OutputRecorder,
-    ) -> None:
-        self.sequences = TokenSequences(input_ids, stopping_criteria.max_length or 0)
-        self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
-        self.do_sample = bool(generation_config.do_sample)
-        self.recorder = recorder
-        self.is_finished = [False] * len(input_ids)
+    def __init__(self, request: SelectionRequest) -> None:
+        batch_size = len(request.input_ids)
+        self.processor, self.criteria = request.logits_processor, request.stopping_criteria
+        self.streamer, self.recorder = request.streamer, request.recorder
+        self.do_sample = bool(request.generation_config.do_sample)
+        self.sequences = TokenSequences(request.input_ids, self.criteria.max_length or 0)
+        self.is_finished = [False] * batch_size
         self.num_generated = 0  # over all rows, without padding
         # Whether the next step has no guesses: the prompt's, and the one after a NaN guess has spoiled a step. NaN keys
         # and values spread to all tokens in spite of the mask, because 0 * NaN is NaN.
@@ -89,12 +95,12 @@ class Selection:
         self.avoided: set[int] = set()  # guessed ids with non-finite keys or values
         self._lost_rows: set[int] = set()  # rows that are NaN in plain generate(), too
         self._trusted_rows: set[int] = set()  # rows whose logits are used even if NaN
-        pad_token = generation_config._pad_token_tensor
+        pad_token = request.generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
-        self.announce: Callable[[list[int], list[bool]], None] | None = None  # sends tokens and is_finished
-        self.draws = ExponentialDraws(input_ids.device, len(input_ids)) if self.do_sample else None
+        self.on_commit: Callable[[list[int], list[bool]], None] | None = None  # sends tokens and is_finished
+        self.draws = ExponentialDraws(request.input_ids.device, batch_size) if self.do_sample else None
         # LogitsProcessorList inspects each processor's signature in every call; transformers' own are known.
-        self._is_direct = type(logits_processor) is LogitsProcessorList and all(map(is_row_wise, logits_processor))
+        self._is_direct = type(self.processor) is LogitsProcessorList and all(map(is_row_wise, self.processor))
 
     def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         """Commit the model's choices along each row's tree.
@@ -257,16 +263,16 @@ class PerRowSelection(Selection):
             or self.sequences.lengths[row] >= self.max_length
             or any(bool(criterion(self.sequences.row(row), None)) for criterion in self.stop_strings)
         )
-        if self.announce is not None:
-            self.announce([token], [self.is_finished[row]])
+        if self.on_commit is not None:
+            self.on_commit([token], [self.is_finished[row]])
         return self.is_finished[row]
 
 
 class LockstepSelection(Selection):
     """Everything generate() supports: all rows commit the same number of tokens, as many as all of them accept."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, request: SelectionRequest) -> None:
+        super().__init__(request)
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
@@ -319,41 +325,33 @@ class LockstepSelection(Selection):
             is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
             (self.streamer.put_guess if is_told else self.streamer.put)(torch.tensor(tokens, device="cpu"))
         self.is_finished = [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
-        if self.announce is not None:
-            self.announce(tokens, self.is_finished)
+        if self.on_commit is not None:
+            self.on_commit(tokens, self.is_finished)
         return all(self.is_finished)
 
 
-def selection_for(
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    streamer: Any,
-    recorder: OutputRecorder,
-    needs_equal_lengths: bool,
-) -> type[Selection]:
-    """The fastest class with plain generate()'s result. Its arguments are these without the last.
+def selection_for(request: SelectionRequest, needs_equal_lengths: bool) -> type[Selection]:
+    """The fastest class with plain generate()'s result.
 
     needs_equal_lengths: the model or the caller's cache requires all rows to have the same length.
     """
-    is_batch = len(input_ids) > 1
-    rows_apart = (
-        type(logits_processor) is LogitsProcessorList  # a subclass may call its processors in another way
-        and ends_apart(stopping_criteria, is_batch)
-        and streamer is None
-        and not recorder.is_recording
+    processors, is_batch = request.logits_processor, len(request.input_ids) > 1
+    rows_are_independent = (
+        type(processors) is LogitsProcessorList  # a subclass may call its processors in another way
+        and all(map(is_row_wise, processors))
+        and rows_end_independently(request.stopping_criteria, is_batch)
+        and request.streamer is None
+        and not request.recorder.is_recording
         and not (is_batch and needs_equal_lengths)
     )
-    has_stop_strings = any(isinstance(criterion, StopStringCriteria) for criterion in stopping_criteria)
-    if rows_apart and not (logits_processor or generation_config.do_sample or has_stop_strings):
-        return GreedySelection
-    if rows_apart and all(map(is_row_wise, logits_processor)):
-        return PerRowSelection
-    return LockstepSelection
+    if not rows_are_independent:
+        return LockstepSelection
+    has_stop_strings = any(isinstance(criterion, StopStringCriteria) for criterion in request.stopping_criteria)
+    is_greedy = not (processors or request.generation_config.do_sample or has_stop_strings)
+    return GreedySelection if is_greedy else PerRowSelection
 
 
-def ends_apart(criteria: StoppingCriteriaList, is_batch: bool) -> bool:
+def rows_end_independently(criteria: StoppingCriteriaList, is_batch: bool) -> bool:
     """Whether each row ends independently, so that tokens after its end are never visible.
 
     generate() pads finished rows only if there are end-of-sequence ids. Without them, a row that a stop string has
