@@ -201,12 +201,12 @@ class DecodingCall:
             # One less for a finished row: its output is not read, and its position must not exceed the model's limit.
             counted = [length - has_ended for length, has_ended in zip(lengths, selection.is_finished, strict=True)]
             starts = torch.tensor(counted, device=self.device)[:, None]  # [B, 1]
-        offsets = layout.position_offsets(part.tree)
+        offsets, visible = layout.offsets_and_visibility(part.tree)
         block = Block(
             tokens=selection.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
             offsets=offsets,
             positions=offsets + (self.position_offset + starts),
-            visible=layout.visibility(part.tree),
+            visible=visible,
             logit_rows=layout.logit_rows if draft.has_window else layout.tree_rows,
             lengths=lengths,
             key_mask=self.key_mask,

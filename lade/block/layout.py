@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lade.block.token_tree import TokenTree
 
-MAX_REMEMBERED = 64  # largest block whose offsets and visibility are cached: shapes of small trees recur
+MAX_CACHED = 64  # largest block whose offsets and visibility are cached: shapes of small trees recur
 
 Shape = tuple[tuple[int, ...], ...]  # of a tree: per row, each node's parent
 
@@ -56,38 +56,30 @@ class BlockLayout:
             return logits
         return torch.cat([logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]], dim=1)
 
-    def position_offsets(self, tree: TokenTree) -> Tensor:
-        """Positions relative to each row's root. Returns [B, q]; shared, do not write to it."""
-        return self._of_shape(tree)[0]
+    def offsets_and_visibility(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
+        """Position offsets from each row's root, [B, q], and visibility, [B, q, q] bool, query by key.
 
-    def visibility(self, tree: TokenTree) -> Tensor:
-        """Returns [B, q, q] bool, query by key; shared, do not write to it."""
-        return self._of_shape(tree)[1]
-
-    def _of_shape(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
-        make = _remembered if self.num_tokens <= MAX_REMEMBERED else offsets_and_visibility
-        return make(self, tuple(map(tuple, tree.parents)))
+        Both are shared between calls: do not write to them.
+        """
+        compute = _cached_for_shape if self.num_tokens <= MAX_CACHED else _for_shape
+        return compute(self, tuple(map(tuple, tree.parents)))
 
 
-def offsets_and_visibility(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Position offsets, [B, q], and visibility, [B, q, q] bool, for a tree of this shape."""
+def _for_shape(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
+    """As `BlockLayout.offsets_and_visibility`. shape: of the tree."""
     tree, device = TokenTree([[0] * len(row) for row in shape], [list(row) for row in shape]), layout.offsets.device
     num_rows, nodes = len(shape), slice(1 + layout.num_nodes)
     depths = [[0, *row] for row in tree.padded_depths(layout.num_nodes)]  # [B, 1 + n]
-    offsets = torch.tensor(depths, dtype=torch.long, device=device)
-    if not layout.num_nodes:
-        visible = layout.visible.expand(num_rows, -1, -1)
-    else:
-        visible = torch.from_numpy(tree.visibility(layout.num_nodes)).to(device)  # [B, 1 + n, 1 + n]
-    if layout.has_window:
-        offsets = torch.cat([offsets, layout.offsets[1 + layout.num_nodes :].expand(num_rows, -1)], dim=1)
-        if layout.num_nodes:
-            among_nodes, visible = visible, layout.visible.repeat(num_rows, 1, 1)
-            visible[:, nodes, nodes] = among_nodes
+    tree_offsets = torch.tensor(depths, dtype=torch.long, device=device)
+    tree_visible = torch.from_numpy(tree.visibility(layout.num_nodes)).to(device)  # [B, 1 + n, 1 + n]
+    if not layout.has_window:
+        return tree_offsets, tree_visible
+    offsets, visible = layout.offsets.repeat(num_rows, 1), layout.visible.repeat(num_rows, 1, 1)
+    offsets[:, nodes], visible[:, nodes, nodes] = tree_offsets, tree_visible
     return offsets, visible
 
 
-_remembered = lru_cache(maxsize=256)(offsets_and_visibility)
+_cached_for_shape = lru_cache(maxsize=256)(_for_shape)
 
 
 @lru_cache(maxsize=256)
