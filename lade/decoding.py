@@ -66,7 +66,7 @@ def lookahead_decode(
         call.take_first_token(outputs)
         del outputs  # frees the hidden states and attentions of the whole prompt
         if call.on_device:  # the same loop on the device; rows that it leaves unfinished continue below
-            call.on_device.run(call.cache, call.vocab_size, call.witness)
+            call.on_device.run(call.cache, call.vocab_size, call.nan_column)
         while call.model._has_unfinished_sequences(all(selection.is_finished), synced_gpus, device=input_ids.device):
             timer.begin()
             draft = call.propose()
@@ -181,7 +181,7 @@ class DecodingCall:
         block_logits, _ = self.group.exchange(self.group.partition(tree, ROOT_ALONE), logits, has_window=False)
         accepted = self.selection.verify(tree, block_logits)
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
-        self.vocab_size, self.witness = logits.shape[-1], block_logits.witness
+        self.vocab_size, self.nan_column = logits.shape[-1], block_logits.nan_column
 
     def propose(self) -> Draft:
         """The drafter's guesses after each row's root."""

@@ -25,7 +25,7 @@ from lade.parallel.checksums import checksum_of, model_checksum, plain_values
 from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import BlockPart, split, whole
 from lade.stats import GenerationStats
-from lade.verification.logits import BlockLogits, best_tokens, witness_of
+from lade.verification.logits import BlockLogits, best_tokens, find_nan_column
 from lade.verification.selection import (
     Accepted,
     GreedySelection,
@@ -54,7 +54,7 @@ class SingleProcess:
 
     num_tokens = 0  # size of the model's embedding; larger ids cannot be guesses
     _has_begun = False
-    _witness: int | None = None  # see `witness_of`
+    _nan_column: int | None = None  # see `find_nan_column`
 
     def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
         """device: the prompt's."""
@@ -79,14 +79,14 @@ class SingleProcess:
         device, None without a window.
         """
         num_tree_rows = 1 + part.tree.num_nodes
-        self._look_for_witness(logits)
+        self._find_nan_column(logits)
         guesses = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).to(self._device) if has_window else None
-        return BlockLogits(logits[:, :num_tree_rows], self._witness), guesses
+        return BlockLogits(logits[:, :num_tree_rows], self._nan_column), guesses
 
-    def _look_for_witness(self, logits: Tensor) -> None:
-        """Find the witness column in the prompt's forward, which has no guesses."""
+    def _find_nan_column(self, logits: Tensor) -> None:
+        """Find the column that shows NaN in the prompt's forward, which has no guesses."""
         if not self._has_begun:
-            self._has_begun, self._witness = True, witness_of(logits[:, 0])
+            self._has_begun, self._nan_column = True, find_nan_column(logits[:, 0])
 
     def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
         """Keep the keys/values of each row's root and accepted nodes."""
@@ -201,8 +201,8 @@ class ProcessGroup(SingleProcess):
         best = (
             torch.cat([best_tokens(part) for part in asked], dim=1).cpu() if asked else values[:0]
         )  # one copy to the host
-        self._look_for_witness(logits)
-        block_logits = BlockLogits(logits[:, :num_tree_rows], self._witness)
+        self._find_nan_column(logits)
+        block_logits = BlockLogits(logits[:, :num_tree_rows], self._nan_column)
         choices = best[:, :num_tree_rows].tolist() if self._sums_choices else [[0] * num_tree_rows] * batch_size
         self._fill_in(table, part, choices, block_logits)
         if has_window and part.columns is not None:

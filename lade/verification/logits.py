@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from math import isfinite, isnan, nan
+from math import isfinite
 
 import numpy as np
 import torch
@@ -15,34 +15,34 @@ ON_HOST = ("cpu",)  # device types whose memory numpy can read
 class BlockLogits:
     """The logits after the root and after each node of a tree."""
 
-    def __init__(self, logits: Tensor, witness: int | None = None) -> None:
-        """logits: [B, 1 + n, V]. witness: the column of `witness_of`, None to assume that no row is NaN."""
-        self.logits, self.witness = logits, witness
+    def __init__(self, logits: Tensor, nan_column: int | None = None) -> None:
+        """logits: [B, 1 + n, V]. nan_column: from `find_nan_column`; None to assume that no row is NaN."""
+        self.logits, self.nan_column = logits, nan_column
 
     def best(self) -> list[list[int]]:
         """The most likely tokens, [B, 1 + n]."""
-        if self.witness is None:
+        if self.nan_column is None:
             found: list[list[int]] = best_tokens(self.logits).tolist()
             return found
         if self.logits.device.type in ON_HOST:
             logits = self.logits.float().numpy()
-            self._witnessed = logits[..., self.witness].tolist()  # from the array at hand
+            self._is_nan = np.isnan(logits[..., self.nan_column]).tolist()
             return np.asarray(logits.argmax(axis=-1)).tolist()
         # Tokens and NaN flags in one copy to the host: V is subtracted from the token of a NaN row.
         size = self.logits.shape[-1]
         chosen = best_on_device(self.logits)
-        rows = torch.where(self.logits[..., self.witness].isnan(), chosen - size, chosen).tolist()
-        self._witnessed = [[nan if token < 0 else 0.0 for token in row] for row in rows]
+        rows = torch.where(self.logits[..., self.nan_column].isnan(), chosen - size, chosen).tolist()
+        self._is_nan = [[token < 0 for token in row] for row in rows]
         return [[token % size for token in row] for row in rows]
 
     def is_number(self, row: int, node: int) -> bool:
         """Whether the logits after one node (-1 = root) of one row are not NaN."""
-        return self.witness is None or not isnan(self._witnessed[row][node + 1])
+        return self.nan_column is None or not self._is_nan[row][node + 1]
 
     @cached_property
-    def _witnessed(self) -> list[list[float]]:
-        """The witness column's logits, [B, 1 + n]."""
-        found: list[list[float]] = self.logits[..., self.witness].float().cpu().tolist()
+    def _is_nan(self) -> list[list[bool]]:
+        """Whether the logits after the root and each node are NaN, [B, 1 + n]."""
+        found: list[list[bool]] = self.logits[..., self.nan_column].isnan().tolist()
         return found
 
     def of_row(self, row: int, node: int) -> Tensor:
@@ -57,7 +57,7 @@ class BlockLogits:
         return self.logits[torch.arange(len(nodes), device=index.device), index]
 
 
-def witness_of(logits: Tensor) -> int | None:
+def find_nan_column(logits: Tensor) -> int | None:
     """A column that tells whether a row of logits is NaN: one that is finite, and large, after the prompt.
 
     Other columns may be NaN or infinite in every row, because of a weight or because the model masks them. Returns None
