@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lade.kernels.packed_mask import is_packed, left_padding, pack_mask, unpack_mask
 from lade.kernels.reference import reference_block_attention
-from lade.kernels.trial import kernel_problem, tried
+from lade.kernels.self_check import checked, kernel_problem
 
 __all__ = [
     "block_attention",
@@ -83,9 +83,8 @@ def block_attention(
     otherwise plain torch. A token without visible keys gets zeros. Raises ValueError for shapes that do not fit.
     """
     _check(query, keys, values, packed, sinks)
-    if torch.compiler.is_compiling():
-        return _compiled_block_attention(query, keys, values, packed, scale, softcap, sinks, window)
-    return _dispatch(query, keys, values, packed, scale, softcap, sinks, window)
+    attend = _compiled_block_attention if torch.compiler.is_compiling() else _dispatch
+    return attend(query, keys, values, packed, scale, softcap, sinks, window)
 
 
 def _dispatch(
@@ -102,7 +101,7 @@ def _dispatch(
     kernel = _kernel_for(query, keys, values)
     if kernel is None:
         return reference_block_attention(query, keys, values, packed, **named)
-    return tried(kernel, query, keys, values, packed, **named)
+    return checked(kernel, query, keys, values, packed, **named)
 
 
 def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor] | None:
@@ -117,19 +116,7 @@ def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Te
 
 
 # One opaque operation for torch.compile, which need not trace how a kernel is chosen and launched.
-@torch.library.custom_op("lade::block_attention", mutates_args=())
-def _compiled_block_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    window: int | None,
-) -> Tensor:
-    output = _dispatch(query, keys, values, packed, scale, softcap, sinks, window)
-    return output.contiguous()  # as `_result_like` promises
+_compiled_block_attention = torch.library.custom_op("lade::block_attention", _dispatch, mutates_args=())
 
 
 @_compiled_block_attention.register_fake

@@ -62,7 +62,8 @@ def reference_block_attention(
         )
     log_sum = _finite(log_sum)
     output = from_prefix * (prefix_sum - log_sum).exp() + from_block * (block_sum - log_sum).exp()
-    return output.view(batch_size, num_heads, num_queries, -1).transpose(1, 2).to(query.dtype)
+    output = output.view(batch_size, num_heads, num_queries, -1).transpose(1, 2)
+    return output.to(query.dtype).contiguous()  # as a custom operation must return it
 
 
 def _gather(states: Tensor, slots: Tensor) -> Tensor:

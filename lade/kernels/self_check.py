@@ -22,15 +22,15 @@ _problems: dict[tuple[torch.device, torch.dtype, Hashable], str | None] = {}  # 
 
 
 class _PerThread(threading.local):
-    is_trying = False
+    is_checking = False
 
 
 _per_thread = _PerThread()
 
 
-def is_trying() -> bool:
-    """Whether this thread is running the self-check, which synchronises with the host."""
-    return _per_thread.is_trying
+def is_checking() -> bool:
+    """Whether this thread is running a self-check, which synchronises with the host."""
+    return _per_thread.is_checking
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -39,18 +39,18 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return next((problem for key, problem in found if problem and key[:2] == (device, dtype)), None)
 
 
-def tried(
+def checked(
     kernel: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, packed: Tensor, **named: Any
 ) -> Tensor:
     """The kernel's output, or the reference's where the kernel failed its self-check.
 
     Arguments as for `block_attention`.
     """
-    key = (query.device, query.dtype, kind_of(query, keys, values, **named))
+    key = (query.device, query.dtype, variant_of(query, keys, values, **named))
     if key not in _problems:
         if is_capturing(query.device):  # nothing can be compared during capture
             return reference_block_attention(query, keys, values, packed, **named)
-        _per_thread.is_trying = True
+        _per_thread.is_checking = True
         try:
             _problems[key] = problem_of(
                 kernel(query, keys, values, packed, **named), query, keys, values, packed, **named
@@ -59,12 +59,12 @@ def tried(
             first_line = str(problem).partition("\n")[0]
             _problems[key] = f"the kernel failed: {type(problem).__name__}: {first_line}"[:300]
         finally:
-            _per_thread.is_trying = False
+            _per_thread.is_checking = False
     serves = reference_block_attention if _problems[key] else kernel
     return serves(query, keys, values, packed, **named)
 
 
-def kind_of(
+def variant_of(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
