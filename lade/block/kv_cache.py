@@ -46,8 +46,8 @@ class SlotLayer(CacheLayer):
         self._owner = weakref.ref(cache)  # no reference cycle: the memory is freed as soon as the call ends
         self.prefilled = 0  # slots written by prompt forwards
         # Views for the current block, by "keys" and "values": the block's own slots, and all slots up to its last one.
-        self.rooms: dict[str, Tensor] = {}
-        self.filled: dict[str, Tensor] = {}
+        self.block_views: dict[str, Tensor] = {}
+        self.prefix_views: dict[str, Tensor] = {}
 
     @property
     def _cache(self) -> LookaheadCache:
@@ -69,17 +69,17 @@ class SlotLayer(CacheLayer):
             self.lazy_initialization(key_states, value_states)
         cache, num_tokens = self._cache, key_states.shape[2]
         if not cache.in_block:
-            cache.check_room(self.prefilled + num_tokens)
-            cache.ensure_capacity(self.prefilled + num_tokens)
             end = self.prefilled + num_tokens
+            cache.check_room(end)
+            cache.ensure_capacity(end)
             self.keys.narrow(2, self.prefilled, num_tokens).copy_(key_states)
             self.values.narrow(2, self.prefilled, num_tokens).copy_(value_states)
             self.prefilled = end
         elif cache.slots is None:  # all rows have the same length
             cache.open_block(num_tokens)
-            self.rooms["keys"].copy_(key_states)
-            self.rooms["values"].copy_(value_states)
-            return self.filled["keys"], self.filled["values"]
+            self.block_views["keys"].copy_(key_states)
+            self.block_views["values"].copy_(value_states)
+            return self.prefix_views["keys"], self.prefix_views["values"]
         else:
             end = max(cache.lengths) + num_tokens
             index = cache.slots[:, None, :, None].to(key_states.device)  # [B, 1, q, 1]
@@ -185,9 +185,9 @@ class LookaheadCache(Cache):
             if path and path != list(range(1, len(path) + 1)):
                 source = torch.tensor(path, device="cpu") + start  # independent of the default device
                 for storage in self._storages:
-                    storage.move(row, source, start + 1)
-        kept = [0 if path is None else 1 + len(path) for path in accepted]
-        self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
+                    storage.write(row, start + 1, storage.read(row, source))
+        num_kept = [0 if path is None else 1 + len(path) for path in accepted]
+        self.lengths = [length + count for length, count in zip(self.lengths, num_kept, strict=True)]
 
     def clear_guesses(self, tokens: Tensor, accepted: list[list[int] | None]) -> tuple[set[int], set[int]]:
         """After `commit`: zero all slots after the committed ones, where a NaN key or value would spoil later blocks.
@@ -296,10 +296,10 @@ class _Storage:
 
     def open(self, start: int, num_tokens: int) -> None:
         """Set the views of a block, [B, H, .., D] each, for all owners at once: one by one is slower."""
-        rooms = self.data.narrow(3, start, num_tokens).unbind()
-        filled = self.data.narrow(3, 0, start + num_tokens).unbind()
-        for (layer, name), room, slots in zip(self.owners, rooms, filled, strict=False):
-            layer.rooms[name], layer.filled[name] = room, slots
+        block_views = self.data.narrow(3, start, num_tokens).unbind()
+        prefix_views = self.data.narrow(3, 0, start + num_tokens).unbind()
+        for (layer, name), own, prefix in zip(self.owners, block_views, prefix_views, strict=False):
+            layer.block_views[name], layer.prefix_views[name] = own, prefix
 
     def grow(self, capacity: int) -> None:
         size, batch_size, num_heads, old, head_dim = self.data.shape
@@ -308,12 +308,8 @@ class _Storage:
         self.data = data
         for index, (layer, name) in enumerate(self.owners):
             setattr(layer, name, data[index])
-            layer.rooms.pop(name, None)  # they would keep the old storage alive
-            layer.filled.pop(name, None)
-
-    def move(self, row: int, source: Tensor, target: int) -> None:
-        """Copy slots of one row to `target` and the slots after it, in all layers. source: [k] slots."""
-        self.write(row, target, self.read(row, source))
+            layer.block_views.pop(name, None)  # they would keep the old storage alive
+            layer.prefix_views.pop(name, None)
 
     def read(self, row: int, slots: Tensor) -> Tensor:
         """slots: [k]. Returns [S, H, k, D]."""

@@ -54,7 +54,7 @@ class Communicator:
         self.backend = backend
         self.timeout = world_timeout()
         self._prefix = f"lade/{number}"
-        self._meet()
+        self._handshake()
         ranks = list(range(self.first, self.first + size))
 
         # Own groups, independent of the program's collectives in its default group.
@@ -77,7 +77,7 @@ class Communicator:
         while groups:
             dist.destroy_process_group(groups.popitem()[1])
 
-    def _meet(self) -> None:
+    def _handshake(self) -> None:
         """Wait until all ranks are here, and compare their DIST_WORKERS and backend."""
         mine = f"DIST_WORKERS={self.size} backend={self.backend!r}"
         self._store.set(self._key("settings", self.rank), mine)
@@ -128,8 +128,8 @@ class Communicator:
             yield
         except BaseException as error:
             if not isinstance(error, WorkerError):
-                self._leave_word(f"raised {type(error).__name__}: {error}")
-                self._linger()
+                self._store_reason(f"raised {type(error).__name__}: {error}")
+                self._keep_store_alive()
             forget(self)
             raise
         finally:
@@ -140,11 +140,11 @@ class Communicator:
         try:
             work = start()
             while not self._is_done(work):
-                if self._words():
+                if self._reasons():
                     raise RuntimeError("another rank has given up")
         except RuntimeError as error:
             explanation = self._explanation(error)
-            self._linger()
+            self._keep_store_alive()
             raise WorkerError(explanation) from error
 
     @staticmethod
@@ -157,43 +157,43 @@ class Communicator:
             work.wait()  # completed meanwhile; raises its error, if any
         return True
 
-    def _leave_word(self, word: str) -> None:
+    def _store_reason(self, reason: str) -> None:
         try:
-            self._store.set(self._key("word", self.rank), word)
+            self._store.set(self._key("reason", self.rank), reason)
         except RuntimeError:
             return  # the store is gone: nobody can read this
 
-    def _words(self) -> dict[int, str]:
+    def _reasons(self) -> dict[int, str]:
         """The reasons that other ranks stored before they gave up."""
-        keys = {rank: self._key("word", rank) for rank in range(self.size) if rank != self.rank}
+        keys = {rank: self._key("reason", rank) for rank in range(self.size) if rank != self.rank}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
     def _explanation(self, cause: RuntimeError) -> str:
         """An error message that names the failed ranks, as far as the others can tell."""
-        self._leave_word("waited")
+        self._store_reason("waited")
         try:
             end = time.monotonic() + GRACE
             while True:
-                words = self._words()
-                raised = {rank: word for rank, word in words.items() if word.startswith("raised")}
-                if raised or len(words) == self.size - 1 or time.monotonic() > end:
+                reasons = self._reasons()
+                raised = {rank: reason for rank, reason in reasons.items() if reason.startswith("raised")}
+                if raised or len(reasons) == self.size - 1 or time.monotonic() > end:
                     break
                 time.sleep(0.05)
         except RuntimeError:
             keeper = "the launcher" if has_agent_store() else "rank 0"
             return f"DIST_WORKERS={self.size}: {keeper}, which keeps the processes together, is gone ({cause})"
-        silent = [rank for rank in range(self.size) if rank not in words and rank != self.rank]
-        blamed = [f"{self._name(rank)} {word}" for rank, word in raised.items()]
+        silent = [rank for rank in range(self.size) if rank not in reasons and rank != self.rank]
+        blamed = [f"{self._name(rank)} {reason}" for rank, reason in raised.items()]
         if not raised:
             blamed = [f"{self._name(rank)} is gone, or has not answered for {self.timeout}" for rank in silent]
         return f"DIST_WORKERS={self.size}: {'; '.join(blamed) or 'the ranks have lost each other'} ({cause})"
 
-    def _linger(self) -> None:
+    def _keep_store_alive(self) -> None:
         """If this process hosts the store, keep it alive until the others have read the reasons."""
         if self.first + self.rank > 0 or has_agent_store():
             return
         end = time.monotonic() + GRACE
-        while len(self._words()) < self.size - 1 and time.monotonic() < end:
+        while len(self._reasons()) < self.size - 1 and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(0.5)
 
@@ -202,8 +202,8 @@ class Communicator:
         return f"rank {rank}{world_rank}"
 
 
-_links: dict[tuple[int, str], Communicator] = {}
-_num_links = 0
+_communicators: dict[tuple[int, str], Communicator] = {}
+_num_created = 0
 
 
 def communicator_for(config: LookaheadConfig, device: torch.device) -> Communicator:
@@ -212,26 +212,26 @@ def communicator_for(config: LookaheadConfig, device: torch.device) -> Communica
     if backend == "nccl" and device.type != "cuda":
         raise ValueError(f"backend must be 'gloo' for prompts on {device.type}, got 'nccl'")
     key = (config.num_workers, backend)
-    if key in _links and _links[key].world is not dist.group.WORLD:  # the program has made a new default group since
-        del _links[key]
-    if key not in _links:
-        global _num_links
-        _num_links += 1
-        _links[key] = Communicator(*key, _num_links)
-    return _links[key]
+    known = _communicators.get(key)
+    if known is None or known.world is not dist.group.WORLD:  # the program may have made a new default group since
+        global _num_created
+        _num_created += 1
+        _communicators.pop(key, None)
+        known = _communicators[key] = Communicator(*key, _num_created)
+    return known
 
 
 @atexit.register
-def close_links() -> None:
+def close_all() -> None:
     """Close all communicators: a gloo thread that frees a tensor at interpreter exit aborts the process (SIGABRT)."""
-    while _links:
-        _links.popitem()[1].close()
+    while _communicators:
+        _communicators.popitem()[1].close()
 
 
-def forget(link: Communicator) -> None:
+def forget(communicator: Communicator) -> None:
     """Let the next call create a new communicator: after a failure, this one may have pending messages."""
-    for key in [key for key, known in _links.items() if known is link]:
-        del _links[key]
+    for key in [key for key, known in _communicators.items() if known is communicator]:
+        del _communicators[key]
 
 
 def world_store(size: int) -> Any:

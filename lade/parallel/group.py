@@ -106,22 +106,22 @@ def process_group_for(config: LookaheadConfig, device: torch.device, stats: Gene
     if config.num_workers == 1:
         yield SingleProcess(config, device)
         return
-    link = communicator_for(config, device)
-    if link.in_call:  # a nested generate() call by a processor, which only the leader runs
+    communicator = communicator_for(config, device)
+    if communicator.in_call:  # a nested generate() call by a processor, which only the leader runs
         yield SingleProcess(config, device)
         return
-    with link.guarding():
-        yield ProcessGroup(link, config, device, stats)
+    with communicator.guarding():
+        yield ProcessGroup(communicator, config, device, stats)
 
 
 class ProcessGroup(SingleProcess):
     """One of K ranks in one call."""
 
     def __init__(
-        self, link: Communicator, config: LookaheadConfig, device: torch.device, stats: GenerationStats
+        self, communicator: Communicator, config: LookaheadConfig, device: torch.device, stats: GenerationStats
     ) -> None:
         super().__init__(shared_settings(config), device)
-        self._link, self._rank, self._stats = link, link.rank, stats
+        self._communicator, self._rank, self._stats = communicator, communicator.rank, stats
         self._max_nodes = max(1, config.num_guesses) * (config.ngram_size - 1)
         self._sums_choices = False
 
@@ -145,7 +145,7 @@ class ProcessGroup(SingleProcess):
                     checksum_of(plain_values(generation_config.to_dict())),
                 ]
             )
-        everyones = torch.stack(self._link.gather(mine))  # [K, 5]
+        everyones = torch.stack(self._communicator.gather(mine))  # [K, 5]
         self._count("integers", mine)
         unable = everyones[:, 0].nonzero()[:, 0].tolist()
         if unable:
@@ -156,16 +156,18 @@ class ProcessGroup(SingleProcess):
             if (ranks := (column != column[LEADER]).nonzero()[:, 0].tolist())
         ]
         if wrong:
-            raise ValueError(f"DIST_WORKERS={self._link.size}: not as on rank 0: {'; '.join(wrong)}")
+            raise ValueError(f"DIST_WORKERS={self._communicator.size}: not as on rank 0: {'; '.join(wrong)}")
         return None
 
     def _config_digest(self) -> int:
         names = (name for name in self.config.__slots__ if name not in ("debug", "backend", "dist_workers"))
-        return checksum_of([self._link.size, self._link.backend, *(getattr(self.config, name) for name in names)])
+        return checksum_of(
+            [self._communicator.size, self._communicator.backend, *(getattr(self.config, name) for name in names)]
+        )
 
     def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
         """The leader's kind on all ranks: only the leader may have streamers, processors and criteria."""
-        self._stats.num_workers = self._link.size
+        self._stats.num_workers = self._communicator.size
         index = torch.tensor([KINDS.index(kind)])
         self._broadcast("integers", index, LEADER)
         kind = KINDS[int(index)]
@@ -185,51 +187,52 @@ class ProcessGroup(SingleProcess):
 
     def partition(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
         self._tree = tree
-        return split(tree, window_shape, self._link.size)[self._rank]
+        return split(tree, window_shape, self._communicator.size)[self._rank]
 
     def exchange(self, part: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
-        batch_size, size = len(logits), self._link.size
+        batch_size, size = len(logits), self._communicator.size
         window_size = self.config.window_size
         # The same length in all steps and on all ranks, so that ranks that diverge are detected instead of hanging.
         values = torch.zeros(batch_size * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
         table, states = values[:-size].view(batch_size, -1), values[-size:]
         num_tree_rows = 1 + part.tree.num_nodes
         guesses = table[:, 1 + self._max_nodes :]
-        asked = [logits[:, :num_tree_rows]] if self._sums_choices else []
+        wanted = [logits[:, :num_tree_rows]] if self._sums_choices else []
         if has_window and part.columns is not None:
-            asked.append(logits[:, num_tree_rows:, : self.num_tokens])
-        best = (
-            torch.cat([best_tokens(part) for part in asked], dim=1).cpu() if asked else values[:0]
-        )  # one copy to the host
+            wanted.append(logits[:, num_tree_rows:, : self.num_tokens])
+        # One copy to the host.
+        best = torch.cat([best_tokens(part) for part in wanted], dim=1).cpu() if wanted else values[:0]
         self._find_nan_column(logits)
         block_logits = BlockLogits(logits[:, :num_tree_rows], self._nan_column)
         choices = best[:, :num_tree_rows].tolist() if self._sums_choices else [[0] * num_tree_rows] * batch_size
-        self._fill_in(table, part, choices, block_logits)
+        self._write_choices(table, part, choices, block_logits)
         if has_window and part.columns is not None:
             first, end = part.columns
             guesses[:, first:end] = best[:, best.shape[1] - (end - first) :]
         states[self._rank] = zlib.crc32(repr(self._tree).encode()) & 0x7FFFFFFF
-        self._link.all_reduce(values)
+        self._communicator.all_reduce(values)
         self._count("integers", values)
-        astray = (states != states[LEADER]).nonzero()[:, 0].tolist()
-        if astray:
-            raise RuntimeError(f"DIST_WORKERS={size}: rank {astray} guesses something else than rank 0 does")
+        diverged = (states != states[LEADER]).nonzero()[:, 0].tolist()
+        if diverged:
+            raise RuntimeError(f"DIST_WORKERS={size}: rank {diverged} guesses something else than rank 0 does")
         shared = SharedLogits(self, part, logits[:, :num_tree_rows], table[:, : 1 + self._max_nodes])
         return shared, guesses.long().to(self._device) if has_window else None
 
-    def _fill_in(self, table: Tensor, part: BlockPart, choices: list[list[int]], block_logits: BlockLogits) -> None:
+    def _write_choices(
+        self, table: Tensor, part: BlockPart, choices: list[list[int]], block_logits: BlockLogits
+    ) -> None:
         """Write this rank's choices into the table. table: [B, 1 + n or more]. choices: after the root and this part's
         nodes.
 
         Choices from NaN logits are stored as ~token, which is negative.
         """
         for row, nodes in enumerate(part.nodes):
-            said = [
+            encoded = [
                 token if block_logits.is_number(row, place - 1) else ~token for place, token in enumerate(choices[row])
             ]
             if self._rank == LEADER:
-                table[row, 0] = said[0]
-            for node, token in zip(nodes, said[1:], strict=False):
+                table[row, 0] = encoded[0]
+            for node, token in zip(nodes, encoded[1:], strict=False):
                 if part.owners[row][node] == self._rank:
                     table[row, 1 + node] = token
 
@@ -290,12 +293,12 @@ class ProcessGroup(SingleProcess):
     def _broadcast(self, what: str, values: Tensor, source: int) -> None:
         if source == self._rank:
             self._count(what, values)
-        self._link.broadcast(values, source)
+        self._communicator.broadcast(values, source)
 
     def _broadcast_data(self, what: str, values: Tensor, source: int) -> Tensor:
         if source == self._rank:
             self._count(what, values)
-        return self._link.broadcast_data(values, source)
+        return self._communicator.broadcast_data(values, source)
 
     def _count(self, what: str, values: Tensor) -> None:
         self._stats.sent_bytes[what] += values.numel() * values.element_size()
@@ -308,7 +311,7 @@ class SharedLogits(BlockLogits):
     """
 
     def __init__(self, group: ProcessGroup, part: BlockPart, logits: Tensor, best: Tensor) -> None:
-        """best: [B, 1 + n or more], written by `ProcessGroup._fill_in`."""
+        """best: [B, 1 + n or more], written by `ProcessGroup._write_choices`."""
         super().__init__(logits)
         self._group, self._part, self._best = group, part, best
 
@@ -403,9 +406,9 @@ def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: A
     """Why a request is not split over several processes, as a sentence; None if it can be."""
     if not config.uses_window:
         return "guesses that come from all logits of a step are not shared (DIST_WORKERS); MODE='lookahead' is"
-    asked = [name for name in RECORDED if getattr(generation_config, name, None)]
-    if generation_config.return_dict_in_generate and asked:
-        return f"{asked[0]} is not collected from several processes (DIST_WORKERS)"
+    wanted = [name for name in RECORDED if getattr(generation_config, name, None)]
+    if generation_config.return_dict_in_generate and wanted:
+        return f"{wanted[0]} is not collected from several processes (DIST_WORKERS)"
     if synced_gpus:
         return "synced_gpus says that no process has the whole model, which DIST_WORKERS needs"
     if (model.tp_size or 1) > 1:

@@ -168,11 +168,11 @@ class Selection:
             found = [{edge: node for edge, node in row.items() if edge[1] not in self.avoided} for row in found]
         return found
 
-    def _has_logits(self, block_logits: BlockLogits, row: int, node: int) -> bool:
+    def _is_usable(self, block_logits: BlockLogits, row: int, node: int) -> bool:
         """Whether one row's logits after a node (-1 = root) can be used; otherwise the next step has no guesses."""
-        has_answer = row in self._trusted_rows or block_logits.is_number(row, node)
-        self.next_is_plain |= not has_answer
-        return has_answer
+        is_usable = row in self._trusted_rows or block_logits.is_number(row, node)
+        self.next_is_plain |= not is_usable
+        return is_usable
 
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Apply the processors. ids: [R, T]. logits: [R, V]. Returns [R, V]."""
@@ -217,7 +217,7 @@ class GreedySelection(Selection):
         return accepted
 
     def _choice(self, block_logits: BlockLogits, choices: list[int], row: int, node: int) -> int | None:
-        return choices[node + 1] if self._has_logits(block_logits, row, node) else None
+        return choices[node + 1] if self._is_usable(block_logits, row, node) else None
 
     def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
         committed.append(token)
@@ -237,13 +237,13 @@ class PerRowSelection(Selection):
             if self.is_finished[row] or is_far_ahead:
                 accepted.append(None)
             else:
-                accepted.append(walk(edges, partial(self._answer, block_logits, row), partial(self._commit, row)))
+                accepted.append(walk(edges, partial(self._choice, block_logits, row), partial(self._commit, row)))
         if self.draws is not None:
             self.draws.forget(min(unfinished) - sequences.prompt_length)
         return accepted
 
-    def _answer(self, block_logits: BlockLogits, row: int, node: int) -> int | None:
-        return self._choose(block_logits, row, node) if self._has_logits(block_logits, row, node) else None
+    def _choice(self, block_logits: BlockLogits, row: int, node: int) -> int | None:
+        return self._choose(block_logits, row, node) if self._is_usable(block_logits, row, node) else None
 
     def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
         ids = self.sequences.row(row)
@@ -253,7 +253,7 @@ class PerRowSelection(Selection):
             return int(scores.argmax(dim=-1))
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
         draws = self._draws(probabilities, self.sequences.lengths[row])
-        return first_to_arrive(probabilities, draws[row : row + 1])[0]
+        return sample_with_draws(probabilities, draws[row : row + 1])[0]
 
     def _commit(self, row: int, token: int) -> bool:
         self.sequences.append([token], row)
@@ -286,14 +286,14 @@ class LockstepSelection(Selection):
 
     def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
         self._block_logits, self._children = block_logits, children
-        accepted = walk_together(children, self._answer, self._commit)
+        accepted = walk_together(children, self._choice, self._commit)
         if self.draws is not None:
             self.draws.forget(self.sequences.lengths[0] - self.sequences.prompt_length)
         return [None] * len(children) if accepted is None else list(accepted)
 
-    def _answer(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
-        have_answers = [self._has_logits(self._block_logits, row, node) for row, node in enumerate(nodes)]
-        return self._choose(nodes, paths) if all(have_answers) else None
+    def _choice(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
+        are_usable = [self._is_usable(self._block_logits, row, node) for row, node in enumerate(nodes)]
+        return self._choose(nodes, paths) if all(are_usable) else None
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         sequences = self.sequences
@@ -314,7 +314,7 @@ class LockstepSelection(Selection):
             with drawing:
                 tokens: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
             return tokens
-        return first_to_arrive(probabilities, self._draws(probabilities, self.sequences.lengths[0]))
+        return sample_with_draws(probabilities, self._draws(probabilities, self.sequences.lengths[0]))
 
     def _commit(self, tokens: list[int]) -> bool:
         self.sequences.append_column(tokens)
@@ -373,10 +373,10 @@ def is_row_wise(processor: Callable[..., Tensor]) -> bool:
     return type(processor) in ROW_WISE_PROCESSORS
 
 
-def first_to_arrive(probabilities: Tensor, draws: Tensor) -> list[int]:
+def sample_with_draws(probabilities: Tensor, draws: Tensor) -> list[int]:
     """The tokens that `torch.multinomial` samples with these draws. Both: [R, V]. Returns [R]."""
-    arrivals = probabilities / draws  # by torch: numpy may be set to raise on underflow
+    ratios = probabilities / draws  # by torch: numpy may be set to raise on underflow
     # numpy's argmax takes a fifth of torch's time.
-    first = arrivals.numpy().argmax(axis=-1) if arrivals.device.type == "cpu" else arrivals.argmax(dim=-1)
-    tokens: list[int] = first.tolist()
+    chosen = ratios.numpy().argmax(axis=-1) if ratios.device.type == "cpu" else ratios.argmax(dim=-1)
+    tokens: list[int] = chosen.tolist()
     return tokens
