@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade import augment
 from lade import config as lade_config
+from lade import support
 
 torch.set_num_threads(1)  # tiny models gain nothing from more
 os.environ["LADE_CACHE"] = "0"  # no test depends on what this machine has measured before, nor leaves anything behind
@@ -129,7 +129,7 @@ def lade_on(monkeypatch):
     """lade patched in and switched on; everything is put back afterwards."""
     before = lade_config.current_config()
     monkeypatch.setenv("USE_LADE", "1")
-    monkeypatch.setattr(augment, "LEAST_TOKENS", 1)  # the loop must be right at any length
+    monkeypatch.setattr(support, "LEAST_TOKENS", 1)  # the loop must be right at any length
     lade.augment_all()
     lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
     yield

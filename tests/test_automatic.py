@@ -30,6 +30,7 @@ from lade.kernels import reference_block_attention, self_check
 from lade.models import base
 from lade.state import forget_all
 from lade.stats import GenerationStats
+from lade.tolerance import TOLERANCE
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -75,7 +76,6 @@ def kernel(monkeypatch):
     monkeypatch.setattr(kernels, "_kernel_for", lambda *_: served)
     monkeypatch.setattr(forward_choice, "unavailable_reason", lambda: None)
     monkeypatch.setattr(forward_choice, "FAST_KERNEL_DTYPES", (F64,))
-    monkeypatch.setitem(self_check.TOLERANCE, F64, 1e-6)
     served.calls = calls
     return served
 
@@ -278,8 +278,8 @@ def test_a_step_that_remembers_its_first_inputs(model, on_cuda, monkeypatch):
 def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
     lade.config_lade(**ONE_SHAPE)
     compared = []
-    inner = fixed.disagreement
-    monkeypatch.setattr(fixed, "disagreement", lambda *args: compared.append(args) or inner(*args))
+    inner = fixed.logits_error
+    monkeypatch.setattr(fixed, "logits_error", lambda *args: compared.append(args) or inner(*args))
     for _ in range(3):
         run(model)
     assert (len(on_cuda), len(compared)) == (1, fixed_inputs.NUM_CHECKS)
@@ -466,7 +466,7 @@ def test_tolerance(dtype):
     named = {name: value for name, value in NAMED.items() if name != "sinks"}
     assert self_check.problem_of(right, *inputs, None, **named) is None
     wrong = right.float()
-    wrong[0, 2, 3, 4] += 3 * self_check.TOLERANCE[dtype] * right.abs().max()
+    wrong[0, 2, 3, 4] += 3 * TOLERANCE["attention"][dtype] * right.abs().max()
     assert "off by" in self_check.problem_of(wrong, *inputs, None, **named)
     sinks = torch.tensor([3.0, -1.0, 2.0, 0.5])
     assert "off by" in self_check.problem_of(right, *inputs, sinks, **named)

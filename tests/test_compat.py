@@ -19,7 +19,7 @@ from transformers import GenerationMixin, MptConfig, MptForCausalLM, Phi3Config,
 
 import lade
 from lade import augment, compat
-from lade.models import needs_self_check
+from lade.models import adapter_for, needs_self_check
 
 PACKAGES = ("transformers", "torch.nn.modules.module")
 
@@ -252,10 +252,10 @@ def test_a_family_with_an_adapter_of_its_own_is_tried_out_on_an_untested_version
     model.generation_config.eos_token_id, model.generation_config.use_cache = None, True
     inputs = prompt()
     expected = generate_plain(model, inputs, max_new_tokens=16)
-    assert not needs_self_check(augment.adapter_for(model))
+    assert not needs_self_check(adapter_for(model))
     monkeypatch.setattr("transformers.__version__", "5.99.0")
-    assert needs_self_check(augment.adapter_for(model))
-    assert not needs_self_check(augment.adapter_for(tiny_llama()))
+    assert needs_self_check(adapter_for(model))
+    assert not needs_self_check(adapter_for(tiny_llama()))
     assert torch.equal(model.generate(**inputs, max_new_tokens=16), expected)
     assert lade.last_stats().fallback_reason is None
 
@@ -292,7 +292,7 @@ def test_a_name_that_is_gone_before_lade_is_imported(gone_before):
     error, place = gone_before.stdout.splitlines()
     for text in (
         "DynamicSlidingWindowLayer is missing",
-        "augment.py needs it",
+        "support.py needs it",
         transformers.__version__,
         compat.TESTED,
     ):

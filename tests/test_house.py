@@ -9,13 +9,13 @@ import lade
 ROOT = Path(lade.__file__).parent
 # Files and folders of lade/ by floor; docs/design.md says what each is for.
 FLOORS = (
-    {"config", "stats", "compat", "state"},
+    {"config", "stats", "compat", "state", "tolerance"},
     {"kernels"},
     {"block", "block_size"},
     {"verification"},
     {"models", "drafting", "parallel"},
     {"forward"},
-    {"decoding"},
+    {"decoding", "support"},
     {"augment"},
     {"__init__"},
     {"commands"},

@@ -36,6 +36,7 @@ from lade.forward.fingerprint import fingerprint
 from lade.forward.on_device import loop as device_loop
 from lade.models import ModelAdapter
 from lade.state import forget_all
+from lade.tolerance import logits_error
 
 NEW = {"max_new_tokens": 32}
 NOT_HERE = "CUDA graphs need a model on a CUDA device"
@@ -207,13 +208,13 @@ def test_sizes():
     assert [fixed.padded_capacity(n) for n in (256, 257, 1000)] == [256, 512, 1024]
 
 
-def test_disagreement():
+def test_logits_error():
     expected = torch.tensor([[-4.0, 2.0, -torch.inf]])
-    assert fixed.disagreement(expected.clone(), expected) is None
-    assert fixed.disagreement(expected + 1e-3, expected) is None
-    assert fixed.disagreement(expected + 0.4, expected) == pytest.approx(0.1)
-    assert fixed.disagreement(expected.nan_to_num(neginf=0), expected) == torch.inf
-    assert fixed.disagreement(expected * torch.nan, expected) is not None
+    assert logits_error(expected.clone(), expected) is None
+    assert logits_error(expected + 1e-3, expected) is None
+    assert logits_error(expected + 0.4, expected) == pytest.approx(0.1)
+    assert logits_error(expected.nan_to_num(neginf=0), expected) == torch.inf
+    assert logits_error(expected * torch.nan, expected) is not None
 
 
 def test_failure_is_told_once_and_costs_nothing_more(model, monkeypatch):

@@ -32,14 +32,12 @@ class TokenTree:
         """n: nodes of the largest row, to which the others are padded."""
         return max(map(len, self.tokens))
 
-    def padded_tokens(self, size: int | None = None) -> list[list[int]]:
-        """Ids of all rows, [B, size], padded with 0. size: at least n; None for n."""
-        size = self.num_nodes if size is None else size
+    def padded_tokens(self, size: int) -> list[list[int]]:
+        """Ids of all rows, [B, size], padded with 0. size: at least n."""
         return [row + [0] * (size - len(row)) for row in self.tokens]
 
-    def padded_depths(self, size: int | None = None) -> list[list[int]]:
-        """Distance from the root (1 for its children), [B, size]; 0 for padding."""
-        size = self.num_nodes if size is None else size
+    def padded_depths(self, size: int) -> list[list[int]]:
+        """Distance from the root (1 for its children), [B, size]; 0 for padding. size: at least n."""
         rows = []
         for parents in self.parents:
             depths: list[int] = []
@@ -48,12 +46,12 @@ class TokenTree:
             rows.append(depths + [0] * (size - len(depths)))
         return rows
 
-    def visibility(self, size: int | None = None) -> npt.NDArray[np.bool_]:
+    def visibility(self, num_nodes: int) -> npt.NDArray[np.bool_]:
         """Tree attention: each node attends to the root, its ancestors and itself; padding to the root and itself.
 
-        The root is index 0. Returns [B, 1 + size, 1 + size] bool, query by key.
+        num_nodes: at least n. The root is index 0. Returns [B, 1 + num_nodes, 1 + num_nodes] bool, query by key.
         """
-        size = 1 + (self.num_nodes if size is None else size)
+        size = 1 + num_nodes
         num_bytes = -(-size // 8)
         packed = bytearray()  # one bit per key: a node's mask is its parent's plus its own bit
         for parents in self.parents:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lade.kernels.reference import reference_block_attention
+from lade.tolerance import excess, largest_difference, largest_value
 
-# Largest difference from the reference, relative to the largest value.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 MOST_ROWS, LEAST_ROWS = 128, 16  # query rows of a tile
 
 _problems: dict[tuple[torch.device, torch.dtype, Hashable], str | None] = {}  # None: passed
@@ -100,12 +100,12 @@ def problem_of(
         rows, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
         inputs = (query[:, rows].to(exact), keys[:, one].to(exact), values[:, one].to(exact), packed)
         expected = reference_block_attention(*inputs, sinks=None if sinks is None else sinks[rows], **named)
-        difference = (found[:, :, rows].to(exact) - expected).abs().max()
-        if not difference.isfinite():
+        difference = largest_difference(found[:, :, rows].to(exact), expected)
+        if not isfinite(difference):
             return "the kernel gave what is no number"
-        error, scale = max(error, float(difference)), max(scale, float(expected.abs().max()))
-    error /= max(scale, torch.finfo(torch.float32).tiny)
-    return None if error <= TOLERANCE[dtype] else f"the kernel was off by {error:.2g} of the largest value"
+        error, scale = max(error, difference), max(scale, largest_value(expected))
+    off = excess(error, scale, "attention", dtype)
+    return None if off is None else f"the kernel was off by {off:.2g} of the largest value"
 
 
 def is_capturing(device: torch.device) -> bool:
