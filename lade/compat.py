@@ -37,6 +37,8 @@ HOOKS = (
 OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 # Methods of lade's cache layers; any other abstract method would be missing.
 LAYER_METHODS = {"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"}
+# Messages of torch's plain RuntimeErrors when an allocation fails.
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")
 # Types of rotary embeddings whose frequencies depend on the sequence length.
 MOVING_ROPES = ("dynamic", "longrope")
 
@@ -413,3 +415,12 @@ def has_unknown_rope(config: Any, parts: Iterable[Any]) -> bool:
     found = (vars(part).get("rope_type") for part in parts)
     kinds = (kind for one in found for kind in (one.values() if isinstance(one, dict) else (one,)))
     return any(kind in MOVING_ROPES for kind in kinds)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed. The CPU allocator raises a plain RuntimeError."""
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

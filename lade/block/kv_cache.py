@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, StaticCache
 
-from lade.compat import CacheLayer, StaticLayer
+from lade.compat import CacheLayer, StaticLayer, is_out_of_memory
 
 MIN_CAPACITY = 256  # slots
-# In the messages of a plain RuntimeError.
-NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")
 
 
 def least_capacity(num_slots: int) -> int:
@@ -332,10 +330,3 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
             f"lade: no room for a key/value cache of {shape[3]} tokens, "
             f"{math.prod(shape) * like.element_size() / 2**20:,.0f} MiB; a smaller max_new_tokens or batch needs less"
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. The CPU allocator raises a plain RuntimeError."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

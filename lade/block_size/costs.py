@@ -20,8 +20,8 @@ from lade.block_size.tables import (
     can_store,
     default_costs,
     interpolated,
+    isotonic,
     load,
-    rising,
     store,
     table_name,
 )
@@ -199,7 +199,7 @@ class LiveCosts(StepCosts):
         self._costs: dict[int, float] = {}  # the same, never falling with the size; replaced, not mutated
         # Size and seconds of the latest steps; replaced, not mutated.
         self._run: tuple[int, list[float]] = 0, []
-        self._pace: float = 1.0 if similar is None else similar._pace  # present seconds per unit of cost
+        self._seconds_per_unit: float = 1.0 if similar is None else similar._seconds_per_unit  # at present
         # The size whose cost the latest comparison gave; 0 if that was averaged with the previous comparison.
         self._changed = 0
         self._num_chosen = 0
@@ -219,7 +219,7 @@ class LiveCosts(StepCosts):
         if size not in SIZES:
             size = min(SIZES, key=lambda size: abs(size - num_tokens))
             seconds *= self.cost(size) / self.cost(num_tokens)
-        paid = seconds / self._pace
+        paid = seconds / self._seconds_per_unit
         self._spent += paid
         if size not in self._measured:
             self._lost += max(0.0, paid - self._costs.get(1, paid))
@@ -241,9 +241,9 @@ class LiveCosts(StepCosts):
                     self._compare(changed, self._measured[min(size, other)] * growth, is_same_step=len(run) == 1)
                 # The size without comparisons is the reference, with full weight.
                 weights = {size: len(self._seen.get(size, ())) or OBSERVATIONS for size in self._measured}
-                self._costs = rising(self._measured, weights)
+                self._costs = isotonic(self._measured, weights)
                 self._run = size, [seconds]
-            self._pace = _median(self._run[1]) / self._costs[size]
+            self._seconds_per_unit = _median(self._run[1]) / self._costs[size]
             self._num_observed += 1
             cost = before.get(changed)
             has_changed = cost is None or abs(self._costs[changed] - cost) > SAME_COST * cost
@@ -267,7 +267,7 @@ class LiveCosts(StepCosts):
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step of q tokens at the present speed; meaningless before the first steps."""
-        return self._pace * self.cost(num_tokens)
+        return self._seconds_per_unit * self.cost(num_tokens)
 
     def search_cost(self, seconds: float) -> float:
         return min(1.0, seconds / self.seconds(1))  # capped: an interruption says nothing about the search
@@ -308,8 +308,8 @@ class LiveCosts(StepCosts):
     @property
     def measured(self) -> dict[int, float]:
         """Seconds by size, for the measured sizes."""
-        pace = self._pace
-        return {size: pace * cost for size, cost in self._costs.items()}
+        seconds_per_unit = self._seconds_per_unit
+        return {size: seconds_per_unit * cost for size, cost in self._costs.items()}
 
     @property
     def largest_known(self) -> int:

@@ -91,7 +91,7 @@ class Calibration:
         if len(ratios) < 2:
             return None
         weights = {size: NUM_ROUNDS if size == 1 else len(found) for size, found in ratios.items()}
-        costs = rising({size: median(found) for size, found in ratios.items()}, weights)
+        costs = isotonic({size: median(found) for size, found in ratios.items()}, weights)
         search = median(self._searches) / median(plain)
         return CostTable({size: rounded(cost / costs[1]) for size, cost in costs.items()}, min(1.0, rounded(search)))
 
@@ -127,7 +127,7 @@ def interpolated(costs: Mapping[int, float], num_tokens: int) -> float:
     return costs[low] + (num_tokens - low) * (costs[high] - costs[low]) / (high - low)
 
 
-def rising(costs: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
+def isotonic(costs: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
     """Isotonic regression: costs that never fall with the size. Adjacent violators get their weighted mean."""
     groups: list[tuple[float, float, list[int]]] = []  # cost, weight, sizes
     for size in sorted(costs):
@@ -141,21 +141,27 @@ def rising(costs: Mapping[int, float], weights: Mapping[int, float]) -> dict[int
 
 
 def folder() -> Path | None:
-    """LADE_CACHE, by default `lade` in the user's cache folder. None (store nothing) if LADE_CACHE is 0 or empty."""
+    """LADE_CACHE, by default `lade` in the user's cache folder.
+
+    None (store nothing) if LADE_CACHE is 0 or empty, or if there is no home directory.
+    """
     chosen = os.environ.get("LADE_CACHE")
     if chosen is not None:
         return None if chosen.strip() in ("", "0") else Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lade"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lade"
+    except RuntimeError:  # no home directory
+        return None
 
 
 def can_store() -> bool:
     """Whether a table stored now will be found by the next process."""
+    path = folder()
+    if path is None:
+        return False
     try:
-        path = folder()
-        if path is None:
-            return False
         path.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home
+    except OSError:
         return False
     return os.access(path, os.W_OK | os.X_OK)
 
@@ -230,10 +236,7 @@ def stored() -> list[Path]:
 
 
 def _path_of(name: str) -> Path | None:
-    try:
-        path = folder()
-    except RuntimeError:  # no home
-        return None
+    path = folder()
     return None if path is None else path / f"step-costs-{FORMAT}-{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
 
 
