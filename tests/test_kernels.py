@@ -21,7 +21,7 @@ import torch
 from support import beside, python
 
 from lade import kernels
-from lade.kernels import trial
+from lade.kernels import self_check
 
 LONG = os.environ.get("LADE_LONG_TESTS") == "1"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -174,17 +174,17 @@ def test_kernel_is_the_definition(case):
 
 @runs_kernel
 @pytest.mark.parametrize("dtype", TRIED, ids=str)
-def test_kernel_passes_its_trial(dtype, monkeypatch):
+def test_kernel_passes_its_self_check(dtype, monkeypatch):
     """Which comes before its use; with another scale it would not."""
     from lade.kernels.triton_attention import triton_block_attention
 
-    monkeypatch.setattr(trial, "_problems", {})
+    monkeypatch.setattr(self_check, "_problems", {})
     case = Case(7, (65, 3), heads=8, kv_heads=2, window=20, softcap=3.0, has_sinks=True, padding=2, dtype=dtype)
     arguments, expected = make(case, unused=1e3)
-    assert_close(trial.tried(triton_block_attention, **arguments), expected, dtype)
-    assert list(trial._problems.values()) == [None]
+    assert_close(self_check.checked(triton_block_attention, **arguments), expected, dtype)
+    assert list(self_check._problems.values()) == [None]
     wrong = triton_block_attention(**arguments | {"scale": 1 / 5})
-    assert "off by" in trial.problem_of(wrong, **arguments)
+    assert "off by" in self_check.problem_of(wrong, **arguments)
 
 
 @runs_kernel

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lade.block.kv_cache import LookaheadCache, is_out_of_memory, least_capacity
+from lade.block.kv_cache import LookaheadCache, least_capacity
 from lade.block.mask import Block
+from lade.compat import is_out_of_memory
 from lade.config import LookaheadConfig
 from lade.forward.buffer_pool import PooledBuffers, acquire, release
 from lade.forward.fingerprint import fingerprint, numerics

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lade.block.kv_cache import is_out_of_memory
 from lade.block.mask import Block
-from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
+from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer, is_out_of_memory
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.foreign import is_gone

@@ -436,16 +436,16 @@ def differ(rank, what):
     return None
 
 
-def wait_for_words_of(living):
+def wait_for_reasons_of(living):
     """The time in which ranks can say that they are still there begins when they have said so, however busy the machine is."""
     heard, seconds = set(), itertools.count()
 
-    def words(self, original=link.Communicator._words):
+    def reasons(self, original=link.Communicator._reasons):
         found = original(self)
         heard.update(found)
         return found
 
-    link.Communicator._words = words
+    link.Communicator._reasons = reasons
     link.time = SimpleNamespace(sleep=time.sleep, monotonic=lambda: next(seconds) if heard >= living else 0)
 
 
@@ -455,7 +455,7 @@ def fail(rank, culprit, how):
     own_group(seconds=10 if how == "hangs" else PATIENCE)
     store = torch.distributed.distributed_c10d._get_default_store()
     link.POLL = datetime.timedelta(seconds=0.2)
-    wait_for_words_of(set(range(3)) - {rank, culprit})
+    wait_for_reasons_of(set(range(3)) - {rank, culprit})
     is_armed = False
 
     def before_forward(*_):

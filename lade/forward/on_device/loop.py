@@ -183,7 +183,7 @@ class DeviceLoop:
     def run(self, cache: LookaheadCache, num_logits: int, witness: int | None) -> None:
         """Decode until all rows have ended, or until something fails: then the ordinary loop can go on.
 
-        cache: has the prompt, behind which each row has got one token. num_logits: V. witness: as for `lade.verification.logits.BlockLogits`.
+        cache: has the prompt, behind which each row has got one token. num_logits: V. witness: nan_column of `lade.verification.logits.BlockLogits`.
         """
         buffers = self._buffers
         if buffers is None or buffers.cache is not cache or all(self.selection.is_finished):
