@@ -1,6 +1,6 @@
 """USE_FLASH and CUDA_GRAPH as lade chooses them by itself: where, why not, and what a wrong graph or kernel leads to.
 
-CUDA is stood in for by the CPU, graphs by traces as in test_static_shapes.py, the Triton kernel by plain torch.
+CUDA is stood in for by the CPU, graphs by traces (support/graphs.py), the Triton kernel by plain torch.
 """
 
 from dataclasses import replace
@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
-from test_on_device_step import captured, is_wanted  # noqa: F401
-from test_static_shapes import NOT_HERE, graphs, tiny  # noqa: F401
+from support import generate_plain, prompt, tiny, tiny_llama
+from support.graphs import NOT_HERE, is_wanted
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
@@ -46,21 +45,6 @@ def automatic(lade_on, monkeypatch):
     yield
     forget_all()
     self_check._problems.clear()
-
-
-@pytest.fixture
-def on_cuda(captured, monkeypatch):  # noqa: F811
-    """The CPU counts as CUDA, with a first forward before each capture; nothing is asked for. One entry per capture."""
-    trace = fixed.capture
-
-    def warmed_up(forward):
-        forward()
-        return trace(forward)
-
-    for module in (fixed, device_loop):
-        monkeypatch.setattr(module, "capture", warmed_up)
-    lade.config_lade(CUDA_GRAPH="auto")
-    return captured
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, VOCAB, generate_plain, prompt, tiny_llama
+from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.layout import BlockLayout

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import beside, python
+from support import beside, python
 
 from lade import kernels
 from lade.kernels import self_check
@@ -238,7 +238,7 @@ def test_kernel_in_the_interpreter(interpreted):
 
 @beside
 def guarded():
-    program = str(Path(__file__).with_name("guard_pages.py"))
+    program = str(Path(__file__).parent / "support" / "guard_pages.py")
     return python(program, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG))) if HAS_TRITON else None
 
 
@@ -266,11 +266,11 @@ ALL_COMPILED = [
 
 
 @beside
-def compiled():
+def compiled_kernel():
     """The kernel, compiled for sm_80 and sm_90."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, Path(__file__).with_name("compile_kernels.py")],
+        [sys.executable, Path(__file__).parent / "support" / "compile_kernels.py"],
         input=json.dumps(ALL_COMPILED if LONG else COMPILED),
         env=environment,
         capture_output=True,
@@ -280,10 +280,10 @@ def compiled():
 
 
 @needs_triton
-def test_compiles_for_gpus_that_are_not_there(compiled):
+def test_compiles_for_gpus_that_are_not_there(compiled_kernel):
     """The launch settings fit sm_80 and sm_90: shared memory, and (almost) no registers spilled to memory."""
-    assert compiled.returncode == 0, compiled.stderr[-5000:]
-    for line in compiled.stdout.splitlines():
+    assert compiled_kernel.returncode == 0, compiled_kernel.stderr[-5000:]
+    for line in compiled_kernel.stdout.splitlines():
         print(line)
         found = json.loads(line)
         assert found["shared_bytes"] <= 160 * 1024, found  # sm_80 has 163 KiB for a program

@@ -5,7 +5,7 @@ Plain generate() never meets them. Tokens that its text does not hold get embedd
 
 import pytest
 import torch
-from conftest import Recorder, generate_plain, prompt, tiny_llama
+from support import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
 from lade import augment

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import Recorder, generate_plain, prompt, tiny_llama
 from torch.distributed import run
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
@@ -26,11 +25,12 @@ from lade.block.kv_cache import LookaheadCache
 from lade.parallel import communicator as link
 from lade.parallel import partition as shares
 from lade.parallel.group import ProcessGroup
+from support.models import Recorder, generate_plain, prompt, tiny_llama
 
 # Children are forked from a process that has imported these once and does nothing else.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch.distributed.run", "transformers.models.llama.modeling_llama", "lade.augment", "conftest"]
+    ["torch.distributed.run", "transformers.models.llama.modeling_llama", "lade.augment", "support"]
 )
 PATIENCE = 300  # seconds that nothing takes unless it hangs, however busy the machine is
 
@@ -301,7 +301,7 @@ def result_of(generate, seed, arguments):
 
 def run_families(rank, names):
     """Models of other families: their own caches, masks and positions. Returns (name, case) -> equal to plain, reason."""
-    from families import FAMILIES
+    from support.families import FAMILIES
 
     found = {}
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, DIST_WORKERS=2)
