@@ -106,8 +106,8 @@ class LookaheadConfig:
         "MODE",
         one_of(MODES),
         "Who guesses: 'lookahead' is the paper's window and pool, 'tree' grows a tree from everything the model has "
-        "said before (docs/drafting.md), 'auto' leaves the choice to lade: today the tree. Giving LEVEL, WINDOW_SIZE or "
-        "GUESS_SET_SIZE without MODE means 'lookahead'.",
+        "said before (docs/drafting.md), 'auto' leaves the choice to lade: today the tree. Giving LEVEL, WINDOW_SIZE "
+        "or GUESS_SET_SIZE without MODE means 'lookahead'.",
     )
     adaptive: bool = setting(
         True,
