@@ -123,7 +123,7 @@ MUTANTS = [
     mutant("requests: an unknown argument of the model", "support.py",
            "if name not in known and value is not None)", "if name not in known and value is ...)",
            "requests.py", "contract.py::test_fallbacks"),
-    mutant("requests: a boundary one token late", "models/limits.py",
+    mutant("requests: a boundary one token late", "models/phi3.py",
            "if length <= boundary < request.max_length - 1:", "if length <= boundary < request.max_length - 2:",
            "limits.py"),
     mutant("patch: an original is not put back", "augment.py",
