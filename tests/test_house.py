@@ -123,6 +123,7 @@ TESTED_IN = {
     "commands.tune": "tune",
     "decoding": "exactness",
     "drafting.acceptance": "drafting",
+    "drafting.checked": "registered_drafters",
     "drafting.base": "drafting",
     "drafting.lookahead": "walk",
     "drafting.memory_file": "memory",

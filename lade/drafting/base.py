@@ -106,7 +106,10 @@ class DraftRequest:
 
 
 class Drafter(Protocol):
-    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted."""
+    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted.
+
+    A class that inherits from it needs only `propose`.
+    """
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """sequences: the committed text, whose last tokens are the roots. is_finished: rows that need no guesses.
@@ -116,15 +119,19 @@ class Drafter(Protocol):
 
     def learn(self, outcome: Outcome) -> None:
         """Called once after each forward, the prompt's included."""
+        return
 
     def finish(self) -> None:
         """The call is over: what has waited is learned from."""
+        return
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
         """What a step has cost. num_slots: tokens of the longest row. num_tokens: q.
 
         seconds: of all but `propose` and the user's own code. search_seconds: of `propose`, without the draws of sampling.
         """
+        return
 
     def sources(self) -> dict[str, list[int]]:
         """Guesses proposed and guesses accepted during the call, by where they came from."""
+        return {}
