@@ -17,6 +17,7 @@ FLOORS = (
     {"forward"},
     {"decoding"},
     {"augment"},
+    {"switch"},
     {"__init__"},
     {"commands"},
     {"__main__"},
