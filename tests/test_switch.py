@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from conftest import generate_plain, prompt, python, tiny_llama
-from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList, TextStreamer
+from transformers import DynamicCache, GenerationMixin, LogitsProcessorList, StoppingCriteriaList, TextStreamer
 
 import lade
 from lade import augment
@@ -328,7 +328,7 @@ def test_called_by_something_else(model):
     expected = model.generate(**inputs, max_new_tokens=12)
     assert isinstance(prepared["stopping_criteria"], StoppingCriteriaList)
     with torch.no_grad():
-        found = lade.generate(model, inputs["input_ids"], logits_processor=[], **prepared)
+        found = lade.generate(model, inputs["input_ids"], logits_processor=LogitsProcessorList(), **prepared)
     assert torch.equal(found, expected)
     assert ran()
 
