@@ -84,7 +84,7 @@ def test_any_model_folder(run, tmp_path):
     assert "sampled: " in run("--model_path", str(tmp_path), "--prompt", "import os")
 
 
-def test_three_lines_of_the_readme(monkeypatch):
+def test_two_lines_of_the_readme(monkeypatch):
     block = re.search(r"```python\n(import lade\n.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[
         1
     ]

@@ -8,8 +8,17 @@ import threading
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, python, tiny_llama
-from transformers import DynamicCache, GenerationMixin, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+from conftest import ROOT, generate_plain, prompt, python, tiny_llama
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextStreamer,
+)
 
 import lade
 from lade import augment
@@ -279,6 +288,20 @@ def test_what_one_call_cannot_have_is_refused(model, arguments, message):
         arguments = {"assistant_model": tiny_llama(num_hidden_layers=1)}
     with pytest.raises(ValueError, match=message):
         model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate, **arguments)
+
+
+def test_stop_strings_as_a_criterion():
+    """What docs/settings.md says to do instead."""
+    folder = ROOT / "models" / "stdlib-9m"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("def main():\n", return_tensors="pt")
+    expected = model.generate(**inputs, max_new_tokens=40, stop_strings=["return"], tokenizer=tokenizer)
+    assert expected.shape[1] < inputs["input_ids"].shape[1] + 40
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, ["return"])])
+    found = model.generate(**inputs, max_new_tokens=40, stopping_criteria=criteria, custom_generate=lade.generate)
+    assert torch.equal(found, expected)
+    assert lade.last_stats().fallback_reason is None
 
 
 def test_a_user_function_is_still_given_no_streamer(model):
