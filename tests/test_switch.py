@@ -296,9 +296,9 @@ def test_stop_strings_as_a_criterion():
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer("def main():\n", return_tensors="pt")
-    expected = model.generate(**inputs, max_new_tokens=40, stop_strings=["return"], tokenizer=tokenizer)
+    expected = model.generate(**inputs, max_new_tokens=40, stop_strings=["("], tokenizer=tokenizer)
     assert expected.shape[1] < inputs["input_ids"].shape[1] + 40
-    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, ["return"])])
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, ["("])])
     found = model.generate(**inputs, max_new_tokens=40, stopping_criteria=criteria, custom_generate=lade.generate)
     assert torch.equal(found, expected)
     assert lade.last_stats().fallback_reason is None
