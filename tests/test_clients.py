@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ENVIRONMENT, ROOT
+from support import ENVIRONMENT, ROOT, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import lade
@@ -337,7 +337,6 @@ def test_tensor_parallel(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(TENSOR_PARALLEL)
     small = tmp_path / "model"  # whose heads two processes can share: the bundled model has five
-    from conftest import tiny_llama
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tiny_llama(torch.float32, vocab_size=len(tokenizer)).save_pretrained(small)

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
-from conftest import ROOT, generate_plain
+from support import ROOT, generate_plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lade import config as lade_config

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ROOT, generate_plain, prompt, python, tiny_llama
+from support import ROOT, generate_plain, prompt, python, tiny_llama
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -21,8 +21,8 @@ from transformers import (
 )
 
 import lade
-from lade import augment
 from lade import config as lade_config
+from lade import support as lade_support
 
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8}
 
@@ -32,7 +32,7 @@ def unpatched(monkeypatch):
     """No patch, no variable, and both as they were afterwards."""
     before = lade_config.current_config()
     monkeypatch.delenv("USE_LADE", raising=False)
-    monkeypatch.setattr(augment, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(lade_support, "LEAST_TOKENS", 1)
     lade.restore_all()
     lade.config_lade(ADAPTIVE=0)
     yield
