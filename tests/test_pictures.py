@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -15,9 +16,10 @@ from lade import config as lade_config
 @pytest.fixture(scope="module")
 def pictures():
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["pictures"] = importlib.util.module_from_spec(spec)  # where dataclasses look it up
     spec.loader.exec_module(module)
     yield module
+    del sys.modules["pictures"]
     lade_config.MODES.pop("traced tree", None)
 
 
