@@ -39,7 +39,8 @@ EXAMPLE = """def read_file(path):
 
 def write_file(path, text):
     with open(path"""
-TREE_TOKENS, TREE_BLOCK, TREE_STEP = 40, 8, 21
+EXAMPLE_TOKENS, TREE_BLOCK, TREE_STEP = 40, 8, 21
+LEVEL, WIDTH, WINDOW_STEP = 4, 3, 15  # N and W of the window
 STYLE = """
 text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre }
 .sans { font-family: system-ui, -apple-system, "Segoe UI", sans-serif }
@@ -53,6 +54,9 @@ text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"
 .single { fill: #fbefff; stroke: #8250df }
 .suffix { fill: #fff1e5; stroke: #bc4c00 }
 .root { fill: #f2b84b }
+.window { fill: #6ea8fe }
+.tree { fill: #63c586 }
+.new { fill: #c9a7f5 }
 .ink { fill: #1f2328 }
 .line { stroke: #8c959f; stroke-width: 1.5; fill: none }
 .taken { stroke: #1a7f37; stroke-width: 3.5; fill: none }
@@ -231,7 +235,7 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
     children = {
         parent: [node for node, p in enumerate(step.parents) if p == parent] for parent in range(-1, len(step.tokens))
     }
-    place: dict[int, float] = {}
+    across: dict[int, float] = {}
     leaves = 0
 
     def set_place(node: int) -> None:
@@ -239,9 +243,9 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
         for child in children[node]:
             set_place(child)
         if children[node]:
-            place[node] = place[children[node][0]]
+            across[node] = across[children[node][0]]
         else:
-            place[node], leaves = leaves, leaves + 1
+            across[node], leaves = leaves, leaves + 1
 
     set_place(-1)
     width = max(int(40 + leaves * (size + gap)), 480)
@@ -250,7 +254,7 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
     left = (width - leaves * (size + gap) + gap) / 2
     parts, boxes = [], []
     for node in range(-1, len(step.tokens)):
-        x, y = left + place[node] * (size + gap), top + depth_of[node + 1] * row_height
+        x, y = left + across[node] * (size + gap), top + depth_of[node + 1] * row_height
         token = step.root if node < 0 else step.tokens[node]
         kind = "root" if node < 0 else step.sources[node]
         mark = " ✓" if node in step.accepted else ""
@@ -263,7 +267,7 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
         if node >= 0:
             parent = step.parents[node]
             x0, y0 = (
-                left + place[parent] * (size + gap) + size / 2,
+                left + across[parent] * (size + gap) + size / 2,
                 top + depth_of[parent + 1] * row_height + box_height,
             )
             line = "taken" if node in step.accepted else "line"
@@ -289,6 +293,102 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
     return picture(width, height, title, [*parts, *boxes, *notes])
 
 
+# The paper's window, and who sees whom in its block.
+
+
+@dataclass(frozen=True)
+class WindowStep:
+    """A step of the paper's method with two candidates."""
+
+    root: int
+    cells: list[int]  # behind the root, by level and column
+    candidates: list[int]
+    depths: list[int]  # of the candidates' tokens
+    choices: list[int]  # the model's, behind the last level
+    visible: list[list[bool]]  # by query and key, in the block's order: root, candidates, cells
+
+
+def window_step(model: Any, tokenizer: Any) -> WindowStep:
+    steps: list[WindowStep] = []
+
+    def keep(roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, choices: Any, sequences: Any) -> None:
+        offsets, visible = layout.offsets_and_visibility(tree)
+        num_nodes = len(tree.tokens[0])
+        depths = offsets[0, 1 : 1 + num_nodes].tolist()
+        cells, chosen = draft.window_cells[0].tolist(), choices[0].tolist()
+        steps.append(WindowStep(int(roots[0]), cells, list(tree.tokens[0]), depths, chosen, visible[0].tolist()))
+
+    inputs = tokenizer(EXAMPLE, return_tensors="pt")
+    with lade.enabled(LEVEL=LEVEL, WINDOW_SIZE=WIDTH, GUESS_SET_SIZE=3, ADAPTIVE=0), tracing(keep):
+        model.generate(**inputs, max_new_tokens=EXAMPLE_TOKENS, do_sample=False)
+    return steps[WINDOW_STEP - 1]
+
+
+def place(offset: int) -> str:
+    return f"L+{offset}" if offset else "L"
+
+
+def window_picture(tokenizer: Any, step: WindowStep) -> str:
+    """Levels of the window as rows, and the model's choice below each column."""
+    left, column_width, level_height, width, height = 120, 118, 74, 96, 40
+    parts = [label(20, 30, f"the window of one step, N={LEVEL}, W={WIDTH}", "sans dim")]
+    levels = [[step.root, *step.cells][row * WIDTH : (row + 1) * WIDTH] for row in range(LEVEL - 1)] + [step.choices]
+    for column in range(WIDTH):
+        x = left + column * column_width
+        parts.append(label(x + width / 2, 56, f"column {column}", "sans dim", 13, "middle"))
+        for row, tokens in enumerate(levels):
+            y = 66 + row * level_height
+            kind = "new" if row == LEVEL - 1 else "window" if row or column else "root"
+            parts += [
+                f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>',
+                label(x + width / 2, y + 17, visible(tokenizer.decode([tokens[column]])), "ink", 13, "middle"),
+                label(x + width / 2, y + 33, place(row + column), "ink", 12, "middle"),
+            ]
+            if row < LEVEL - 1:
+                dashes = ' stroke-dasharray="4 4"' if row == LEVEL - 2 else ""
+                parts.append(f'<path class="line"{dashes} d="M{x + width / 2:g} {y + 44} v26"/>')
+    names = [f"level {row}" for row in range(LEVEL - 1)] + ["chosen then"]
+    parts += [label(20, 90 + row * level_height, name, "sans dim", 13) for row, name in enumerate(names)]
+    parts.append(label(20, 384, "a column, read downwards, is one n-gram", "sans dim", 13))
+    title = "A window of three levels and three columns with the position of each cell, and the model's choice below each column"
+    return picture(480, 404, title, parts)
+
+
+def mask_picture(tokenizer: Any, step: WindowStep) -> str:
+    """One row per query and one column per key of the block; a filled cell is seen."""
+    size, left, top = 24, 250, 96
+    tokens = [step.root, *step.candidates, *step.cells]
+    names, offsets, kinds = ["root, (0,0)"], [0], ["root"]
+    for depth in step.depths:
+        number = sum(name.startswith("candidate") for name in names) // (LEVEL - 1) + 1
+        names, offsets, kinds = [*names, f"candidate {number}"], [*offsets, depth], [*kinds, "tree"]
+    for cell in range(1, 1 + len(step.cells)):
+        row, column = divmod(cell, WIDTH)
+        names, offsets, kinds = [*names, f"({row},{column})"], [*offsets, row + column], [*kinds, "window"]
+    parts = [label(20, 26, "query: row · key: column · filled: the row sees the column", "sans dim")]
+    parts += [label(x, top - 12, word, "sans dim", 13) for x, word in ((20, "who"), (118, "token"), (188, "position"))]
+    for row, (name, token, offset) in enumerate(zip(names, tokens, offsets, strict=True)):
+        y, word = top + row * size, visible(tokenizer.decode([token]))
+        parts += [
+            label(20, y + 16, name, "sans", 13),
+            label(118, y + 16, word, "", 13),
+            label(236, y + 16, place(offset), "dim", 13, "end"),
+            f'<text transform="translate({left + row * size + 16} {top - 8}) rotate(-60)" font-size="13">{escape(word)}</text>',
+        ]
+        for column, sees in enumerate(step.visible[row]):
+            kind = kinds[column] if sees else "off"
+            parts.append(
+                f'<rect class="cell {kind}" x="{left + column * size}" y="{y}" width="22" height="22" rx="3"/>'
+            )
+    end = top + len(tokens) * size
+    for i, (kind, name) in enumerate((("root", "the root"), ("tree", "candidates"), ("window", "window"))):
+        x = left + i * 120
+        parts += [f'<rect class="{kind}" x="{x}" y="{end + 14}" width="14" height="14" rx="3"/>']
+        parts += [label(x + 20, end + 26, name, "sans", 13)]
+    title = f"Who sees whom in a block of {len(tokens)} tokens: the root, two candidates of three tokens, and the rest of a window"
+    return picture(640, end + 48, title, parts)
+
+
 def visible(text: str) -> str:
     return text.replace(" ", "␣").replace("\n", "⏎")
 
@@ -299,8 +399,11 @@ def draw() -> dict[str, str]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     decoded = trace(model, tokenizer, DECODED, DECODED_TOKENS, DECODED_BLOCK)
-    _, steps = trace(model, tokenizer, EXAMPLE, TREE_TOKENS, TREE_BLOCK)
+    _, steps = trace(model, tokenizer, EXAMPLE, EXAMPLE_TOKENS, TREE_BLOCK)
+    window = window_step(model, tokenizer)
     return {
+        "window.svg": window_picture(tokenizer, window),
+        "mask.svg": mask_picture(tokenizer, window),
         "img/decoding.svg": moving_picture(tokenizer, *decoded),
         "img/tree.svg": tree_picture(tokenizer, steps[TREE_STEP - 1]),
     }
