@@ -146,7 +146,6 @@ TESTED_IN = {
     "models": "families",
     "models.base": "models",
     "models.compiled": "compiled_models",
-    "models.limits": "contract",
     "models.request": "requests",
     "models.self_check": "models",
     "models.shadow": "models",
