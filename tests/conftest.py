@@ -38,7 +38,12 @@ def pytest_cmdline_main(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Long tests are chosen with LADE_LONG_TESTS=1: elsewhere they are not collected, and what is skipped is what cannot run here."""
+    """Long tests are chosen with LADE_LONG_TESTS=1, clients with -m: elsewhere they are not collected, and what is skipped is what
+    cannot run here."""
+    if "clients" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("clients")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("clients")]
     if os.environ.get("LADE_LONG_TESTS") != "1":
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)

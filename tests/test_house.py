@@ -18,6 +18,7 @@ FLOORS = (
     {"forward"},
     {"decoding", "support"},
     {"augment"},
+    {"switch"},
     {"__init__"},
     {"commands"},
     {"__main__"},
