@@ -112,7 +112,7 @@ def recording() -> Iterator[GenerationStats]:
 def tracing(on_step: Callable[..., None]) -> Iterator[None]:
     """Call `on_step` after each step of this thread's `generate()` calls, the prefill not counted, with what it consisted of.
 
-    Arguments: roots, draft, tree, layout, accepted, guesses, sequences, as `lade/decoding.py` names them. All of them may change
+    Arguments: roots, draft, tree, layout, accepted, guesses, sequences, drafter, as `lade/decoding.py` names them. All of them may change
     with the next step: what is to be kept must be copied. Without tracing a step costs one comparison.
     """
     before, _per_thread.on_step = _per_thread.on_step, on_step

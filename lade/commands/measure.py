@@ -1,6 +1,6 @@
 """Timing `generate()`: several methods in turn on the same prompts, in one process, after a warm-up that does not count.
 
-What `lade bench`, `lade tune` and the benchmarks share.
+What `lade bench`, `lade tune` and the benchmarks share. Imports neither torch nor transformers before something is timed.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-import transformers
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import lade
-from lade.block_size.tables import cpu_name
-from lade.commands.forward_costs import synchronize
 from lade.config import temporary_settings
 
-Inputs = dict[str, Tensor]  # one prompt: ids and mask, [1, P]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Inputs = dict[str, "Tensor"]  # one prompt: ids and mask, [1, P]
 # The same prompts come again and again: no run may profit from what another has said.
 NOT_SHARED = {"SHARE": 0}
 MEMORY_NOTE = "each call of lade begins with an empty memory (SHARE=0); by default later calls profit from earlier ones"
@@ -79,6 +77,8 @@ def use_lade(on: bool) -> Iterator[None]:
 
 def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) -> tuple[list[int], float]:
     """New token ids of one prompt, and seconds. arguments: of generate()."""
+    import torch
+
     torch.manual_seed(seed)
     synchronize(model.device)
     started = time.perf_counter()
@@ -172,12 +172,26 @@ def is_looping(tokens: list[int], last: int = 64, share: float = 0.3) -> bool:
     return False
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def environment(model: Any) -> dict[str, Any]:
     """What the figures of a model depend on."""
     return machine(model.device, model.dtype) | {"parameters": sum(p.numel() for p in model.parameters())}
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Hardware and versions, for a record of figures."""
+    import torch
+    import transformers
+
+    from lade.block_size.tables import cpu_name
+
     is_cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else f"{cpu_name()}, {os.cpu_count()} cores",

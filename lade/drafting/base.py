@@ -105,8 +105,26 @@ class DraftRequest:
         return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit)
 
 
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a drafter's latest proposal for one row is what it is, for tools such as `lade trace`. What is not known stays empty.
+
+    sources, chances: of each node of the tree, where the guess came from, and its estimated probability of being accepted together
+    with all its ancestors. reason: why the block has its size, as a sentence. offers: the sizes that were compared, each as tokens of
+    the block, tokens that the step is expected to commit, and cost in plain steps.
+    """
+
+    sources: tuple[str, ...] = ()
+    chances: tuple[float, ...] = ()
+    reason: str = ""
+    offers: tuple[tuple[int, float, float], ...] = ()
+
+
 class Drafter(Protocol):
-    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted."""
+    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted.
+
+    A drafter may also have `explain(row) -> Explanation`, which is asked between `learn` and the next `propose`.
+    """
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """sequences: the committed text, whose last tokens are the roots. is_finished: rows that need no guesses.

@@ -10,7 +10,7 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree, merge_candidates
 from lade.block_size import BlockMode, BlockModePolicy, StepCostsByLength
 from lade.config import LookaheadConfig
-from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Outcome
+from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.ngram_pool import Pool, pool_for
 from lade.drafting.window import JacobiWindow
 from lade.state import PerModel
@@ -18,6 +18,12 @@ from lade.verification.sequences import TokenSequences
 
 # What the modes of blocks have been worth, by settings and what else changes a step's cost.
 _mode_policies: PerModel[dict[tuple[Any, ...], BlockModePolicy]] = PerModel(dict)
+
+REASONS = {
+    BlockMode.PLAIN: "Neither candidates nor the window: a plain step is being measured, or pays most.",
+    BlockMode.CANDIDATES: "Candidates without the window: it would cost more than it yields, or is being compared.",
+    BlockMode.WINDOW: "The window and the candidates.",
+}
 
 
 def lookahead_drafter(request: DraftRequest) -> LookaheadDrafter:
@@ -120,6 +126,9 @@ class LookaheadDrafter:
 
     def sources(self) -> dict[str, list[int]]:
         return {"pool": [self._num_proposed, self._num_accepted]}
+
+    def explain(self, row: int) -> Explanation:
+        return Explanation(reason=REASONS[self._mode])
 
     def take_over(self, levels: Tensor, num_updates: int, num_proposed: int, num_accepted: int) -> None:
         """Go on from where steps that ran elsewhere have got. levels: [B, N-1, W]. num_updates: such steps. The pool is shared."""

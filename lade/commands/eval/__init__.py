@@ -13,13 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 import lade
-from lade.block_size.tables import cpu_name
+from lade.commands.eval.answers import LADE, METHODS, PLAIN
 from lade.commands.eval.data import BadData, load_questions
-from lade.commands.eval.methods import LADE, METHODS, PLAIN, Answerer
 from lade.commands.eval.programs import WARNING, Limits
 from lade.commands.eval.quality import NoQuality, scorer_for
 from lade.commands.eval.report import markdown, summarize
@@ -113,6 +109,8 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"--{name} needs --do_sample")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         parser.error(f"--top_p must be above 0 and at most 1, got {args.top_p}")
+    import torch
+
     try:
         Limits(args.code_seconds, args.code_megabytes)
         torch.empty(0, device=args.device)
@@ -136,6 +134,11 @@ def model_name(args: argparse.Namespace) -> str:
 
 def settings_of(args: argparse.Namespace, data: dict[str, str]) -> dict[str, Any]:
     """All that the answers and their times depend on; a file of answers is gone on with only where it is the same."""
+    import torch
+    import transformers
+
+    from lade.block_size.tables import cpu_name
+
     device = torch.device(args.device)
     return {
         "task": args.task,
@@ -171,6 +174,8 @@ def answer_all(args: argparse.Namespace, questions: list[Question], methods: lis
     missing = [(q, m) for q in questions for m in methods if (q.id, m) not in results.answers]
     if not missing:
         return
+    from lade.commands.eval.methods import Answerer
+
     model, tokenizer = load(args)
     answerer = Answerer(model, tokenizer, uses_chat(args, tokenizer), args.seed, choice_of(args))
     with progress(len(questions) * len(methods), len(questions) * len(methods) - len(missing), "answers") as advance:

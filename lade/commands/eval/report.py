@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from lade.commands.eval.methods import LADE, PLAIN, Answer
+from lade.commands.eval.answers import LADE, PLAIN, Answer
 from lade.commands.eval.results import Key
 from lade.commands.eval.tasks import Question
 from lade.config import LookaheadConfig
