@@ -31,7 +31,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) ->
     add_decoding_arguments(parser, max_new_tokens)
     add = parser.add_argument
     add("--config", metavar="FILE", help="settings of lade in JSON, such as lade tune writes")
-    add("--mode", choices=MODES, help="who guesses; default: lookahead where --level, --window or --guess is given, else auto")
+    add(
+        "--mode",
+        choices=MODES,
+        help="who guesses; default: lookahead where --level, --window or --guess is given, else auto",
+    )
     add("--level", type=int, metavar="N", help="length of an n-gram")
     add("--window", type=int, metavar="W", help="columns of the window")
     add("--guess", type=int, metavar="G", help="candidates per step")
@@ -70,11 +74,15 @@ def check_model_path(parser: argparse.ArgumentParser, args: argparse.Namespace) 
         parser.error("--model_path must be given: the bundled checkpoint comes only with the source of lade")
     is_folder = path.is_absolute() or args.model_path.startswith((".", "~")) or args.model_path.count("/") > 1
     if is_folder and not path.is_dir():
-        parser.error(f"--model_path must be a folder with a checkpoint or a hub name, found no folder {args.model_path!r}")
+        parser.error(
+            f"--model_path must be a folder with a checkpoint or a hub name, found no folder {args.model_path!r}"
+        )
     if path.is_dir():
         args.model_path = str(path)
         if not (path / "config.json").is_file():
-            parser.error(f"--model_path must be a folder with a checkpoint, found no config.json in {args.model_path!r}")
+            parser.error(
+                f"--model_path must be a folder with a checkpoint, found no config.json in {args.model_path!r}"
+            )
     if args.device is None:
         args.device = default_device()
 
@@ -89,7 +97,10 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     """Model and tokenizer; lade is patched in and torch's generator seeded. Where there is no model, the program ends."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # of loading, which would fill a log
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model_path, cache_dir=args.cache_dir)
         model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=args.dtype, cache_dir=args.cache_dir)

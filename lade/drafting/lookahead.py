@@ -22,7 +22,7 @@ _mode_policies: PerModel[dict[tuple[Any, ...], BlockModePolicy]] = PerModel(dict
 REASONS = {
     BlockMode.PLAIN: "Neither candidates nor the window: a plain step is being measured, or pays most.",
     BlockMode.CANDIDATES: "Candidates without the window: it would cost more than it yields, or is being compared.",
-    BlockMode.WINDOW: "The window and the candidates.",
+    BlockMode.WINDOW: "The window, which makes new n-grams, and candidates from the pool.",
 }
 
 
@@ -55,6 +55,7 @@ class LookaheadDrafter:
         """
         self.config, self.costs, self.policy = config, costs, policy
         self._mode = BlockMode.WINDOW
+        self._num_nodes = [0] * len(prompt_ids)  # of the latest tree, by row
         self._num_proposed = self._num_accepted = 0
         prompt_ids = prompt_ids.long()
         # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
@@ -93,6 +94,7 @@ class LookaheadDrafter:
             tree = TokenTree.empty(len(roots))
         else:
             tree = merge_candidates([[tail[:max_depth] for tail in tails] for tails in self.pool.lookup(roots)])
+        self._num_nodes = [len(tokens) for tokens in tree.tokens]
         return Draft(tree, max_depth, shape, cells)
 
     def learn(self, outcome: Outcome) -> None:
@@ -128,7 +130,7 @@ class LookaheadDrafter:
         return {"pool": [self._num_proposed, self._num_accepted]}
 
     def explain(self, row: int) -> Explanation:
-        return Explanation(reason=REASONS[self._mode])
+        return Explanation(sources=("pool",) * self._num_nodes[row], reason=REASONS[self._mode])
 
     def take_over(self, levels: Tensor, num_updates: int, num_proposed: int, num_accepted: int) -> None:
         """Go on from where steps that ran elsewhere have got. levels: [B, N-1, W]. num_updates: such steps. The pool is shared."""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lade
 from lade.commands.model import add_model_arguments, how_to_choose, load, parse
 
 PROMPT = '''import os
@@ -35,6 +36,7 @@ def main(arguments: list[str]) -> int:
     add("--terminal", action="store_true", help="replay in the terminal and write no page")
     add("--speed", type=float, default=1.0, help="of --terminal: 1 as it was, 0 without waiting; default: %(default)s")
     add("--cold", action="store_true", help="no warm-up: show how a new process finds out what blocks cost")
+    add("--whole", action="store_true", help="the whole block in every step, whatever it costs (ADAPTIVE=0)")
     add_model_arguments(parser, max_new_tokens=128)
     args = parse(parser, arguments)
     if not args.terminal and not args.out.parent.is_dir():
@@ -43,6 +45,8 @@ def main(arguments: list[str]) -> int:
     from lade.commands.trace.replay import replay
 
     os.environ["USE_LADE"] = "1"
+    if args.whole:
+        lade.config_lade(ADAPTIVE=0)
     model, tokenizer = load(args)
     ids, choice = prompt_ids(tokenizer, args), {"max_new_tokens": args.max_new_tokens, **how_to_choose(args)}
     try:

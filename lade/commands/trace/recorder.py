@@ -16,7 +16,7 @@ import torch
 import lade
 from lade import stats
 from lade.commands.detokenize import Detokenizer
-from lade.commands.measure import synchronize
+from lade.commands.measure import is_looping, synchronize
 from lade.drafting import Explanation
 
 MAX_WARM_UPS = 6
@@ -147,6 +147,7 @@ def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) 
         "seconds": seconds,
         "prefill": recorder.prefill_seconds,
         "tokens_per_step": found.tokens_per_step,
+        "looping": is_looping(new),
         "prompt": pieces[: len(prompt_ids)],
         "text": pieces[len(prompt_ids) :],
         "ids": new,
