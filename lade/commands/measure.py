@@ -26,6 +26,8 @@ Inputs = dict[str, "Tensor"]  # one prompt: ids and mask, [1, P]
 # The same prompts come again and again: no run may profit from what another has said.
 NOT_SHARED = {"SHARE": 0}
 MEMORY_NOTE = "each call of lade begins with an empty memory (SHARE=0); by default later calls profit from earlier ones"
+MAX_WARM_UPS = 8
+ENOUGH_STEPS = 256  # of a warm-up: costs have then been compared, or timed by schedule and stored
 
 
 @dataclass(frozen=True)
@@ -109,20 +111,30 @@ def run_methods(
     trials: int,
     common: dict[str, Any],
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    runs: dict[str, list[Run]] | None = None,
 ) -> dict[str, list[Run]]:
     """Each trial takes every prompt through every method in turn, so that each is compared with its neighbours in time.
 
     common: arguments of `generate_timed` for all methods. progress: wraps the list of (trial, prompt), for a progress bar.
-    Returns `trials` runs of each method.
+    runs: an empty dictionary that is filled as the runs are made, for what is to be kept after an interrupt. Returns `trials` runs of
+    each method.
     """
     for method in methods.values():
         for inputs in for_warm_up(prompts):
             run_once(model, inputs, method, Run(), common)
-    runs: dict[str, list[Run]] = {name: [Run() for _ in range(trials)] for name in methods}
+    runs = {} if runs is None else runs
+    runs |= {name: [Run() for _ in range(trials)] for name in methods}
     for trial, inputs in progress([(trial, inputs) for trial in range(trials) for inputs in prompts]):
         for name, method in methods.items():
             run_once(model, inputs, method, runs[name][trial], common)
     return runs
+
+
+def settle(model: Any, inputs: Inputs, method: Method, common: dict[str, Any]) -> None:
+    """Run one prompt until lade has found out what blocks cost here, as in a process that has been running for a while."""
+    run = Run()
+    while len(run.steps) < MAX_WARM_UPS and sum(run.steps) < ENOUGH_STEPS:
+        run_once(model, inputs, method, run, common)
 
 
 def for_warm_up(prompts: list[Inputs]) -> list[Inputs]:

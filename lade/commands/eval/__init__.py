@@ -7,8 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from lade.commands.eval.report import markdown, summarize
 from lade.commands.eval.results import BadResults, Results
 from lade.commands.eval.tasks import PASS_AT_1, TASKS, Question
 from lade.commands.model import BUNDLED, add_model_arguments, load, parse
+from lade.commands.progress import progress
 
 COMPARED = {"on": [LADE], "off": [PLAIN], "both": [PLAIN, LADE]}
 BASELINES = [name for name in METHODS if name not in (PLAIN, LADE)]
@@ -222,17 +221,3 @@ def write_report(figures: dict[str, Any], out: Path) -> None:
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"{text}\n{json.dumps(figures)}\n")
-
-
-@contextmanager
-def progress(total: int, done: int, what: str) -> Iterator[Any]:
-    """Gives a function that moves the bar by one and shows a text behind it."""
-    from tqdm import tqdm  # comes with transformers
-
-    with tqdm(total=total, initial=done, desc=what, dynamic_ncols=True) as bar:
-
-        def advance(text: str) -> None:
-            bar.set_postfix_str(text, refresh=False)
-            bar.update()
-
-        yield advance

@@ -16,11 +16,8 @@ import torch
 import lade
 from lade import stats
 from lade.commands.detokenize import Detokenizer
-from lade.commands.measure import is_looping, synchronize
+from lade.commands.measure import Method, is_looping, settle, synchronize
 from lade.drafting import Explanation
-
-MAX_WARM_UPS = 6
-ENOUGH_STEPS = 192  # of the warm-up: costs have then been compared, or timed by schedule and stored
 
 
 class StepRecorder:
@@ -106,16 +103,10 @@ def window_levels(roots: list[int], draft: Any) -> list[list[int]]:
 
 
 def warm_up(model: Any, prompt_ids: list[int], **arguments: Any) -> None:
-    """Let lade find out what blocks cost here, as in a process that has been running for a while; it remembers no text of it."""
+    """Let lade find out what blocks cost here, without remembering any text. Raises RuntimeError when lookahead did not run."""
     inputs = torch.tensor([prompt_ids], device=model.device)
-    num_steps = 0
-    for _ in range(MAX_WARM_UPS):
-        with lade.Memory().active():  # which is then forgotten
-            model.generate(inputs, attention_mask=torch.ones_like(inputs), **arguments)
-        found = lade.last_stats()
-        num_steps += len(found.block_tokens) if found is not None else 0
-        if found is None or found.fallback_reason is not None or num_steps >= ENOUGH_STEPS:
-            return
+    with torch.random.fork_rng():  # the traced call draws what it would have drawn without this
+        settle(model, {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}, Method(settings={}), arguments)
 
 
 def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) -> dict[str, Any]:
