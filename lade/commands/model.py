@@ -57,7 +57,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, max_new_tokens: int)
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
     """The arguments of `add_model_arguments`; the settings of lade among them are applied."""
     args = parser.parse_args(arguments)
-    check_model_path(parser, args)
+    check_decoding_arguments(parser, args)
     try:
         lade.config_lade(
             CONFIG=args.config, MODE=args.mode, LEVEL=args.level, WINDOW_SIZE=args.window, GUESS_SET_SIZE=args.guess
@@ -67,8 +67,8 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
     return args
 
 
-def check_model_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the program where no model can be at --model_path; the device is filled in where it was not given."""
+def check_decoding_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program where no model can be at --model_path, or sampling is contradicted; the device is filled in."""
     path, is_bundled = Path(args.model_path).expanduser(), args.model_path == str(BUNDLED)
     if is_bundled and not path.is_dir():
         parser.error("--model_path must be given: the bundled checkpoint comes only with the source of lade")
@@ -83,6 +83,8 @@ def check_model_path(parser: argparse.ArgumentParser, args: argparse.Namespace) 
             parser.error(
                 f"--model_path must be a folder with a checkpoint, found no config.json in {args.model_path!r}"
             )
+    if args.top_p is not None and args.temperature == 0:
+        parser.error("--top_p must come with sampling: --temperature 0 is greedy")
     if args.device is None:
         args.device = default_device()
 
@@ -127,5 +129,5 @@ def how_to_choose(args: argparse.Namespace) -> dict[str, Any]:
         if args.temperature > 0:
             choice["temperature"] = args.temperature
     if args.top_p is not None:
-        choice["top_p"] = args.top_p
+        choice |= {"do_sample": True, "top_p": args.top_p}
     return choice

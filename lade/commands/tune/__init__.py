@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from lade.commands.model import add_decoding_arguments, check_model_path, how_to_choose, load
+from lade.commands.model import add_decoding_arguments, check_decoding_arguments, how_to_choose, load
 from lade.commands.progress import progress_bar
 from lade.commands.prompts import as_inputs, read_prompts
 
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     add_decoding_arguments(parser, max_new_tokens=96)
     parser.set_defaults(max_new_tokens=None)
     args = parser.parse_args(arguments)
-    check_model_path(parser, args)
+    check_decoding_arguments(parser, args)
     from lade.commands.tune.report import as_text, settings_file  # which import torch
     from lade.commands.tune.search import PLAN, QUICK_PLAN, tune
 
