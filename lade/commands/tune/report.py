@@ -105,13 +105,13 @@ def candidate_table(findings: Findings) -> str:
     names = [describe(row.settings) for row in rows]
     width = max([len("settings"), *map(len, names)])
     lines = [
-        f"{'settings':<{width}} {'block':>6} {'tokens/step':>11} {'predicted':>9} {'to plain':>20} {'to the default':>20} same"
+        f"{'settings':<{width}} {'block':>5} {'tokens/step':>11} {'predicted':>9} {'to plain':>19} {'to the default':>19} same"
     ]
     for name, row in zip(names, rows, strict=True):
         same = "-" if row.identical is None else f"{row.identical:.0%}"
         lines.append(
-            f"{name:<{width}} {row.mean_block:>6.1f} {row.tokens_per_step:>11.2f} {row.corrected:>9.2f} "
-            f"{_spread(row.ratio):>20} {_spread(row.gain):>20} {same:>4}{'' if row.is_judged or not row.ratio else ' *'}"
+            f"{name:<{width}} {row.mean_block:>5.1f} {row.tokens_per_step:>11.2f} {row.corrected:>9.2f} "
+            f"{_spread(row.ratio):>19} {_spread(row.gain):>19} {same:>4}{'' if row.is_judged or not row.ratio else ' *'}"
         )
     if len(findings.rows) > len(rows):
         lines.append(f"and {len(findings.rows) - len(rows)} more that were predicted to be slower")
@@ -140,8 +140,8 @@ def verdict(findings: Findings, path: Path) -> str:
     best: Row | None = findings.best
     if best is not None:
         return (
-            f"{describe(best.settings)}: {_spread(best.gain)} times the default, {_spread(best.ratio)} times plain generate(), "
-            f"on {findings.prompts[1]} prompts\nthat nothing was chosen by.\n"
+            f"{describe(best.settings)}: {_spread(best.gain)} times the default, {_spread(best.ratio)} times plain generate(),\n"
+            f"on {findings.prompts[1]} prompts that nothing was chosen by.\n"
             f"{path} has these settings: config_lade(CONFIG={str(path)!r}), LADE_CONFIG={path} or lade --config {path}.\n"
         )
     reason, default = why_not(findings), findings.default

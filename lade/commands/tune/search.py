@@ -165,12 +165,14 @@ def screen(
     """
     plain, runs = Run(), [(settings, Run()) for settings in (*ANCHORS, *hopeful)]
     still_in = runs
+    for settings in {
+        mode_of(settings): settings for settings, _ in runs
+    }.values():  # what is done once for each drafter
+        run_once(model, prompts[0], Method(settings=as_screened(settings)), Run(), common)
     for number, inputs in enumerate(prompts, 1):
         run_once(model, inputs, Method(), plain, common)
         for settings, run in progress(f"screening, prompt {number} of {len(prompts)}")(still_in):
-            # The window's blocks whole, whatever they cost here; the tree's size follows from what blocks cost.
-            whole = settings | {"ADAPTIVE": 0} if mode_of(settings) == "lookahead" else settings
-            run_once(model, inputs, Method(settings=whole), run, common)
+            run_once(model, inputs, Method(settings=as_screened(settings)), run, common)
         findings.rows = rows_of(runs, plain, findings)
         corrected = {str(row.settings): row.corrected for row in findings.rows}
         still_in = sorted(still_in, key=lambda pair: -corrected[str(pair[0])])
@@ -178,6 +180,11 @@ def screen(
         still_in = [pair for pair in still_in if pair in kept or pair[0] in ANCHORS]
     in_reach = [settings for settings, _ in still_in]
     findings.rows.sort(key=lambda row: (row.settings not in in_reach, -row.corrected))
+
+
+def as_screened(settings: Settings) -> Settings:
+    """The window's blocks whole, whatever they cost here; the tree's size follows from what blocks cost."""
+    return settings | {"ADAPTIVE": 0} if mode_of(settings) == "lookahead" else settings
 
 
 def rows_of(runs: list[tuple[Settings, Run]], plain: Run, findings: Findings) -> list[Row]:
@@ -189,13 +196,18 @@ def rows_of(runs: list[tuple[Settings, Run]], plain: Run, findings: Findings) ->
             continue
         block, tokens_per_step = run.mean_block(), run.tokens_per_step() or 0.0
         predicted = predict(tokens_per_step, block, findings.seconds)
-        measured = run.speed() / plain.speed(list(range(len(run.outputs))))
-        errors.setdefault(mode_of(settings), []).append(measured / predicted)
+        later = list(
+            range(1, len(run.outputs))
+        )  # the first prompt also pays for what is done once for each shape of block
+        if later:
+            measured = run.speed(later) / plain.speed(later)
+            found = predict(run.tokens_per_step(later) or 0.0, block, findings.seconds)
+            errors.setdefault(mode_of(settings), []).append(measured / found)
         rows.append(Row(settings, round(block, 2), tokens_per_step, predicted, predicted))
     # One run of one candidate is noise; that of all of a drafter's together is its own work.
     findings.corrections = {mode: round(statistics.median(found), 4) for mode, found in errors.items()}
     for row in rows:
-        row.corrected = round(row.predicted * findings.corrections[mode_of(row.settings)], 4)
+        row.corrected = round(row.predicted * findings.corrections.get(mode_of(row.settings), 1.0), 4)
     return rows
 
 
