@@ -140,8 +140,8 @@ def verdict(findings: Findings, path: Path) -> str:
     best: Row | None = findings.best
     if best is not None:
         return (
-            f"{describe(best.settings)}: {_spread(best.gain)} times the default, {_spread(best.ratio)} times plain generate(),\n"
-            f"on {findings.prompts[1]} prompts that nothing was chosen by.\n"
+            f"{describe(best.settings)}: {_spread(best.gain)} times the default,\n"
+            f"{_spread(best.ratio)} times plain generate(), on {findings.prompts[1]} prompts that nothing was chosen by.\n"
             f"{path} has these settings: config_lade(CONFIG={str(path)!r}), LADE_CONFIG={path} or lade --config {path}.\n"
         )
     reason, default = why_not(findings), findings.default
