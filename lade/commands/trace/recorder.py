@@ -105,7 +105,8 @@ def window_levels(roots: list[int], draft: Any) -> list[list[int]]:
 def warm_up(model: Any, prompt_ids: list[int], **arguments: Any) -> None:
     """Let lade find out what blocks cost here, without remembering any text. Raises RuntimeError when lookahead did not run."""
     inputs = torch.tensor([prompt_ids], device=model.device)
-    with torch.random.fork_rng():  # the traced call draws what it would have drawn without this
+    # A memory of its own, which is then forgotten; and the traced call draws what it would have drawn without this.
+    with lade.Memory().active(), torch.random.fork_rng():
         settle(model, {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}, Method(settings={}), arguments)
 
 
