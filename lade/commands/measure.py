@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -115,6 +115,8 @@ def run_methods(
 ) -> dict[str, list[Run]]:
     """Each trial takes every prompt through every method in turn, so that each is compared with its neighbours in time.
 
+    The method that begins changes from prompt to prompt: what comes first, or behind a certain other one, is timed otherwise.
+
     common: arguments of `generate_timed` for all methods. progress: wraps the list of (trial, prompt), for a progress bar.
     runs: an empty dictionary that is filled as the runs are made, for what is to be kept after an interrupt. Returns `trials` runs of
     each method.
@@ -124,9 +126,11 @@ def run_methods(
             run_once(model, inputs, method, Run(), common)
     runs = {} if runs is None else runs
     runs |= {name: [Run() for _ in range(trials)] for name in methods}
+    order = deque(methods)
     for trial, inputs in progress([(trial, inputs) for trial in range(trials) for inputs in prompts]):
-        for name, method in methods.items():
-            run_once(model, inputs, method, runs[name][trial], common)
+        for name in order:
+            run_once(model, inputs, methods[name], runs[name][trial], common)
+        order.rotate(-1)
     return runs
 
 

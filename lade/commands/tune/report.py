@@ -31,6 +31,7 @@ def settings_file(findings: Findings, asked: dict[str, Any]) -> dict[str, Any]:
         "environment": findings.environment,
         "prompts": {"choosing": findings.prompts[0], "judging": findings.prompts[1]},
         "trials": findings.trials,
+        "noise": round(findings.noise, 4),
         "stopped": findings.is_stopped,
         "memory": MEMORY_NOTE,
         "context": findings.context,
@@ -142,6 +143,7 @@ def verdict(findings: Findings, path: Path) -> str:
         return (
             f"{describe(best.settings)}: {_spread(best.gain)} times the default,\n"
             f"{_spread(best.ratio)} times plain generate(), on {findings.prompts[1]} prompts that nothing was chosen by.\n"
+            f"The default differed from itself by up to {findings.noise - 1:.0%}.\n"
             f"{path} has these settings: config_lade(CONFIG={str(path)!r}), LADE_CONFIG={path} or lade --config {path}.\n"
         )
     reason, default = why_not(findings), findings.default
@@ -150,5 +152,7 @@ def verdict(findings: Findings, path: Path) -> str:
         figures = f" The default is {_spread(default.ratio)} times plain generate()."
         challenger = max((row for row in findings.rows if row.is_judged and row.settings), key=gain_of, default=None)
         if challenger is not None:
-            figures += f"\nThe best of the others, {describe(challenger.settings)}, is {_spread(challenger.gain)} times the default."
+            how = "takes the same steps as" if challenger.is_same_work else f"is {_spread(challenger.gain)} times"
+            figures += f"\nThe best of the others, {describe(challenger.settings)}, {how} the default"
+            figures += f", which differed from itself by up to {findings.noise - 1:.0%}."
     return f"{reason[0].upper()}{reason[1:]}.{figures}\n{path} says so, and sets nothing.\n"

@@ -7,7 +7,8 @@
    candidates of the same drafter took beside what was predicted for them.
 3. The best by corrected prediction, the default and MODE=tree run on these prompts, taking turns. The fastest is the winner.
 4. The winner, the default and plain generate() run on other prompts. Only this decides what is recommended: the winner was chosen
-   because it was fast on the first prompts, so its figures there are too good.
+   because it was fast on the first prompts, so its figures there are too good. The default runs twice: what its second run gains over
+   its first is what the machine's noise makes, and a recommendation has to gain more. One that takes the same steps gains nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lade.commands.tune.candidates import ANCHORS, DEFAULT, Settings, candidates
 from lade.models import adapter_for
 
 Progress = Callable[[str], Callable[[Iterable[Any]], Iterable[Any]]]  # a label -> what to wrap a list in
+CONTROL = "default, again"
 MIN_GAIN = 1.02  # over the default, from which a change of settings is worth recommending
 
 
@@ -57,7 +59,6 @@ QUICK_PLAN = Plan(
     num_screened=2,
     num_finalists=2,
     choosing_trials=2,
-    trials=4,
 )
 
 
@@ -74,12 +75,16 @@ class Row:
     gain: dict[str, float] | None = None
     identical: float | None = None  # share of prompts with plain generate()'s output
     is_judged: bool = False  # whether these are of the prompts that nothing was chosen by
+    is_same_work: bool = False  # whether it took the default's steps, with blocks of the same sizes
 
-    def is_worth_it(self) -> bool:
-        """Whether it beat both the default and plain generate() in four of five trials, and the default by enough."""
-        if not self.is_judged or self.ratio is None or self.gain is None:
+    def is_worth_it(self, noise: float = 1.0) -> bool:
+        """Whether it beat both the default and plain generate() in four of five trials, and the default by enough.
+
+        noise: what the default gains over itself.
+        """
+        if not self.is_judged or self.is_same_work or self.ratio is None or self.gain is None:
             return False
-        return self.gain["p20"] > 1 and self.gain["median"] >= MIN_GAIN and self.ratio["p20"] > 1
+        return self.gain["p20"] > noise and self.gain["median"] >= MIN_GAIN and self.ratio["p20"] > 1
 
 
 @dataclass
@@ -94,6 +99,7 @@ class Findings:
     rows: list[Row] = field(default_factory=list)
     corrections: dict[str, float] = field(default_factory=dict)  # by mode
     trials: int = 0  # of round 4
+    noise: float = 1.0  # what the default gained over itself in round 4, or lost, as a factor of 1 or more
     is_stopped: bool = False  # by Ctrl-C
 
     @property
@@ -103,7 +109,7 @@ class Findings:
     @property
     def best(self) -> Row | None:
         """What to recommend in place of the default; None where nothing is faster."""
-        worth = [row for row in self.rows if row.is_worth_it() and row.settings != DEFAULT]
+        worth = [row for row in self.rows if row.is_worth_it(self.noise) and row.settings != DEFAULT]
         return max(worth, key=gain_of, default=None)
 
     def sort(self) -> None:
@@ -244,6 +250,8 @@ def time_rows(
 ) -> None:
     """Rounds 3 and 4: fills in what the rows lack, from the trials that every method has finished, also when it is interrupted."""
     methods = {"plain": Method()} | {str(row.settings): Method(settings=row.settings) for row in rows}
+    if is_judging:
+        methods[CONTROL] = Method(settings=DEFAULT)
     runs: dict[str, list[Run]] = {}
     try:
         run_methods(model, prompts, methods, trials, common, progress, runs)
@@ -253,10 +261,26 @@ def time_rows(
             by_name = dict(zip(runs, zip(*whole, strict=True), strict=True))
             plain, default = by_name["plain"], by_name[str(DEFAULT)]
             findings.trials = len(whole) if is_judging else 0
+            if is_judging:
+                findings.noise = noise_of(spread(ratios_of(by_name[CONTROL], default)))
             for row in rows:
                 own = by_name[str(row.settings)]
-                row.ratio = spread([run.speed() / base.speed() for run, base in zip(own, plain, strict=True)])
-                row.gain = spread([run.speed() / base.speed() for run, base in zip(own, default, strict=True)])
+                row.ratio = spread(ratios_of(own, plain))
+                row.gain = spread(ratios_of(own, default))
                 row.identical = share_identical(own[0], plain[0])
                 row.mean_block, row.tokens_per_step = round(own[0].mean_block(), 2), own[0].tokens_per_step() or 0.0
                 row.is_judged = is_judging
+                row.is_same_work = [work_of(run) for run in own] == [work_of(run) for run in default]
+
+
+def ratios_of(runs: Iterable[Run], base: Iterable[Run]) -> list[float]:
+    return [run.speed() / other.speed() for run, other in zip(runs, base, strict=True)]
+
+
+def work_of(run: Run) -> tuple[list[int], int]:
+    return run.steps, run.block_tokens
+
+
+def noise_of(gain: dict[str, float]) -> float:
+    """gain: of a method over itself."""
+    return max(gain["p80"], 1 / gain["p20"])
