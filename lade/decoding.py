@@ -82,9 +82,7 @@ def lookahead_decode(
             drafter.learn(Outcome(step.tree, logits, accepted, choices, selection.sequences))
             timer.end_learn(step.layout.num_tokens)
             if stats.on_step is not None:
-                stats.on_step(
-                    step.roots, draft, step.tree, step.layout, accepted, choices, selection.sequences, drafter
-                )
+                stats.on_step(step.roots, draft, step.tree, step.layout, accepted, choices, selection.sequences)
     return call.finish()
 
 

@@ -130,7 +130,7 @@ def test_bfloat16_follows_the_models_own_argmax():
 def test_trees_and_figures_agree(model):
     trees, committed = [], []
 
-    def keep(roots, draft, tree, layout, accepted, choices, texts, drafter):
+    def keep(roots, draft, tree, layout, accepted, choices, texts):
         trees.append((list(tree.tokens[0]), list(tree.parents[0])))
         committed.append(len(accepted[0]))
         assert not draft.has_window

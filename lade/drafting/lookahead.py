@@ -95,7 +95,7 @@ class LookaheadDrafter:
         else:
             tree = merge_candidates([[tail[:max_depth] for tail in tails] for tails in self.pool.lookup(roots)])
         self._num_nodes = [len(tokens) for tokens in tree.tokens]
-        return Draft(tree, max_depth, shape, cells)
+        return Draft(tree, max_depth, shape, cells, self.explain)
 
     def learn(self, outcome: Outcome) -> None:
         chosen, num_committed = outcome.choices, outcome.num_committed
@@ -130,6 +130,7 @@ class LookaheadDrafter:
         return {"pool": [self._num_proposed, self._num_accepted]}
 
     def explain(self, row: int) -> Explanation:
+        """For `Draft.explain`."""
         return Explanation(sources=("pool",) * self._num_nodes[row], reason=REASONS[self._mode])
 
     def take_over(self, levels: Tensor, num_updates: int, num_proposed: int, num_accepted: int) -> None:

@@ -166,7 +166,7 @@ class TreeDrafter:
             self._grow_all(unfinished, max_depth, max(sequences.lengths))
         tree = TokenTree([growth.tokens for growth in self._growths], [growth.parents for growth in self._growths])
         depth = max((max(growth.depths, default=0) for growth in self._growths), default=0)
-        return Draft(tree, depth, ROOT_ALONE, self._cells)
+        return Draft(tree, depth, ROOT_ALONE, self._cells, self.explain)
 
     def learn(self, outcome: Outcome) -> None:
         is_first, self._vocab_size = not self._vocab_size, outcome.logits.shape[-1]
@@ -212,6 +212,7 @@ class TreeDrafter:
             self._backoff.learn(self._mean_accepted - lost, self.acceptance.promise)
 
     def explain(self, row: int) -> Explanation:
+        """For `Draft.explain`."""
         growth, reason = self._growths[row], self._reason
         offers: list[tuple[int, float, float]] = []
         if self._compared is not None:

@@ -1,7 +1,7 @@
 """What one `generate()` call did, step by step, as plain data. Knows nothing about pages and terminals.
 
 It records what every drafter has: the tree of guesses, what was accepted, who sees whom, the times; the window where there is one; and,
-from a drafter with a method `explain`, where each guess came from and why the block has its size (`lade.drafting.Explanation`).
+from a drafter that explains its drafts, where each guess came from and why the block has its size (`lade.drafting.Explanation`).
 """
 
 from __future__ import annotations
@@ -46,14 +46,12 @@ class StepRecorder:
             for hook in hooks:
                 hook.remove()
 
-    def on_step(
-        self, roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, guesses: Any, texts: Any, drafter: Any
-    ) -> None:
+    def on_step(self, roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, guesses: Any, texts: Any) -> None:
         """See `lade.stats.tracing`. Only the first row of a batch is looked at."""
         now = time.perf_counter()
         path = accepted[0] or []
         committed = 0 if accepted[0] is None else len(path) + 1
-        explained = drafter.explain(0) if hasattr(drafter, "explain") else Explanation()
+        explained = Explanation() if draft.explain is None else draft.explain(0)
         num_nodes = len(tree.tokens[0])
         has_sources = len(explained.sources) == num_nodes  # not where the loop has put another tree in its place
         self.steps.append(
