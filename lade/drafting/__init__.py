@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lade.config import MODES
-from lade.drafting.base import Draft, Drafter, DraftRequest, Outcome
+from lade.drafting.base import Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.checked import CheckedDrafter
 from lade.drafting.lookahead import LookaheadDrafter, lookahead_drafter
 from lade.drafting.tree import TreeDrafter, tree_drafter
@@ -14,6 +14,7 @@ __all__ = [
     "Draft",
     "DraftRequest",
     "Drafter",
+    "Explanation",
     "LookaheadDrafter",
     "Outcome",
     "TreeDrafter",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +19,32 @@ ROOT_ALONE = (2, 1)  # the (N, W) of a block without a window
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why the guesses for one row are what they are, for tools such as `lade trace`. What is not known stays empty.
+
+    sources, chances: of each node of the tree, where the guess came from, and its estimated probability of being
+    accepted together with all its ancestors. reason: why the block has its size, as a sentence. offers: the sizes that
+    were compared, each as tokens of the block, tokens that the step is expected to commit, and cost in plain steps.
+    """
+
+    sources: tuple[str, ...] = ()
+    chances: tuple[float, ...] = ()
+    reason: str = ""
+    offers: tuple[tuple[int, float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
-    """The guesses of one step."""
+    """The guesses of one step.
+
+    explain: row -> why they are what they are, to be asked before the next `propose`; None for a drafter that does not say.
+    """
 
     tree: TokenTree
     max_depth: int  # of the tree
     window_shape: tuple[int, int]  # (N, W) of the window's part of the block; ROOT_ALONE without one
     window_cells: Tensor  # [B, (N-1)*W - 1] ids
+    explain: Callable[[int], Explanation] | None = None
 
     @property
     def has_window(self) -> bool:
