@@ -89,8 +89,13 @@ def milliseconds(call: Callable[[], Any], synchronize: Callable[[], None], trial
 
 
 @torch.no_grad()
-def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[], None]) -> list[dict[str, Any]]:
-    """The first table."""
+def forward_costs(
+    model: Any,
+    args: argparse.Namespace,
+    synchronize: Callable[[], None],
+    note: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """The first table. note: is given each row as soon as it is there."""
     rows = []
     print(f"{'context':>8} {'q':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'to q=1':>8}")
     for context in args.contexts:
@@ -107,6 +112,7 @@ def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[]
             first = first or (times["median"] if num_tokens == 1 else None)
             ratio = round(times["median"] / first, 3) if first else None
             rows.append({"context": context, "tokens": num_tokens, "milliseconds": times, "ratio_to_one": ratio})
+            note(rows[-1])
             print(
                 f"{context:>8} {num_tokens:>5} {times['median']:>9.3f} {times['p20']:>9.3f} {times['p80']:>9.3f} "
                 f"{ratio or '-':>8}",

@@ -162,7 +162,7 @@ def test_decode_refuses(arguments, message, module, monkeypatch):
 
 @pytest.mark.parametrize(
     ("shape", "parameters"),
-    [("1b", 1_235_814_400), ("7b", 6_738_415_616), ("13b", 13_015_864_320), ("70b", 68_976_648_192)],
+    [("1b", 1_235_814_400), ("7b", 6_738_415_616), ("8b", 8_030_261_248), ("13b", 13_015_864_320), ("70b", 68_976_648_192)],
 )
 def test_shapes_are_the_real_ones(shape, parameters, module):
     model = module("shapes").random_model(shape, "meta", torch.bfloat16)
