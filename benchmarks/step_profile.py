@@ -284,26 +284,27 @@ def main() -> None:
     on_gpu = model.device.type == "cuda"
     common = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
 
-    waits = count_waits(model, prompts, common)
-    found = profile_steps(model, prompts[0], args.steps, common)
-    rows = operators(found, on_gpu)
-    if args.trace:
-        found.profile.export_chrome_trace(str(args.trace))
-        print(f"trace of {found.num_profiled} steps: {args.trace}")
-    show(rows, waits, on_gpu)
-    figures = {
+    figures: dict[str, Any] = {
         "benchmark": "step_profile",
         "environment": harness.environment(model),
         "settings": harness.lookahead_settings(args) | common | parts.forward_settings(args),
         "model": args.shape or Path(args.model_path).name,
-        "profiled_steps": found.num_profiled,
-        "operators": rows,
-        "counted_steps": waits.num_steps,
         "waits_are_real": on_gpu,
-        "waits_per_step": round(sum(waits.places.values()) / max(1, waits.num_steps), 3),
-        "waits": waits.per_step(),
     }
-    harness.finish(figures, args.out)
+    with harness.reporting(figures, args.out):
+        waits = count_waits(model, prompts, common)
+        figures |= {
+            "counted_steps": waits.num_steps,
+            "waits_per_step": round(sum(waits.places.values()) / max(1, waits.num_steps), 3),
+            "waits": waits.per_step(),
+        }
+        found = profile_steps(model, prompts[0], args.steps, common)
+        rows = operators(found, on_gpu)
+        figures |= {"profiled_steps": found.num_profiled, "operators": rows}
+        if args.trace:
+            found.profile.export_chrome_trace(str(args.trace))
+            print(f"trace of {found.num_profiled} steps: {args.trace}")
+        show(rows, waits, on_gpu)
 
 
 if __name__ == "__main__":
