@@ -143,7 +143,9 @@ class DecodingCall:
         self.positions: Tensor | None = model_kwargs.get("position_ids")
         num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
         adapter.carry(model_kwargs)
-        choose_forward(self.runner, config, stats, self.key_mask, num_new, self.recorder.model_arguments)
+        num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
+        sizes = {"num_rows": len(input_ids), "num_slots": num_slots}
+        choose_forward(self.runner, config, stats, self.key_mask, num_new, self.recorder.model_arguments, **sizes)
         group.num_tokens = adapter.num_tokens
         self.drafter: Drafter = make_drafter(
             DraftRequest(
@@ -163,7 +165,6 @@ class DecodingCall:
         is_alone = type(group) is SingleProcess and not is_synced and self.most_slots is None
         parts = (self.runner, config, self.selection, self.drafter, stats, self.key_mask, self.positions)
         self.on_device = device_loop(*parts) if is_alone else None
-        num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
         if self.on_device:
             self.cache = self.on_device.make_cache(num_slots)
         else:

@@ -118,6 +118,32 @@ class LookaheadCache(Cache):
         """Of all keys and values, used or not."""
         return sum(storage.data.nbytes for storage in self._storages)
 
+    @property
+    def num_rows(self) -> int:
+        """B; 0 before the first prompt."""
+        return self._storages[0].data.shape[1] if self._storages else 0
+
+    def like(self, capacity: int) -> LookaheadCache:
+        """An empty cache of other capacity, with memory for the same layers."""
+        other = LookaheadCache(len(self._slot_layers), capacity, self._uniform)
+        for storage in self._storages:
+            twin = storage.like(other.capacity)
+            other._storages.append(twin)
+            for layer, name in storage.owners:
+                place = self._slot_layers.index(layer)
+                twin.give(other._slot_layers[place], name)
+                other._slot_layers[place].is_initialized = True
+        return other
+
+    def exchange(self, other: LookaheadCache) -> None:
+        """Go on with the text in another cache's memory, in which it has to fit, and leave one's own to that cache."""
+        for mine, theirs in zip(self._storages, other._storages, strict=True):
+            theirs.data[:, :, :, : max(self.lengths)] = mine.data[:, :, :, : max(self.lengths)]
+            mine.data, theirs.data = theirs.data, mine.data
+            mine.place_owners()
+            theirs.place_owners()
+        self.capacity, other.capacity = other.capacity, self.capacity
+
     def clear(self) -> None:
         """Forget everything but the memory, for another call's prompts of as many rows."""
         for storage in self._storages:
@@ -292,8 +318,17 @@ class _Storage:
         data = _zeros(self.data, size, batch_size, num_heads, capacity, head_dim)
         data[:, :, :, :old] = self.data
         self.data = data
+        self.place_owners()
+
+    def like(self, capacity: int) -> _Storage:
+        """Zeros of other capacity, that belong to nobody yet."""
+        size, batch_size, num_heads, _, head_dim = self.data.shape
+        return _Storage(self.data.new_empty((batch_size, num_heads, 0, head_dim)), size, capacity)
+
+    def place_owners(self) -> None:
+        """Let the layers know where `data` lies now."""
         for index, (layer, name) in enumerate(self.owners):
-            setattr(layer, name, data[index])
+            setattr(layer, name, self.data[index])
             layer.rooms.pop(name, None)  # they would keep the old data
             layer.filled.pop(name, None)
 
