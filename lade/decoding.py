@@ -158,6 +158,7 @@ class DecodingCall:
                 draws=self.selection.draws,
                 forward_kind=self.runner.kind,
                 is_exact=adapter.is_exact,
+                block_sizes=self.runner.block_sizes(config),
                 may_measure=not is_synced,  # forwards that keep other processes company are no measure
             )
         )

@@ -55,7 +55,9 @@ class Offers:
 class StepCosts:
     """What a step of q tokens costs. The unit is each object's own: only ratios have a meaning."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: tuple[int, ...] = SIZES) -> None:
+        """sizes: that are chosen from, rising; a step without guesses costs as much as the first."""
+        self.sizes = sizes
         self._offers: dict[int, Offers] = {}  # by limit; made anew where costs have changed
 
     def cost(self, num_tokens: int) -> float:
@@ -70,6 +72,11 @@ class StepCosts:
     def largest_known(self) -> int:
         """The largest size that was measured."""
         raise NotImplementedError
+
+    @property
+    def plain_cost(self) -> float:
+        """Of a step without guesses."""
+        return self.cost(self.sizes[0])
 
     def search_cost(self, seconds: float) -> float:
         """What a search for guesses that took so long has cost, in plain steps, at most 1."""
@@ -105,14 +112,16 @@ class StepCosts:
         found = known.get(limit)
         if found is None:
             reach = self.largest_size
-            sizes = [size for size in SIZES if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
+            sizes = [size for size in self.sizes if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
             costs = [self.cost(size) for size in sizes]
             found = known[limit] = Offers(tuple(sizes), costs, self._least_chance())
         return found
 
     def _least_chance(self) -> float:
-        plain, sizes = self.cost(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
-        slope = min((self.cost(size) / plain - 1) / (size - 1) for size in sizes)
+        first, *others = self.sizes
+        plain, largest = self.plain_cost, max([*others[:1], self.largest_known])
+        slopes = [(self.cost(size) / plain - 1) / (size - first) for size in others if size <= largest]
+        slope = min(slopes, default=0.0)
         return min(MAX_LEAST_CHANCE, max(0.0, slope / 2))  # half: measured lines are not exact
 
 
@@ -123,15 +132,15 @@ class FixedCosts(StepCosts):
     steps. The schedule does not depend on the times, so a text is the same in every run until the table is there, and again from then on.
     """
 
-    def __init__(self, name: str | None, device_type: str, batch_size: int) -> None:
-        """name: under which the table is stored; None to use the assumed one and measure nothing."""
-        super().__init__()
+    def __init__(self, name: str | None, device_type: str, batch_size: int, sizes: tuple[int, ...] = SIZES) -> None:
+        """name: under which the table is stored; None to use the assumed one and measure nothing. sizes: as for `StepCosts`."""
+        super().__init__(sizes)
         self._name, self._batch_size = name, batch_size
         self._lock = threading.Lock()
         found = None if name is None else load(name)
         self._assumed = default_costs(device_type, batch_size, SIZES)
         self._table = found or self._assumed
-        self._calibration = Calibration(batch_size) if found is None and name is not None else None
+        self._calibration = Calibration(batch_size, sizes[0]) if found is None and name is not None else None
 
     def cost(self, num_tokens: int) -> float:
         costs, assumed = self._table.costs, self._assumed.costs
@@ -187,9 +196,9 @@ class LiveCosts(StepCosts):
     costs less than a smaller one; where it seems to, both have what they cost on average.
     """
 
-    def __init__(self, similar: LiveCosts | None = None) -> None:
-        """similar: the costs of a shorter or longer text, which stand in for what was not measured here."""
-        super().__init__()
+    def __init__(self, similar: LiveCosts | None = None, sizes: tuple[int, ...] = SIZES) -> None:
+        """similar: the costs of a shorter or longer text, which stand in for what was not measured here. sizes: as for `StepCosts`."""
+        super().__init__(sizes)
         self._similar = similar
         self._seen: dict[int, deque[float]] = {}  # size -> its cost as found lately
         self._lock = threading.Lock()
@@ -214,13 +223,13 @@ class LiveCosts(StepCosts):
         if seconds <= 0:
             return
         size = num_tokens
-        if size not in SIZES:
-            size = min(SIZES, key=lambda size: abs(size - num_tokens))
+        if size not in self.sizes:
+            size = min(self.sizes, key=lambda size: abs(size - num_tokens))
             seconds *= self.cost(size) / self.cost(num_tokens)
         paid = seconds / self._pace
         self._spent += paid
         if size not in self._measured:
-            self._lost += max(0.0, paid - self._costs.get(1, paid))
+            self._lost += max(0.0, paid - self._costs.get(self.sizes[0], paid))
         with self._lock:  # calls in several threads share the costs
             if size not in self._seen:
                 self._seen[size] = deque(maxlen=OBSERVATIONS)
@@ -268,7 +277,7 @@ class LiveCosts(StepCosts):
         return self._pace * self.cost(num_tokens)
 
     def search_cost(self, seconds: float) -> float:
-        return min(1.0, seconds / self.seconds(1))  # an interruption says nothing about the search
+        return min(1.0, seconds / self.seconds(self.sizes[0]))  # an interruption says nothing about the search
 
     def cost(self, num_tokens: int) -> float:
         measured = self._costs
@@ -294,7 +303,7 @@ class LiveCosts(StepCosts):
     @property
     def _may_try(self) -> bool:
         """Whether trying sizes that nobody has measured has cost little so far."""
-        return self._lost <= FREE_TRIALS * self._costs.get(1, 0.0) + TRIAL_SHARE * self._spent
+        return self._lost <= FREE_TRIALS * self._costs.get(self.sizes[0], 0.0) + TRIAL_SHARE * self._spent
 
     @classmethod
     def of(cls, seconds: dict[int, float]) -> LiveCosts:
@@ -316,7 +325,7 @@ class LiveCosts(StepCosts):
 
     @property
     def largest_size(self) -> int:
-        return max(1, 2 * self.largest_known)  # so that what is tried grows step by step
+        return max(self.sizes[0], 2 * self.largest_known)  # so that what is tried grows step by step
 
     def explored_place(self, sizes: list[int], best: int) -> int:
         self._num_chosen += 1
@@ -353,19 +362,20 @@ class StepCostsByLength:
         fixed_for: int | None = None,
         may_measure: bool = True,
         limit: int = 64,
+        sizes: tuple[int, ...] | None = None,
     ) -> None:
         """kind: whatever else changes what a step costs, such as dtype, device and batch size.
 
         saved: `saved_costs` of an earlier process, for live costs to begin with. fixed_for: a batch size where no clock may change a
         choice, None for live costs. may_measure: whether fixed costs may be a table that was measured on this machine. limit: the
-        largest block, up to which such a table is measured.
+        largest block, up to which such a table is measured. sizes: of blocks, where they are padded to a few.
         """
         self._model, self._saved = weakref.ref(model), saved or {}
         # Live and fixed costs of one kind lie side by side: what is exact may change between calls.
         way = "measured" if may_measure else "assumed"
         self.kind = kind if fixed_for is None else (*kind, way, limit)
         self._all = _costs.of(model)
-        self._fixed_for, self._may_measure = fixed_for, may_measure
+        self._fixed_for, self._may_measure, self._sizes = fixed_for, may_measure, sizes or SIZES
         self._latest: StepCosts | None = None
 
     def at(self, num_slots: int) -> StepCosts:
@@ -382,7 +392,7 @@ class StepCostsByLength:
         model = self._model()
         assert model is not None  # the call that asks holds it
         name = table_name(model, key) if self._may_measure and can_store() else None
-        return FixedCosts(name, model.device.type, batch_size)
+        return FixedCosts(name, model.device.type, batch_size, self._sizes)
 
     def _live(self, key: tuple[Any, ...]) -> LiveCosts:
         bucket = key[-1]
@@ -391,9 +401,10 @@ class StepCostsByLength:
         if nearest is not None:
             similar = self._all[(*self.kind, nearest)]
             assert isinstance(similar, LiveCosts)
-            return LiveCosts(similar)
+            return LiveCosts(similar, self._sizes)
         saved = self._saved.get(_name_of(key))
-        return LiveCosts(LiveCosts.of({int(size): seconds for size, seconds in saved.items()}) if saved else None)
+        earlier = LiveCosts.of({int(size): seconds for size, seconds in saved.items()}) if saved else None
+        return LiveCosts(earlier, self._sizes)
 
 
 def saved_costs(model: Any) -> SavedCosts:

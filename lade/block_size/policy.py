@@ -21,8 +21,13 @@ def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limi
     finished. limit: the largest block that is allowed. Returns q, 1 for a plain step.
     """
     offers = costs.offers(limit)
-    sizes = [size for size in offers.sizes if size <= len(expected)]
-    rates = [(num_rows + expected[size - 1]) / cost for size, cost in zip(sizes, offers.costs, strict=False)]
+    # Where blocks are padded, few guesses may fill none of the sizes; they go into the smallest that holds them.
+    smallest = offers.sizes[0]
+    sizes = [size for size in offers.sizes if size <= len(expected) or size == smallest]
+    if smallest > 1:
+        sizes += [size for size in offers.sizes if size > max(smallest, len(expected))][: sizes[-1] < len(expected)]
+    gains = [expected[min(size, len(expected)) - 1] for size in sizes]
+    rates = [(num_rows + gain) / cost for gain, cost in zip(gains, offers.costs, strict=False)]
     return sizes[costs.explored_place(sizes, rates.index(max(rates)))]
 
 

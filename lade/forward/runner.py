@@ -15,7 +15,7 @@ from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block, masks_by_layer, packed_block_mask
 from lade.compat import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
-from lade.forward.static_shapes import MOST_SLOTS_WITHOUT_KERNEL, StaticForward, padded_capacity
+from lade.forward.static_shapes import MOST_SLOTS_WITHOUT_KERNEL, StaticForward, padded_capacity, padded_nodes
 from lade.kernels import kernel_problem, left_padding
 from lade.kernels.interface import NAME as KERNEL
 from lade.kernels.interface import unsupported_reason as kernel_unsupported_reason
@@ -170,6 +170,13 @@ class BlockRunner:
     def padded_nodes(self, num_nodes: int) -> int:
         """How many nodes a token tree takes up in the block."""
         return num_nodes if self._static is None else self._static.padded_nodes(num_nodes)
+
+    def block_sizes(self, config: LookaheadConfig) -> tuple[int, ...] | None:
+        """Tokens of the blocks that trees are padded to; None where none are."""
+        if self._static is None or config.uses_window:
+            return None
+        full = config.max_block - 1
+        return tuple(sorted({1 + padded_nodes(num_nodes, full) for num_nodes in range(1 + full)}))
 
     @property
     def preparing_seconds(self) -> float:
