@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lade.drafting.memory import Memory
     from lade.models import ModelAdapter, allow_hook, register_adapter
     from lade.parallel.group import distributed, get_device
+    from lade.preparation import warmup
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "register_adapter",
     "restore_all",
     "save_log",
+    "warmup",
 ]
 
 # Public names whose modules import torch and transformers -> those modules.
@@ -57,6 +59,7 @@ _LAZY = {
     "get_device": "lade.parallel.group",
     "register_adapter": "lade.models",
     "restore_all": "lade.augment",
+    "warmup": "lade.preparation",
 }
 
 

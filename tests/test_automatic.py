@@ -507,6 +507,15 @@ def test_tolerance(dtype):
     assert trial.problem_of(right, *inputs, sinks, **named) is None
 
 
+def test_the_capacity_of_a_cache_makes_no_other_kind(kernel):
+    """Nor the part of it that an ordinary forward sees: nothing is compiled or tried for them."""
+    query, keys, values, packed = attention_inputs()
+    for capacity in (64, 50, 35):
+        trial.tried(kernel, query, keys[:, :, :capacity], values[:, :, :capacity], packed, **NAMED)
+    trial.tried(kernel, query, keys.repeat(1, 1, 8, 1), values.repeat(1, 1, 8, 1), packed, **NAMED)
+    assert len(trial._problems) == 1
+
+
 def test_each_kind_of_call_is_tried(kernel):
     """Also larger tiles: each is another kernel to Triton, and may be one too large for this GPU."""
     calls = [

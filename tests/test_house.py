@@ -16,7 +16,7 @@ FLOORS = (
     {"models", "drafting", "parallel"},
     {"forward"},
     {"decoding"},
-    {"augment"},
+    {"augment", "preparation"},
     {"__init__"},
     {"commands"},
     {"__main__"},

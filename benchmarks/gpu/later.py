@@ -86,7 +86,7 @@ def timed(name, call):
     call()
     found[name] = time.perf_counter() - began
 if warms == "1":
-    timed("warm_up", lambda: lade.warm_up(model))
+    timed("warmup", lambda: lade.warmup(model))
 for name in ("first", "second"):
     timed(name, lambda: hazards.generate(model, length=100, max_new_tokens=200))
 print(json.dumps(found))
@@ -95,7 +95,7 @@ print(json.dumps(found))
 
 def cold_call(run: Run) -> None:
     for warms in ("0", "1"):
-        run.record.measure(("without", "after")[int(warms)] + " lade.warm_up()", partial(cold_process, run, warms))
+        run.record.measure(("without", "after")[int(warms)] + " lade.warmup()", partial(cold_process, run, warms))
 
 
 def cold_process(run: Run, warms: str) -> Row:

@@ -40,7 +40,7 @@ STAGES = (
     Stage("batch", 100, "costs:batch", "7B: milliseconds per step of four rows"),
     Stage("compile", 200, "costs:compiled", "7B: COMPILE=1 with CUDA_GRAPH=1"),
     Stage("mixed_lengths", 60, "later:mixed_lengths", "24 calls of mixed lengths: captures, seconds"),
-    Stage("cold_call", 90, "later:cold_call", "a first call with empty compiler caches, and after lade.warm_up()"),
+    Stage("cold_call", 90, "later:cold_call", "a first call with empty compiler caches, and after lade.warmup()"),
     Stage("memory", 60, "later:memory", "memory after each of 30 calls"),
     Stage("trace", 60, "later:trace", "a profiler trace of some steps, and where the host waits"),
 )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from lade.config import MODES
 from lade.drafting.base import Draft, Drafter, DraftRequest, Outcome
@@ -16,11 +18,13 @@ __all__ = [
     "LookaheadDrafter",
     "Outcome",
     "TreeDrafter",
+    "drafts_from",
     "make_drafter",
     "register_drafter",
 ]
 
 _drafters: dict[str, Callable[[DraftRequest], Drafter]] = {}
+_instead: ContextVar[Callable[[DraftRequest], Drafter] | None] = ContextVar("_instead", default=None)
 
 
 def register_drafter(mode: str, make: Callable[[DraftRequest], Drafter]) -> None:
@@ -39,6 +43,16 @@ register_drafter("tree", tree_drafter)
 register_drafter("auto", tree_drafter)
 
 
+@contextmanager
+def drafts_from(make: Callable[[DraftRequest], Drafter]) -> Iterator[None]:
+    """Let this thread's calls have a drafter of `make` in place of the one that the settings ask for."""
+    token = _instead.set(make)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
 def make_drafter(request: DraftRequest) -> Drafter:
     """The drafter that the settings ask for."""
-    return _drafters[request.config.mode](request)
+    return (_instead.get() or _drafters[request.config.mode])(request)
