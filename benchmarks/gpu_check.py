@@ -121,6 +121,7 @@ def main() -> int:
         row["stage"]: {"status": row["status"], "seconds": row["seconds"]} for row in earlier.get("stages", ())
     }
     began, content = time.monotonic(), write_summary(args.out, states, settings, args.device == "cpu")
+    is_stopped = False
     try:
         for stage in STAGES:
             if stage.name not in args.stages or states.get(stage.name, {}).get("status") == "ok":
@@ -135,11 +136,12 @@ def main() -> int:
     except KeyboardInterrupt:
         content = write_summary(args.out, states, settings, args.device == "cpu")
         print("stopped; the same command goes on from here", flush=True)
+        is_stopped = True
     for row in content["claims"]:
         print(f"{row['verdict']:<8} {row['claim']} ({row['by']})")
     bad = [name for name, state in states.items() if state["status"] in ("failed", "timeout")]
     print(f"summary: {args.out / 'summary.md'}")
-    return 1 if bad else 0
+    return 130 if is_stopped else 1 if bad else 0
 
 
 if __name__ == "__main__":

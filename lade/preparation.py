@@ -7,7 +7,6 @@ graphs serve this one.
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -23,6 +22,7 @@ from lade.forward.static_inputs import NUM_CHECKS
 from lade.stats import last_stats
 from lade.verification.sequences import TokenSequences
 
+NEVER_CHOSEN = 2**31 - 1  # an id that no vocabulary has
 WINDOW_TOKENS = 8  # of a call in lookahead mode, whose steps all have one shape
 
 
@@ -63,7 +63,7 @@ def warmup(
         if config.uses_window:
             stats = _generate(model, num_slots, min(WINDOW_TOKENS, num_slots - 1), batch_size, arguments)
         else:
-            arguments = arguments | _endless(model, arguments)
+            arguments = {"eos_token_id": NEVER_CHOSEN} | arguments  # random prompts may lead to an end at once
             drafter = _EverySize(batch_size, model.get_input_embeddings().weight.shape[0])
             with drafts_from(drafter.begin):
                 # Each step commits a token, and one more where a guess is right by chance.
@@ -98,13 +98,6 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
         reason = "it is not switched on (lade.augment_all() and USE_LADE=1)" if stats is None else stats.fallback_reason
         raise RuntimeError(f"lade does not run: {reason}")
     return stats
-
-
-def _endless(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """No end of the text: random prompts may lead to one at once."""
-    generation_config = copy(arguments.get("generation_config", model.generation_config))
-    generation_config.eos_token_id = None
-    return {"generation_config": generation_config}
 
 
 class _EverySize:

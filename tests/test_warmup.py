@@ -11,7 +11,7 @@ from lade.commands import main
 from lade.forward import static_shapes as fixed
 from lade.forward.on_device import loop as device_loop
 
-TREE = {"MODE": "tree", "MAX_BLOCK": 16, "COMPILE": 0}
+TREE = {"MODE": "tree", "MAX_BLOCK": 16, "COMPILE": 0, "USE_FLASH": 0}
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_where_lade_does_not_run(model, monkeypatch):
 
 def test_command(graphs, capsys, monkeypatch):  # noqa: F811
     monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
-    lade.config_lade(COMPILE=0, CUDA_GRAPH=1)
+    lade.config_lade(COMPILE=0, CUDA_GRAPH=1, USE_FLASH=0)
     options = ("--prompt_tokens", "20,40", "--max_new_tokens", "64", "--dtype", "float32", "--mode", "tree")
     assert main(["warmup", *options, "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
