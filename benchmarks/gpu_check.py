@@ -62,14 +62,19 @@ def environment(out: Path) -> dict[str, str]:
     return os.environ | offline | {"PYTHONPATH": path, "LADE_CACHE": str(out / "step-costs"), "PYTHONUNBUFFERED": "1"}
 
 
+def child_command(stage: Stage, args: argparse.Namespace) -> list[str]:
+    command = [sys.executable, "-m", "gpu.child", stage.name, "--out", str(args.out), "--device", args.device]
+    return command + (["--shape", args.shape] if args.shape else [])
+
+
 def run_stage(stage: Stage, args: argparse.Namespace, limit: float) -> Row:
     """Run a stage in a process of its own. Returns its status and seconds."""
-    command = [sys.executable, "-m", "gpu.child", stage.name, "--out", str(args.out), "--device", args.device]
-    command += ["--shape", args.shape] if args.shape else []
     began = time.monotonic()
     with open(args.out / f"{stage.name}.log", "w", encoding="utf-8") as log:
         # A session of its own: what it starts ends with it.
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment(args.out), start_new_session=True)
+        process = subprocess.Popen(
+            child_command(stage, args), stdout=log, stderr=log, env=environment(args.out), start_new_session=True
+        )
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
