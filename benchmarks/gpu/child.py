@@ -14,6 +14,7 @@ import shapes
 import torch
 
 import lade
+from lade.augment import NOT_ENABLED, TOO_SHORT
 from gpu import stand_in
 from gpu.plan import STAGES
 from gpu.record import Record, Row, read_json
@@ -58,7 +59,7 @@ def told() -> Row:
     calls = lade.log_history(clear=True)
     found: Row = {}
     for name in REASONS:
-        reasons = {getattr(stats, name) for stats in calls} - {None}
+        reasons = {getattr(stats, name) for stats in calls} - {None, NOT_ENABLED, TOO_SHORT}  # on purpose
         if reasons:
             found[name] = "; ".join(sorted(reasons))
     return found

@@ -15,7 +15,12 @@ _tracing = threading.Lock()  # is not for two threads at once
 def trace(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """In place of `lade.forward.graphs.capture`. Returns what computes it again, always into the same tensor."""
     with _tracing:
-        graph: Any = make_fx(forward)()
+        try:
+            graph: Any = make_fx(forward)()
+        except RuntimeError as problem:
+            if "dynamo-optimized" not in str(problem):
+                raise
+            graph = forward  # what is compiled cannot be traced
         output = graph()
 
     def replay() -> Tensor:
