@@ -14,11 +14,11 @@ import shapes
 import torch
 
 import lade
-from lade.augment import NOT_ENABLED, TOO_SHORT
 from gpu import stand_in
 from gpu.plan import STAGES
 from gpu.record import Record, Row, read_json
 from gpu.summary import REASONS
+from lade.augment import NOT_ENABLED, TOO_SHORT
 
 STEADY = {"SHARE": 0}  # no call learns from another
 
