@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, beside
+from support.processes import ENVIRONMENT, beside
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--shape", "tiny"]

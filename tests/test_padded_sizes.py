@@ -1,8 +1,8 @@
 """Where blocks are padded to a few sizes, these are what the policy chooses from, and the smallest is a step without guesses."""
 
 import pytest
-from conftest import prompt, tiny_llama
-from test_static_shapes import both, check, graphs, small_block  # noqa: F401
+from support import prompt, tiny_llama
+from support.static_shapes import both, check
 
 import lade
 from lade.block_size import FixedCosts, LiveCosts, choose_size
@@ -13,6 +13,7 @@ from lade.drafting.tree import TreeDrafter
 from lade.forward.runner import BlockRunner
 from lade.models import adapter_for
 
+pytestmark = pytest.mark.usefixtures("static_blocks")
 PADDED = (8, 16, 32, 64)
 
 
@@ -74,7 +75,7 @@ def test_fixed_costs_schedule_padded_sizes():
     assert FixedCosts(None, "cpu", 1, PADDED).offers(64).sizes == PADDED
 
 
-def test_what_a_call_offers(graphs, monkeypatch):  # noqa: F811
+def test_what_a_call_offers(graphs, monkeypatch):
     """Captured trees have no other sizes than those that are offered; elsewhere nothing is padded."""
     model, offered = tiny_llama(num_hidden_layers=1), []
 

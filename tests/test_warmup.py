@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
-from test_on_device_step import captured, is_wanted  # noqa: F401
-from test_static_shapes import graphs, small_block  # noqa: F401
+from support import generate_plain, prompt, tiny_llama
+from support.graphs import is_wanted
 
 import lade
 from lade.commands import main
 from lade.forward import static_shapes as fixed
 from lade.forward.on_device import loop as device_loop
 
+pytestmark = pytest.mark.usefixtures("static_blocks")
 TREE = {"MODE": "tree", "MAX_BLOCK": 16, "COMPILE": 0, "USE_FLASH": 0}
 
 
@@ -23,7 +23,7 @@ def model():
     "arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_trees(arguments, batch_size, model, graphs):  # noqa: F811
+def test_trees(arguments, batch_size, model, graphs):
     lade.config_lade(**TREE, CUDA_GRAPH=1)
     found = lade.warmup(model, 24, 40, batch_size, **arguments)
     assert found.block_tokens == (8, 16)
@@ -40,7 +40,7 @@ def test_trees(arguments, batch_size, model, graphs):  # noqa: F811
     assert len(graphs) == 2
 
 
-def test_without_it_calls_capture(model, graphs):  # noqa: F811
+def test_without_it_calls_capture(model, graphs):
     """The control of the test above; as does a call whose cache is of another size."""
     lade.config_lade(**TREE, CUDA_GRAPH=1)
     model.generate(**prompt(), max_new_tokens=40, do_sample=False)
@@ -52,7 +52,7 @@ def test_without_it_calls_capture(model, graphs):  # noqa: F811
     assert len(graphs) > 2
 
 
-def test_steps_on_the_device(model, captured, monkeypatch):  # noqa: F811
+def test_steps_on_the_device(model, captured, monkeypatch):
     monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
     lade.config_lade(COMPILE=0, CUDA_GRAPH=1)
     found = lade.warmup(model, 24, 40, do_sample=False)
@@ -104,7 +104,7 @@ def test_where_lade_does_not_run(model, monkeypatch):
         lade.warmup(model, 24, 40, do_sample=False)
 
 
-def test_command(graphs, capsys, monkeypatch):  # noqa: F811
+def test_command(graphs, capsys, monkeypatch):
     monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
     lade.config_lade(COMPILE=0, CUDA_GRAPH=1, USE_FLASH=0)
     options = ("--prompt_tokens", "20,40", "--max_new_tokens", "64", "--dtype", "float32", "--mode", "tree")
