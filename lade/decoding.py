@@ -26,6 +26,7 @@ from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
 from lade.stats import GenerationStats
+from lade.transfer import to_device
 from lade.verification.outputs import OutputRecorder
 from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
 
@@ -202,7 +203,7 @@ class DecodingCall:
         if min(lengths) != max(lengths):
             # One less for a finished row: its output is not read, and its position must not exceed the model's limit.
             counted = [length - has_ended for length, has_ended in zip(lengths, selection.is_finished, strict=True)]
-            starts = torch.tensor(counted, device=self.device)[:, None]  # [B, 1]
+            starts = to_device(torch.tensor(counted, device="cpu"), self.device)[:, None]  # [B, 1]
         offsets, visible = layout.offsets_and_visibility(part.tree)
         block = Block(
             tokens=selection.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),

@@ -10,7 +10,7 @@ ROOT = Path(lade.__file__).parent
 TESTS = Path(__file__).parent
 # Files and folders of lade/ by floor; docs/design.md says what each is for.
 FLOORS = (
-    {"config", "stats", "compat", "state", "tolerance"},
+    {"config", "stats", "compat", "state", "tolerance", "transfer"},
     {"kernels"},
     {"block", "block_size"},
     {"verification"},
@@ -140,7 +140,7 @@ TESTED_IN = {
     "kernels.interface": "kernel_interface",
     "kernels.packed_mask": "kernels",
     "kernels.reference": "kernels",
-    "kernels.trial": "automatic",
+    "kernels.self_check": "automatic",
     "kernels.triton_attention": "kernels",
     "models": "families",
     "models.base": "models",

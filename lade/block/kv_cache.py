@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache, StaticCache
 
 from lade.compat import CacheLayer, StaticLayer, is_out_of_memory
+from lade.transfer import to_device
 
 MIN_CAPACITY = 256  # slots
 
@@ -197,7 +198,7 @@ class LookaheadCache(Cache):
 
     def block_slots(self, num_tokens: int, device: torch.device) -> Tensor:
         """Slots of the next block. Returns [B, q]."""
-        starts = torch.tensor(self.lengths, device=device)
+        starts = to_device(torch.tensor(self.lengths, device="cpu"), device)
         return starts[:, None] + torch.arange(num_tokens, device=device)
 
     def commit(self, accepted: list[list[int] | None]) -> None:
@@ -207,7 +208,7 @@ class LookaheadCache(Cache):
         """
         for row, (path, start) in enumerate(zip(accepted, self.lengths, strict=True)):
             if path and path != list(range(1, len(path) + 1)):
-                source = torch.tensor(path, device="cpu") + start  # independent of the default device
+                source = torch.tensor([start + index for index in path], device="cpu")  # whatever the default device
                 for storage in self._storages:
                     storage.write(row, start + 1, storage.read(row, source))
         num_kept = [0 if path is None else 1 + len(path) for path in accepted]
@@ -252,7 +253,7 @@ class LookaheadCache(Cache):
 
     def read(self, row: int, block_indices: list[int]) -> list[Tensor]:
         """Copy the keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] per storage."""
-        slots = torch.tensor(block_indices, device="cpu") + self.lengths[row]
+        slots = torch.tensor([self.lengths[row] + index for index in block_indices], device="cpu")
         return [storage.read(row, slots) for storage in self._storages]
 
     def write(self, row: int, start: int, parts: list[Tensor]) -> None:
@@ -347,7 +348,7 @@ class _Storage:
     def read(self, row: int, slots: Tensor) -> Tensor:
         """slots: [k]. Returns [S, H, k, D]."""
         # index_select, because gather on a CPU takes a hundred times as long in half precision.
-        return self.data[: len(self.owners), row].index_select(2, slots.to(self.data.device))
+        return self.data[: len(self.owners), row].index_select(2, to_device(slots, self.data.device))
 
     def write(self, row: int, start: int, part: Tensor) -> None:
         """part: [S, H, k, D]."""
