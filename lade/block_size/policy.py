@@ -21,11 +21,11 @@ def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limi
     limit: the largest block allowed. Returns q, 1 for a plain step.
     """
     offers = costs.offers(limit)
-    # Where blocks are padded, few guesses may fill none of the sizes; they go into the smallest that holds them.
-    smallest = offers.sizes[0]
-    sizes = [size for size in offers.sizes if size <= len(expected) or size == smallest]
-    if smallest > 1:
-        sizes += [size for size in offers.sizes if size > max(smallest, len(expected))][: sizes[-1] < len(expected)]
+    num_filled = sum(size <= len(expected) for size in offers.sizes)
+    is_padded = offers.sizes[0] > 1
+    if is_padded and (not num_filled or offers.sizes[num_filled - 1] < len(expected)):
+        num_filled += 1  # guesses that fill no size go into the next
+    sizes = list(offers.sizes[:num_filled])
     gains = [expected[min(size, len(expected)) - 1] for size in sizes]
     rates = [(num_rows + gain) / cost for gain, cost in zip(gains, offers.costs, strict=False)]
     return sizes[costs.explored_place(sizes, rates.index(max(rates)))]

@@ -94,9 +94,8 @@ class CapturedGraph:
         self._graph, self._output, self.num_bytes = graph, output, num_bytes
 
     def __call__(self) -> Tensor:
-        with (
-            drawing
-        ):  # up to torch 2.11 a replay advances the generator, which it may not while another thread captures
+        # Some versions of torch advance the generator in a replay, which they refuse while another thread captures.
+        with drawing:
             self._graph.replay()
         return self._output
 
