@@ -10,14 +10,14 @@ ROOT = Path(lade.__file__).parent
 TESTS = Path(__file__).parent
 # Files and folders of lade/ by floor; docs/design.md says what each is for.
 FLOORS = (
-    {"config", "stats", "compat", "state", "tolerance"},
+    {"config", "stats", "compat", "state", "tolerance", "transfer"},
     {"kernels"},
     {"block", "block_size"},
     {"verification"},
     {"models", "drafting", "parallel"},
     {"forward"},
     {"decoding", "support"},
-    {"augment"},
+    {"augment", "preparation"},
     {"switch"},
     {"__init__"},
     {"commands"},

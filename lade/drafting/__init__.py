@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from lade.config import MODES
 from lade.drafting.base import Draft, Drafter, DraftRequest, Explanation, Outcome
@@ -18,6 +20,7 @@ __all__ = [
     "LookaheadDrafter",
     "Outcome",
     "TreeDrafter",
+    "drafts_from",
     "make_drafter",
     "register_drafter",
 ]
@@ -25,6 +28,7 @@ __all__ = [
 Maker = Callable[[DraftRequest], Drafter]
 BUILT_IN: dict[str, Maker] = {"lookahead": lookahead_drafter, "tree": tree_drafter, "auto": tree_drafter}
 _drafters: dict[str, Maker] = {}  # of users
+_instead: ContextVar[Maker | None] = ContextVar("_instead", default=None)
 
 
 def register_drafter(mode: str, make: Maker) -> None:
@@ -45,7 +49,19 @@ def register_drafter(mode: str, make: Maker) -> None:
     _drafters[mode] = make
 
 
+@contextmanager
+def drafts_from(make: Maker) -> Iterator[None]:
+    """Let this thread's calls have a drafter of `make` in place of the one that the settings ask for."""
+    token = _instead.set(make)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
 def make_drafter(request: DraftRequest) -> Drafter:
     """The drafter that the settings ask for. Drafts of users' drafters are checked."""
-    mode = request.config.mode
+    make, mode = _instead.get(), request.config.mode
+    if make is not None:
+        return make(request)
     return BUILT_IN[mode](request) if mode in BUILT_IN else CheckedDrafter(_drafters[mode](request), request)

@@ -79,7 +79,7 @@ class DraftRequest:
     num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool,
     False for padding; None without. temperature: of sampling, None for greedy. draws: what sampling draws; None for greedy.
     forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow live costs.
-    may_measure: step costs may be measured on this machine.
+    may_measure: step costs may be measured on this machine. block_sizes: to which blocks of trees are padded, None where they are not.
     """
 
     config: LookaheadConfig
@@ -92,6 +92,7 @@ class DraftRequest:
     forward_kind: tuple[str, ...] = ()
     is_exact: bool = True
     may_measure: bool = True
+    block_sizes: tuple[int, ...] | None = None
 
     @property
     def is_split(self) -> bool:
@@ -122,7 +123,7 @@ class DraftRequest:
         )
         source, limit = self.cost_source, self.config.max_block_tokens
         fixed_for = None if source == "live" else batch_size
-        return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit)
+        return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit, self.block_sizes)
 
 
 class Drafter(Protocol):
