@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import generate_plain, prompt, tiny, tiny_llama
-from support.graphs import NOT_HERE, is_wanted
+from support.graphs import NOT_HERE, is_wanted, kept_buffers
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
@@ -36,6 +36,12 @@ NEW = {"max_new_tokens": 40, "do_sample": False}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 AUTOMATIC = LookaheadConfig()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One layer is traced in half the time of two, which tests/test_static_shapes.py and tests/test_on_device_step.py take."""
+    return tiny_llama(num_hidden_layers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +115,7 @@ def test_nothing_changes_on_a_cpu(model, kernel):
         assert (stats.captured_steps, stats.device_steps, stats.cuda_graph_reason) == (0, 0, None)
         assert (stats.used_kernel, stats.kernel_reason) == (False, None)
     assert not kernel.calls
-    assert not kept._pool.of(model)
+    assert not kept_buffers(model)
 
 
 ONE_SHAPE = {"MODE": "tree", "MAX_BLOCK": 8, "ADAPTIVE": 0}
@@ -177,7 +183,7 @@ def test_not_where_blocks_have_no_fixed_shapes(on_cuda):
 
 
 def test_not_where_another_process_might_fail(on_cuda, monkeypatch):
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     assert fixed.graph_refusal(AUTOMATIC, model, 100) is None
     model._tp_size = 2
     assert "several processes" in fixed.graph_refusal(AUTOMATIC, model, 100)
@@ -224,7 +230,7 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
         tried.append(forward)
         raise RuntimeError("operation not permitted")
 
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     monkeypatch.setattr(device_loop, "capture", refuse)
     stats = run(model)
     assert (stats.device_steps, len(tried)) == (0, 1)
@@ -233,7 +239,7 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
     assert len(tried) == 1
 
     monkeypatch.setattr(fixed, "capture", refuse)
-    kept._pool.of(model).clear()
+    kept_buffers(model).clear()
     for _ in range(2):
         stats = run(model)
         assert stats.captured_steps == 0
@@ -249,7 +255,7 @@ def test_memory_may_be_there_again(on_cuda, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     lade.config_lade(MODE="tree")
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     with monkeypatch.context() as patch:
         patch.setattr(fixed, "capture", refuse)
         assert "out of memory" in run(model).cuda_graph_reason
@@ -266,8 +272,8 @@ def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch
         return lambda: output.copy_(forward()) if next(count) < 2 * good_uses else output  # two replays a block
 
     monkeypatch.setattr(fixed, "capture", stale)
-    expected = generate_plain(tiny_llama(), prompt(), **NEW)
-    found = tiny_llama().generate(**prompt(), **NEW)
+    expected = generate_plain(tiny_llama(num_hidden_layers=1), prompt(), **NEW)
+    found = tiny_llama(num_hidden_layers=1).generate(**prompt(), **NEW)
     stats = lade.last_stats()
     if good_uses == 1:
         assert torch.equal(found, expected)
@@ -334,7 +340,7 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
     for module in (fixed, lade.decoding):
         monkeypatch.setattr(module, "perf_counter", clock)
     monkeypatch.setattr(lade.decoding, "make_drafter", lambda request: Spy(make_drafter(request)))
-    stats = run(tiny_llama())
+    stats = run(tiny_llama(num_hidden_layers=1))
     assert stats.forward_seconds == now[0] >= 5
     assert set(seen) == ({0.0, 5.0} if fails else {0.0})
     assert seen.count(5.0) == fails  # the step that failed had no other time
@@ -363,10 +369,11 @@ def test_a_cache_too_large_to_keep(mode, share, model, on_cuda, monkeypatch):
     monkeypatch.setattr(kept, "device_memory", lambda device: 2**30)
     stats = run(model)
     assert stats.captured_steps == stats.steps - 1
-    assert bool(kept._pool.of(model)) == (share == 1.0)
+    assert bool(kept_buffers(model)) == (share == 1.0)
 
 
-def test_bytes_of_a_cache(model):
+def test_bytes_of_a_cache():
+    model = tiny_llama()
     cache = base.ModelAdapter(model).make_cache(300)
     assert cache.num_bytes == 0
     with torch.no_grad():
@@ -433,8 +440,9 @@ def test_reasons_against_the_kernel(model, kernel, monkeypatch):
     assert largest_head_dim(SimpleNamespace(num_attention_heads=[4, 8])) == 0
 
 
-@pytest.mark.parametrize("mode", ["lookahead", "tree"])
-@pytest.mark.parametrize("wrong", [1.0, torch.nan, "fails"])
+@pytest.mark.parametrize(
+    ("wrong", "mode"), [(1.0, "lookahead"), (1.0, "tree"), (torch.nan, "tree"), ("fails", "lookahead")]
+)
 def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monkeypatch):
     """The text is plain generate()'s, the figures say why, and later calls do not try."""
     lade.config_lade(MODE=mode)

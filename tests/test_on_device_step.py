@@ -15,7 +15,7 @@ import torch
 from support import generate_plain, padded_prompt, prompt, tiny, tiny_llama
 from support.device_steps import GREEDY, check, fake_step, ordinary_stats
 from support.families import FAMILIES
-from support.graphs import is_wanted
+from support.graphs import is_wanted, kept_buffers
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -23,7 +23,6 @@ import lade
 from lade import decoding
 from lade.block import kv_cache
 from lade.config import current_config
-from lade.forward import buffer_pool as kept
 from lade.forward import static_shapes as fixed
 from lade.forward.fingerprint import fingerprint
 from lade.forward.on_device import loop as device_loop
@@ -250,7 +249,7 @@ def test_captured_once_for_all_calls(inputs, model, captured):
         stats = check(model, inputs(), captured=True, max_new_tokens=max_new_tokens)
         assert stats.cuda_graph_reason is None
     assert len(captured) == 1
-    assert len(kept._pool.of(model)) == 1
+    assert len(kept_buffers(model)) == 1
 
 
 def test_one_graph_with_padding_and_without(shallow, captured):
@@ -268,7 +267,7 @@ def test_captured_anew_where_a_graph_would_not_notice(captured):
     model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.5
     check(model, prompt(), captured=True)
     assert len(captured) == 3
-    assert len(kept._pool.of(model)) == len(captured)
+    assert len(kept_buffers(model)) == len(captured)
 
 
 def test_fingerprint():
@@ -331,14 +330,14 @@ def test_buffers_are_for_one_call_at_a_time(shallow, captured, monkeypatch):
 
     monkeypatch.setattr(shallow, "_prefill", interrupted, raising=False)
     outer = shallow.generate(**prompt(), **GREEDY)
-    assert len(kept._pool.of(shallow)) == 2
+    assert len(kept_buffers(shallow)) == 2
     for seed, output in enumerate((outer, inner[0])):
         assert torch.equal(output, generate_plain(shallow, prompt(seed=seed), **GREEDY))
 
 
 def test_what_a_call_leaves_in_a_cache_is_gone(shallow, captured):
     check(shallow, prompt(), captured=True)
-    kept._pool.of(shallow)[0].cache.layers[0].values.fill_(torch.nan)
+    kept_buffers(shallow)[0].cache.layers[0].values.fill_(torch.nan)
     check(shallow, prompt(seed=2), captured=True)
     assert len(captured) == 1
 

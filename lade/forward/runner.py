@@ -121,7 +121,7 @@ class BlockRunner:
         return self.adapter.make_cache(capacity if self._static is None else padded_capacity(capacity))
 
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
-        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `give_back`; a new one otherwise.
+        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `release`; a new one otherwise.
 
         num_slots, most_slots: what the call begins with, and may come to need.
         """
