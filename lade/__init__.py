@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lade.drafting.memory import Memory
     from lade.models import ModelAdapter, allow_hook, register_adapter
     from lade.parallel.group import distributed, get_device
+    from lade.preparation import warmup
     from lade.switch import enabled, generate
 
 __version__ = "0.2.0"
@@ -48,6 +49,7 @@ __all__ = [
     "register_drafter",
     "restore_all",
     "save_log",
+    "warmup",
 ]
 
 # Public names whose modules import torch and transformers -> those modules.
@@ -65,6 +67,7 @@ _LAZY = {
     "register_adapter": "lade.models",
     "register_drafter": "lade.drafting",
     "restore_all": "lade.augment",
+    "warmup": "lade.preparation",
 }
 
 

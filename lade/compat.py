@@ -293,6 +293,7 @@ NAMES = (
     Name("torch.utils._python_dispatch.TorchDispatchMode", "forward/graphs.py"),
     Name("torch.utils._pytree.tree_leaves", "forward/graphs.py"),
     *(Name(A + name, "forward/graphs.py") for name in ("_local_scalar_dense", "_unique2", "_to_copy")),
+    Name("torch._C._cuda_clearCublasWorkspaces", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_endAllocateToPool", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_releasePool", "forward/graphs.py", is_here=has_cuda),
     Name(D + "_get_default_store", "parallel/communicator.py", takes(), is_here=has_processes),

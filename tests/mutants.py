@@ -125,7 +125,7 @@ MUTANTS = [
            "requests.py", "contract.py::test_fallbacks"),
     mutant("requests: a boundary one token late", "models/phi3.py",
            "if length <= boundary < request.max_length - 1:", "if length <= boundary < request.max_length - 2:",
-           "limits.py"),
+           "phi3.py"),
     mutant("patch: an original is not put back", "augment.py",
            "    for name, function in _originals.items():\n        setattr(_owner(name), name, function)\n    _originals.clear()",
            "    _originals.clear()",

@@ -13,13 +13,14 @@ from support.graphs import NOT_HERE, is_wanted, kept_buffers
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
-from lade import kernels
+from lade import decoding, kernels
 from lade.block_size import LiveCosts
 from lade.commands.env import lade_lines
 from lade.config import LookaheadConfig, current_config
 from lade.drafting import make_drafter
 from lade.forward import buffer_pool as kept
 from lade.forward import choice as forward_choice
+from lade.forward import runner
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.choice import largest_head_dim, slow_kernel_reason
@@ -47,6 +48,7 @@ def model():
 def automatic(lade_on, monkeypatch):
     observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
     monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.2 * q))
+    monkeypatch.setattr(fixed, "MIN_NEW_TOKENS", 32)  # so that calls of these tests are long ones
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
     yield
     forget_all()
@@ -137,10 +139,41 @@ def test_captures_by_itself(settings, model, on_cuda):
 def test_not_for_a_short_call(model, on_cuda):
     stats = run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1)
     assert (stats.captured_steps, stats.device_steps, len(on_cuda)) == (0, 0, 0)
-    assert stats.cuda_graph_reason.startswith("a call for fewer than 32 tokens")
-    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS).captured_steps > 0
+    assert stats.cuda_graph_reason.startswith("a call for fewer than ")
     lade.config_lade(CUDA_GRAPH=1)
     assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1).captured_steps > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"MODE": "tree"}], ids=["lookahead", "tree"])
+def test_a_short_call_has_what_a_long_one_has_captured(settings, model, on_cuda):
+    """Where the batch has as many rows; with DETERMINISTIC=1 no call depends on another."""
+    short = fixed.MIN_NEW_TOKENS - 1
+    lade.config_lade(**settings)
+    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS).captured_steps > 0
+    assert run(model, max_new_tokens=short).captured_steps > 0
+    assert run(model, prompt(batch_size=2), max_new_tokens=short).captured_steps == 0
+    lade.config_lade(DETERMINISTIC=1)
+    assert run(model, max_new_tokens=short).captured_steps == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"MODE": "tree"}], ids=["lookahead", "tree"])
+def test_not_in_a_long_cache_without_the_kernel(settings, model, on_cuda, kernel, monkeypatch):
+    """Neither from the beginning nor when the cache grows. With the kernel a block reads what the text has."""
+    monkeypatch.setattr(fixed, "MOST_SLOTS_WITHOUT_KERNEL", 256)
+    monkeypatch.setattr(runner, "MOST_SLOTS_WITHOUT_KERNEL", 256)
+    lade.config_lade(**settings, USE_FLASH=0)
+    stats = run(model, prompt(300))
+    assert (stats.captured_steps, stats.cuda_graph_reason) == (0, fixed.TOO_MANY_SLOTS)
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    stats = run(model, prompt(150), max_new_tokens=150)
+    assert stats.cuda_graph_reason == fixed.TOO_MANY_SLOTS
+    assert 0 < stats.captured_steps < stats.steps - 1
+    lade.config_lade(CUDA_GRAPH=1)
+    stats = run(model, prompt(300))
+    assert stats.captured_steps == stats.steps - 1
+    lade.config_lade(USE_FLASH="auto", CUDA_GRAPH="auto")
+    stats = run(model, prompt(300))
+    assert (stats.used_kernel, stats.captured_steps) == (True, stats.steps - 1)
 
 
 def test_not_where_blocks_have_no_fixed_shapes(on_cuda):
@@ -464,6 +497,15 @@ def test_tolerance(dtype):
     assert "off by" in self_check.problem_of(right, *inputs, sinks, **named)
     right = reference_block_attention(*inputs, **NAMED | {"sinks": sinks})
     assert self_check.problem_of(right, *inputs, sinks, **named) is None
+
+
+def test_the_capacity_of_a_cache_makes_no_other_kind(kernel):
+    """Nor the part of it that an ordinary forward sees: nothing is compiled or tried for them."""
+    query, keys, values, packed = attention_inputs()
+    for capacity in (64, 50, 35):
+        self_check.checked(kernel, query, keys[:, :, :capacity], values[:, :, :capacity], packed, **NAMED)
+    self_check.checked(kernel, query, keys.repeat(1, 1, 8, 1), values.repeat(1, 1, 8, 1), packed, **NAMED)
+    assert len(self_check._problems) == 1
 
 
 def test_each_kind_of_call_is_tried(kernel):
