@@ -8,8 +8,8 @@ A forward over q rows rounds differently from one over one row, so two tokens th
 this reports: identical outputs, the position of the first difference, and the margin there between plain generate()'s two
 best tokens, in units of the dtype's rounding (the spacing of its numbers at the size of the logit): logits for greedy, for
 sampling log(p / e) times the temperature, where e are the draws. Greedy outputs are also fed back in one plain forward
-pass: every token must be that pass's argmax, or lie within --ties units of it. Tokens per second are those of plain
-generate() on the same prompt, one after the other; each call begins with an empty memory.
+pass, which says how far the worst token lies below the argmax. Speed is tokens per second beside plain generate()'s, the
+methods in turn on each prompt; each call begins with an empty memory.
 
 Three methods are studies of how lade could come closer to plain generate(), and exist in this file only:
 
