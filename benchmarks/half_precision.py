@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import harness
@@ -318,8 +319,16 @@ def study_attention(args: argparse.Namespace) -> dict[str, Any]:
         for kind, shares in sorted(kinds.items()):
             equal = shares.count(0.0)
             print(f"  {name:<16} {kind:<16} {statistics.mean(shares):.3%} ({equal} of {len(shares)})")
+    price = {}
+    for heads, width in ((5, 64), (32, 64)):
+        for length in (256, 1000):
+            price[f"{heads} heads of {width}, {length} tokens before"] = price_of_own_keys(heads, width, length, dtype)
+    print("time of 8 calls of sdpa, each for one token and its own keys, beside the one call for a block of 8")
+    for name, ratio in price.items():
+        print(f"  {name:<32} {ratio:.2f}")
     return {
         "benchmark": "half_precision_attention",
+        "price_of_own_keys": price,
         "environment": harness.machine(torch.device("cpu"), dtype),
         "linear": linear,
         "attention": {
@@ -330,6 +339,26 @@ def study_attention(args: argparse.Namespace) -> dict[str, Any]:
             for name, kinds in attention.items()
         },
     }
+
+
+def price_of_own_keys(
+    heads: int, width: int, length: int, dtype: torch.dtype, size: int = 8, trials: int = 40
+) -> float:
+    """Median time of a call for each row of a chain beside that of one call for all of them, in turn."""
+    end = length + size
+    query, key, value = (torch.randn(1, heads, n, width).to(dtype) for n in (size, end, end))
+    mask = torch.zeros(size, end, dtype=dtype)
+    seconds: list[list[float]] = [[], []]
+    for _ in range(trials):
+        began = perf_counter()
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        between = perf_counter()
+        for row in range(size):
+            seen = length + row + 1
+            F.scaled_dot_product_attention(query[:, :, row : row + 1], key[:, :, :seen], value[:, :, :seen])
+        seconds[0].append(between - began)
+        seconds[1].append(perf_counter() - between)
+    return round(statistics.median(seconds[1]) / statistics.median(seconds[0]), 2)
 
 
 def unequal(one: Tensor, other: Tensor) -> float:
