@@ -229,13 +229,20 @@ def row_of(
     }
 
 
-def compare_methods(args: argparse.Namespace) -> dict[str, Any]:
+def compare_methods(args: argparse.Namespace, figures: dict[str, Any]) -> None:
     model, tokenizer = harness.load_model(args)
     prompts = harness.load_prompts(args, tokenizer)
     harness.set_up_lade(args)
     common: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     if args.temperature is not None:
         common |= {"do_sample": True, "temperature": args.temperature, "top_k": 0}
+    figures |= {
+        "benchmark": "half_precision",
+        "environment": harness.environment(model),
+        "settings": harness.lookahead_settings(args) | common,
+        "trials": args.trials,
+        "prompts": len(prompts),
+    }
     chosen = {name: made for name, made in methods(args.temperature).items() if name in args.methods}
     tallies = {name: Counter[str]() for name in chosen}
     runs = {name: [Run() for _ in range(args.trials)] for name in chosen}
@@ -267,20 +274,13 @@ def compare_methods(args: argparse.Namespace) -> dict[str, Any]:
             f"{f'{min(places)} to {max(places)}' if places else '-':>17} {f'{max(margins):.2f} at most' if margins else '-':>13} "
             f"{row['speed_to_plain']['median']:>9.3f} {row['tokens_per_step'] or 1:>12}"
         )
-    return {
-        "benchmark": "half_precision",
-        "environment": harness.environment(model),
-        "settings": harness.lookahead_settings(args) | common,
-        "trials": args.trials,
-        "prompts": len(prompts),
-        "methods": rows,
-    }
+    figures["methods"] = rows
 
 
 # Where bits differ.
 
 
-def study_attention(args: argparse.Namespace) -> dict[str, Any]:
+def study_attention(args: argparse.Namespace, figures: dict[str, Any]) -> None:
     """Rows of a block against the same rows alone: how many elements differ, for linear layers and for attention."""
     dtype = getattr(torch, args.dtype)
     torch.manual_seed(0)
@@ -326,7 +326,7 @@ def study_attention(args: argparse.Namespace) -> dict[str, Any]:
     print("time of 8 calls of sdpa, each for one token and its own keys, beside the one call for a block of 8")
     for name, ratio in price.items():
         print(f"  {name:<32} {ratio:.2f}")
-    return {
+    figures |= {
         "benchmark": "half_precision_attention",
         "price_of_own_keys": price,
         "environment": harness.machine(torch.device("cpu"), dtype),
@@ -379,7 +379,9 @@ def main() -> None:
     unknown = sorted(set(args.methods) - set(names))
     if unknown or "plain" not in args.methods:
         parser.error(f"--methods must have plain, and others of {', '.join(names)}; got {','.join(args.methods)}")
-    harness.finish(study_attention(args) if args.study else compare_methods(args), args.out)
+    figures: dict[str, Any] = {}
+    with harness.reporting(figures, args.out):
+        (study_attention if args.study else compare_methods)(args, figures)
 
 
 if __name__ == "__main__":

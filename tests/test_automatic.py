@@ -1,6 +1,6 @@
 """USE_FLASH and CUDA_GRAPH as lade chooses them by itself: where, why not, and what a wrong graph or kernel leads to.
 
-CUDA is stood in for by the CPU, graphs by traces as in test_static_shapes.py, the Triton kernel by plain torch.
+CUDA is stood in for by the CPU, graphs by traces (support/graphs.py), the Triton kernel by plain torch.
 """
 
 from dataclasses import replace
@@ -8,28 +8,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
-from test_on_device_step import captured, is_wanted  # noqa: F401
-from test_static_shapes import NOT_HERE, graphs, tiny  # noqa: F401
+from support import generate_plain, prompt, tiny, tiny_llama
+from support.graphs import NOT_HERE, is_wanted, kept_buffers
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
-from lade import kernels
+from lade import decoding, kernels
 from lade.block_size import LiveCosts
 from lade.commands.env import lade_lines
 from lade.config import LookaheadConfig, current_config
 from lade.drafting import make_drafter
 from lade.forward import buffer_pool as kept
 from lade.forward import choice as forward_choice
+from lade.forward import runner
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.choice import largest_head_dim, slow_kernel_reason
 from lade.forward.on_device import loop as device_loop
 from lade.forward.runner import BlockRunner
-from lade.kernels import reference_block_attention, trial
+from lade.kernels import reference_block_attention, self_check
 from lade.models import base
 from lade.state import forget_all
 from lade.stats import GenerationStats
+from lade.tolerance import TOLERANCE
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -37,29 +38,21 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 AUTOMATIC = LookaheadConfig()
 
 
+@pytest.fixture(scope="module")
+def model():
+    """One layer is traced in half the time of two, which tests/test_static_shapes.py and tests/test_on_device_step.py take."""
+    return tiny_llama(num_hidden_layers=1)
+
+
 @pytest.fixture(autouse=True)
 def automatic(lade_on, monkeypatch):
     observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
     monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.2 * q))
+    monkeypatch.setattr(fixed, "MIN_NEW_TOKENS", 32)  # so that calls of these tests are long ones
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
     yield
     forget_all()
-    trial._problems.clear()
-
-
-@pytest.fixture
-def on_cuda(captured, monkeypatch):  # noqa: F811
-    """The CPU counts as CUDA, with a first forward before each capture; nothing is asked for. One entry per capture."""
-    trace = fixed.capture
-
-    def warmed_up(forward):
-        forward()
-        return trace(forward)
-
-    for module in (fixed, device_loop):
-        monkeypatch.setattr(module, "capture", warmed_up)
-    lade.config_lade(CUDA_GRAPH="auto")
-    return captured
+    self_check._problems.clear()
 
 
 @pytest.fixture
@@ -75,7 +68,6 @@ def kernel(monkeypatch):
     monkeypatch.setattr(kernels, "_kernel_for", lambda *_: served)
     monkeypatch.setattr(forward_choice, "unavailable_reason", lambda: None)
     monkeypatch.setattr(forward_choice, "FAST_KERNEL_DTYPES", (F64,))
-    monkeypatch.setitem(trial.TOLERANCE, F64, 1e-6)
     served.calls = calls
     return served
 
@@ -123,7 +115,7 @@ def test_nothing_changes_on_a_cpu(model, kernel):
         assert (stats.captured_steps, stats.device_steps, stats.cuda_graph_reason) == (0, 0, None)
         assert (stats.used_kernel, stats.kernel_reason) == (False, None)
     assert not kernel.calls
-    assert not kept._pool.of(model)
+    assert not kept_buffers(model)
 
 
 ONE_SHAPE = {"MODE": "tree", "MAX_BLOCK": 8, "ADAPTIVE": 0}
@@ -147,10 +139,41 @@ def test_captures_by_itself(settings, model, on_cuda):
 def test_not_for_a_short_call(model, on_cuda):
     stats = run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1)
     assert (stats.captured_steps, stats.device_steps, len(on_cuda)) == (0, 0, 0)
-    assert stats.cuda_graph_reason.startswith("a call for fewer than 32 tokens")
-    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS).captured_steps > 0
+    assert stats.cuda_graph_reason.startswith("a call for fewer than ")
     lade.config_lade(CUDA_GRAPH=1)
     assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1).captured_steps > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"MODE": "tree"}], ids=["lookahead", "tree"])
+def test_a_short_call_has_what_a_long_one_has_captured(settings, model, on_cuda):
+    """Where the batch has as many rows; with DETERMINISTIC=1 no call depends on another."""
+    short = fixed.MIN_NEW_TOKENS - 1
+    lade.config_lade(**settings)
+    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS).captured_steps > 0
+    assert run(model, max_new_tokens=short).captured_steps > 0
+    assert run(model, prompt(batch_size=2), max_new_tokens=short).captured_steps == 0
+    lade.config_lade(DETERMINISTIC=1)
+    assert run(model, max_new_tokens=short).captured_steps == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"MODE": "tree"}], ids=["lookahead", "tree"])
+def test_not_in_a_long_cache_without_the_kernel(settings, model, on_cuda, kernel, monkeypatch):
+    """Neither from the beginning nor when the cache grows. With the kernel a block reads what the text has."""
+    monkeypatch.setattr(fixed, "MOST_SLOTS_WITHOUT_KERNEL", 256)
+    monkeypatch.setattr(runner, "MOST_SLOTS_WITHOUT_KERNEL", 256)
+    lade.config_lade(**settings, USE_FLASH=0)
+    stats = run(model, prompt(300))
+    assert (stats.captured_steps, stats.cuda_graph_reason) == (0, fixed.TOO_MANY_SLOTS)
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    stats = run(model, prompt(150), max_new_tokens=150)
+    assert stats.cuda_graph_reason == fixed.TOO_MANY_SLOTS
+    assert 0 < stats.captured_steps < stats.steps - 1
+    lade.config_lade(CUDA_GRAPH=1)
+    stats = run(model, prompt(300))
+    assert stats.captured_steps == stats.steps - 1
+    lade.config_lade(USE_FLASH="auto", CUDA_GRAPH="auto")
+    stats = run(model, prompt(300))
+    assert (stats.used_kernel, stats.captured_steps) == (True, stats.steps - 1)
 
 
 def test_not_where_blocks_have_no_fixed_shapes(on_cuda):
@@ -160,7 +183,7 @@ def test_not_where_blocks_have_no_fixed_shapes(on_cuda):
 
 
 def test_not_where_another_process_might_fail(on_cuda, monkeypatch):
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     assert fixed.graph_refusal(AUTOMATIC, model, 100) is None
     model._tp_size = 2
     assert "several processes" in fixed.graph_refusal(AUTOMATIC, model, 100)
@@ -207,7 +230,7 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
         tried.append(forward)
         raise RuntimeError("operation not permitted")
 
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     monkeypatch.setattr(device_loop, "capture", refuse)
     stats = run(model)
     assert (stats.device_steps, len(tried)) == (0, 1)
@@ -216,7 +239,7 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
     assert len(tried) == 1
 
     monkeypatch.setattr(fixed, "capture", refuse)
-    kept._pool.of(model).clear()
+    kept_buffers(model).clear()
     for _ in range(2):
         stats = run(model)
         assert stats.captured_steps == 0
@@ -232,7 +255,7 @@ def test_memory_may_be_there_again(on_cuda, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     lade.config_lade(MODE="tree")
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     with monkeypatch.context() as patch:
         patch.setattr(fixed, "capture", refuse)
         assert "out of memory" in run(model).cuda_graph_reason
@@ -249,8 +272,8 @@ def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch
         return lambda: output.copy_(forward()) if next(count) < 2 * good_uses else output  # two replays a block
 
     monkeypatch.setattr(fixed, "capture", stale)
-    expected = generate_plain(tiny_llama(), prompt(), **NEW)
-    found = tiny_llama().generate(**prompt(), **NEW)
+    expected = generate_plain(tiny_llama(num_hidden_layers=1), prompt(), **NEW)
+    found = tiny_llama(num_hidden_layers=1).generate(**prompt(), **NEW)
     stats = lade.last_stats()
     if good_uses == 1:
         assert torch.equal(found, expected)
@@ -278,8 +301,8 @@ def test_a_step_that_remembers_its_first_inputs(model, on_cuda, monkeypatch):
 def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
     lade.config_lade(**ONE_SHAPE)
     compared = []
-    inner = fixed.disagreement
-    monkeypatch.setattr(fixed, "disagreement", lambda *args: compared.append(args) or inner(*args))
+    inner = fixed.logits_error
+    monkeypatch.setattr(fixed, "logits_error", lambda *args: compared.append(args) or inner(*args))
     for _ in range(3):
         run(model)
     assert (len(on_cuda), len(compared)) == (1, fixed_inputs.NUM_CHECKS)
@@ -317,7 +340,7 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
     for module in (fixed, lade.decoding):
         monkeypatch.setattr(module, "perf_counter", clock)
     monkeypatch.setattr(lade.decoding, "make_drafter", lambda request: Spy(make_drafter(request)))
-    stats = run(tiny_llama())
+    stats = run(tiny_llama(num_hidden_layers=1))
     assert stats.forward_seconds == now[0] >= 5
     assert set(seen) == ({0.0, 5.0} if fails else {0.0})
     assert seen.count(5.0) == fails  # the step that failed had no other time
@@ -346,10 +369,11 @@ def test_a_cache_too_large_to_keep(mode, share, model, on_cuda, monkeypatch):
     monkeypatch.setattr(kept, "device_memory", lambda device: 2**30)
     stats = run(model)
     assert stats.captured_steps == stats.steps - 1
-    assert bool(kept._pool.of(model)) == (share == 1.0)
+    assert bool(kept_buffers(model)) == (share == 1.0)
 
 
-def test_bytes_of_a_cache(model):
+def test_bytes_of_a_cache():
+    model = tiny_llama()
     cache = base.ModelAdapter(model).make_cache(300)
     assert cache.num_bytes == 0
     with torch.no_grad():
@@ -364,7 +388,7 @@ def test_the_kernel_by_itself(model, on_cuda, kernel):
     assert (stats.used_kernel, stats.kernel_reason) == (True, None)
     assert stats.captured_steps == stats.steps - 1
     assert kernel.calls
-    assert set(trial._problems.values()) == {None}
+    assert set(self_check._problems.values()) == {None}
     kernel.calls.clear()
     lade.config_lade(USE_FLASH=0)
     stats = run(model)
@@ -406,9 +430,9 @@ def test_reasons_against_the_kernel(model, kernel, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(forward_choice, "MAX_HEAD_DIM", 8)
         assert slow_kernel_reason(adapter, True) == "the kernel takes heads of up to 8, this model has some of 12"
-    trial._problems[CPU, F32, ()] = "of another dtype"
+    self_check._problems[CPU, F32, ()] = "of another dtype"
     assert slow_kernel_reason(adapter, True) is None
-    trial._problems[CPU, F64, ()] = "of this one"
+    self_check._problems[CPU, F64, ()] = "of this one"
     assert slow_kernel_reason(adapter, True) == "of this one"
     monkeypatch.undo()
     assert slow_kernel_reason(adapter, True) == "the kernel is not known to pay in float64"
@@ -416,8 +440,9 @@ def test_reasons_against_the_kernel(model, kernel, monkeypatch):
     assert largest_head_dim(SimpleNamespace(num_attention_heads=[4, 8])) == 0
 
 
-@pytest.mark.parametrize("mode", ["lookahead", "tree"])
-@pytest.mark.parametrize("wrong", [1.0, torch.nan, "fails"])
+@pytest.mark.parametrize(
+    ("wrong", "mode"), [(1.0, "lookahead"), (1.0, "tree"), (torch.nan, "tree"), ("fails", "lookahead")]
+)
 def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monkeypatch):
     """The text is plain generate()'s, the figures say why, and later calls do not try."""
     lade.config_lade(MODE=mode)
@@ -432,7 +457,7 @@ def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monke
     assert stats.kernel_reason.startswith(reason)
     assert stats.captured_steps > 0
     num_tried = len(kernel.calls)
-    assert num_tried <= len(trial._problems)  # once for each kind of call
+    assert num_tried <= len(self_check._problems)  # once for each kind of call
     stats = run(model)
     assert (stats.used_kernel, len(kernel.calls)) == (False, num_tried)
     assert stats.kernel_reason.startswith(reason)
@@ -441,7 +466,7 @@ def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monke
 
 def test_a_wrong_kernel_would_be_seen(model, on_cuda, kernel, monkeypatch):
     """The control of the test above."""
-    monkeypatch.setattr(kernels, "tried", lambda kernel, *args, **named: kernel(*args, **named))
+    monkeypatch.setattr(kernels, "checked", lambda kernel, *args, **named: kernel(*args, **named))
     kernel.error.append(1.0)
     expected = generate_plain(model, prompt(), **NEW)
     assert not torch.equal(model.generate(**prompt(), **NEW), expected)
@@ -464,14 +489,23 @@ def test_tolerance(dtype):
     inputs = attention_inputs(dtype)
     right = reference_block_attention(*inputs, **NAMED)
     named = {name: value for name, value in NAMED.items() if name != "sinks"}
-    assert trial.problem_of(right, *inputs, None, **named) is None
+    assert self_check.problem_of(right, *inputs, None, **named) is None
     wrong = right.float()
-    wrong[0, 2, 3, 4] += 3 * trial.TOLERANCE[dtype] * right.abs().max()
-    assert "off by" in trial.problem_of(wrong, *inputs, None, **named)
+    wrong[0, 2, 3, 4] += 3 * TOLERANCE["attention"][dtype] * right.abs().max()
+    assert "off by" in self_check.problem_of(wrong, *inputs, None, **named)
     sinks = torch.tensor([3.0, -1.0, 2.0, 0.5])
-    assert "off by" in trial.problem_of(right, *inputs, sinks, **named)
+    assert "off by" in self_check.problem_of(right, *inputs, sinks, **named)
     right = reference_block_attention(*inputs, **NAMED | {"sinks": sinks})
-    assert trial.problem_of(right, *inputs, sinks, **named) is None
+    assert self_check.problem_of(right, *inputs, sinks, **named) is None
+
+
+def test_the_capacity_of_a_cache_makes_no_other_kind(kernel):
+    """Nor the part of it that an ordinary forward sees: nothing is compiled or tried for them."""
+    query, keys, values, packed = attention_inputs()
+    for capacity in (64, 50, 35):
+        self_check.checked(kernel, query, keys[:, :, :capacity], values[:, :, :capacity], packed, **NAMED)
+    self_check.checked(kernel, query, keys.repeat(1, 1, 8, 1), values.repeat(1, 1, 8, 1), packed, **NAMED)
+    assert len(self_check._problems) == 1
 
 
 def test_each_kind_of_call_is_tried(kernel):
@@ -488,31 +522,31 @@ def test_each_kind_of_call_is_tried(kernel):
         (attention_inputs(), NAMED | {"window": 4}),
     ]
     for inputs, named in calls * 2:
-        assert trial.tried(kernel, *inputs, **named).isfinite().all()
-    assert len(trial._problems) == len(calls) - 1
-    assert len(kernel.calls) == 2 * len(calls) + len(trial._problems)  # and the trials
+        assert self_check.checked(kernel, *inputs, **named).isfinite().all()
+    assert len(self_check._problems) == len(calls) - 1
+    assert len(kernel.calls) == 2 * len(calls) + len(self_check._problems)  # and the self-checks
 
 
 def test_nothing_is_tried_during_a_capture(kernel, monkeypatch):
     """What was tried before serves; the definition stands in for what was not."""
     inputs = attention_inputs()
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "is_capturing", lambda device: True)
-        assert torch.equal(trial.tried(kernel, *inputs, **NAMED), reference_block_attention(*inputs, **NAMED))
+        patch.setattr(self_check, "is_capturing", lambda device: True)
+        assert torch.equal(self_check.checked(kernel, *inputs, **NAMED), reference_block_attention(*inputs, **NAMED))
         assert not kernel.calls
         assert kernels.kernel_problem(CPU, F32) is None
-    trial.tried(kernel, *inputs, **NAMED)
-    monkeypatch.setattr(trial, "is_capturing", lambda device: True)
+    self_check.checked(kernel, *inputs, **NAMED)
+    monkeypatch.setattr(self_check, "is_capturing", lambda device: True)
     kernel.calls.clear()
-    trial.tried(kernel, *inputs, **NAMED)
+    self_check.checked(kernel, *inputs, **NAMED)
     assert len(kernel.calls) == 1
     monkeypatch.undo()
-    assert not trial.is_capturing(CPU)
+    assert not self_check.is_capturing(CPU)
 
 
 def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
     """A problem that an earlier call had says nothing about one without the kernel."""
-    trial._problems[CPU, F64, ()] = "wrong"
+    self_check._problems[CPU, F64, ()] = "wrong"
     stats = GenerationStats()
     BlockRunner(base.ModelAdapter(model)).check_kernel(stats)
     assert stats.kernel_reason is None

@@ -1,4 +1,4 @@
-"""Every family of the table in families.py: lookahead runs and changes nothing, or says why it does not run.
+"""Every family of the table in support/families.py: lookahead runs and changes nothing, or says why it does not run.
 
 With LADE_MODELS_TABLE=docs/models.md the results of the run are written to that file.
 """
@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import generate_plain, inference_tensors
-from families import COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
 from packaging.version import Version
+from support import generate_plain, inference_tensors
+from support.families import COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
 
 import lade
 from lade.models import REGULAR, SPECIAL, adapter_for
 from lade.models.self_check import probe
 
-PROMPT, NEW, FEW, TURN = 24, 20, 12, 6
+PROMPT, NEW, FEW, TURN = 24, 20, 8, 5
 TABLE = os.environ.get("LADE_MODELS_TABLE")
 FALLS_BACK = {
     "phi3-longrope-across": "whole cache change",

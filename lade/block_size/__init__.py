@@ -1,8 +1,8 @@
-"""How many tokens a step's block has: what blocks cost on this machine, and which size is worth its cost."""
+"""The size of a step's block: what blocks cost on this machine, and which size pays."""
 
 from __future__ import annotations
 
-from lade.block_size.costs import FixedCosts, LiveCosts, SavedCosts, StepCosts, StepCostsByLength, saved_costs
+from lade.block_size.costs import FixedCosts, LiveCosts, Offers, SavedCosts, StepCosts, StepCostsByLength, saved_costs
 from lade.block_size.policy import BlockMode, BlockModePolicy, EarlyStop, SpeculationBackoff, choose_size
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "EarlyStop",
     "FixedCosts",
     "LiveCosts",
+    "Offers",
     "SavedCosts",
     "SpeculationBackoff",
     "StepCosts",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
+from lade.commands.measure import synchronize
 from lade.models.base import ModelAdapter
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -88,12 +89,6 @@ def cost_at(seconds: dict[int, float], size: float) -> float:
     low, high = known[right - 1], known[right]
     slope = (seconds[high] - seconds[low]) / (high - low)
     return (seconds[low] + slope * (size - low)) / seconds[1]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _timed(adapter: ModelAdapter, block: Block, cache: LookaheadCache) -> float:

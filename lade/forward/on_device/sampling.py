@@ -57,7 +57,7 @@ def sampling_of(selection: Selection) -> Sampling | None:
     is_served = (
         type(selection) is PerRowSelection
         and selection.do_sample
-        and selection.announce is None
+        and selection.on_commit is None
         and not selection.stop_strings
         and type(selection.processor) is LogitsProcessorList
         and all(map(is_warper, selection.processor))
@@ -151,6 +151,13 @@ class DrawRing:
                 self._left = generator_state(self.draws.device)
             self._states.pop(self._end - size - 1, None)
             self._end += 1
+
+    def move_to(self, draws: Tensor | None) -> Tensor:
+        """Go on in another ring of this shape, or in a new one where there is none. Returns that one."""
+        draws = torch.empty_like(self.draws) if draws is None else draws
+        draws.copy_(self.draws)
+        self.draws = draws
+        return draws
 
     def of(self, length: int) -> Tensor:
         """What was drawn for the token behind texts of a length, one of the last R. Returns [B, V], a copy."""
