@@ -61,7 +61,7 @@ def drafts_from(make: Maker) -> Iterator[None]:
 
 def make_drafter(request: DraftRequest) -> Drafter:
     """The drafter that the settings ask for. Drafts of users' drafters are checked."""
-    mode, instead = request.config.mode, _instead.get()
-    if instead is not None:
-        return instead(request)
+    make, mode = _instead.get(), request.config.mode
+    if make is not None:
+        return make(request)
     return BUILT_IN[mode](request) if mode in BUILT_IN else CheckedDrafter(_drafters[mode](request), request)
