@@ -79,7 +79,7 @@ class DraftRequest:
     num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool,
     False for padding; None without. temperature: of sampling, None for greedy. draws: what sampling draws; None for greedy.
     forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow live costs.
-    may_measure: step costs may be measured on this machine.
+    may_measure: step costs may be measured on this machine. block_sizes: to which blocks of trees are padded, None where they are not.
     """
 
     config: LookaheadConfig
@@ -92,6 +92,7 @@ class DraftRequest:
     forward_kind: tuple[str, ...] = ()
     is_exact: bool = True
     may_measure: bool = True
+    block_sizes: tuple[int, ...] | None = None
 
     @property
     def is_split(self) -> bool:
@@ -122,11 +123,14 @@ class DraftRequest:
         )
         source, limit = self.cost_source, self.config.max_block_tokens
         fixed_for = None if source == "live" else batch_size
-        return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit)
+        return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit, self.block_sizes)
 
 
 class Drafter(Protocol):
-    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted."""
+    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted.
+
+    A class that inherits from it needs only `propose`.
+    """
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """sequences: the committed text, whose last tokens are the roots. is_finished: rows that need no guesses.
@@ -136,15 +140,19 @@ class Drafter(Protocol):
 
     def learn(self, outcome: Outcome) -> None:
         """Called once after each forward, the prompt's included."""
+        return
 
     def finish(self) -> None:
         """The call is over: what has waited is learned from."""
+        return
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
         """What a step has cost. num_slots: tokens of the longest row. num_tokens: q.
 
         seconds: of all but `propose` and the user's own code. search_seconds: of `propose`, without the draws of sampling.
         """
+        return
 
     def sources(self) -> dict[str, list[int]]:
         """Guesses proposed and guesses accepted during the call, by where they came from."""
+        return {}

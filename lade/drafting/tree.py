@@ -208,7 +208,7 @@ class TreeDrafter:
         is_scheduled = costs.is_scheduled
         costs.observe(num_tokens, seconds, search_seconds)
         if self._has_searched and not is_scheduled:
-            lost = costs.cost(num_tokens) / costs.cost(1) - 1 + costs.search_cost(search_seconds)
+            lost = costs.cost(num_tokens) / costs.plain_cost - 1 + costs.search_cost(search_seconds)
             self._backoff.learn(self._mean_accepted - lost, self.acceptance.promise)
 
     def explain(self, row: int) -> Explanation:

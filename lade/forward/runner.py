@@ -15,7 +15,7 @@ from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block, masks_by_layer, packed_block_mask
 from lade.compat import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
-from lade.forward.static_shapes import StaticForward, padded_capacity
+from lade.forward.static_shapes import MOST_SLOTS_WITHOUT_KERNEL, StaticForward, padded_capacity, padded_nodes
 from lade.kernels import kernel_problem, left_padding
 from lade.kernels.interface import NAME as KERNEL
 from lade.kernels.interface import unsupported_reason as kernel_unsupported_reason
@@ -91,7 +91,13 @@ class BlockRunner:
             full_tree=full_tree,
             compiles=compiles,
             captures=captures,
+            follows_length=self.uses_kernel,
+            most_slots=self.most_captured_slots(config),
         )
+
+    def most_captured_slots(self, config: LookaheadConfig) -> int | None:
+        """Of a cache, beyond which nothing is captured; None for no limit."""
+        return None if self.uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
 
     @property
     def captures(self) -> bool:
@@ -115,7 +121,7 @@ class BlockRunner:
         return self.adapter.make_cache(capacity if self._static is None else padded_capacity(capacity))
 
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
-        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `give_back`; a new one otherwise.
+        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `release`; a new one otherwise.
 
         num_slots, most_slots: what the call begins with, and may come to need.
         """
@@ -138,8 +144,10 @@ class BlockRunner:
 
         wanted: more of the model's own arguments, such as output_hidden_states. Returns the model's output, logits [B, R, V].
         """
-        block = self.adapter.begin_block(block, cache)
         static = self._static
+        if static is not None and static.is_on and not wanted:
+            static.make_room(cache, max(cache.lengths) + block.tokens.shape[1])
+        block = self.adapter.begin_block(block, cache)
         if static is not None and wanted:
             static.turn_off(f"{min(wanted)} asks for more than the compiled forward returns")
         if static is not None and static.is_on:
@@ -162,6 +170,13 @@ class BlockRunner:
     def padded_nodes(self, num_nodes: int) -> int:
         """How many nodes a token tree takes up in the block."""
         return num_nodes if self._static is None else self._static.padded_nodes(num_nodes)
+
+    def block_sizes(self, config: LookaheadConfig) -> tuple[int, ...] | None:
+        """Tokens of the blocks that trees are padded to; None where none are."""
+        if self._static is None or config.uses_window:
+            return None
+        full = config.max_block - 1
+        return tuple(sorted({1 + padded_nodes(num_nodes, full) for num_nodes in range(1 + full)}))
 
     @property
     def preparing_seconds(self) -> float:
