@@ -70,19 +70,18 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
 def check_decoding_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the program when --model_path or the sampling arguments are wrong; fill in the device."""
     path, is_bundled = Path(args.model_path).expanduser(), args.model_path == str(BUNDLED)
-    if is_bundled and not path.is_dir():
-        parser.error("--model_path must be given: the bundled checkpoint comes only with the source of lade")
     is_folder = path.is_absolute() or args.model_path.startswith((".", "~")) or args.model_path.count("/") > 1
-    if is_folder and not path.is_dir():
-        parser.error(
-            f"--model_path must be a folder with a checkpoint or a hub name, found no folder {args.model_path!r}"
-        )
-    if path.is_dir():
+    problem = None
+    if is_bundled and not path.is_dir():
+        problem = "must be given: the bundled checkpoint comes only with the source of lade"
+    elif is_folder and not path.is_dir():
+        problem = f"must be a folder with a checkpoint or a hub name, found no folder {args.model_path!r}"
+    elif path.is_dir():
         args.model_path = str(path)
         if not (path / "config.json").is_file():
-            parser.error(
-                f"--model_path must be a folder with a checkpoint, found no config.json in {args.model_path!r}"
-            )
+            problem = f"must be a folder with a checkpoint, found no config.json in {args.model_path!r}"
+    if problem:  # without the usage, which says nothing about it
+        parser.exit(2, f"{parser.prog}: --model_path {problem}\n")
     if args.top_p is not None and args.temperature == 0:
         parser.error("--top_p must come with sampling: --temperature 0 is greedy")
     if args.device is None:

@@ -37,6 +37,7 @@ from lade.models import adapter_for
 
 Progress = Callable[[str], Callable[[Iterable[Any]], Iterable[Any]]]  # a label -> what to wrap a list in
 CONTROL = "default, again"
+FEW_STEPS = 64  # of a candidate's warm-up
 MIN_GAIN = 1.02  # over the default, from which a change of settings is worth recommending
 
 
@@ -173,10 +174,10 @@ def screen(
     """
     plain, runs = Run(), [(settings, Run()) for settings in (*ANCHORS, *hopeful)]
     still_in = runs
-    for settings in {
-        mode_of(settings): settings for settings, _ in runs
-    }.values():  # what is done once for each drafter
-        run_once(model, prompts[0], Method(settings=as_screened(settings)), Run(), common)
+    lookahead = [settings for settings in hopeful if mode_of(settings) == "lookahead"]
+    for settings in (*ANCHORS, *(other for other in hopeful if other not in lookahead), *lookahead[:1]):
+        # Done once: for a drafter, and for each largest block whose costs are measured first.
+        settle(model, prompts[0], Method(settings=as_screened(settings)), common, FEW_STEPS)
     for number, inputs in enumerate(prompts, 1):
         run_once(model, inputs, Method(), plain, common)
         for settings, run in progress(f"screening, prompt {number} of {len(prompts)}")(still_in):
@@ -204,9 +205,7 @@ def rows_of(runs: list[tuple[Settings, Run]], plain: Run, findings: Findings) ->
             continue
         block, tokens_per_step = run.mean_block(), run.tokens_per_step() or 0.0
         predicted = predict(tokens_per_step, block, findings.seconds)
-        later = list(
-            range(1, len(run.outputs))
-        )  # the first prompt also pays for what is done once for each shape of block
+        later = list(range(1, len(run.outputs)))  # the first prompt also pays for the first use of each shape of block
         if later:
             measured = run.speed(later) / plain.speed(later)
             found = predict(run.tokens_per_step(later) or 0.0, block, findings.seconds)
