@@ -281,6 +281,10 @@ NAMES = (
     Name("torch.utils._python_dispatch.TorchDispatchMode", "forward/graphs.py"),
     Name("torch.utils._pytree.tree_leaves", "forward/graphs.py"),
     *(Name(A + name, "forward/graphs.py") for name in ("_local_scalar_dense", "_unique2", "_to_copy")),
+    # Without them no weights are packed, and nothing else changes.
+    Name("torch.ops.mkldnn._linear_pointwise", "forward/packed.py", is_late=True),
+    Name("torch.ops.mkldnn._reorder_linear_weight", "forward/packed.py", is_late=True),
+    Name("torch._C._get_mkldnn_enabled", "forward/packed.py", is_late=True),
     Name("torch._C._cuda_endAllocateToPool", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_releasePool", "forward/graphs.py", is_here=has_cuda),
     Name(D + "_get_default_store", "parallel/communicator.py", takes(), is_here=has_processes),

@@ -36,6 +36,9 @@ class GenerationStats:
     compile_reason: str | None = None  # a sentence when they were to and could not, or no longer could
     captured_steps: int = 0  # blocks that replayed a CUDA graph (CUDA_GRAPH)
     cuda_graph_reason: str | None = None  # a sentence when they were to and could not, or no longer could
+    packed_weights: int = 0  # weights of which the blocks used a packed copy (PACK)
+    packed_bytes: int = 0  # of these copies, which stay with the model
+    packing_reason: str | None = None  # a sentence when some weights, or all, were to be packed and were not
     device_steps: int = 0  # steps that ran on the device as one, the host waiting for none of their parts
     device_reason: str | None = None  # a sentence when such a step failed, and the ordinary loop went on
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
@@ -78,6 +81,9 @@ class GenerationStats:
             "compile_reason": self.compile_reason,
             "captured_steps": self.captured_steps,
             "cuda_graph_reason": self.cuda_graph_reason,
+            "packed_weights": self.packed_weights,
+            "packed_bytes": self.packed_bytes,
+            "packing_reason": self.packing_reason,
             "device_steps": self.device_steps,
             "device_reason": self.device_reason,
         }

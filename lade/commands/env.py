@@ -74,7 +74,7 @@ def lade_lines() -> Iterable[str]:
     except ValueError as error:
         yield f"WRONG: {error}"
     settings = asdict(current_config())
-    settings |= {name: "auto" for name in ("use_flash", "cuda_graph") if settings[name] is None}
+    settings |= {name: "auto" for name in ("use_flash", "cuda_graph", "pack") if settings[name] is None}
     yield "settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())
     where = f"{len(stored())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
     yield f"step costs in half precision: {where}"
