@@ -12,7 +12,12 @@ from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
+from lade.config import current_config
+from lade.forward.choice import choose_packing
+from lade.forward.packed import TOKENS_BEFORE_PACKING
+from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter
+from lade.stats import GenerationStats
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 WARM_UP = 2  # rounds that do not count
@@ -29,8 +34,8 @@ def step_costs(
     """Median seconds of one forward pass, batch size 1, over each number of tokens q in `sizes`, behind `context` committed ones.
 
     The sizes take turns, so that they share whatever else the machine is doing; each block runs as the loop runs it, with
-    the logits of all its rows. progress: wraps the rounds, for a progress bar. Sizes that would pass the model's last
-    position are left out. Raises ValueError when lookahead cannot run on the model.
+    the logits of all its rows, with packed weights where PACK allows. One token is the exception: it is what plain generate() steps
+    over, on the model as it is. progress: wraps the rounds, for a progress bar. Sizes that would pass the model's last position are left out. Raises ValueError when lookahead cannot run on the model.
     """
     reason = adapter.unsupported_reason()
     if reason is not None:
@@ -42,10 +47,12 @@ def step_costs(
     sizes = [size for size in sizes if reach is None or size <= reach + 1]
     cache = filled_cache(adapter, context, max(sizes))
     blocks = {size: causal_block(adapter, cache, size) for size in sizes}
+    runner = BlockRunner(adapter)
+    choose_packing(runner, current_config(), GenerationStats(), TOKENS_BEFORE_PACKING)
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in progress(range(WARM_UP + trials)):
         for size, block in blocks.items():
-            seconds[size].append(_timed(adapter, block, cache))
+            seconds[size].append(_timed(adapter.forward_block if size == 1 else runner.forward, block, cache))
     return {size: statistics.median(times[WARM_UP:]) for size, times in seconds.items()}
 
 
@@ -96,11 +103,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timed(adapter: ModelAdapter, block: Block, cache: LookaheadCache) -> float:
-    device = _device(adapter)
+def _timed(forward: Callable[[Block, LookaheadCache], Any], block: Block, cache: LookaheadCache) -> float:
+    device = block.tokens.device
     synchronize(device)
     started = time.perf_counter()
-    adapter.forward_block(block, cache)
+    forward(block, cache)
     synchronize(device)
     return time.perf_counter() - started
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lade.config import LookaheadConfig
-from lade.forward.packed import packed_weights
 from lade.forward.runner import BlockRunner
 from lade.forward.static_shapes import asks_for_graphs, can_capture, graph_refusal
 from lade.kernels import MAX_HEAD_DIM, kernel_problem, unavailable_reason
@@ -51,7 +50,6 @@ def choose_packing(runner: BlockRunner, config: LookaheadConfig, stats: Generati
     """Let blocks multiply with packed weights, where the settings ask for it or, on a CPU, leave it to lade."""
     model, is_automatic = runner.adapter.model, config.pack is None
     if config.pack is False or (is_automatic and model.device.type != "cpu"):
-        packed_weights(model).drop()
         return
     is_one_of_many = is_automatic and config.num_workers > 1
     reason = "each of several processes would keep a copy (PACK=1 does)" if is_one_of_many else None
