@@ -153,6 +153,12 @@ def packed_weights(model: PreTrainedModel) -> PackedWeights:
     return _packed.of(model)
 
 
+def held_bytes() -> tuple[int, int]:
+    """Weights that this process has packed, of all models, and the bytes of their copies."""
+    copies = [copy for weights in _packed.all() for copy in weights.copies.values()]
+    return len(copies), sum(copy.num_bytes for copy in copies)
+
+
 def identity(weight: Tensor) -> Hashable:
     """What changes when a weight is replaced, moved, or written to in a way that autograd sees."""
     version = None if weight.is_inference() else weight._version
