@@ -80,37 +80,50 @@ class PackedWeight:
     source: weakref.ref[nn.Parameter]
     identity: Hashable
     checksums: Tensor
-    packed: Tensor
-    num_bytes: int
+    packed: Tensor | None = None  # None where memory was short
+    num_bytes: int = 0  # of the copy
+
+    @classmethod
+    def of(cls, weight: nn.Parameter) -> PackedWeight:
+        return cls(weakref.ref(weight), identity(weight), checksums(weight))
+
+
+Copies = dict[int, PackedWeight]  # by id of the weight
 
 
 @dataclass
 class PackedWeights:
     """What a model's calls share."""
 
-    copies: dict[int, PackedWeight] = field(default_factory=dict)  # by id of the weight
+    copies: Copies = field(default_factory=dict)
     agreements: dict[tuple[Any, ...], bool] = field(
         default_factory=dict
-    )  # by shapes: whether packed products are as aten's
+    )  # by shapes: whether packed products are as torch's
     num_asked: int = 0  # new tokens, since the weights have last changed
-    num_changes: int = 0  # times that packed weights were found changed
+    num_changes: int = 0  # times that weights were found changed
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def prepare(
-        self, weights: Sequence[nn.Parameter], num_new: int, is_asked: bool
-    ) -> tuple[dict[int, PackedWeight], str | None]:
-        """The copies of these weights, as they are now, for a call for `num_new` tokens; and why some are missing, as a sentence.
+    def prepare(self, weights: Sequence[nn.Parameter], num_new: int, is_asked: bool) -> tuple[bool, Copies, str | None]:
+        """The copies of these weights as they are now, for a call for `num_new` tokens. Missing ones are made where memory allows.
 
-        is_asked: they are wanted in any case. Copies that are missing are made where memory allows, the largest first.
+        is_asked: whatever that number. Returns whether the call is to have copies, which depends on the calls so far and on the weights
+        alone; those that there are; and why some are missing, as a sentence.
         """
         with self.lock:
             self.num_asked += num_new
             if num_new < LEAST_NEW_TOKENS and not is_asked:
-                return {}, f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights"
+                return (
+                    False,
+                    {},
+                    f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights",
+                )
             self._drop_changed(num_new)
-            missing = [weight for weight in weights if id(weight) not in self.copies]
-            reason = self._pack(missing, is_asked) if missing else None
-            return {key: self.copies[key] for key in map(id, weights) if key in self.copies}, reason
+            least = TOKENS_BEFORE_PACKING << min(self.num_changes, MOST_DOUBLINGS)
+            if self.num_asked < least and not is_asked:
+                return False, {}, f"calls have asked for {self.num_asked} tokens, and packing pays from {least} on"
+            reason = self._pack(weights, is_asked)
+            copies = {key: self.copies[key] for key in map(id, weights)}
+            return True, {key: copy for key, copy in copies.items() if copy.packed is not None}, reason
 
     def drop(self) -> None:
         """Free the copies, when no call uses them any more."""
@@ -122,24 +135,29 @@ class PackedWeights:
         if any(copy.source() is not None for key, copy in self.copies.items() if key not in current):
             self.num_changes += 1
             self.num_asked = num_new
-        self.copies = current  # another dictionary: a call under way keeps what it has
+        self.copies = current
 
     def _pack(self, weights: Sequence[nn.Parameter], is_asked: bool) -> str | None:
-        least = TOKENS_BEFORE_PACKING << min(self.num_changes, MOST_DOUBLINGS)
-        if not is_asked and self.num_asked < least:
-            return f"calls have asked for {self.num_asked} tokens, and packing pays from {least} on"
+        """Copy what is missing, the largest weights first. Returns why some still are, as a sentence."""
+        missing = []
+        for weight in sorted(weights, key=lambda weight: -weight.numel()):
+            if id(weight) not in self.copies:
+                self.copies[id(weight)] = PackedWeight.of(weight)
+            if self.copies[id(weight)].packed is None:
+                missing.append((weight, self.copies[id(weight)]))
+        if not missing:
+            return None
         free = free_bytes()
         if free is None and not is_asked:
             return "how much memory is free is not known (PACK=1 packs all the same)"
         left = inf if free is None else free * (LARGEST_SHARE if is_asked else COMFORTABLE_SHARE)
         num_refused = 0
-        for weight in sorted(weights, key=lambda weight: -weight.numel()):
+        for weight, copy in missing:
             num_bytes = weight.numel() * weight.element_size()
             if num_bytes > left:
                 num_refused += 1
                 continue
-            copy = PackedWeight(weakref.ref(weight), identity(weight), checksums(weight), pack(weight), num_bytes)
-            self.copies[id(weight)] = copy
+            copy.packed, copy.num_bytes = pack(weight), num_bytes
             left -= num_bytes
         if not num_refused:
             return None
@@ -155,7 +173,7 @@ def packed_weights(model: PreTrainedModel) -> PackedWeights:
 
 def held_bytes() -> tuple[int, int]:
     """Weights that this process has packed, of all models, and the bytes of their copies."""
-    copies = [copy for weights in _packed.all() for copy in weights.copies.values()]
+    copies = [copy for weights in _packed.all() for copy in weights.copies.values() if copy.packed is not None]
     return len(copies), sum(copy.num_bytes for copy in copies)
 
 
@@ -190,7 +208,7 @@ def is_current(copy: PackedWeight) -> bool:
 class PackedProducts:
     """The packed products of one call."""
 
-    copies: dict[int, PackedWeight]
+    copies: Copies
     agreements: dict[tuple[Any, ...], bool]
     is_exact: bool  # the call computes in float32: bits may differ, as they do between sizes of blocks
     seconds: float = 0.0  # spent on comparing products, since somebody set it to 0
@@ -216,22 +234,25 @@ class PackedProducts:
         dtype = layer.weight.dtype
         if not LEAST_ROWS[dtype] <= num_rows <= MOST_ROWS or input.dtype != dtype or input.shape[-1] != num_features:
             return False
+        if not input.is_contiguous():  # torch then rounds before it adds a bias
+            return False
         shape = (num_rows, num_features, layer.out_features, layer.bias is not None, dtype)
-        key = (shape, torch.get_num_threads(), self.is_exact)
+        key = (shape, input.dim(), torch.get_num_threads(), self.is_exact)
         found = self.agreements.get(key)
         if found is None:
             began = perf_counter()
-            found = self.agreements[key] = self._compare(layer, num_rows)
+            found = self.agreements[key] = self._compare(layer, input.shape)
             self.seconds += perf_counter() - began
         return found
 
-    def _compare(self, layer: nn.Linear, num_rows: int) -> bool:
+    def _compare(self, layer: nn.Linear, shape: torch.Size) -> bool:
         """Bit for bit in half precision, so that no text depends on whether memory was there to pack; within rounding in float32."""
         weight, bias, packed = layer.weight, layer.bias, self.copies[id(layer.weight)].packed
+        assert packed is not None
         numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
-        count = min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // (num_rows * layer.out_features)))
-        for _ in range(count):
-            input = torch.randn(num_rows, layer.in_features, generator=numbers).to(weight.dtype)
+        num_elements = shape[:-1].numel() * layer.out_features
+        for _ in range(min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
+            input = torch.randn(shape, generator=numbers).to(weight.dtype)
             expected, found = linear(input, weight, bias), multiply(input, packed, bias)
             if not self.is_exact:
                 if not torch.equal(expected.view(torch.int16), found.view(torch.int16)):

@@ -37,7 +37,7 @@ class BlockRunner:
         self.padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
         self._static: StaticForward | None = None
         self._products: PackedProducts | None = None  # of packed weights
-        # Whether the call's costs are those of packed weights, though memory or the first calls may do without.
+        # Whether the call's costs are those of packed weights, though memory may do without.
         self._counts_as_packed = False
 
     # What is chosen before the call begins.
@@ -110,12 +110,12 @@ class BlockRunner:
         if not weights:
             shared.drop()
             return reason or "the model has no linear layers that gain by it"
-        copies, reason = shared.prepare(weights, num_new, is_asked)
-        # No text in half precision may depend on the memory that happens to be free.
-        self._counts_as_packed = bool(copies) or not adapter.is_exact
+        is_due, copies, reason = shared.prepare(weights, num_new, is_asked)
         if copies:
             self._products = PackedProducts(copies, shared.agreements, adapter.is_exact)
-        self.is_typical = adapter.is_exact or reason is None
+        # No text in half precision may depend on how much memory happens to be free.
+        self._counts_as_packed = bool(copies) if adapter.is_exact else is_due
+        self.is_typical = adapter.is_exact or not is_due or reason is None
         return reason
 
     @property
