@@ -13,8 +13,7 @@ from contextlib import suppress
 import pytest
 import torch
 import transformers
-from conftest import beside, generate_plain, prompt, python, tiny_llama
-from test_house import ROOT
+from support import ROOT, beside, generate_plain, prompt, python, tiny_llama
 from transformers import GenerationMixin, MptConfig, MptForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import lade
@@ -292,7 +291,7 @@ def test_a_name_that_is_gone_before_lade_is_imported(gone_before):
     error, place = gone_before.stdout.splitlines()
     for text in (
         "DynamicSlidingWindowLayer is missing",
-        "augment.py needs it",
+        "support.py needs it",
         transformers.__version__,
         compat.TESTED,
     ):
@@ -322,7 +321,7 @@ def test_every_private_name_is_in_the_table():
     """What a file of lade reads with an underscore is lade's own, the interpreter's, or one of the table."""
     known = {part for name in compat.NAMES for part in name.path.removesuffix("()").split(".")}
     known |= {*compat.OWN_DICTIONARIES, compat.CALLERS_CACHE_MARK, "_exit", "_run_module_as_main"}
-    paths = set(ROOT.rglob("*.py")) - {ROOT / "compat.py"}  # whose checks may use what they like
+    paths = set((ROOT / "lade").rglob("*.py")) - {ROOT / "lade" / "compat.py"}  # whose checks may use what they like
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
     own = set().union(*(private_names(tree)[1] for tree in trees.values()))
     unknown = {path.name: found for path, tree in trees.items() if (found := private_names(tree)[0] - own - known)}
@@ -331,7 +330,7 @@ def test_every_private_name_is_in_the_table():
 
 
 def test_nothing_else_is_imported_from_the_depths_of_transformers():
-    for path in set(ROOT.rglob("*.py")) - {ROOT / "compat.py"}:
+    for path in set((ROOT / "lade").rglob("*.py")) - {ROOT / "lade" / "compat.py"}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
                 assert node.module == "transformers", f"{path.name} imports from {node.module}"

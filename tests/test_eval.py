@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, beside, tiny_llama
+from support import ENVIRONMENT, ROOT, beside, tiny_llama
 from transformers import AutoTokenizer
 
 import lade

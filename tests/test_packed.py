@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 import transformers
-from conftest import generate_plain, inference_tensors, prompt, tiny_llama
-from families import FAMILIES
+from support import generate_plain, inference_tensors, prompt, tiny_llama
+from support.families import FAMILIES
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, LlamaForCausalLM
 

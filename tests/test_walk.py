@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.token_tree import merge_candidates

@@ -31,6 +31,7 @@ from lade.forward.free_memory import free_bytes
 from lade.models.base import ModelAdapter
 from lade.models.shadow import parts_of, shadow_model
 from lade.state import PerModel
+from lade.tolerance import excess, largest_difference, largest_value
 
 # The fewest elements of a weight that pay by dtype, and the fewest rows of an input. Measured on two cores with AMX: in float32 aten's
 # product of one row is as fast as a packed one, and small weights gain nothing (benchmarks/results/cpu-packed-layers.json).
@@ -46,7 +47,6 @@ LEAST_NEW_TOKENS = 16  # of a call: comparing the weights costs about as long as
 COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product is compared on random inputs until so many elements have been seen, but not more often than this.
 COMPARED_ELEMENTS, MOST_COMPARISONS = 1 << 16, 128
-TOLERANCE = 8.0  # of a float32 product, in units of eps * sqrt(K) * (|input| @ |weight|.T)
 
 
 def multiply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -254,13 +254,12 @@ class PackedProducts:
         for _ in range(min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
             input = torch.randn(shape, generator=numbers).to(weight.dtype)
             expected, found = linear(input, weight, bias), multiply(input, packed, bias)
-            if not self.is_exact:
-                if not torch.equal(expected.view(torch.int16), found.view(torch.int16)):
-                    return False
-                continue
-            scale = linear(input.abs(), weight.abs(), None if bias is None else bias.abs())
-            bound = TOLERANCE * torch.finfo(weight.dtype).eps * layer.in_features**0.5 * scale
-            if not bool(((expected - found).abs() <= bound).all()):
+            if self.is_exact:
+                difference, scale = largest_difference(found, expected), largest_value(expected)
+                is_same = excess(difference, scale, "product", expected.dtype) is None
+            else:
+                is_same = torch.equal(found.view(torch.int16), expected.view(torch.int16))
+            if not is_same:
                 return False
         return True
 
