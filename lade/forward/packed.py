@@ -33,20 +33,20 @@ from lade.models.shadow import parts_of, shadow_model
 from lade.state import PerModel
 from lade.tolerance import largest_difference, largest_value
 
-# The fewest elements of a weight that pay by dtype, and the fewest rows of an input. Measured on two cores with AMX: in float32 aten's
-# product of one row is as fast as a packed one, and small weights gain nothing (benchmarks/results/cpu-packed-layers.json).
-LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 20}
+# The fewest elements of a weight that pay by dtype, and the fewest rows of an input. In float32 torch's product of one row is as fast
+# as a packed one, and small weights gain nothing.
+LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
 LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 2}
 MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would have to be compared
 PACKED_FOR = 16  # rows that weights are laid out for
-# New tokens that calls must have asked for before their model is packed, since packing costs about as long as a dozen plain steps.
+# New tokens that calls must have asked for before their model is packed: packing and comparing products cost about a dozen plain steps.
 # Each change of the weights doubles it, so that a training loop does not pack in vain.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
-LEAST_NEW_TOKENS = 16  # of a call: comparing the weights costs about as long as a plain step
+LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost about half a plain step
 # Of the memory that is free, the share that the copies may take.
 COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product is compared on random inputs until so many elements have been seen, but not more often than this.
-COMPARED_ELEMENTS, MOST_COMPARISONS = 1 << 16, 128
+COMPARED_ELEMENTS, MOST_COMPARISONS = 1 << 15, 64
 PRODUCT_TOLERANCE = 1e-5  # in float32, relative to the largest element; half precision must have the same bits
 
 
