@@ -105,9 +105,9 @@ class LookaheadConfig:
         "auto",
         "MODE",
         one_of(MODES),
-        "Who guesses: 'lookahead' is the paper's window and pool, 'tree' grows a tree from everything the model has said "
-        "before (docs/drafting.md), 'auto' leaves the choice to lade: today the tree. Giving LEVEL, WINDOW_SIZE or "
-        "GUESS_SET_SIZE without MODE means 'lookahead'.",
+        "Who guesses: 'lookahead' is the paper's window and pool, 'tree' grows a tree from everything the model has "
+        "said before (docs/drafting.md), 'auto' leaves the choice to lade: today the tree. Giving LEVEL, WINDOW_SIZE "
+        "or GUESS_SET_SIZE without MODE means 'lookahead'.",
     )
     adaptive: bool = setting(
         True,
@@ -281,8 +281,8 @@ def _help() -> str:
         for name, (meaning, default) in meanings.items()
     ]
     lines.append(
-        "CONFIG: a JSON file of these keywords, such as `lade tune` writes: as if they were given in a call of their own "
-        "before this one."
+        "CONFIG: a JSON file of these keywords, such as `lade tune` writes: as if they were given in a call of their "
+        "own before this one."
     )
     lines.append("SPLIT_FLAG: accepted and ignored.")
     return "\n".join(textwrap.fill(line, 110, initial_indent="    ", subsequent_indent="        ") for line in lines)

@@ -92,7 +92,7 @@ MUTANTS = [
            "draws.py::test_draws_that_nobody_will_ask_for_are_dropped"),
     # The cache.
     mutant("cache: accepted keys move one slot too low", "block/kv_cache.py",
-           "storage.move(row, source, start + 1)", "storage.move(row, source, start)",
+           "storage.write(row, start + 1, storage.read(row, source))", "storage.write(row, start, storage.read(row, source))",
            "kv_cache.py::test_blocks_and_compaction"),
     mutant("cache: rows of different lengths share their slots", "block/kv_cache.py",
            "is_ragged = min(self.lengths) != max(self.lengths)", "is_ragged = False",
@@ -105,7 +105,7 @@ MUTANTS = [
            "static_shapes.py::test_what_a_call_leaves_in_a_cache_is_gone"),
     # Values that are no numbers.
     mutant("NaN: a spoiled guess is believed", "verification/selection.py",
-           "self.next_is_plain |= not has_answer", "has_answer = True",
+           "self.next_is_plain |= not is_usable", "is_usable = True",
            "spoiled.py::test_a_guess_that_is_no_number"),
     mutant("NaN: the guess is made again", "verification/selection.py",
            "self.avoided |= guesses", "self.avoided &= guesses",

@@ -425,7 +425,7 @@ def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monke
 
 def test_a_wrong_kernel_would_be_seen(model, on_cuda, kernel, monkeypatch):
     """The control of the test above."""
-    monkeypatch.setattr(kernels, "tried", lambda kernel, *args, **named: kernel(*args, **named))
+    monkeypatch.setattr(kernels, "checked", lambda kernel, *args, **named: kernel(*args, **named))
     kernel.error.append(1.0)
     expected = generate_plain(model, prompt(), **NEW)
     assert not torch.equal(model.generate(**prompt(), **NEW), expected)

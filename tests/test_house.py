@@ -141,7 +141,7 @@ TESTED_IN = {
     "kernels.interface": "kernel_interface",
     "kernels.packed_mask": "kernels",
     "kernels.reference": "kernels",
-    "kernels.trial": "automatic",
+    "kernels.self_check": "automatic",
     "kernels.triton_attention": "kernels",
     "models": "families",
     "models.base": "models",
