@@ -288,6 +288,7 @@ NAMES = (
     Name("torch.ops.mkldnn._linear_pointwise", "forward/packed.py", is_late=True),
     Name("torch.ops.mkldnn._reorder_linear_weight", "forward/packed.py", is_late=True),
     Name("torch._C._get_mkldnn_enabled", "forward/packed.py", is_late=True),
+    Name("torch.Tensor._version", "forward/packed.py", is_late=True),
     Name("torch._C._cuda_endAllocateToPool", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_releasePool", "forward/graphs.py", is_here=has_cuda),
     Name(D + "_get_default_store", "parallel/communicator.py", takes(), is_here=has_processes),
