@@ -42,7 +42,7 @@ PACKED_FOR = 16  # rows that weights are laid out for
 # New tokens that calls must have asked for before their model is packed: packing and comparing products cost about a dozen plain steps.
 # Each change of the weights doubles it, so that a training loop does not pack in vain.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
-LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost about half a plain step
+LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
 # Of the memory that is free, the share that the copies may take.
 COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product is compared on random inputs until so many elements have been seen, but not more often than this.
