@@ -139,7 +139,10 @@ def run_methods(
     trials: int,
     common: dict[str, Any],
 ) -> dict[str, list[Trial]]:
-    """Each trial takes every batch through every method in turn. methods: name -> arguments of generate()."""
+    """Each trial takes every batch through every method in turn. methods: name -> arguments of generate().
+
+    A run that is stopped returns the trials that are complete, if there are any.
+    """
     kept.clear()
     warm_up(model, inputs, methods, common)
     if current_config().compile or model.device.type == "cuda":  # every shape that will come, compiled or captured
@@ -149,9 +152,15 @@ def run_methods(
     found: dict[str, list[Trial]] = {name: [Trial() for _ in range(trials)] for name in methods}
     for i in range(trials):
         kept.clear()  # no trial has seen the prompts before
-        for batch in inputs:
-            for name, arguments in methods.items():
-                generate(model, batch, name, found[name][i], **common, **arguments)
+        try:
+            for batch in inputs:
+                for name, arguments in methods.items():
+                    generate(model, batch, name, found[name][i], **common, **arguments)
+        except KeyboardInterrupt:
+            if not i:
+                raise
+            print(f"stopped: {i} of {trials} trials are complete")
+            return {name: complete[:i] for name, complete in found.items()}
     return found
 
 
@@ -341,14 +350,15 @@ def main() -> None:
         "prompts": len(inputs) * args.batch,
         "trials": args.trials,
     }
-    if args.shape:
-        figures |= {"shape": args.shape, "context": args.context}
-        figures |= compare_steps(model, inputs, methods, args.trials, common)
-    else:
-        figures["prompt_file"] = args.prompts.name
-        found = run_methods(model, inputs, methods, args.trials, common)
-        figures |= compare_speeds(model, inputs, found, common)
-    harness.finish(figures, args.out)
+    with harness.reporting(figures, args.out):
+        if args.shape:
+            figures |= {"shape": args.shape, "context": args.context}
+            figures |= compare_steps(model, inputs, methods, args.trials, common)
+        else:
+            figures["prompt_file"] = args.prompts.name
+            found = run_methods(model, inputs, methods, args.trials, common)
+            figures["trials"] = len(found["plain"])
+            figures |= compare_speeds(model, inputs, found, common)
 
 
 if __name__ == "__main__":

@@ -63,13 +63,6 @@ def main() -> None:
     harness.set_up_lade(args)
     common = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
 
-    outputs: dict[str, list[list[int]]] = {}
-    for name, arguments in METHODS.items():
-        with harness.use_lade(name == "lade"):
-            outputs[name] = [harness.generate_timed(model, p, **common, **arguments)[0] for p in prompts]
-            if name == "lade" and lade.last_stats().fallback_reason:
-                raise RuntimeError(lade.last_stats().fallback_reason)
-
     figures: dict[str, Any] = {
         "benchmark": "half_precision",
         "environment": harness.environment(model),
@@ -78,35 +71,42 @@ def main() -> None:
         "tie_width": args.ties,
         "methods": {},
     }
-    print(
-        f"{'method':<14} {'identical':>10} {'first difference':>17} {'margin there':>13} {'worst token':>12} {'within ties':>12}"
-    )
-    for name, answers in outputs.items():
-        positions, margins, worst = [], [], []
-        for inputs, answer, plain in zip(prompts, answers, outputs["plain"], strict=True):
-            logits = teacher_forced(model, inputs, answer)
-            worst.append(shortfall(logits, answer, model.dtype))
-            if answer == plain:
-                continue
-            position = next(i for i, pair in enumerate(zip(answer, plain, strict=False)) if pair[0] != pair[1])
-            top = logits[position].topk(2).values
-            positions.append(position)
-            margins.append(float((top[0] - top[1]) / spacing(top[0], model.dtype)))
-        row = {
-            "identical_outputs": 1 - len(positions) / len(prompts),
-            "first_differences": sorted(positions),
-            "margins_in_units_of_rounding": [round(m, 2) for m in sorted(margins)],
-            "worst_token_in_units_of_rounding": round(max(worst), 2),
-            "within_tie_width": sum(w <= args.ties for w in worst) / len(prompts),
-        }
-        figures["methods"][name] = row
-        middle = f"{statistics.median(positions):.0f}" if positions else "-"
-        margin = f"{max(margins):.2f} at most" if margins else "-"
+    with harness.reporting(figures, args.out):
+        outputs: dict[str, list[list[int]]] = {}
+        for name, arguments in METHODS.items():
+            with harness.use_lade(name == "lade"):
+                outputs[name] = [harness.generate_timed(model, p, **common, **arguments)[0] for p in prompts]
+                if name == "lade" and lade.last_stats().fallback_reason:
+                    raise RuntimeError(lade.last_stats().fallback_reason)
+
         print(
-            f"{name:<14} {row['identical_outputs']:>10.0%} {middle:>17} {margin:>13} "
-            f"{row['worst_token_in_units_of_rounding']:>12} {row['within_tie_width']:>12.0%}"
+            f"{'method':<14} {'identical':>10} {'first difference':>17} {'margin there':>13} {'worst token':>12} {'within ties':>12}"
         )
-    harness.finish(figures, args.out)
+        for name, answers in outputs.items():
+            positions, margins, worst = [], [], []
+            for inputs, answer, plain in zip(prompts, answers, outputs["plain"], strict=True):
+                logits = teacher_forced(model, inputs, answer)
+                worst.append(shortfall(logits, answer, model.dtype))
+                if answer == plain:
+                    continue
+                position = next(i for i, pair in enumerate(zip(answer, plain, strict=False)) if pair[0] != pair[1])
+                top = logits[position].topk(2).values
+                positions.append(position)
+                margins.append(float((top[0] - top[1]) / spacing(top[0], model.dtype)))
+            row = {
+                "identical_outputs": 1 - len(positions) / len(prompts),
+                "first_differences": sorted(positions),
+                "margins_in_units_of_rounding": [round(m, 2) for m in sorted(margins)],
+                "worst_token_in_units_of_rounding": round(max(worst), 2),
+                "within_tie_width": sum(w <= args.ties for w in worst) / len(prompts),
+            }
+            figures["methods"][name] = row
+            middle = f"{statistics.median(positions):.0f}" if positions else "-"
+            margin = f"{max(margins):.2f} at most" if margins else "-"
+            print(
+                f"{name:<14} {row['identical_outputs']:>10.0%} {middle:>17} {margin:>13} "
+                f"{row['worst_token_in_units_of_rounding']:>12} {row['within_tie_width']:>12.0%}"
+            )
 
 
 if __name__ == "__main__":

@@ -90,9 +90,13 @@ def milliseconds(call: Callable[[], Any], synchronize: Callable[[], None], trial
 
 
 @torch.no_grad()
-def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[], None]) -> list[dict[str, Any]]:
-    """The first table."""
-    rows = []
+def forward_costs(
+    model: Any,
+    args: argparse.Namespace,
+    synchronize: Callable[[], None],
+    note: Callable[[dict[str, Any]], None],
+) -> None:
+    """The first table. note: is given each row as soon as it is there."""
     print(f"{'context':>8} {'q':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'to q=1':>8} {'to plain':>9}")
     for context in args.contexts:
         adapter = adapter_for(model)
@@ -111,15 +115,14 @@ def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[]
                 raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.broken_wishes(told))}")
             first = first or (times["median"] if num_tokens == 1 else None)
             ratio = round(times["median"] / first, 3) if first else None
-            rows.append({"context": context, "tokens": num_tokens, "milliseconds": times, "ratio_to_one": ratio})
-            rows[-1] |= {"ratio_to_plain_token": to_plain, "plain_token_milliseconds": plain}
-            rows[-1] |= {"packed_weights": told.packed_weights, "packed_bytes": told.packed_bytes}
+            row = {"context": context, "tokens": num_tokens, "milliseconds": times, "ratio_to_one": ratio}
+            row |= {"ratio_to_plain_token": to_plain, "plain_token_milliseconds": plain}
+            note(row | {"packed_weights": told.packed_weights, "packed_bytes": told.packed_bytes})
             print(
                 f"{context:>8} {num_tokens:>5} {times['median']:>9.3f} {times['p20']:>9.3f} {times['p80']:>9.3f} "
                 f"{ratio or '-':>8} {to_plain:>9}",
                 flush=True,
             )
-    return rows
 
 
 def part_costs(
@@ -246,9 +249,11 @@ def main() -> None:
         "prompts": len(prompts),
         "trials": args.trials,
     }
-    figures["forward"] = forward_costs(model, args, synchronize)
-    figures |= part_costs(model, prompts, args, synchronize)
-    harness.finish(figures, args.out)
+    rows: list[dict[str, Any]] = []
+    figures["forward"] = rows
+    with harness.reporting(figures, args.out):
+        forward_costs(model, args, synchronize, rows.append)
+        figures |= part_costs(model, prompts, args, synchronize)
 
 
 if __name__ == "__main__":

@@ -311,6 +311,13 @@ def test_packed_when_calls_have_asked_for_enough(lade_on, products):
     assert lade.last_stats().packing_reason.startswith("a call for fewer than 16 tokens")
 
 
+def test_a_warm_up_counts_as_the_calls_to_come(lade_on, products):
+    model = tiny_llama(torch.bfloat16)
+    lade.warmup(model, prompt_tokens=24, max_new_tokens=64)
+    _, stats = generate(model, prompt())
+    assert stats.packed_weights == 15
+
+
 def test_calls_share_the_copies(lade_on, products, monkeypatch):
     model, packs = tiny_llama(torch.bfloat16), []
     pack = packed.pack

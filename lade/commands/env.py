@@ -1,4 +1,4 @@
-"""`lade env`: versions, devices and settings as plain text. Imports torch, but not transformers, which takes long."""
+"""`lade env`: versions, devices and settings as plain text. Imports torch for the report, and transformers, which takes long, not at all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 import lade
-from lade.block_size.tables import can_store, cpu_name, folder, stored
 from lade.compat import TESTED, is_newer_than_tested, version_problem
 from lade.config import apply_environment, current_config
 from lade.forward.free_memory import free_bytes
@@ -68,6 +65,8 @@ def report() -> str:
 
 
 def lade_lines() -> Iterable[str]:
+    from lade.block_size.tables import can_store, folder, stored
+
     yield f"version: {lade.__version__}"
     yield f"python: {platform.python_version()} ({platform.python_implementation()}), {platform.platform()}"
     try:
@@ -84,6 +83,8 @@ def lade_lines() -> Iterable[str]:
 
 def packing_line() -> str:
     """What blocks on a CPU have to do with: oneDNN, free memory, and what this process has packed."""
+    import torch
+
     free, packed = free_bytes(), sys.modules.get("lade.forward.packed")
     held = packed.held_bytes() if packed else (0, 0)
     return (
@@ -99,6 +100,10 @@ def package_lines() -> Iterable[str]:
 
 
 def device_lines() -> Iterable[str]:
+    import torch
+
+    from lade.block_size.tables import cpu_name
+
     capability = torch.backends.cpu.get_cpu_capability()
     yield f"cpu: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"
     yield f"cuda: {torch.version.cuda or torch.version.hip or 'not in this build of torch'}, {torch.cuda.device_count()} devices"

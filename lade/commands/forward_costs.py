@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
+from lade.commands.measure import synchronize
 from lade.config import current_config
 from lade.forward.choice import choose_packing
 from lade.forward.packed import TOKENS_BEFORE_PACKING
@@ -95,12 +96,6 @@ def cost_at(seconds: dict[int, float], size: float) -> float:
     low, high = known[right - 1], known[right]
     slope = (seconds[high] - seconds[low]) / (high - low)
     return (seconds[low] + slope * (size - low)) / seconds[1]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _timed(forward: Callable[[Block, LookaheadCache], Any], block: Block, cache: LookaheadCache) -> float:

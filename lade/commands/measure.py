@@ -1,6 +1,6 @@
 """Timing `generate()`: several methods in turn on the same prompts, in one process, after a warm-up that does not count.
 
-What `lade bench`, `lade tune` and the benchmarks share.
+What `lade bench`, `lade tune` and the benchmarks share. Imports neither torch nor transformers before something is timed.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ import os
 import platform
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-import transformers
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import lade
-from lade.block_size.tables import cpu_name
-from lade.commands.forward_costs import synchronize
 from lade.config import temporary_settings
 
-Inputs = dict[str, Tensor]  # one prompt: ids and mask, [1, P]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Inputs = dict[str, "Tensor"]  # one prompt: ids and mask, [1, P]
 # The same prompts come again and again: no run may profit from what another has said.
 NOT_SHARED = {"SHARE": 0}
 MEMORY_NOTE = "each call of lade begins with an empty memory (SHARE=0); by default later calls profit from earlier ones"
+MAX_WARM_UPS = 8
+ENOUGH_STEPS = 256  # of a warm-up: costs have then been compared, or timed by schedule and stored
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def use_lade(on: bool) -> Iterator[None]:
 
 def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) -> tuple[list[int], float]:
     """New token ids of one prompt, and seconds. arguments: of generate()."""
+    import torch
+
     torch.manual_seed(seed)
     synchronize(model.device)
     started = time.perf_counter()
@@ -109,20 +111,34 @@ def run_methods(
     trials: int,
     common: dict[str, Any],
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    runs: dict[str, list[Run]] | None = None,
 ) -> dict[str, list[Run]]:
     """Each trial takes every prompt through every method in turn, so that each is compared with its neighbours in time.
 
+    The method that begins changes from prompt to prompt: what comes first, or behind a certain other one, is timed otherwise.
+
     common: arguments of `generate_timed` for all methods. progress: wraps the list of (trial, prompt), for a progress bar.
-    Returns `trials` runs of each method.
+    runs: an empty dictionary that is filled as the runs are made, for what is to be kept after an interrupt. Returns `trials` runs of
+    each method.
     """
     for method in methods.values():
         for inputs in for_warm_up(prompts):
             run_once(model, inputs, method, Run(), common)
-    runs: dict[str, list[Run]] = {name: [Run() for _ in range(trials)] for name in methods}
+    runs = {} if runs is None else runs
+    runs |= {name: [Run() for _ in range(trials)] for name in methods}
+    order = deque(methods)
     for trial, inputs in progress([(trial, inputs) for trial in range(trials) for inputs in prompts]):
-        for name, method in methods.items():
-            run_once(model, inputs, method, runs[name][trial], common)
+        for name in order:
+            run_once(model, inputs, methods[name], runs[name][trial], common)
+        order.rotate(-1)
     return runs
+
+
+def settle(model: Any, inputs: Inputs, method: Method, common: dict[str, Any]) -> None:
+    """Run one prompt until lade has found out what blocks cost here, as in a process that has been running for a while."""
+    run = Run()
+    while len(run.steps) < MAX_WARM_UPS and sum(run.steps) < ENOUGH_STEPS:
+        run_once(model, inputs, method, run, common)
 
 
 def for_warm_up(prompts: list[Inputs]) -> list[Inputs]:
@@ -172,12 +188,26 @@ def is_looping(tokens: list[int], last: int = 64, share: float = 0.3) -> bool:
     return False
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def environment(model: Any) -> dict[str, Any]:
     """What the figures of a model depend on."""
     return machine(model.device, model.dtype) | {"parameters": sum(p.numel() for p in model.parameters())}
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Hardware and versions, for a record of figures."""
+    import torch
+    import transformers
+
+    from lade.block_size.tables import cpu_name
+
     is_cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else f"{cpu_name()}, {os.cpu_count()} cores",

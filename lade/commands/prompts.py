@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 KEYS = ("prompt", "turns", "question")

@@ -20,6 +20,7 @@ from lade.drafting.acceptance import NUM_KINDS, Acceptance
 from lade.drafting.memory_file import read_arrays, write_arrays
 from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, TopKTable
 from lade.state import PerModel
+from lade.verification import logits as logits_module
 
 MAX_BYTES = 16 * 2**20
 MIN_BYTES = 64 * 2**10
@@ -215,7 +216,12 @@ def most_likely(logits: Tensor, temperature: float = 1.0) -> Rows:
     scores = logits.float()
     chances = (scores if temperature == 1.0 else scores / temperature).softmax(dim=-1)
     values, ids = _top(chances) if chances.numel() > MAX_SORTED else chances.topk(min(ROW_LENGTH, chances.shape[1]))
-    found, bins = ids.cpu().numpy(), np.searchsorted(_BIN_EDGES, values.cpu().numpy())
+    if ids.device.type in logits_module.ON_HOST:
+        found, largest = ids.numpy(), values.numpy()
+    else:  # both in one copy to the host, which would wait for each
+        found, bits = torch.stack([ids, values.view(torch.int32).long()]).cpu().numpy()
+        largest = bits.astype(np.int32).view(np.float32)
+    bins = np.searchsorted(_BIN_EDGES, largest)
     missing = ROW_LENGTH - found.shape[1]
     if missing:  # a vocabulary of fewer tokens
         found, bins = (np.concatenate([x, np.repeat(x[:, :1], missing, axis=1)], axis=1) for x in (found, bins))

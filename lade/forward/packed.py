@@ -126,6 +126,11 @@ class PackedWeights:
             copies = {key: self.copies[key] for key in map(id, weights)}
             return True, {key: copy for key, copy in copies.items() if copy.packed is not None}, reason
 
+    def expect(self, num_new: int) -> None:
+        """Calls for so many new tokens will come."""
+        with self.lock:
+            self.num_asked += num_new
+
     def drop(self) -> None:
         """Free the copies, when no call uses them any more."""
         with self.lock:

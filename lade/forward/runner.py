@@ -16,7 +16,7 @@ from lade.block.mask import Block, masks_by_layer, packed_block_mask
 from lade.compat import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
 from lade.forward.packed import PackedProducts, packed_model, packed_weights, packing_reason, weights_to_pack
-from lade.forward.static_shapes import StaticForward, padded_capacity
+from lade.forward.static_shapes import MOST_SLOTS_WITHOUT_KERNEL, StaticForward, padded_capacity, padded_nodes
 from lade.kernels import kernel_problem, left_padding
 from lade.kernels.interface import NAME as KERNEL
 from lade.kernels.interface import unsupported_reason as kernel_unsupported_reason
@@ -96,6 +96,8 @@ class BlockRunner:
             full_tree=full_tree,
             compiles=compiles,
             captures=captures,
+            follows_length=self.uses_kernel,
+            most_slots=self.most_captured_slots(config),
         )
 
     def use_packed_weights(self, num_new: int, is_asked: bool) -> str | None:
@@ -123,6 +125,10 @@ class BlockRunner:
         """Weights with a packed copy, and the bytes of these copies."""
         return (0, 0) if self._products is None else (len(self._products.copies), self._products.num_bytes)
 
+    def most_captured_slots(self, config: LookaheadConfig) -> int | None:
+        """Of a cache, beyond which nothing is captured; None for no limit."""
+        return None if self.uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
+
     @property
     def captures(self) -> bool:
         """Whether blocks are captured in CUDA graphs."""
@@ -147,7 +153,7 @@ class BlockRunner:
         return self.adapter.make_cache(capacity if self._static is None else padded_capacity(capacity))
 
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
-        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `give_back`; a new one otherwise.
+        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `release`; a new one otherwise.
 
         num_slots, most_slots: what the call begins with, and may come to need.
         """
@@ -170,10 +176,12 @@ class BlockRunner:
 
         wanted: more of the model's own arguments, such as output_hidden_states. Returns the model's output, logits [B, R, V].
         """
-        block = self.adapter.begin_block(block, cache)
         if self._products is not None:
             self._products.seconds = 0.0
         static = self._static
+        if static is not None and static.is_on and not wanted:
+            static.make_room(cache, max(cache.lengths) + block.tokens.shape[1])
+        block = self.adapter.begin_block(block, cache)
         if static is not None and wanted:
             static.turn_off(f"{min(wanted)} asks for more than the compiled forward returns")
         if static is not None and static.is_on:
@@ -196,6 +204,13 @@ class BlockRunner:
     def padded_nodes(self, num_nodes: int) -> int:
         """How many nodes a token tree takes up in the block."""
         return num_nodes if self._static is None else self._static.padded_nodes(num_nodes)
+
+    def block_sizes(self, config: LookaheadConfig) -> tuple[int, ...] | None:
+        """Tokens of the blocks that trees are padded to; None where none are."""
+        if self._static is None or config.uses_window:
+            return None
+        full = config.max_block - 1
+        return tuple(sorted({1 + padded_nodes(num_nodes, full) for num_nodes in range(1 + full)}))
 
     @property
     def preparing_seconds(self) -> float:

@@ -6,7 +6,8 @@ Knows nothing about terminals.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,22 +62,60 @@ class Conversation:
     ) -> None:
         """system: the system message, which stays when old turns are cut. note: is told what the user should know."""
         self.model, self.tokenizer, self.note = model, tokenizer, note
-        self.max_new_tokens = max_new_tokens
         self.template, self.stop_string = (
             (None, None) if tokenizer.chat_template else (FALLBACK_TEMPLATE, FALLBACK_STOP)
         )
-        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self.max_prompt_tokens = context - max_new_tokens if context else None
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"max_new_tokens must be below the model's {context} positions, got {max_new_tokens}")
+        self.set_max_new_tokens(max_new_tokens)
         self._seen: set[str] = set()  # questions that lade's memory has seen an answer to
-        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages = []
+        self.set_system(system)
         self.reset()
 
     def reset(self) -> None:
         """Forget all turns."""
         self.messages = [*self._system]
         self._start_cache()
+
+    def set_max_new_tokens(self, count: int) -> None:
+        """How long later answers may be. Raises ValueError where that leaves no room for a question."""
+        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if count < 1 or (context and count >= context):
+            limit = f"below the model's {context} positions" if context and count >= context else "1 or more"
+            raise ValueError(f"max_new_tokens must be {limit}, got {count}")
+        self.max_new_tokens = count
+        self.max_prompt_tokens = context - count if context else None
+
+    @property
+    def system(self) -> str | None:
+        """The system message."""
+        return self._system[0]["content"] if self._system else None
+
+    def set_system(self, text: str | None) -> None:
+        """Put another system message in front of the turns so far; None for none."""
+        self._system: list[Message] = [{"role": "system", "content": text}] if text else []
+        self.messages = self._system + [message for message in self.messages if message["role"] != "system"]
+
+    def undo(self) -> str | None:
+        """Take back the latest question and its answer. Returns the question, None where there is none."""
+        places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        if not places:
+            return None
+        question = self.messages[places[-1]]["content"]
+        self.messages = self.messages[: places[-1]]
+        return question
+
+    def restore(self, messages: list[Message]) -> None:
+        """Go on with a conversation that was saved. Raises ValueError for what is none."""
+        is_system = bool(messages) and messages[0].get("role") == "system"
+        roles = [message.get("role") for message in messages[is_system:]]
+        if roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ValueError(
+                f"messages must be of user and assistant in turn, got {', '.join(map(str, roles)) or 'nothing'}"
+            )
+        if not all(isinstance(message.get("content"), str) for message in messages):
+            raise ValueError("messages must have a text as content")
+        self._system = [dict(messages[0])] if is_system else []
+        self.messages = [dict(message) for message in messages]
 
     @property
     def num_turns(self) -> int:
@@ -139,9 +178,10 @@ class Conversation:
         return (text.split(self.stop_string)[0] if self.stop_string else text).strip()
 
     def _ids_of(self, messages: list[Message]) -> list[int]:
-        encoded = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, add_generation_prompt=True, return_dict=True
-        )
+        with without_length_warning(self.tokenizer):
+            encoded = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.template, add_generation_prompt=True, return_dict=True
+            )
         return list(encoded["input_ids"])
 
     def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
@@ -190,6 +230,16 @@ class Conversation:
             if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
                 layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
         self._cached_ids = self._cached_ids[:length]
+
+
+@contextmanager
+def without_length_warning(tokenizer: Any) -> Iterator[None]:
+    """Let a tokenizer say nothing of a text longer than the model's context: `DoesNotFit` says it, with what there is room for."""
+    before, tokenizer.model_max_length = tokenizer.model_max_length, int(1e30)
+    try:
+        yield
+    finally:
+        tokenizer.model_max_length = before
 
 
 def keeps_keys_only(model: Any) -> bool:

@@ -1,11 +1,14 @@
-"""Text as it is generated: each token's own characters at once, guessed ones in another colour."""
+"""Text as it is generated: each token's own characters at once, guessed ones in another colour.
+
+A model's text may hold control characters, which could move the cursor, change a terminal's title or its contents: they are left out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from lade.commands.detokenize import Detokenizer
+from lade.commands.detokenize import Detokenizer, for_terminal
 from lade.compat import BaseStreamer
 
 GUESSED, ORDINARY = "\033[32m", "\033[0m"  # green, and back
@@ -49,6 +52,7 @@ class AnswerStreamer(BaseStreamer):
         self._paint(before[: len(before) - keep], is_guess)
 
     def _paint(self, text: str, is_guess: bool) -> None:
+        text = for_terminal(text)
         text = text if self._is_begun else text.lstrip()  # an answer's leading blanks are left out
         if text:
             self._is_begun = True

@@ -5,49 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lade
+from lade.commands.eval.answers import LADE, METHODS, Answer
 from lade.commands.eval.tasks import Question
-from lade.commands.measure import use_lade
+from lade.commands.measure import synchronize, use_lade
 from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
-
-PLAIN, LADE = "plain", "lade"
-LOOKUP_TOKENS = 5
-# Method -> arguments of generate(). Only LADE runs with lookahead on.
-METHODS: dict[str, dict[str, Any]] = {
-    PLAIN: {},
-    LADE: {},
-    "prompt-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
-    "static": {"cache_implementation": "static"},  # transformers compiles this one on a GPU
-}
-
-
-@dataclass(slots=True)
-class Answer:
-    """All turns of one question by one method. tokens: the new ids of each turn."""
-
-    question: str
-    method: str
-    is_continuation: bool  # of the question's text, and not an answer to a chat's question
-    texts: list[str] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)  # forward passes, the prompt's included
-    fallback_reason: str | None = None  # of lade: why a turn ran without lookahead
-    skipped: str | None = None  # why the question was not answered to its end
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.tokens))
 
 
 class Answerer:
@@ -109,10 +76,10 @@ class Answerer:
         if stop:
             arguments |= {"stopping_criteria": StoppingCriteriaList([self._stopping_criterion(stop)])}
         with use_lade(method == LADE), counting_forwards(self.model, method == "prompt-lookup") as forwards:
-            synchronize(self.model)
+            synchronize(self.model.device)
             started = time.perf_counter()
             output = self.model.generate(inputs, attention_mask=torch.ones_like(inputs), **arguments)
-            synchronize(self.model)
+            synchronize(self.model.device)
             seconds = time.perf_counter() - started
         new: list[int] = output[0, len(ids) :].tolist()
         found.tokens.append(new)
@@ -165,8 +132,3 @@ def counting_forwards(model: Any, on: bool) -> Iterator[Callable[[], int]]:
     finally:
         if hook is not None:
             hook.remove()
-
-
-def synchronize(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()

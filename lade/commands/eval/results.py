@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lade.commands.eval.methods import Answer
+from lade.commands.eval.answers import Answer
 
 Key = tuple[str, str]  # question id, method
 
