@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,13 +58,13 @@ def generate(
     assisted decoding: nothing is left out in silence. What lookahead cannot serve for other reasons goes to transformers' own loop
     with one warning, as with the patch. Settings are those of `config_lade` and of `lade.enabled`; USE_LADE is not read.
     """
+    _prepare()
     call = _arguments_of_generate()
     _refuse(model, generation_config, call)
     cache = model_kwargs.get("past_key_values")
-    # Without the frame of generate() nobody knows whose cache it is; the caller's is left as plain generate() leaves it.
+    # If generate()'s frame is not found, the cache may be the caller's, which must end up as plain generate() leaves it.
     if cache is not None and (call is None or call["kwargs"].get("past_key_values") is cache):
         setattr(cache, CALLERS_CACHE_MARK, True)
-    require_names()
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
     if has_open_stats():  # the patch is on and keeps the figures
         with switched(True):
@@ -75,20 +75,27 @@ def generate(
     return result
 
 
-def _arguments_of_generate() -> dict[str, Any] | None:
-    """The local names of the `generate()` that has called; None where something else has.
+@functools.cache
+def _prepare() -> None:
+    """What the patch does before its first call. Raises as `augment_all` does; the next call then tries again."""
+    apply_environment()
+    require_names()
 
-    Its frame is the one place that still knows what it does not pass on.
+
+def _arguments_of_generate() -> dict[str, Any] | None:
+    """The local variables of the calling `generate()`; None if something else called.
+
+    It does not pass the streamer on, and its frame is the only other place to see it.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None if frame is None else frame.f_locals
 
 
 def _refuse(model: PreTrainedModel, generation_config: Any, call: dict[str, Any] | None) -> None:
-    """Raise ValueError for a call that transformers has told this function too little of."""
+    """Raise ValueError if an argument of the call has no effect because transformers did not pass it on."""
     assistant = call and call["assistant_model"]
     mode = generation_config.get_generation_mode(assistant).value
     if mode not in ("greedy_search", "sample"):

@@ -379,7 +379,7 @@ def test_what_is_kept_is_bounded_by_bytes(model, graphs, monkeypatch):
     sizes = []
     for length in (10, 250, 10):
         model.generate(**prompt(length), do_sample=False, **NEW)
-        sizes.append([buffers.num_bytes for buffers in kept._pool.of(model)])
+        sizes.append([buffers.num_bytes for buffers in kept_buffers(model)])
     assert [len(found) for found in sizes] == [1, 2, 2]
     small, large = sorted(sizes[-1])
     forget_all()
@@ -387,12 +387,12 @@ def test_what_is_kept_is_bounded_by_bytes(model, graphs, monkeypatch):
     monkeypatch.setattr(kept, "KEPT_BYTES", small + large - 1)
     for length in (10, 250, 10):
         model.generate(**prompt(length), do_sample=False, **NEW)
-        assert sum(buffers.num_bytes for buffers in kept._pool.of(model)) < small + large
+        assert sum(buffers.num_bytes for buffers in kept_buffers(model)) < small + large
     assert len(graphs) == captures + 3
     monkeypatch.setattr(kept, "KEPT_BYTES", small - 1)
     forget_all()
     model.generate(**prompt(10), do_sample=False, **NEW)
-    assert not kept._pool.of(model)
+    assert not kept_buffers(model)
 
 
 def test_bytes_of_a_graph_count(model, graphs, monkeypatch):
@@ -409,7 +409,7 @@ def test_bytes_of_a_graph_count(model, graphs, monkeypatch):
 
     monkeypatch.setattr(fixed, "capture", Large)
     check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
-    assert not kept._pool.of(model)
+    assert not kept_buffers(model)
 
 
 def test_nothing_is_kept_without_graphs(model):
@@ -439,9 +439,7 @@ def test_captured_anew_where_a_graph_would_not_notice(graphs):
         for _ in range(2):
             check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
             assert len(graphs) == count
-    assert len(kept_buffers(model)) == len(
-        graphs
-    )  # what was changed may be put back: an adapter is switched off and on
+    assert len(kept_buffers(model)) == len(graphs)  # what was changed may be put back, as an adapter is
 
 
 def test_fingerprint_of_code_and_settings(monkeypatch):

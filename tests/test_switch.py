@@ -23,6 +23,7 @@ from transformers import (
 import lade
 from lade import config as lade_config
 from lade import support as lade_support
+from lade import switch
 
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8}
 
@@ -288,6 +289,27 @@ def test_what_one_call_cannot_have_is_refused(model, arguments, message):
         arguments = {"assistant_model": tiny_llama(num_hidden_layers=1)}
     with pytest.raises(ValueError, match=message):
         model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate, **arguments)
+
+
+def test_models_divided_over_processes_are_refused(model, monkeypatch):
+    """generate() would set synced_gpus by itself, and does not pass it on."""
+    monkeypatch.setattr(switch, "is_fsdp_managed_module", lambda model: True)
+    model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)  # one process
+    monkeypatch.setattr(switch, "num_processes", lambda: 2)
+    with pytest.raises(ValueError, match="no synced_gpus"):
+        model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)
+
+
+def test_one_call_reads_the_file_of_settings(tmp_path):
+    path = tmp_path / "lade.json"
+    path.write_text('{"LEVEL": 3, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 2}')
+    program = (
+        "import lade; from support import tiny_llama, prompt\n"
+        "tiny_llama().generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)\n"
+        "print(lade.current_config().ngram_size, lade.last_stats().fallback_reason)"
+    )
+    done = python("-c", program, folder=ROOT / "tests", LADE_CONFIG=str(path))
+    assert done.stdout == "3 None\n", done.stderr
 
 
 def test_stop_strings_as_a_criterion():

@@ -18,7 +18,7 @@ from gpu import stand_in
 from gpu.plan import STAGES
 from gpu.record import Record, Row, read_json
 from gpu.summary import REASONS
-from lade.augment import NOT_ENABLED, TOO_SHORT
+from lade.support import TOO_SHORT
 
 STEADY = {"SHARE": 0}  # no call learns from another
 
@@ -59,7 +59,8 @@ def told() -> Row:
     calls = lade.log_history(clear=True)
     found: Row = {}
     for name in REASONS:
-        reasons = {getattr(stats, name) for stats in calls} - {None, NOT_ENABLED, TOO_SHORT}  # on purpose
+        reasons = {getattr(stats, name) for stats in calls} - {None, TOO_SHORT}
+        reasons = {reason for reason in reasons if not reason.startswith("USE_LADE is not set")}  # plain on purpose
         if reasons:
             found[name] = "; ".join(sorted(reasons))
     return found

@@ -1,4 +1,4 @@
-"""`lade env`: versions, devices and settings as plain text. Imports torch for the report, and transformers, which takes long, not at all."""
+"""`lade env`: versions, devices and settings as plain text. Reads transformers' source; importing it is slow."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def report() -> str:
-    """What `lade env` prints; of this process, so that it can be called from a program that misbehaves."""
+    """The text of `lade env`. It describes this process, so a program can call it too."""
     sections = {
         "lade": lade_lines(),
         "packages": package_lines(),
@@ -116,7 +116,7 @@ def device_lines() -> Iterable[str]:
 
 
 def patch_lines() -> Iterable[str]:
-    """Whether lade fits the installed transformers, read from its source, and whether it is patched in this process."""
+    """Whether lade fits the installed transformers, by its source, and whether it is patched in this process."""
     version = installed_version("transformers")
     if version is None:
         yield "transformers is not installed"
@@ -141,7 +141,7 @@ def environment_lines() -> Iterable[str]:
 
 
 def methods_of_generation_mixin() -> set[str]:
-    """Its own, and those that it has from continuous batching."""
+    """Names of its own methods and of those from continuous batching."""
     spec, found = importlib.util.find_spec("transformers"), set()
     for place in (spec and spec.submodule_search_locations) or ():
         for path in ("utils.py", "continuous_batching/continuous_api.py"):

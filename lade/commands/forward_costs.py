@@ -1,4 +1,4 @@
-"""How much longer a forward pass over a block of tokens takes than one over a single token, on this device."""
+"""The cost of a forward pass over a block of tokens relative to one over a single token, on this device."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def step_costs(
     trials: int = 11,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> dict[int, float]:
-    """Median seconds of one forward pass, batch size 1, over each number of tokens q in `sizes`, behind `context` committed ones.
+    """Median seconds of one forward pass, batch size 1, for each block size q in `sizes`, behind `context` committed
+    tokens.
 
-    The sizes take turns, so that they share whatever else the machine is doing; each block runs as the loop runs it, with
-    the logits of all its rows, with packed weights where PACK allows. One token is the exception: it is what plain generate() steps
-    over, on the model as it is. progress: wraps the rounds, for a progress bar. Sizes that would pass the model's last position are left out. Raises ValueError when lookahead cannot run on the model.
+    The sizes take turns, so that other load on the machine affects all alike. Each block runs as in the loop, with the
+    logits of all rows, and with packed weights where PACK allows. One token is the exception: it is what plain
+    generate() steps over, on the model as it is. progress: wraps the rounds, for a progress bar. Sizes beyond the
+    model's last position are left out. Raises ValueError when lookahead cannot run on the model.
     """
     reason = adapter.unsupported_reason()
     if reason is not None:
@@ -69,7 +71,7 @@ def filled_cache(adapter: ModelAdapter, context: int, room: int) -> LookaheadCac
 
 
 def causal_block(adapter: ModelAdapter, cache: LookaheadCache, size: int) -> Block:
-    """A block of `size` random tokens, each of which sees those before it: what is visible does not change the cost."""
+    """A block of `size` random tokens under a causal mask: the mask's content does not change the cost."""
     device = _device(adapter)
     numbers = torch.Generator().manual_seed(size)
     offsets = torch.arange(size, device=device)[None]
@@ -85,7 +87,7 @@ def causal_block(adapter: ModelAdapter, cache: LookaheadCache, size: int) -> Blo
 
 
 def cost_at(seconds: dict[int, float], size: float) -> float:
-    """Cost of a block relative to one token, between measured sizes on a straight line; beyond the last one, along its end.
+    """Cost of a block relative to one token, interpolated linearly and extrapolated beyond the largest measured size.
 
     seconds: of `step_costs`, with the size 1 among them.
     """

@@ -1,6 +1,6 @@
-"""Timing `generate()`: several methods in turn on the same prompts, in one process, after a warm-up that does not count.
+"""Times `generate()`: several methods take turns on the same prompts, in one process, after a warm-up.
 
-What `lade bench`, `lade tune` and the benchmarks share. Imports neither torch nor transformers before something is timed.
+`lade bench`, `lade tune` and the benchmarks share it. Imports torch and transformers only when something is timed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Inputs = dict[str, "Tensor"]  # one prompt: ids and mask, [1, P]
-# The same prompts come again and again: no run may profit from what another has said.
+# The same prompts come repeatedly: no run may learn from another.
 NOT_SHARED = {"SHARE": 0}
 MEMORY_NOTE = "each call of lade begins with an empty memory (SHARE=0); by default later calls profit from earlier ones"
 MAX_WARM_UPS = 8
@@ -65,7 +65,7 @@ class Run:
 
 @contextmanager
 def use_lade(on: bool) -> Iterator[None]:
-    """USE_LADE as said, for a while."""
+    """Set USE_LADE inside the block."""
     before = os.environ.get("USE_LADE")
     os.environ["USE_LADE"] = "1" if on else "0"
     try:
@@ -90,7 +90,7 @@ def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) 
 
 
 def run_once(model: Any, inputs: Inputs, method: Method, run: Run, common: dict[str, Any]) -> None:
-    """One prompt through one method, noted in `run`. Raises RuntimeError where lookahead was to run and did not."""
+    """Run one prompt through one method and record it in `run`. Raises RuntimeError when lookahead did not run."""
     is_ahead = method.settings is not None
     with use_lade(is_ahead), temporary_settings(**(method.settings or {}) | NOT_SHARED):
         tokens, seconds = generate_timed(model, inputs, **common, **method.arguments)
@@ -115,11 +115,11 @@ def run_methods(
 ) -> dict[str, list[Run]]:
     """Each trial takes every prompt through every method in turn, so that each is compared with its neighbours in time.
 
-    The method that begins changes from prompt to prompt: what comes first, or behind a certain other one, is timed otherwise.
+    The order rotates from prompt to prompt, since a method's place in it affects its time.
 
-    common: arguments of `generate_timed` for all methods. progress: wraps the list of (trial, prompt), for a progress bar.
-    runs: an empty dictionary that is filled as the runs are made, for what is to be kept after an interrupt. Returns `trials` runs of
-    each method.
+    common: arguments of `generate_timed` for all methods. progress: wraps the list of (trial, prompt), for a progress
+    bar. runs: an empty dictionary to fill, which holds the runs made so far after an interrupt. Returns `trials` runs
+    of each method.
     """
     for method in methods.values():
         for inputs in for_warm_up(prompts):
@@ -134,15 +134,15 @@ def run_methods(
     return runs
 
 
-def settle(model: Any, inputs: Inputs, method: Method, common: dict[str, Any]) -> None:
-    """Run one prompt until lade has found out what blocks cost here, as in a process that has been running for a while."""
+def settle(model: Any, inputs: Inputs, method: Method, common: dict[str, Any], num_steps: int = ENOUGH_STEPS) -> None:
+    """Run one prompt until the step costs are calibrated, as in a process that has been running for a while."""
     run = Run()
-    while len(run.steps) < MAX_WARM_UPS and sum(run.steps) < ENOUGH_STEPS:
+    while len(run.steps) < MAX_WARM_UPS and sum(run.steps) < num_steps:
         run_once(model, inputs, method, run, common)
 
 
 def for_warm_up(prompts: list[Inputs]) -> list[Inputs]:
-    """The longest prompt, for which a static cache is made as large as it will get, and two more."""
+    """The longest prompt, which makes a static cache as large as it will get, and two more."""
     longest = max(prompts, key=lambda inputs: inputs["input_ids"].shape[1])
     return [longest, *prompts[:2]]
 
@@ -197,7 +197,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def environment(model: Any) -> dict[str, Any]:
-    """What the figures of a model depend on."""
+    """Hardware, versions and model size, for a record of figures."""
     return machine(model.device, model.dtype) | {"parameters": sum(p.numel() for p in model.parameters())}
 
 

@@ -1,6 +1,6 @@
-"""What sub-commands that load a model share: its arguments, the settings of lade, and the bundled checkpoint.
+"""What commands that load a model share: arguments, the settings of lade, and the bundled checkpoint.
 
-torch and transformers are imported when a model is loaded, so that `--help` and wrong arguments are answered at once.
+Imports torch and transformers only to load a model, so that `--help` and wrong arguments are answered at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lade.config import MODES
 BUNDLED = Path(lade.__file__).resolve().parents[1] / "models" / "stdlib-9m"
 DTYPES = ["auto", "float16", "bfloat16", "float32", "float64"]
 
-# For a tokenizer without a chat template; an answer ends where the model goes on to speak for the user.
+# For a tokenizer without a chat template. An answer ends where the model begins the next user turn.
 FALLBACK_TEMPLATE = (
     "{{ bos_token or '' }}"
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -27,7 +27,7 @@ FALLBACK_STOP = "\nUser:"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """The model, how it chooses tokens, and the settings of lade."""
+    """Arguments for the model, the selection of tokens, and the settings of lade."""
     add_decoding_arguments(parser, max_new_tokens)
     add = parser.add_argument
     add("--config", metavar="FILE", help="settings of lade in JSON, such as lade tune writes")
@@ -42,7 +42,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) ->
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """The model, and how it chooses tokens."""
+    """Arguments for the model and the selection of tokens."""
     add = parser.add_argument
     add("--model_path", default=str(BUNDLED), help="a hub name or a folder; default: the bundled checkpoint")
     add("--device", help="default: cuda where there is one, else cpu")
@@ -68,21 +68,20 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
 
 
 def check_decoding_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the program where no model can be at --model_path, or sampling is contradicted; the device is filled in."""
+    """End the program when --model_path or the sampling arguments are wrong; fill in the device."""
     path, is_bundled = Path(args.model_path).expanduser(), args.model_path == str(BUNDLED)
-    if is_bundled and not path.is_dir():
-        parser.error("--model_path must be given: the bundled checkpoint comes only with the source of lade")
     is_folder = path.is_absolute() or args.model_path.startswith((".", "~")) or args.model_path.count("/") > 1
-    if is_folder and not path.is_dir():
-        parser.error(
-            f"--model_path must be a folder with a checkpoint or a hub name, found no folder {args.model_path!r}"
-        )
-    if path.is_dir():
+    problem = None
+    if is_bundled and not path.is_dir():
+        problem = "must be given: the bundled checkpoint comes only with the source of lade"
+    elif is_folder and not path.is_dir():
+        problem = f"must be a folder with a checkpoint or a hub name, found no folder {args.model_path!r}"
+    elif path.is_dir():
         args.model_path = str(path)
         if not (path / "config.json").is_file():
-            parser.error(
-                f"--model_path must be a folder with a checkpoint, found no config.json in {args.model_path!r}"
-            )
+            problem = f"must be a folder with a checkpoint, found no config.json in {args.model_path!r}"
+    if problem:  # without the usage, which says nothing about it
+        parser.exit(2, f"{parser.prog}: --model_path {problem}\n")
     if args.top_p is not None and args.temperature == 0:
         parser.error("--top_p must come with sampling: --temperature 0 is greedy")
     if args.device is None:
@@ -96,7 +95,7 @@ def default_device() -> str:
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Model and tokenizer; lade is patched in and torch's generator seeded. Where there is no model, the program ends."""
+    """Returns model and tokenizer, with lade patched in and torch seeded. Ends the program when loading fails."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

@@ -1,4 +1,4 @@
-"""How far a long command has come: a bar at a terminal, now and then a line in a file or pipe; always on standard error."""
+"""Progress on standard error: a bar at a terminal, occasional lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LINE_EVERY = 10.0  # seconds between lines in a file or pipe
 
 @contextmanager
 def progress(total: int, done: int, label: str, stays: bool = True) -> Iterator[Callable[[str], None]]:
-    """Gives a function to be called after each of `total` parts, `done` of which are finished; its text is shown beside them.
+    """Gives a function to call after each of `total` parts; `done` of them are finished already.
 
-    stays: whether a bar is still to be seen when it is over.
+    The function's argument is a text to show beside the bar. stays: whether the bar stays visible at the end.
     """
     if not sys.stderr.isatty():
         yield _Lines(total, done, label).advance
@@ -33,7 +33,7 @@ def progress(total: int, done: int, label: str, stays: bool = True) -> Iterator[
 
 
 def progress_bar(label: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    """What to wrap a list in to see how far a loop over it has come."""
+    """A function that wraps a list and shows the progress of a loop over it."""
     return partial(_over, label)
 
 
@@ -46,7 +46,7 @@ def _over(label: str, items: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Lines:
-    """Lines at the first part, at the last, and every few seconds between."""
+    """A line after the first part, after the last, and every few seconds between."""
 
     def __init__(self, total: int, done: int, label: str) -> None:
         self._total, self._done, self._label = total, done, label

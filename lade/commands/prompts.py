@@ -52,7 +52,7 @@ def _text(row: dict[str, Any]) -> str:
 
 
 def as_inputs(rows: list[dict[str, Any]], tokenizer: Any, device: Any) -> list[dict[str, Tensor]]:
-    """What generate() takes for each: ids and mask, [1, P]. Questions go through the chat template where there is one."""
+    """The inputs of generate() for each row: ids and mask, [1, P]. Questions go through the chat template, if any."""
     inputs = []
     for row in rows:
         text, is_chat = _text(row), "prompt" not in row and bool(tokenizer.chat_template)

@@ -60,7 +60,7 @@ class Conversation:
         system: str | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """system: the system message, which stays when old turns are cut. note: is told what the user should know."""
+        """system: the system message, which stays when old turns are cut. note: called with messages for the user."""
         self.model, self.tokenizer, self.note = model, tokenizer, note
         self.template, self.stop_string = (
             (None, None) if tokenizer.chat_template else (FALLBACK_TEMPLATE, FALLBACK_STOP)
@@ -124,8 +124,9 @@ class Conversation:
     def ask(self, question: str, streamer: Any = None, stopping_criteria: Any = (), **choice: Any) -> Answer:
         """The model's answer, which becomes part of the conversation together with the question.
 
-        choice: arguments of generate() that say how tokens are chosen. After an exception, KeyboardInterrupt included, the
-        conversation is as it was before. Raises DoesNotFit for a question that leaves no room for an answer.
+        choice: arguments of generate() that say how tokens are chosen. After an exception, including
+        KeyboardInterrupt, the conversation is unchanged. Raises DoesNotFit for a question that leaves no room for an
+        answer.
         """
         messages, ids = self._fit([*self.messages, {"role": "user", "content": question}])
         reused = self._keep_common_prefix(ids)
@@ -165,7 +166,7 @@ class Conversation:
         )
 
     def _is_seen(self, question: str) -> bool:
-        """Whether lade's memory knows what was said to this question before; from now on it does."""
+        """Whether lade's memory has an answer to this question already; records that it has one now."""
         config = lade.current_config()
         if not is_enabled() or not config.share or config.uses_window:
             return False
@@ -205,14 +206,14 @@ class Conversation:
         return messages, ids
 
     def _start_cache(self) -> None:
-        # Without a configuration every layer keeps every token, also where the model's attention looks through a window.
+        # Without a configuration every layer keeps all tokens, so that a sliding window can be cut anywhere too.
         self._cache = DynamicCache() if keeps_keys_only(self.model) else None
         self._cached_ids = []
 
     def _keep_common_prefix(self, ids: list[int]) -> int:
-        """Let the cache hold what it has in common with `ids`, and return how many tokens that are.
+        """Cut the cache to its longest common prefix with `ids` and return the prefix's length in tokens.
 
-        Mostly all it has; less when an answer, read as text, is split into other tokens than the model wrote.
+        Usually all of the cache; less when an answer's text is tokenized otherwise than the model generated it.
         """
         pairs = zip(self._cached_ids, ids[:-1], strict=False)  # at least one token must be left to feed
         common = next((index for index, (cached, wanted) in enumerate(pairs) if cached != wanted), None)
@@ -234,7 +235,7 @@ class Conversation:
 
 @contextmanager
 def without_length_warning(tokenizer: Any) -> Iterator[None]:
-    """Let a tokenizer say nothing of a text longer than the model's context: `DoesNotFit` says it, with what there is room for."""
+    """Silence the tokenizer's warning about texts longer than the context: `DoesNotFit` reports them."""
     before, tokenizer.model_max_length = tokenizer.model_max_length, int(1e30)
     try:
         yield
@@ -243,7 +244,7 @@ def without_length_warning(tokenizer: Any) -> Iterator[None]:
 
 
 def keeps_keys_only(model: Any) -> bool:
-    """Whether keys and values are all that a model remembers of its text, so that they can be cut anywhere."""
+    """Whether keys and values are the model's only state, so that its cache can be cut anywhere."""
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ())
     return not model._is_stateful and kinds <= ATTENTION_KINDS

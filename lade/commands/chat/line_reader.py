@@ -1,7 +1,7 @@
 """Messages typed at a terminal: several lines in one message, and a history that outlives the program.
 
-Editing is readline's, where Python has it. Pasted lines arrive as one message (bracketed paste), Alt-Enter begins a new line, Ctrl-X
-Ctrl-E opens an editor. Without readline, or with libedit in its place, three double quotes around several lines do.
+With GNU readline, pasted lines are one message (bracketed paste), Alt-Enter begins a new line and Ctrl-X Ctrl-E opens
+an editor. Without it, three double quotes around several lines make them one message.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LineReader:
         if readline is not None and sys.stdin.isatty():
             readline.add_history(message)
         if self._history is not None:
-            with suppress(OSError):  # a chat without a history is better than none
+            with suppress(OSError):  # the chat works without a history
                 self._history.parent.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(self._history, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
                 with open(descriptor, "a", encoding="utf-8") as file:
@@ -96,7 +96,7 @@ def read_history(path: Path | None) -> list[str]:
 
 
 def edited(text: str, run: Callable[[list[str]], Any] = subprocess.call) -> str:
-    """A text as the user leaves it in an editor: $VISUAL, $EDITOR or vi. Raises OSError where that cannot be started."""
+    """Let the user edit a text in $VISUAL, $EDITOR or vi. Raises OSError when that cannot be started."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with tempfile.TemporaryDirectory(prefix="lade-chat-") as folder:
         path = Path(folder, "message.md")

@@ -1,6 +1,6 @@
-"""Text as it is generated: each token's own characters at once, guessed ones in another colour.
+"""Streams an answer token by token, with accepted guesses in another colour.
 
-A model's text may hold control characters, which could move the cursor, change a terminal's title or its contents: they are left out.
+Control characters in the model's text are left out: they could move the cursor or change the terminal's title.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GUESSED, ORDINARY = "\033[32m", "\033[0m"  # green, and back
 
 
 class AnswerStreamer(BaseStreamer):
-    """Hands the text of each token to `write` when it comes; lade calls `put_guess` for tokens that had been guessed."""
+    """Passes the text of each token to `write` as it arrives; lade calls `put_guess` for accepted guesses."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], Any], color: bool, stop_string: str | None) -> None:
         """stop_string: what ends the answer and is not shown; it may come in several tokens."""

@@ -35,8 +35,9 @@ class Terminal:
         debug: bool = False,
         history: Path | None = None,
     ) -> None:
-        """write: shows text at once. choice: arguments of generate() that say how tokens are chosen. color: guesses in green; only
-        where a terminal shows the text. history: a file of earlier messages, None for none.
+        """write: shows text at once. choice: arguments of generate() that say how tokens are chosen.
+
+        color: guesses in green, for a terminal only. history: a file of earlier messages, None for none.
         """
         self.conversation, self.write = conversation, write
         self.choice, self.color, self.debug = choice or {}, color, debug

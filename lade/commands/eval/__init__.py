@@ -1,6 +1,4 @@
-"""`lade eval`, and what `applications/eval.py` runs: the speed of several methods on a published task, and the quality of
-their answers.
-"""
+"""`lade eval` and `applications/eval.py`: speed of several methods on a task, and quality of their answers."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add(
         "--out",
         type=Path,
-        help="JSON lines; gone on with where it exists. Table, figures and picture are put beside it",
+        help="JSON lines, resumed if the file exists. Table, figures and picture are written beside it",
     )
     add("--json", action="store_true", help="print the figures as one line of JSON in place of the table")
     add(
@@ -149,7 +147,7 @@ def model_name(args: argparse.Namespace) -> str:
 
 
 def settings_of(args: argparse.Namespace, data: dict[str, str]) -> dict[str, Any]:
-    """All that the answers and their times depend on; a file of answers is gone on with only where it is the same."""
+    """Everything that answers and times depend on. A file of answers is only resumed when it is equal."""
     import torch
     import transformers
 
@@ -186,7 +184,7 @@ def choice_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def answer_all(args: argparse.Namespace, questions: list[Question], methods: list[str], results: Results) -> None:
-    """Answer what is not in the file yet; the methods in turn on each question."""
+    """Answer what is not in the file yet, the methods taking turns on each question."""
     missing = [(q, m) for q in questions for m in methods if (q.id, m) not in results.answers]
     if not missing:
         return
@@ -195,7 +193,7 @@ def answer_all(args: argparse.Namespace, questions: list[Question], methods: lis
     model, tokenizer = load(args)
     answerer = Answerer(model, tokenizer, uses_chat(args, tokenizer), args.seed, choice_of(args))
     with progress(len(questions) * len(methods), len(questions) * len(methods) - len(missing), "answers") as advance:
-        with lade.Memory().active():  # which is then forgotten: the first question comes again
+        with lade.Memory().active():  # forgotten afterwards, because the first question is asked again
             for method in dict.fromkeys(method for _, method in missing):
                 answerer.answer(missing[0][0], method)  # a warm-up, which does not count
         for question, method in missing:
@@ -233,7 +231,7 @@ def score_all(
 
 
 def write_report(figures: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Table, figures and picture in files beside the answers; the table, or the figures as one line of JSON, on the screen."""
+    """Write table, figures and picture beside the answers; print the table, or the figures as one line of JSON."""
     drawn = picture([figures])
     text = markdown(figures, out.with_suffix(".svg").name if drawn else None)
     out.with_suffix(".md").write_text(text, encoding="utf-8")

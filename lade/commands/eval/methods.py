@@ -21,7 +21,7 @@ class Answerer:
     """Answers questions with one model."""
 
     def __init__(self, model: Any, tokenizer: Any, use_chat: bool, seed: int, arguments: dict[str, Any]) -> None:
-        """use_chat: through a chat template, also where a question has a text to go on with. arguments: of generate()."""
+        """use_chat: use the chat template even for questions that have a text to continue. arguments: of generate()."""
         self.model, self.tokenizer, self.use_chat = model, tokenizer, use_chat
         config = model.generation_config
         if (
@@ -89,7 +89,7 @@ class Answerer:
         return new
 
     def _stopping_criterion(self, stop: tuple[str, ...]) -> StopStringCriteria:
-        """Made once: it reads the whole vocabulary, which is no part of decoding."""
+        """Made once: it reads the whole vocabulary, which must not count as decoding time."""
         if stop not in self._stopping_criteria:
             self._stopping_criteria[stop] = StopStringCriteria(self.tokenizer, list(stop))
         return self._stopping_criteria[stop]
@@ -119,7 +119,7 @@ class Answerer:
 
 @contextmanager
 def counting_forwards(model: Any, on: bool) -> Iterator[Callable[[], int]]:
-    """Forward passes made inside; 0 when off. A hook could hinder a compiled model, so it is set only where it is needed."""
+    """Gives a function for the number of forward passes so far; 0 when off, since a hook may slow a compiled model."""
     count = 0
 
     def add(*_: Any) -> None:

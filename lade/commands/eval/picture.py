@@ -23,7 +23,7 @@ Rows = list[tuple[str, dict[str, float]]]  # label -> method -> ratio to plain
 
 
 def rows_of(figures: list[dict[str, Any]]) -> Rows:
-    """What there is to draw of one or more runs' figures: a row for each run, and below it one for each of its categories."""
+    """The rows of the picture: one for each run, followed by one for each of its categories."""
     rows: Rows = []
     for run in figures:
         settings = run["settings"]

@@ -1,7 +1,8 @@
-"""What one `generate()` call did, step by step, as plain data. Knows nothing about pages and terminals.
+"""Records what one `generate()` call did, step by step, as plain data. Knows nothing about pages and terminals.
 
-It records what every drafter has: the tree of guesses, what was accepted, who sees whom, the times; the window where there is one; and,
-from a drafter that explains its drafts, where each guess came from and why the block has its size (`lade.drafting.Explanation`).
+For every drafter: the tree of guesses, what was accepted, the attention mask, the times, and the window where one ran.
+For a drafter that explains its drafts also the source of each guess and the reason for the block's size
+(`lade.drafting.Explanation`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lade.drafting import Explanation
 
 
 class StepRecorder:
-    """Collects the steps of one call with one prompt; `tracing` calls `on_step`, the model's own hooks give the times."""
+    """Collects the steps of one call with one prompt: `tracing` calls `on_step`, hooks on the model take the times."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -101,7 +102,7 @@ def window_levels(roots: list[int], draft: Any) -> list[list[int]]:
 
 
 def warm_up(model: Any, prompt_ids: list[int], **arguments: Any) -> None:
-    """Let lade find out what blocks cost here, without remembering any text. Raises RuntimeError when lookahead did not run."""
+    """Calibrate the step costs without remembering any text. Raises RuntimeError when lookahead did not run."""
     inputs = torch.tensor([prompt_ids], device=model.device)
     # A memory of its own, which is then forgotten; and the traced call draws what it would have drawn without this.
     with lade.Memory().active(), torch.random.fork_rng():
@@ -109,7 +110,7 @@ def warm_up(model: Any, prompt_ids: list[int], **arguments: Any) -> None:
 
 
 def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) -> dict[str, Any]:
-    """Run one generation and return all there is to say of it, ready for JSON.
+    """Run one generation and return its trace as plain data for JSON.
 
     Raises RuntimeError when lookahead did not run.
     """

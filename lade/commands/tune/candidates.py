@@ -1,4 +1,4 @@
-"""The settings that `lade tune` tries, by the drafter they are for. A new drafter is tried with its defaults until it has a line here."""
+"""The settings that `lade tune` tries, by drafter. A drafter without an entry here is tried with its defaults."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def verdict(findings: Findings, path: Path) -> str:
     reason, default = why_not(findings), findings.default
     figures = ""
     if default is not None and default.is_judged:
-        figures = f" The default is {_spread(default.ratio)} times plain generate()."
+        figures = f"\nThe default is {_spread(default.ratio)} times plain generate()."
         challenger = max((row for row in findings.rows if row.is_judged and row.settings), key=gain_of, default=None)
         if challenger is not None:
             how = "takes the same steps as" if challenger.is_same_work else f"is {_spread(challenger.gain)} times"

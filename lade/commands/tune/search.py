@@ -1,14 +1,16 @@
 """Which settings are faster than lade's default, found in four rounds.
 
-1. What a step costs against the tokens in its block (`lade.commands.forward_costs`). Candidates whose window alone costs more than a
-   step can ever yield are left out.
-2. Tokens per step of each candidate on some prompts, the better half going on from one to the next. Divided by the cost of the blocks
-   they predict the ratio to plain generate(). A prediction leaves out the drafter's own work, so it is corrected by what the
-   candidates of the same drafter took beside what was predicted for them.
-3. The best by corrected prediction, the default and MODE=tree run on these prompts, taking turns. The fastest is the winner.
-4. The winner, the default and plain generate() run on other prompts. Only this decides what is recommended: the winner was chosen
-   because it was fast on the first prompts, so its figures there are too good. The default runs twice: what its second run gains over
-   its first is what the machine's noise makes, and a recommendation has to gain more. One that takes the same steps gains nothing.
+1. What a step costs against the tokens in its block (`lade.commands.forward_costs`). Candidates whose window alone
+   costs more than a step can ever yield are left out.
+2. Tokens per step of each candidate on some prompts, the better half going on from one to the next. Divided by the
+   cost of the blocks they predict the ratio to plain generate(). A prediction leaves out the drafter's own work, so it
+   is corrected by what the candidates of the same drafter took beside what was predicted for them.
+3. The best by corrected prediction, the default and MODE=tree run on these prompts, taking turns. The fastest is the
+   winner.
+4. The winner, the default and plain generate() run on other prompts. Only this decides what is recommended: the winner
+   was chosen because it was fast on the first prompts, so its figures there are too good. The default runs twice: what
+   its second run gains over its first is what the machine's noise makes, and a recommendation has to gain more. One
+   that takes the same steps gains nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from lade.models import adapter_for
 
 Progress = Callable[[str], Callable[[Iterable[Any]], Iterable[Any]]]  # a label -> what to wrap a list in
 CONTROL = "default, again"
+FEW_STEPS = 64  # of a candidate's warm-up
 MIN_GAIN = 1.02  # over the default, from which a change of settings is worth recommending
 
 
@@ -64,7 +67,7 @@ QUICK_PLAN = Plan(
 
 @dataclass
 class Row:
-    """What was found about one candidate. ratio, gain: speed beside plain generate()'s and the default's; None where not timed."""
+    """Figures of one candidate. ratio, gain: its speed relative to plain generate() and the default."""
 
     settings: Settings
     mean_block: float  # query tokens of a step
@@ -123,8 +126,8 @@ def gain_of(row: Row) -> float:
 def tune(model: Any, prompts: list[Inputs], common: dict[str, Any], plan: Plan, progress: Progress) -> Findings:
     """All rounds. common: arguments of `generate_timed`, max_new_tokens among them.
 
-    Ctrl-C ends it; what was found until then is returned. Raises RuntimeError, with the reason, when lookahead cannot run on the
-    model, and ValueError for fewer than two prompts.
+    After Ctrl-C it returns what it has found so far. Raises RuntimeError, with the reason, when lookahead cannot run on
+    the model, and ValueError for fewer than two prompts.
     """
     if len(prompts) < 2:
         raise ValueError(f"prompts must be two or more, some to choose by and some to judge by, got {len(prompts)}")
@@ -149,7 +152,7 @@ def tune(model: Any, prompts: list[Inputs], common: dict[str, Any], plan: Plan, 
 
 
 def may_pay(settings: Settings, seconds: dict[int, float]) -> bool:
-    """Whether a step of at most N tokens can be worth the window's (N-1)*W. What says nothing of both may."""
+    """Whether a step of at most N tokens can be worth the window's (N-1)*W; True without LEVEL or WINDOW_SIZE."""
     level, width = settings.get("LEVEL"), settings.get("WINDOW_SIZE")
     if level is None or width is None:
         return True
@@ -171,10 +174,10 @@ def screen(
     """
     plain, runs = Run(), [(settings, Run()) for settings in (*ANCHORS, *hopeful)]
     still_in = runs
-    for settings in {
-        mode_of(settings): settings for settings, _ in runs
-    }.values():  # what is done once for each drafter
-        run_once(model, prompts[0], Method(settings=as_screened(settings)), Run(), common)
+    lookahead = [settings for settings in hopeful if mode_of(settings) == "lookahead"]
+    for settings in (*ANCHORS, *(other for other in hopeful if other not in lookahead), *lookahead[:1]):
+        # Done once: for a drafter, and for each largest block whose costs are measured first.
+        settle(model, prompts[0], Method(settings=as_screened(settings)), common, FEW_STEPS)
     for number, inputs in enumerate(prompts, 1):
         run_once(model, inputs, Method(), plain, common)
         for settings, run in progress(f"screening, prompt {number} of {len(prompts)}")(still_in):
@@ -202,9 +205,7 @@ def rows_of(runs: list[tuple[Settings, Run]], plain: Run, findings: Findings) ->
             continue
         block, tokens_per_step = run.mean_block(), run.tokens_per_step() or 0.0
         predicted = predict(tokens_per_step, block, findings.seconds)
-        later = list(
-            range(1, len(run.outputs))
-        )  # the first prompt also pays for what is done once for each shape of block
+        later = list(range(1, len(run.outputs)))  # the first prompt also pays for the first use of each shape of block
         if later:
             measured = run.speed(later) / plain.speed(later)
             found = predict(run.tokens_per_step(later) or 0.0, block, findings.seconds)
@@ -218,7 +219,7 @@ def rows_of(runs: list[tuple[Settings, Run]], plain: Run, findings: Findings) ->
 
 
 def predict(tokens_per_step: float, mean_block: float, seconds: dict[int, float]) -> float:
-    """The ratio to plain generate() if nothing but the model's forward took time."""
+    """The speed relative to plain generate() if only the model's forward took time."""
     return round(tokens_per_step / cost_at(seconds, mean_block), 4)
 
 
@@ -248,7 +249,7 @@ def time_rows(
     progress: Callable[[Iterable[Any]], Iterable[Any]],
     is_judging: bool = False,
 ) -> None:
-    """Rounds 3 and 4: fills in what the rows lack, from the trials that every method has finished, also when it is interrupted."""
+    """Rounds 3 and 4: fill in the timed fields of `rows` from the complete trials, also after an interrupt."""
     methods = {"plain": Method()} | {str(row.settings): Method(settings=row.settings) for row in rows}
     if is_judging:
         methods[CONTROL] = Method(settings=DEFAULT)
