@@ -10,11 +10,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from lade import augment
-from lade.compat import CALLERS_CACHE_MARK, require_names
+from lade.compat import CALLERS_CACHE_MARK, is_deepspeed_zero3_enabled, is_fsdp_managed_module, require_names
 from lade.config import apply_environment, switched
 from lade.parallel.communicator import num_processes
 from lade.stats import has_open_stats, recording
