@@ -293,6 +293,11 @@ NAMES = (
     Name("torch.utils._python_dispatch.TorchDispatchMode", "forward/graphs.py"),
     Name("torch.utils._pytree.tree_leaves", "forward/graphs.py"),
     *(Name(A + name, "forward/graphs.py") for name in ("_local_scalar_dense", "_unique2", "_to_copy")),
+    # Without them no weights are packed, and nothing else changes.
+    Name("torch.ops.mkldnn._linear_pointwise", "forward/packed.py", is_late=True),
+    Name("torch.ops.mkldnn._reorder_linear_weight", "forward/packed.py", is_late=True),
+    Name("torch._C._get_mkldnn_enabled", "forward/packed.py", is_late=True),
+    Name("torch.Tensor._version", "forward/packed.py", is_late=True),
     Name("torch._C._cuda_clearCublasWorkspaces", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_endAllocateToPool", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_releasePool", "forward/graphs.py", is_here=has_cuda),

@@ -137,6 +137,13 @@ class LookaheadConfig:
     cuda_graph: bool | None = setting(
         None, "CUDA_GRAPH", flag_or_auto, "1 captures it in a CUDA graph. 'auto' does so on CUDA where it pays."
     )
+    pack: bool | None = setting(
+        None,
+        "PACK",
+        flag_or_auto,
+        "1 keeps a second copy of a CPU model's linear layers, laid out so that blocks cost less. 'auto' does so where memory is "
+        "free and the calls are long enough to pay for it.",
+    )
     deterministic: bool = setting(
         False,
         "DETERMINISTIC",

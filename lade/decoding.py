@@ -257,6 +257,7 @@ class DecodingCall:
             self.on_device.release()
         self.runner.release()
         self.runner.check_kernel(self.stats)
+        self.runner.check_products(self.stats)
         return self.recorder.result(self.selection.sequences.padded(self.selection.pad_token), self.callers_cache)
 
     @contextmanager
@@ -296,7 +297,8 @@ class StepTimer:
         call, learning = self._call, perf_counter() - self._verified
         searching = self._drafted - self._began - self._drawing
         forward = self._forwarded - self._drafted
-        cost = forward - call.runner.preparing_seconds + learning
+        # What took no time counts for nothing.
+        cost = forward - call.runner.preparing_seconds + learning if call.runner.is_typical else 0.0
         call.drafter.spent(max(self._selection.sequences.lengths), num_tokens, cost, searching)
         call.stats.add_times(searching + learning, forward, self._verified - self._forwarded + self._drawing)
 

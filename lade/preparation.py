@@ -18,6 +18,7 @@ from lade.config import current_config, temporary_settings
 from lade.decoding import FIRST_CAPACITY
 from lade.drafting import Draft, DraftRequest, Outcome, drafts_from
 from lade.drafting.base import ROOT_ALONE
+from lade.forward.packed import packed_weights
 from lade.forward.static_inputs import NUM_CHECKS
 from lade.stats import last_stats
 from lade.verification.sequences import TokenSequences
@@ -55,9 +56,9 @@ def warmup(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
     config, began = current_config(), perf_counter()
-    settings = (
-        {"CUDA_GRAPH": 1} if config.cuda_graph is None and model.device.type == "cuda" else {}
-    )  # short as the calls are
+    # Short as the calls are.
+    settings = {"CUDA_GRAPH": 1} if config.cuda_graph is None and model.device.type == "cuda" else {}
+    packed_weights(model).expect(max_new_tokens)
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
     with temporary_settings(**settings):
         if config.uses_window:

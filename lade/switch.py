@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -89,9 +88,9 @@ def _arguments_of_generate() -> dict[str, Any] | None:
     It does not pass the streamer on, and its frame is the only other place to see it.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None if frame is None else frame.f_locals
 
 

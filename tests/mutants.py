@@ -178,6 +178,16 @@ MUTANTS = [
            "draws = state.draws[lengths % len(state.draws), state.rows]",
            "draws = state.draws[(lengths + 1) % len(state.draws), state.rows]",
            "on_device_sampling.py::test_other_sizes"),
+    # Packed weights.
+    mutant("packed weights: writes through .data go unnoticed", "forward/packed.py",
+           "and torch.equal(checksums(weight), copy.checksums)", "and copy.checksums is not None",
+           "packed.py::test_changed_weights_are_packed_anew"),
+    mutant("packed weights: other bits are taken in half precision", "forward/packed.py",
+           "is_same = torch.equal(found.view(torch.int16), expected.view(torch.int16))", "is_same = True",
+           "packed.py::test_products_that_differ_are_not_used"),
+    mutant("packed weights: more memory is taken than is free", "forward/packed.py",
+           "if num_bytes > left:", "if num_bytes > 2 * left + 1:",
+           "packed.py::test_what_does_not_fit_is_not_packed"),
 ]  # fmt: skip
 
 

@@ -113,9 +113,14 @@ def test_the_forward_that_is_asked_for(module, monkeypatch):
     parts.add_forward_arguments(parser)
     found = GenerationStats(kernel_reason="no kernel", cuda_graph_reason="no graph", device_reason="no step")
     settings = {
-        "": {"USE_FLASH": "auto", "COMPILE": 0, "CUDA_GRAPH": "auto"},
-        "--use_flash 0 --cuda_graph 1": {"USE_FLASH": 0, "COMPILE": 0, "CUDA_GRAPH": 1},
-        "--use_flash 1 --cuda_graph auto --compile": {"USE_FLASH": 1, "COMPILE": 1, "CUDA_GRAPH": "auto"},
+        "": {"USE_FLASH": "auto", "COMPILE": 0, "CUDA_GRAPH": "auto", "PACK": "auto"},
+        "--use_flash 0 --cuda_graph 1 --pack 0": {"USE_FLASH": 0, "COMPILE": 0, "CUDA_GRAPH": 1, "PACK": 0},
+        "--use_flash 1 --cuda_graph auto --compile": {
+            "USE_FLASH": 1,
+            "COMPILE": 1,
+            "CUDA_GRAPH": "auto",
+            "PACK": "auto",
+        },
     }
     broken = [{"no step"}, {"no step", "no graph", "no kernel"}, {"no step", "no kernel"}]
     monkeypatch.setattr(config, "_default", config.current_config())  # and put it back

@@ -205,7 +205,7 @@ def grpo(model, tokenizer):
     return completions, {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
-@client("accelerate", "accelerate", "`Accelerator.prepare`; weights kept on disk, moved in layer by layer")
+@client("accelerate", "accelerate", "`Accelerator.prepare_model`; `cpu_offload`, which moves weights in layer by layer")
 def prepared(model, tokenizer):
     import accelerate
 

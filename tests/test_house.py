@@ -120,6 +120,7 @@ TESTED_IN = {
     "forward.on_device.loop": "on_device_step",
     "forward.on_device.sampling": "on_device_sampling",
     "forward.on_device.step": "on_device_step",
+    "forward.free_memory": "packed",
     "forward.runner": "kernel_interface",
     "forward.static_inputs": "static_shapes",
     "kernels.interface": "kernel_interface",

@@ -59,10 +59,8 @@ def told() -> Row:
     calls = lade.log_history(clear=True)
     found: Row = {}
     for name in REASONS:
-        reasons = {getattr(stats, name) for stats in calls if stats.steps} - {
-            None,
-            TOO_SHORT,
-        }  # without steps: plain on purpose
+        reasons = {getattr(stats, name) for stats in calls} - {None, TOO_SHORT}
+        reasons = {reason for reason in reasons if not reason.startswith("USE_LADE is not set")}  # plain on purpose
         if reasons:
             found[name] = "; ".join(sorted(reasons))
     return found

@@ -131,7 +131,7 @@ def trace(run: Run) -> None:
 
 
 def traced_steps(run: Run) -> Row:
-    model, common = run.model("7b"), {"max_new_tokens": run.pick(64, 32), "do_sample": False}
+    model, common = run.model("7b"), {"max_new_tokens": run.pick(64, 300), "do_sample": False}
     prompts = shapes.random_prompts(model, 1, 1, run.pick(1000, 40))
     with temporary_settings(**CAPTURED):
         waits = step_profile.count_waits(model, prompts, common)

@@ -54,7 +54,7 @@ class Record:
         began = time.perf_counter()
         try:
             figures = function()
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:  # the second is how a benchmark refuses
             print_exception(problem)
             figures = {"passed": False, "error": first_line(problem)}
         return self.add(key, **figures, seconds=round(time.perf_counter() - began, 3))

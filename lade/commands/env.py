@@ -16,6 +16,7 @@ from pathlib import Path
 import lade
 from lade.compat import TESTED, is_newer_than_tested, version_problem
 from lade.config import apply_environment, current_config
+from lade.forward.free_memory import free_bytes
 
 PACKAGES = (
     "torch",
@@ -73,10 +74,24 @@ def lade_lines() -> Iterable[str]:
     except ValueError as error:
         yield f"WRONG: {error}"
     settings = asdict(current_config())
-    settings |= {name: "auto" for name in ("use_flash", "cuda_graph") if settings[name] is None}
+    settings |= {name: "auto" for name in ("use_flash", "cuda_graph", "pack") if settings[name] is None}
     yield "settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())
+    yield f"packed weights: {packing_line()}"
     where = f"{len(stored())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
     yield f"step costs in half precision: {where}"
+
+
+def packing_line() -> str:
+    """What blocks on a CPU have to do with: oneDNN, free memory, and what this process has packed."""
+    import torch
+
+    free, packed = free_bytes(), sys.modules.get("lade.forward.packed")
+    held = packed.held_bytes() if packed else (0, 0)
+    return (
+        f"oneDNN {'is' if torch.backends.mkldnn.is_available() else 'is not'} in this build of torch, "
+        f"{'unknown' if free is None else f'{free >> 20} MiB'} free, "
+        f"{held[0]} weights packed in this process ({held[1] >> 20} MiB)"
+    )
 
 
 def package_lines() -> Iterable[str]:

@@ -13,7 +13,12 @@ from torch import Tensor
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
 from lade.commands.measure import synchronize
+from lade.config import current_config
+from lade.forward.choice import choose_packing
+from lade.forward.packed import TOKENS_BEFORE_PACKING
+from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter
+from lade.stats import GenerationStats
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 WARM_UP = 2  # rounds that do not count
@@ -31,8 +36,9 @@ def step_costs(
     tokens.
 
     The sizes take turns, so that other load on the machine affects all alike. Each block runs as in the loop, with the
-    logits of all rows. progress: wraps the rounds, for a progress bar. Sizes beyond the model's last position are left
-    out. Raises ValueError when lookahead cannot run on the model.
+    logits of all rows, and with packed weights where PACK allows. One token is the exception: it is what plain
+    generate() steps over, on the model as it is. progress: wraps the rounds, for a progress bar. Sizes beyond the
+    model's last position are left out. Raises ValueError when lookahead cannot run on the model.
     """
     reason = adapter.unsupported_reason()
     if reason is not None:
@@ -44,10 +50,12 @@ def step_costs(
     sizes = [size for size in sizes if reach is None or size <= reach + 1]
     cache = filled_cache(adapter, context, max(sizes))
     blocks = {size: causal_block(adapter, cache, size) for size in sizes}
+    runner = BlockRunner(adapter)
+    choose_packing(runner, current_config(), GenerationStats(), TOKENS_BEFORE_PACKING)
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in progress(range(WARM_UP + trials)):
         for size, block in blocks.items():
-            seconds[size].append(_timed(adapter, block, cache))
+            seconds[size].append(_timed(adapter.forward_block if size == 1 else runner.forward, block, cache))
     return {size: statistics.median(times[WARM_UP:]) for size, times in seconds.items()}
 
 
@@ -92,11 +100,11 @@ def cost_at(seconds: dict[int, float], size: float) -> float:
     return (seconds[low] + slope * (size - low)) / seconds[1]
 
 
-def _timed(adapter: ModelAdapter, block: Block, cache: LookaheadCache) -> float:
-    device = _device(adapter)
+def _timed(forward: Callable[[Block, LookaheadCache], Any], block: Block, cache: LookaheadCache) -> float:
+    device = block.tokens.device
     synchronize(device)
     started = time.perf_counter()
-    adapter.forward_block(block, cache)
+    forward(block, cache)
     synchronize(device)
     return time.perf_counter() - started
 

@@ -48,6 +48,18 @@ def choose_forward(
         captures, stats.cuda_graph_reason = False, TOO_MANY_SLOTS
     if reason is None and (compiles or captures):
         runner.use_static_shapes(config, stats, compiles, captures)
+    choose_packing(runner, config, stats, num_new)
+
+
+def choose_packing(runner: BlockRunner, config: LookaheadConfig, stats: GenerationStats, num_new: int) -> None:
+    """Let blocks multiply with packed weights, where the settings ask for it or, on a CPU, leave it to lade."""
+    model, is_automatic = runner.adapter.model, config.pack is None
+    if config.pack is False or (is_automatic and model.device.type != "cpu"):
+        return
+    is_one_of_many = is_automatic and config.num_workers > 1
+    reason = "each of several processes would keep a copy (PACK=1 does)" if is_one_of_many else None
+    stats.packing_reason = reason or runner.use_packed_weights(num_new, is_asked=not is_automatic)
+    stats.packed_weights, stats.packed_bytes = runner.num_packed
 
 
 def choose_attention(
