@@ -1,4 +1,4 @@
-"""Which adapter serves which model, by `model_type`."""
+"""The registry of adapters, keyed by `config.model_type`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lade.models.xglm import XGLMAdapter
 
 __all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
 
-# Families that differ from transformers' conventions.
+# Families that need an adapter of their own.
 SPECIAL: dict[str, type[ModelAdapter]] = {
     "bloom": BloomAdapter,
     "codegen": GPT2Adapter,
@@ -50,7 +50,7 @@ SPECIAL: dict[str, type[ModelAdapter]] = {
     "qwen3_vl_moe": QwenVisionAdapter,
     "xglm": XGLMAdapter,
 }
-# Families that do not; tests/test_families.py runs every one of them.
+# Families that the base adapter serves; tests/test_families.py runs each of them.
 REGULAR = frozenset(
     """
     afmoe apertus arcee aria_text axk1 aya_vision beam biogpt bitnet cohere cohere2 cohere2_moe cwm dbrx
@@ -66,11 +66,15 @@ REGULAR = frozenset(
 )
 
 _adapters: dict[str, type[ModelAdapter]] = dict.fromkeys(REGULAR, ModelAdapter) | SPECIAL
-_vouched_for: set[str] = set()  # model types that the user registered
+_vouched_for: set[str] = set()  # model types registered by the user
 
 
 def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
-    """Serve models whose `config.model_type` is `model_type` with `adapter`, in place of any earlier one."""
+    """Serve models whose `config.model_type` is `model_type` with `adapter`.
+
+    An earlier adapter of that type is replaced. Raises TypeError if model_type is no string or adapter is no subclass
+    of `ModelAdapter`.
+    """
     if not isinstance(model_type, str):
         raise TypeError(f"model_type must be a string, got {model_type!r}")
     if not (isinstance(adapter, type) and issubclass(adapter, ModelAdapter)):
@@ -80,17 +84,22 @@ def register_adapter(model_type: str, adapter: type[ModelAdapter]) -> None:
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:
-    """The adapter registered for the model's type, or the base adapter; a name alone does not make a model of a family."""
+    """A new adapter for the model, of the class registered for its type; otherwise the base adapter.
+
+    Lade's own registrations apply only to classes defined in transformers: other code may reuse a `model_type`.
+    """
     model_type = model.config.model_type
     is_of_family = model_type in _vouched_for or type(model).__module__.startswith("transformers.models.")
     return (_adapters.get(model_type, ModelAdapter) if is_of_family else ModelAdapter)(model)
 
 
 def needs_self_check(adapter: ModelAdapter) -> bool:
-    """Whether nobody has vouched for the model: neither its family here, with code of transformers alone, nor the user.
+    """Whether the model must pass a self-check before lookahead runs on it.
 
-    Whoever registers an adapter vouches for a family's classes, and for nothing that is put on a model later. Adapters with a view of
-    their own reach into the modules of their family: nobody has seen these of a version newer than tested.
+    Not needed for a known family that runs code of transformers alone, nor for a model type registered by the user.
+    Foreign functions and hooks always need one: registering an adapter vouches for a family's classes, not for later
+    changes to a model. Adapters with their own shadow model depend on module internals, so they need one on untested
+    transformers versions.
     """
     code, model_type = adapter.code, adapter.model.config.model_type
     if code.functions or code.hooks:

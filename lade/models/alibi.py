@@ -1,8 +1,9 @@
-"""Families with ALiBi, whose stock code counts cache slots where it means positions: Bloom, Falcon and MPT.
+"""Families with ALiBi biases (arXiv:2108.12409): Bloom, Falcon and MPT.
 
-The bias of a key depends on the key's position alone, so each adapter looks the stock table up at the positions of the
-block's keys and hands the result to a shadow model of the model. MPT counts all slots of the prompt, Bloom and Falcon only those
-that the mask shows: zeros in the middle or on the right of a mask bring the keys behind them closer.
+The stock code computes the bias from cache slots, which differ from positions within a tree. The bias of a key depends
+only on the key's position, so each adapter indexes the stock table by the positions of the block's keys and passes the
+result to a shadow model. MPT counts every prompt slot. Bloom and Falcon count only unmasked slots, so masked slots in
+the middle or at the end of a prompt reduce the positions of all later keys.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from lade.models.shadow import shadow_model, take_hooks
 
 
 class AlibiAdapter(ModelAdapter):
-    """Common part: blocks run on a view."""
+    """Common part of the ALiBi families. Blocks run on a shadow model."""
 
     needs_view = True
     last_position = None
 
     def bias_of_keys(self, block: Block) -> Tensor:
-        """Returns [B, H, K], each slot's bias by the position of its token."""
+        """The bias of each slot, by the position of its token. Returns [B, H, K]."""
         table = self.stock_table(block.num_slots, block.tokens.device)  # [H, K]
         return table[:, self.counted_positions(block)].transpose(0, 1)
 
     def counted_positions(self, block: Block) -> Tensor:
-        """Each slot's position as the stock code counts it, `attention_mask.cumsum(-1) - 1`. Returns [B, K]."""
+        """The position of each slot as the stock code counts it, `attention_mask.cumsum(-1) - 1`. Returns [B, K]."""
         positions = block.key_positions()
         if block.key_mask is not None:
-            hidden = (~block.key_mask).cumsum(1)  # [B, P] up to each slot of the prompt
+            hidden = (~block.key_mask).cumsum(1)  # [B, P] masked slots up to each slot
             positions[:, : hidden.shape[1]] -= hidden
             positions[:, hidden.shape[1] :] -= hidden[:, -1:]
-        return positions.clamp(min=0)  # hidden slots at the beginning, which nobody sees
+        return positions.clamp(min=0)  # left padding, which no token attends to
 
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
-        """The model's own bias for a text without padding. Returns [H, num_positions]."""
+        """The stock bias for a text without padding. Returns [H, num_positions]."""
         raise NotImplementedError
 
 
 class BloomAdapter(AlibiAdapter):
-    safe_hooks = ("prepare_inputs_for_generation",)  # of older versions: pads the masks of static caches
+    safe_hooks = ("prepare_inputs_for_generation",)  # older versions: only pads the masks of static caches
 
     @cached_property
     def block_model(self) -> Any:
@@ -55,7 +56,7 @@ class BloomAdapter(AlibiAdapter):
 
     def masks(self, block: Block) -> Tensor:
         bias = self.bias_of_keys(block)
-        self._bias = bias.flatten(0, 1)[:, None]  # [B * H, 1, K], as Bloom's layers want it
+        self._bias = bias.flatten(0, 1)[:, None]  # [B * H, 1, K], the shape that Bloom's layers take
         return block_mask(block, self.dtype)
 
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
@@ -65,7 +66,7 @@ class BloomAdapter(AlibiAdapter):
 
 
 class FalconAdapter(AlibiAdapter):
-    """With `alibi=True`; otherwise Falcon has rotary positions and needs no view."""
+    """Falcon. With `alibi=False` it has rotary positions and needs no shadow model."""
 
     def unsupported_request(self, request: Request) -> str | None:
         if request.has_static_cache and self.needs_view:
@@ -93,14 +94,14 @@ class FalconAdapter(AlibiAdapter):
         if not self.needs_view:
             return super().masks(block)
         bias = self.bias_of_keys(block)[:, :, None]  # [B, H, 1, K]
-        # Falcon's layers take the bias within the mask, and, with eager attention, once more beside it.
+        # Falcon's layers expect the bias inside the mask and, with eager attention, also as an argument.
         scale = (self.config.hidden_size // self.config.num_attention_heads) ** 0.5
         mask = block_mask(block, self.dtype)
         self._layer_arguments = {
             "attention_mask": (bias / scale).masked_fill(mask < -1, torch.finfo(self.dtype).min),
             "alibi": bias.flatten(0, 1),
         }
-        return None  # what the model makes of that is replaced before it reaches a layer
+        return None  # the hooks of `block_model` replace the mask that the model builds from it
 
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
         from lade.compat import build_alibi_tensor
@@ -124,7 +125,7 @@ class MptAdapter(AlibiAdapter):
     def masks(self, block: Block) -> Any:
         self.bias = self.bias_of_keys(block)[:, :, None]  # [B, H, 1, K]
         mask = block_mask(block, self.dtype)
-        return mask < 0  # MPT's layers want True where a key is hidden
+        return mask < 0  # MPT's layers take True for a hidden key
 
     def counted_positions(self, block: Block) -> Tensor:
         return block.key_positions()
@@ -135,7 +136,7 @@ class MptAdapter(AlibiAdapter):
 
 
 class MptBlockAttention(nn.Module):
-    """MPT's attention with one bias per row of the batch, where the stock one allows one for all."""
+    """MPT's attention with one bias per row of the batch; the stock code takes one for all rows."""
 
     def __init__(self, stock: Any, adapter: MptAdapter) -> None:
         super().__init__()
@@ -150,7 +151,10 @@ class MptBlockAttention(nn.Module):
         attention_mask: Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """hidden_states: [B, q, D]. attention_mask: [B, 1, q, K], True where hidden. `position_bias` counts slots: unused."""
+        """hidden_states: [B, q, D]. attention_mask: [B, 1, q, K], True where hidden.
+
+        `position_bias` is computed from slots and ignored. Returns the output [B, q, D] and the weights [B, H, q, K].
+        """
         stock = self.stock
         mixed = stock.Wqkv(hidden_states)
         if stock.clip_qkv:

@@ -1,4 +1,4 @@
-"""What lade needs to know about a model: whether it can take a block of guesses, and how to run one."""
+"""`ModelAdapter`: whether a model can take a block of guesses, and how to run one on it."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from lade.models.request import Request, unsupported_by_any
 from lade.models.shadow import parts_of, shadow_model
 from lade.models.training import training_reason
 
-# Their attention takes the 4-D mask that a block needs.
+# Attention implementations that accept the 4-D mask of a block.
 MASKED_ATTENTION = ("eager", "sdpa")
-# These compute the same without taking such a mask; parts of their names.
+# Parts of names of implementations that compute the same but accept no such mask.
 MASKLESS_ATTENTION = ("flash", "flex_attention")
 EXACT_DTYPES = (torch.float32, torch.float64)
 
 
 class ModelAdapter:
-    """Runs blocks on one decoder-only model that follows transformers' conventions; made anew for each call.
+    """Runs blocks on a decoder-only model that follows transformers' conventions. One instance serves one call.
 
-    A family that differs overrides what differs. docs/adding-a-model.md explains how.
+    A family that differs overrides the methods concerned; see docs/adding-a-model.md.
     """
 
     # Class attributes that a family may set.
-    safe_hooks: tuple[str, ...] = ()  # of HOOKS: the model's own version changes nothing after the prompt
-    prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # generate() arguments that matter to the prompt alone
-    draws_in_training = False  # the forward is random in training mode, though dropout and the like be 0
-    carried_arguments: frozenset[str] = frozenset()  # those of which each new token has what the prompt's last one has
+    safe_hooks: tuple[str, ...] = ()  # names in `reasons.HOOKS` that change nothing after the prompt
+    prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # model arguments used by the prompt's forward only
+    draws_in_training = False  # random in training mode even with dropout 0
+    carried_arguments: frozenset[str] = frozenset()  # each new token repeats the prompt's last value
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
-        self.carried: dict[str, Tensor] = {}  # the last values of `carried_arguments`, [B, 1] each
+        self.carried: dict[str, Tensor] = {}  # `carried_arguments` of the call, [B, 1] each
 
     def unsupported_reason(self) -> str | None:
-        """Why lookahead cannot run on this model, as a sentence; None when it can."""
+        """Why lookahead cannot run on this model, as a sentence; None if it can."""
         model = self.model
         if model.config.is_encoder_decoder:
             return "encoder-decoder models are not supported"
@@ -86,14 +86,14 @@ class ModelAdapter:
         )
 
     def unsupported_state(self) -> str | None:
-        """Why the model cannot take blocks as it is now, in training mode or compiled."""
+        """Why the model's current state (training mode, compilation) rules out blocks; None if it does not."""
         in_training = [part for part in self.unusual_parts if part.training]
         if in_training and self.draws_in_training:
             return "this family draws random numbers in training mode, whatever its settings"
         return training_reason(in_training) or compiled_reason(self.unusual_parts)
 
     def unsupported_layers(self) -> str | None:
-        """Why the model's layers cannot take a tree of guesses, judged by what they are and by the cache they ask for."""
+        """Why the model's layers cannot take a tree of guesses, by their types and cache layers; None if they can."""
         for layer_type in getattr(self.config, "layer_types", None) or ():
             if layer_type not in LAYER_REACH:
                 return f"layers of type {layer_type!r} cannot take a tree of guesses"
@@ -103,41 +103,44 @@ class ModelAdapter:
         return None
 
     def unsupported_request(self, request: Request) -> str | None:
-        """Why this call cannot be served, as a sentence; None when it can. Asked when `unsupported_reason` gave none."""
+        """Why this call cannot be served, as a sentence; None if it can.
+
+        Called after `unsupported_reason` returned None.
+        """
         return unsupported_by_any(self, request)
 
     @property
     def most_slots(self) -> int | None:
-        """How many tokens of a row, padding included, the model's own code has room for; None where there is no such limit."""
+        """The most tokens per row, padding included, that the model's code has room for; None for no limit."""
         return None
 
     @property
     def num_tokens(self) -> int:
-        """Ids that the model has an embedding for."""
+        """The number of token ids that have an embedding."""
         rows = getattr(self.model.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
         return min(int(rows), int(self.config.vocab_size))
 
     @cached_property
     def takes_positions(self) -> bool:
-        """Whether the model is told positions; otherwise they follow from what it finds in the cache."""
+        """Whether the forward accepts `position_ids`; otherwise the model derives positions from the cache."""
         return "position_ids" in self._parameters
 
     @cached_property
     def keeps_rows(self) -> bool:
-        """Whether the model takes `logits_to_keep`."""
+        """Whether the forward accepts `logits_to_keep`."""
         return "logits_to_keep" in self._parameters
 
     @property
     def needs_equal_lengths(self) -> bool:
-        """Whether rows of a batch at different lengths would change each other: frequencies follow the longest one."""
+        """Whether rows of different lengths would affect each other: rotary frequencies depend on the longest row."""
         return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in self._ropes)
 
     def max_guess_offset(self, root_position: int) -> int | None:
-        """How far beyond the root a guess may lie without changing what the model says about the text; None: anywhere.
+        """The largest offset of a guess from the root that leaves the logits of the text unchanged; None for no limit.
 
-        root_position: the largest one of all rows. Rotary frequencies of type "dynamic" and "longrope" depend on the largest
-        position of a forward pass. While that stays below their boundary nothing changes; beyond it, "dynamic" allows no
-        guesses and "longrope" any. Learned or tabulated positions have a last row.
+        root_position: the largest of all rows. Rotary frequencies of types "dynamic" and "longrope" depend on the
+        largest position of a forward and are constant below a boundary. Beyond it, "dynamic" allows no guesses,
+        "longrope" any. Learned or tabulated positions end at the last row of their table.
         """
         limits = [] if self.last_position is None else [self.last_position]
         for rope in self._ropes:
@@ -151,52 +154,51 @@ class ModelAdapter:
 
     @property
     def last_position(self) -> int | None:
-        """The last position that the model knows, None where there is no such limit."""
+        """The last position that the model has an embedding for; None for no limit."""
         if self._ropes or not self.takes_positions:
             return None
         count = getattr(self.config, "max_position_embeddings", None)
         return None if count is None else int(count) - 1
 
     def carry(self, model_kwargs: dict[str, Any]) -> None:
-        """Remember what of the call's arguments each block needs. model_kwargs: as `_sample` gets them."""
+        """Store the call's `carried_arguments` for its blocks. model_kwargs: those of `_sample`."""
         given = {name: model_kwargs.get(name) for name in self.carried_arguments}
         self.carried = {name: value[:, -1:] for name, value in given.items() if value is not None}
 
     def make_cache(self, capacity: int) -> LookaheadCache:
-        """capacity: slots to start with."""
+        """An empty cache. capacity: its initial number of slots."""
         devices = set((getattr(self.model, "hf_device_map", None) or {}).values())
         return LookaheadCache(self.config.num_hidden_layers, capacity, uniform=len(devices) <= 1)
 
     @property
     def has_own_blocks(self) -> bool:
-        """Whether the family runs blocks on a changed model, or with masks of its own."""
+        """Whether the family overrides `block_model` or `masks`."""
         own = type(self)
         return own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
-        """Who sees whom, in the form the model wants: one mask for all layers, or a dict of them by layer type.
-
-        Each is additive, [B, 1, q, K].
+        """The additive attention mask of a block, [B, 1, q, K]: one for all layers, or a dict of them by layer type.
         """
         return masks_by_layer(partial(block_mask, block, self.dtype), self.reaches)
 
     def begin_block(self, block: Block, cache: LookaheadCache) -> Block:
-        """Make room for a block in the cache. Returns it where the model takes it."""
+        """Make room for a block in the cache. Returns the block on the model's device."""
         cache.begin_block(block.tokens.shape[1], block.tokens.device)
-        # Ids may come from the CPU to a model elsewhere; an offloaded model is "nowhere".
+        # Ids may lie on the CPU and the model elsewhere. The weights of an offloaded model are on the meta device.
         is_elsewhere = self._device != block.tokens.device and self._device.type != "meta"
         return block.to(self._device) if is_elsewhere else block
 
     def forward_block(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
-        """One ordinary forward over a block; its keys/values end up behind the committed slots of `cache`.
+        """One eager forward over a block. Its keys and values are written after the committed slots of `cache`.
 
-        wanted: more of the model's own arguments, such as output_hidden_states. Returns the model's output, logits [B, R, V].
+        wanted: further arguments of the model, such as output_hidden_states. Returns the model's output, logits [B, R,
+        V].
         """
         block = self.begin_block(block, cache)
         return self.ordinary_forward(block, cache, self.block_model, self.masks(block), **wanted)
 
     def ordinary_forward(self, block: Block, cache: LookaheadCache, model: Any, masks: Any, **wanted: Any) -> Any:
-        """The same on some model with some masks, for a block that `cache` has room for."""
+        """`forward_block` with a given model and masks, for a block that `cache` has room for."""
         arguments: dict[str, Any] = {
             name: value.to(block.tokens.device).expand_as(block.tokens) for name, value in self.carried.items()
         }
@@ -220,28 +222,28 @@ class ModelAdapter:
         return outputs
 
     def run_blocks(self, model: Any, **arguments: Any) -> Any:
-        """The forward of the model that runs the blocks, and nothing else."""
+        """Call the forward of the model that runs the blocks."""
         return model(**arguments)
 
     @cached_property
     def leaves_no_tensor(self) -> bool:
-        """Whether nobody but lade sees the tensors that a block's forward makes.
+        """Whether no tensor made in a block's forward outlives it, so that it may run in torch's inference mode.
 
-        Then it runs in torch's inference mode, where each operation costs less. Tensors made in it can take no part in training
-        and are not to be changed elsewhere: the user's hooks and modules may keep some, and so does a model whose rotary
-        frequencies follow the length of the text.
+        Operations cost less there, but its tensors cannot be used in training or modified in place outside. Hooks and
+        modules of the user may keep tensors, and so does a model whose rotary frequencies depend on the length of the
+        text.
         """
         kind = self._device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return False  # it keeps the weights that it has cast
+            return False  # autocast caches the weights that it has cast
         return self.code.is_as_made and not self.needs_equal_lengths
 
     @cached_property
     def is_exact(self) -> bool:
-        """Whether the size of a block cannot change a text: everything is computed in float32 or float64.
+        """Whether the size of a block cannot change the text: all weights and products are float32 or float64.
 
-        In half precision, and in what is quantized or multiplied in less than its dtype says, products of more rows are rounded
-        otherwise.
+        In half precision, in quantized layers and in reduced-precision products, rounding depends on the number of
+        rows.
         """
         if self.dtype not in EXACT_DTYPES or torch.get_float32_matmul_precision() != "highest":
             return False
@@ -253,44 +255,46 @@ class ModelAdapter:
 
     @property
     def prompt_model(self) -> Any:
-        """What runs the prompt."""
+        """The model that runs the prompt."""
         return self._uncompiled
 
     @cached_property
     def _uncompiled(self) -> Any:
-        """The model, or a shadow model of one that its user has compiled, which would be compiled anew for each shape."""
+        """The model; if the user has compiled it, an uncompiled shadow model, since each block shape would recompile
+        it.
+        """
         return shadow_model(self.model) if any(can_pass_by(part) for part in self.unusual_parts) else self.model
 
     @cached_property
     def block_model(self) -> Any:
-        """What runs the blocks: the model, or a shadow model of it."""
+        """The model that runs the blocks: the user's, or a shadow model of it."""
         return shadow_model(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
 
     @cached_property
     def reaches(self) -> Reach | dict[str, Reach]:
-        """How far back the layers look."""
+        """How far back the layers attend: one `Reach`, or one per layer type."""
         return layer_reaches(self.config)
 
     @property
     def _masked_attention(self) -> str | None:
-        """An attention for blocks that computes what the model's own does; None when none is known to."""
+        """An attention implementation for blocks that computes what the model's does; None if none is known."""
         own = self.config._attn_implementation
         if own in MASKED_ATTENTION:
             return str(own)
         if not any(name in own for name in MASKLESS_ATTENTION):
             return None
-        # In older versions sdpa passes for supported where it ignores the soft cap.
+        # Older versions report sdpa as supported although it ignores the soft cap.
         has_cap = getattr(self.config, "attn_logit_softcapping", None) is not None
         return "sdpa" if self.model._supports_sdpa and not has_cap else "eager"
 
     @property
     def needs_view(self) -> bool:
-        """Whether blocks run on a shadow model of the model."""
+        """Whether blocks run on a shadow model."""
         return self._masked_attention != self.config._attn_implementation
 
     @cached_property
     def _device(self) -> torch.device:
-        """Of the model's first weight."""
+        """The device of the model's first weight."""
         device: torch.device = self.model.device
         return device
 
@@ -301,7 +305,7 @@ class ModelAdapter:
 
     @cached_property
     def unusual_parts(self) -> list[nn.Module]:
-        """Of `parts` those in training mode, and those that run something in place of their class's forward."""
+        """Those of `parts` in training mode, or with a replaced or compiled forward."""
         return [
             part
             for part in self.parts
@@ -310,13 +314,13 @@ class ModelAdapter:
 
     @cached_property
     def cache_layers(self) -> list[Any]:
-        """Layers of the cache that the model asks for."""
+        """The layers of a `DynamicCache` made from the model's configuration."""
         layers: list[Any] = DynamicCache(config=self.config).layers
         return layers
 
     @cached_property
     def code(self) -> Code:
-        """Whose code runs inside the model's forward."""
+        """What code runs inside the model's forward, and who wrote it."""
         return code_of(self.parts, dict.fromkeys((self.config._attn_implementation, self._masked_attention)))
 
     @cached_property
@@ -326,12 +330,12 @@ class ModelAdapter:
 
     @cached_property
     def _ropes(self) -> list[dict[str, Any]]:
-        """Settings of the rotary embeddings; several where they differ by layer type."""
+        """Settings of the rotary embeddings: none, one dict, or one per layer type if they differ."""
         return rope_settings(self.config)
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """generate()'s 2-D mask as bool, or None where it hides nothing. attention_mask: [B, P]."""
+    """The 2-D attention mask of generate() as bool, or None if it hides nothing. attention_mask: [B, P]."""
     if attention_mask is None or bool(attention_mask.all()):
         return None
     return attention_mask.to(torch.bool)

@@ -1,7 +1,7 @@
-"""Models that their user has compiled: which function a compiled one stands for, so that blocks can pass it by.
+"""Models that the user has compiled: find the functions behind torch.compile, so that blocks run them uncompiled.
 
-Each new shape makes dynamo compile a function anew, up to a limit at which it gives up or raises, and blocks have many shapes.
-A shadow model (`lade/models/shadow.py`) runs the functions that were compiled, and computes the same.
+Dynamo recompiles a function for each new shape and gives up or raises at a limit, and blocks have many shapes. A
+shadow model (`lade/models/shadow.py`) runs the original functions and computes the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNKNOWN_BACKEND = (
 
 
 def compiled_reason(parts: Iterable[nn.Module]) -> str | None:
-    """Why blocks cannot pass by what is compiled of these modules, as a sentence; None where they can."""
+    """Why the compiled code of these modules cannot be bypassed, as a sentence; None if it can."""
     for part in parts:
         own = vars(part)
         compiled = (own.get("forward"), own.get("_compiled_call_impl"))
@@ -29,18 +29,18 @@ def compiled_reason(parts: Iterable[nn.Module]) -> str | None:
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether `function` is what torch.compile returns, and not a wrapper that has taken over its attributes."""
+    """Whether `function` is a result of torch.compile, and not a wrapper that has copied its attributes."""
     return getattr(function, "_torchdynamo_wrapper_id", id(function)) == id(function) and hasattr(
         function, "_torchdynamo_orig_callable"
     )
 
 
 def can_pass_by(part: nn.Module) -> bool:
-    """Whether what runs in place of a module's own code is that code, compiled by torch."""
+    """Whether everything that replaces the module's own code is that same code, compiled by a backend of torch."""
     own = vars(part)
     stands_for = {"forward": type(part).forward, "_compiled_call_impl": nn.Module._call_impl}
     module: Any = part
-    if "dynamo_ctx" in own:  # torch.compile(module) is a module around that one
+    if "dynamo_ctx" in own:  # torch.compile(module) wraps the module in another one
         module = own["_modules"]["_orig_mod"]
         stands_for["forward"] = nn.Module._wrapped_call_impl
         if own["_forward_hooks"] or own["_forward_pre_hooks"]:
@@ -61,13 +61,13 @@ def is_method(function: Any, expected: Any, module: nn.Module) -> bool:
 
 
 def is_of_torch(function: Any) -> bool:
-    """Whether a compiled function was compiled by a backend of torch's own: another one may compute something else."""
+    """Whether the backend of a compiled function is torch's own; another one may compute something else."""
     for cell in function.__closure__ or ():
         backend: Any = getattr(cell.cell_contents, "callback", None)
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         if backend is not None:
-            # Backends that have a name come in a wrapper; inductor in one of its own.
+            # Backends given by name are wrapped, inductor in a class of its own.
             code = getattr(backend, "compiler_fn", type(backend))
             return (getattr(code, "__module__", None) or "").split(".")[0] == "torch"
     return False

@@ -1,8 +1,8 @@
-"""Foreign code: what runs inside a model's forward and neither torch, transformers nor accelerate wrote.
+"""Foreign code: code in a model's forward that does not come from torch, transformers, accelerate or lade.
 
-Classes of modules, functions in place of a forward or of an attention, and hooks. Callables are judged by where their code is
-written, never by a name. What is foreign is tried out before it is trusted (`self_check.py`). A hook may also keep what it sees, which no
-trial can find out: so it meets neither trials nor guesses before its owner allows it.
+It may be a module class, a replaced forward or attention function, or a hook. Callables are judged by the package that
+their code is defined in, not by their names. Foreign code must pass a self-check (`self_check.py`). A hook may also
+retain its inputs, which no self-check can detect, so it sees neither self-checks nor guesses until the user allows it.
 """
 
 from __future__ import annotations
@@ -26,40 +26,44 @@ from lade.models.compiled import can_pass_by
 T = TypeVar("T")
 AUTHORS = frozenset({"torch", "transformers", "accelerate", "lade"})  # top-level packages
 TRANSFORMERS = frozenset({"transformers"})
-RETAINS_NOTHING = AUTHORS | {"peft"}  # their hooks need nobody's leave
-# A function of transformers under another one's name is as foreign as any.
+RETAINS_NOTHING = AUTHORS | {"peft"}  # packages whose hooks need no permission
+# Under these names any other function is foreign, even one of transformers.
 STOCK = {"attention sdpa": sdpa_attention_forward}
-EAGER = "eager_attention_forward"  # a global of each file of models, which "eager" stands for
+EAGER = "eager_attention_forward"  # the global in each modeling file that "eager" refers to
 PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What a call has to know about the code of a model. Foreign pieces are given as keys: equal ones mean the same code."""
+    """Facts about the code of a model. Foreign code is given as keys; equal keys mean the same code."""
 
-    classes: tuple[Hashable, ...]  # foreign ones of modules
-    functions: tuple[Hashable, ...]  # foreign ones in place of a forward or an attention
-    hooks: tuple[Hashable, ...]  # foreign ones
-    names: tuple[str, ...]  # of these functions and hooks, for a reason
-    refused_hook: str | None  # the name of one that may not meet guesses
-    is_patched: bool  # some module does not run its class's forward: patched or dispatched, by whomever
-    is_compiled: bool  # some module runs that forward compiled by torch, which a view does not
-    is_hooked: bool  # there are hooks besides transformers' own, which only collect what a call asks for
-    has_plain_weights: bool  # none is quantized or lies on several devices
+    classes: tuple[Hashable, ...]  # foreign module classes
+    functions: tuple[Hashable, ...]  # foreign replacements of a forward or an attention
+    hooks: tuple[Hashable, ...]  # foreign hooks
+    names: tuple[str, ...]  # of these functions and hooks, for messages
+    refused_hook: str | None  # the name of a hook that needs permission and has none
+    is_patched: bool  # some module's forward is replaced (patched or dispatched)
+    is_compiled: bool  # some module's forward is compiled by torch; a shadow model runs it uncompiled
+    is_hooked: bool  # there are hooks besides transformers' own, which only record requested outputs
+    has_plain_weights: bool  # all are plain `nn.Parameter`: none quantized or distributed
 
     @property
     def is_as_made(self) -> bool:
-        """Whether the model runs as torch and transformers made it, on ordinary tensors."""
+        """Whether the model runs unmodified code of torch and transformers on ordinary tensors."""
         is_foreign = self.classes or self.functions or self.hooks
         return self.has_plain_weights and not (is_foreign or self.is_patched or self.is_compiled or self.is_hooked)
 
 
 def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> Code:
-    """Look over a model. parts: the model and all modules in it. attentions: names of those that it and its blocks use."""
+    """Inspect a model.
+
+    parts: the model and all modules in it. attentions: names of the attention implementations of the model and its
+    blocks.
+    """
     classes: list[Hashable] = []
-    functions: list[tuple[Any, ...]] = []  # what each is in place of, and itself
-    hooks: list[tuple[Any, ...]] = []  # what each is on, and itself
-    known: dict[type[nn.Module], bool] = {}  # classes are few, and modules many
+    functions: list[tuple[Any, ...]] = []  # (place, function)
+    hooks: list[tuple[Any, ...]] = []  # (place, kind, hook)
+    known: dict[type[nn.Module], bool] = {}  # each class is examined once
     is_patched, is_compiled, has_plain_weights = False, False, True
     for place, part in enumerate(parts):
         kind, own = type(part), vars(part)
@@ -100,7 +104,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
 
 
 def _leave_for(hook: Any) -> Hashable:
-    """Its owner's permission for a hook, as a key; None where there is none."""
+    """The user's permission for a hook, as a key; None if there is none."""
     leave = _allowed.get(key_of(hook))
     return leave and Held(leave)
 
@@ -117,7 +121,7 @@ def _is_known_class(kind: type[nn.Module]) -> bool:
 def _foreign_attention(
     kinds: Iterable[type[nn.Module]], attentions: Collection[str | None]
 ) -> Iterator[tuple[Any, ...]]:
-    """Foreign functions that compute a model's attention or its masks, each behind what it is in place of."""
+    """Foreign functions that compute a model's attention or masks, as (what it replaces, function)."""
     found: list[tuple[str, Any]] = [("torch", functional.scaled_dot_product_attention)]
     for name in attentions:
         found.append((f"attention {name}", ALL_ATTENTION_FUNCTIONS.get(name)))
@@ -137,14 +141,14 @@ def _globals_of(function: Any) -> dict[str, Any]:
 
 
 def _single_hooks(hook: Any) -> Iterator[Any]:
-    """accelerate's hooks may be made of several."""
+    """The hooks in one of accelerate's, which may be a sequence of hooks."""
     inner = getattr(hook, "hooks", None)
     yield from chain.from_iterable(map(_single_hooks, inner)) if isinstance(inner, (tuple, list)) else (hook,)
 
 
 def is_written_by(authors: frozenset[str], source: Any) -> bool:
-    """Whether all of a class's or callable's code, as far as it can be seen, is these packages'."""
-    if type(source) is types.FunctionType:  # asked for in each call
+    """Whether all visible code of a class or callable is defined in these packages."""
+    if type(source) is types.FunctionType:  # cached, since every call asks
         if source not in _homes:
             _homes[source] = frozenset(_homes_of(source))
         return _homes[source] <= authors
@@ -152,7 +156,10 @@ def is_written_by(authors: frozenset[str], source: Any) -> bool:
 
 
 def _homes_of(source: Any) -> Iterator[str]:
-    """Packages that a class's or callable's code is written in. A wrapper takes over the name of what it wraps, so both count."""
+    """The packages that define a class's or callable's code.
+
+    A wrapper copies `__module__`, so its globals count as well.
+    """
     names = [getattr(source, "__module__", None)]
     inner: list[Any] = [getattr(source, "__wrapped__", None)]
     if isinstance(source, types.FunctionType):
@@ -172,14 +179,14 @@ def _homes_of(source: Any) -> Iterator[str]:
 
 
 def name_of(source: Any) -> str:
-    """What a class or callable is called, the same in each run."""
+    """The name of a class or callable, without addresses."""
     while isinstance(source, functools.partial):
         source = source.func
     return str(getattr(source, "__qualname__", type(source).__qualname__))
 
 
 class Held:
-    """Stands for one object in a key, without keeping it alive. Never equal to what comes to lie at its address later."""
+    """A weak reference to one object by identity, for use in keys. Not equal to a later object at the same address."""
 
     __slots__ = ("_hash", "_thing")
 
@@ -187,7 +194,7 @@ class Held:
         self._hash = id(thing)
         try:
             self._thing = weakref.ref(thing)
-        except TypeError:  # held for good
+        except TypeError:  # no weak references possible: keeps the object alive
             self._thing = lambda: thing  # type: ignore[assignment]
 
     def __hash__(self) -> int:
@@ -203,11 +210,11 @@ class Held:
 
 
 def key_of(source: Any) -> Hashable:
-    """Equal for the same code alone: the same function, bound to the same object, with the same plain arguments."""
+    """A key that is equal only for the same function, bound to the same object, with the same plain arguments."""
     if isinstance(source, types.MethodType):
         return Held(source.__self__), key_of(source.__func__)
     if isinstance(source, types.FunctionType):
-        return Held(source), Held(source.__code__)  # which an editor's reload puts into the old function
+        return Held(source), Held(source.__code__)  # autoreload replaces the code object of an existing function
     if type(source) is functools.partial:
         given = (*source.args, *chain.from_iterable(sorted(source.keywords.items())))
         return key_of(source.func), *(repr(each) if _is_plain(each) else Held(each) for each in given)
@@ -219,20 +226,22 @@ def _is_plain(value: Any) -> bool:
 
 
 def is_gone(key: Hashable) -> bool:
-    """Whether something that a key stands for no longer exists, so that the key can never be met again."""
+    """Whether an object in the key no longer exists, so that the key can never occur again."""
     if isinstance(key, Held):
         return key.is_gone
     return isinstance(key, tuple) and any(map(is_gone, key))
 
 
 def allow_hook(hook: T) -> T:
-    """Let a hook of yours meet guesses, rejected ones among them; without that, models that have it go to plain generate().
+    """Allow a hook to run on blocks, which contain rejected guesses. Without this, models with the hook use plain
+    generate().
 
-    hook: what `register_forward_hook`, `register_forward_pre_hook` and their like are given. It is tried out first, on random tokens:
-    what it does must not depend on how many tokens a forward has, nor on how many forwards there were before. Allow it once more after
-    a change of what it does. Returns it, so that this can be a decorator.
+    hook: the function passed to `register_forward_hook`, `register_forward_pre_hook` and the like. A self-check on
+    random tokens runs it first. What it does must depend neither on the number of tokens in a forward nor on the
+    number of earlier forwards. Call this again after changing what the hook does. Returns the hook, so this works as a
+    decorator. Raises TypeError if the hook is not callable and is no hook of accelerate.
     """
-    if not callable(hook) and not hasattr(hook, "pre_forward"):  # accelerate's are no functions
+    if not callable(hook) and not hasattr(hook, "pre_forward"):  # hooks of accelerate are objects
         raise TypeError(f"hook must be callable, got {hook!r}")
     for key in [key for key in _allowed if is_gone(key)]:
         del _allowed[key]
@@ -241,7 +250,7 @@ def allow_hook(hook: T) -> T:
 
 
 class Allowed:
-    """One permission: another one asks for another trial."""
+    """One permission. A new one causes a new self-check."""
 
 
 _allowed: dict[Hashable, Allowed] = {}

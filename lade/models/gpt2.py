@@ -1,4 +1,4 @@
-"""GPT-2 and its kin: token types, which some of their tokenizers return, are embedded as tokens are and added."""
+"""GPT-2 and related families: `token_type_ids`, which some tokenizers return, are embedded and added."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from lade.models.base import ModelAdapter
 
 
 class GPT2Adapter(ModelAdapter):
-    """GPT-2, GPT-J, CodeGen and GPTBigCode: a token's type changes that token alone, so that guesses may have one."""
+    """GPT-2, GPT-J, CodeGen and GPTBigCode. A token type affects only its own token, so guesses can carry one."""
 
     carried_arguments = frozenset({"token_type_ids"})

@@ -1,4 +1,4 @@
-"""GPT-Neo: its attention keeps a buffer of who sees whom by cache slot, and takes only what that allows."""
+"""GPT-Neo: its attention masks by cache slot, through a buffer in each layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lade.models.shadow import shadow_model
 
 
 class GPTNeoAdapter(ModelAdapter):
-    """Blocks run on a view whose buffers answer for the block at hand: all slots, or those in reach of a local layer."""
+    """Blocks run on a shadow model whose mask buffers allow all slots, or those within a local layer's window."""
 
     needs_view = True
     carried_arguments = frozenset({"token_type_ids"})
@@ -51,7 +51,7 @@ class GPTNeoAdapter(ModelAdapter):
 
 
 class SlotMask:
-    """Stands for a buffer that the layers slice by slot: whatever the slice, it is the mask of the block at hand."""
+    """Replaces a mask buffer that the layers slice by slot. Every slice returns the mask of the current block."""
 
     mask: Tensor  # [B or 1, 1, q or 1, K or 1] bool
 

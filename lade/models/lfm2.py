@@ -1,7 +1,7 @@
-"""LFM2: between attention layers lie short convolutions over the text, which must follow a guess's own ancestors.
+"""LFM2: short causal convolutions between the attention layers, which in a tree must follow each guess's ancestors.
 
-The inputs of a convolution are kept per token, in slots like keys, so that a rejected guess is forgotten in the same way. Prompt and
-blocks run on a shadow model whose convolutions read them there.
+The inputs of each convolution are stored per token in cache slots, like keys, so rejected guesses are removed in the
+same way. Prompt and blocks run on a shadow model whose convolutions read these slots.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Lfm2Adapter(ModelAdapter):
     def masks(self, block: Block) -> Any:
         self.ancestors = ancestor_slots(block, self.config.conv_L_cache)
         self._masks = super().masks(block)
-        return None  # older versions take no dict: the masks reach the attention layers by `_with_mask`
+        return None  # older versions take no dict: `_with_mask` passes the masks to the attention layers
 
     def _with_mask(self, layer_type: str, _: Any, args: Any, arguments: dict[str, Any]) -> Any:
         if self.ancestors is None:  # the prompt
@@ -57,7 +57,7 @@ class Lfm2Adapter(ModelAdapter):
 
 
 class TreeConvolution(nn.Module):
-    """One short convolution, over each token and its k-1 ancestors."""
+    """A short convolution over each token and its k-1 nearest ancestors."""
 
     def __init__(self, stock: Any, adapter: Lfm2Adapter) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class TreeConvolution(nn.Module):
     def forward(
         self, hidden_states: Tensor, past_key_values: Any, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """hidden_states: [B, q, D]. attention_mask: [B, q] without the prompt's padding, or None."""
+        """hidden_states: [B, q, D]. attention_mask: [B, q], 0 for the prompt's padding, or None. Returns [B, q, D]."""
         stock = self.stock
         if attention_mask is not None:
             hidden_states = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
@@ -76,10 +76,10 @@ class TreeConvolution(nn.Module):
         num_tokens = inputs.shape[1]
         kept, _ = past_key_values.update(inputs[:, None], inputs[:, None, :, :0], stock.layer_idx)
         kept = kept[:, 0]  # [B, K, D]
-        weights = stock.conv.weight[:, 0]  # [D, k]; the last one belongs to the token itself
+        weights = stock.conv.weight[:, 0]  # [D, k]; the last column weights the token itself
 
         slots = self.adapter.ancestors
-        if slots is None:  # the prompt: every token's ancestors are the ones before it
+        if slots is None:  # the prompt: a token's ancestors precede it
             places = torch.arange(kept.shape[1] - num_tokens, kept.shape[1], device=kept.device)
             steps = torch.arange(weights.shape[1], device=kept.device)
             slots = (places[:, None] - steps).expand(len(kept), -1, -1)  # [B, q, k]
@@ -93,9 +93,12 @@ class TreeConvolution(nn.Module):
 
 
 def ancestor_slots(block: Block, count: int) -> Tensor:
-    """Slots of each block token and its count - 1 nearest ancestors. Returns [B, q, count], negative before the text."""
+    """Slots of each block token and its count - 1 nearest ancestors.
+
+    Returns [B, q, count]; negative before the text.
+    """
     targets = block.offsets[:, :, None] - torch.arange(count, device=block.offsets.device)  # [B, q, k] offsets
-    # Of the tokens that one sees, exactly one lies at each offset from the root on.
+    # A token sees exactly one token at each offset from the root on.
     is_ancestor = block.visible[:, :, None] & (block.offsets[:, None, None] == targets[..., None])  # [B, q, k, q]
     inside = is_ancestor.to(torch.uint8).argmax(dim=-1)
     return block.starts()[:, :, None] + torch.where(targets < 0, targets, inside)

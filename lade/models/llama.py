@@ -1,4 +1,4 @@
-"""Llama: rotary positions per token, one key/value shape for all layers, logits for chosen rows. Nothing differs."""
+"""Llama: the base adapter's conventions apply unchanged."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from lade.models.base import ModelAdapter
 
 
 class LlamaAdapter(ModelAdapter):
-    """Llama 1 to 3 and everything else whose `model_type` is "llama"."""
+    """Llama 1 to 3 and all other models whose `model_type` is "llama"."""

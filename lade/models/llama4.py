@@ -14,7 +14,7 @@ from lade.models.shadow import shadow_model
 
 
 class Llama4Adapter(ModelAdapter):
-    """With `attn_temperature_tuning`, blocks run on a view whose query projections scale by position themselves."""
+    """With `attn_temperature_tuning`, blocks run on a shadow model whose query projections scale by position."""
 
     @property
     def needs_view(self) -> bool:
@@ -30,13 +30,13 @@ class Llama4Adapter(ModelAdapter):
         return view
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
-        # The stock code counts slots, padding included.
+        # The stock code counts slots, padding included, so these are slots and not `block.positions`.
         self.positions = block.starts() + block.offsets  # [B, q]
         return super().masks(block)
 
 
 class ScaledProjection(nn.Module):
-    """A query projection, times the temperature of each token's position (arXiv:2501.19399)."""
+    """A query projection scaled by the temperature of each token's position (arXiv:2501.19399)."""
 
     def __init__(self, stock: nn.Module, attention: Any, adapter: Llama4Adapter) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-3.5-MoE: longrope's frequencies switch at a length, and training draws experts."""
+"""Phi-3 and Phi-3.5-MoE: longrope frequencies switch at a length; the MoE router is random in training mode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lade.models.request import Request
 
 
 class Phi3Adapter(ModelAdapter):
-    """Phi-3 and Phi-3.5-MoE: where rotary frequencies switch, plain generate() computes the whole cache anew."""
+    """Phi-3. Where the longrope frequencies switch, plain generate() recomputes the whole cache."""
 
     safe_hooks = ("prepare_inputs_for_generation",)
 
@@ -25,6 +25,6 @@ class Phi3Adapter(ModelAdapter):
 
 
 class PhimoeAdapter(Phi3Adapter):
-    """Phi-3.5-MoE: in training mode its router draws among the experts (SparseMixer, arXiv:2310.00811)."""
+    """Phi-3.5-MoE. In training mode its router samples experts (SparseMixer, arXiv:2310.00811)."""
 
     draws_in_training = True

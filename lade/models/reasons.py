@@ -1,4 +1,4 @@
-"""Why a model's own code rules lookahead out, in sentences for whoever meets them."""
+"""Why a model's own code rules out lookahead, as sentences for the user."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
-# What plain generate() does around each forward, and the loop does in its own way.
+# Methods that plain generate() calls around each forward; lade's loop has its own code for them.
 HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 NEEDED = ("attention_mask", "past_key_values")
 ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def calling_reason(model: Any, safe_hooks: Collection[str]) -> str | None:
-    """Why blocks cannot be handed to the model, as a sentence; None when they can. safe_hooks: as in `ModelAdapter`."""
+    """Why the model's forward cannot be called with blocks, as a sentence; None if it can. safe_hooks: of the adapter.
+    """
     parameters = inspect.signature(model.forward).parameters
     for name in NEEDED:
         if name not in parameters:
@@ -41,7 +42,7 @@ def calling_reason(model: Any, safe_hooks: Collection[str]) -> str | None:
 
 
 def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
-    """Why guesses would change how the model rounds the text, as a sentence; None where it is not known to."""
+    """Why guesses would change the rounding of the text's logits, as a sentence; None if no reason is known."""
     if "bitsandbytes" not in sys.modules:
         return None
     for part in parts:
@@ -57,18 +58,18 @@ def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
 
 
 def hook_reason(name: str | None) -> str | None:
-    """Why a hook keeps blocks away, as a sentence. name: of one that may not meet guesses, None where there is none."""
+    """Why a hook rules out blocks, as a sentence. name: of a hook without permission; None if there is none."""
     return name and f"the hook {name} would see guesses that are rejected; lade.allow_hook(hook) lets it"
 
 
 def checked_code(adapter: Any) -> str:
-    """What a trial is of: the model, and the functions and hooks in it that neither torch nor transformers wrote."""
+    """The subject of a self-check: the model type, and up to three foreign functions and hooks in it."""
     names = adapter.code.names
     return f"this {adapter.model.config.model_type!r} model" + (f" with {', '.join(names[:3])}" if names else "")
 
 
 def failed_check_reason(adapter: Any, is_masked: bool) -> str:
-    """Why a model that gave other logits in its trial block cannot be served, as a sentence. is_masked: as for `probe`."""
+    """Why a model whose logits differed in the self-check is not served, as a sentence. is_masked: as for `probe`."""
     what = checked_code(adapter)
     if not adapter.takes_positions:
         return f"{what} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"

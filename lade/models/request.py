@@ -1,4 +1,4 @@
-"""What of a `generate()` call may matter to a family, and the calls that no family is served."""
+"""A `generate()` call as adapters see it, and the checks of it that apply to every family."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from lade.block.mask import EVERYWHERE
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What of a `generate()` call may matter to a family. Lengths are in tokens."""
+    """The part of a `generate()` call that may matter to a family. Lengths are in tokens."""
 
     prompt_length: int
     max_length: int
-    cached_length: int  # of the cache that the caller brings along
+    cached_length: int  # of a cache passed by the caller
     has_static_cache: bool
     wants_attentions: bool
     attention_mask: Tensor | None = None  # [B, prompt]
-    position_ids: Tensor | None = None  # [B or 1, prompt], or more of these
+    position_ids: Tensor | None = None  # [B or 1, prompt], or several such along a first dimension
     batch_size: int = 1
-    pad_token: int | None = None  # what a row that ends before the others is filled up with, if a row may
+    pad_token: int | None = None  # fills rows that end early; None if no row can
 
     @property
     def num_slots(self) -> int:
-        """How many tokens of a row may go through the model, padding included: all but the last one."""
+        """The most tokens of a row, padding included, that go through the model: all but the last."""
         return self.max_length - 1
 
 
 def unsupported_by_any(adapter: Any, request: Request) -> str | None:
-    """Why a call cannot be served, as a sentence, judged by what the adapter says of its model; None when it can.
+    """Why a call cannot be served, as a sentence; None if it can. adapter: the model's `ModelAdapter`.
 
-    Plain generate() takes rows that have ended along to the end of the batch, lade as a rule does not: where that may raise, the
-    original code is to do so.
+    Plain generate() keeps finished rows in the batch until the last row ends; lade usually drops them. Where keeping
+    them may raise an error, the call goes to plain generate(), so that the error is the same.
     """
     if request.wants_attentions and not sees_everything(adapter):
         return "output_attentions of windowed layers show the window alone, and lade's own cache keeps more"
@@ -53,22 +53,22 @@ def unsupported_by_any(adapter: Any, request: Request) -> str | None:
 
 
 def furthest_position(request: Request) -> int:
-    """Of all tokens that may go through the model, those of rows that have ended included."""
+    """The largest position that may go through the model in plain generate(), finished rows included."""
     if request.position_ids is None:
         return request.num_slots - 1
     return int(request.position_ids[..., -1].max()) + request.num_slots - request.prompt_length
 
 
 def sees_everything(adapter: Any) -> bool:
-    """Whether no layer has a window or chunks."""
+    """Whether all layers attend to the whole text, with no window or chunks."""
     return adapter.reaches in (EVERYWHERE, {"full_attention": EVERYWHERE})
 
 
 def forgets_nan(adapter: Any, attention_mask: Tensor | None) -> bool:
-    """Whether padding leaves NaN in the cache for as long as a window holds it.
+    """Whether left padding puts NaN into the cache that a sliding window would later drop and lade's cache keeps.
 
-    Eager attention takes the softmax in float32, where the minimum of float64, which hides a key, is minus infinity; a token that
-    sees no key at all becomes NaN: one at the beginning.
+    Eager attention computes the softmax in float32. The mask value, the minimum of float64, becomes minus infinity
+    there, so a token that attends to no key, such as left padding, becomes NaN. attention_mask: [B, P] or None.
     """
     if adapter.dtype != torch.float64 or adapter.config._attn_implementation != "eager" or attention_mask is None:
         return False

@@ -1,4 +1,4 @@
-"""Trying out a model whose code nobody has vouched for, before lookahead is trusted with it."""
+"""The self-check: compare a block's logits with plain decoding on a model whose code is not known to be safe."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from lade.state import PerModel
 from lade.tolerance import MASK_EFFECT_RATIO, largest_difference
 from lade.verification.draws import drawing
 
-# The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
+# The check's prompt is as long as the call's text, up to this many tokens. What changes beyond that many only the
+# configuration tells.
 LONGEST_CHECK = 2048
 SHORTEST_CHECK = 64
 
-# What came of trials, by the code that ran and by what was tried; code that is gone takes its entries along.
+# Results by code and by the sizes checked. Entries whose code no longer exists are removed.
 _verdicts: PerModel[dict[Hashable, str | None]] = PerModel(dict)
-MOST_VERDICTS = 64  # per model: hooks may come with other arguments in each call
+MOST_VERDICTS = 64  # per model: hooks may have different arguments in each call
 
 
 def self_check_reason(
     adapter: ModelAdapter, max_length: int, num_rows: int = 1, key_mask: Tensor | None = None
 ) -> str | None:
-    """Why a model failed its trial, as a sentence; None when it passed. Tried once for each model, code and size of a call.
+    """Why a model failed its self-check, as a sentence; None if it passed. Runs once per model, code and size of call.
 
-    max_length: how long the text may get, in tokens. num_rows: B. key_mask: of the prompts, None where it hides nothing; one that hides
-    something has a trial of its own, since some models count positions by it and some ignore it.
+    max_length: the largest length of the text in tokens. num_rows: B. key_mask: [B, P] of the prompts, None if it
+    hides nothing. A mask needs a check of its own: some models derive positions from it and some ignore it.
     """
     code = adapter.code
     length = SHORTEST_CHECK
     while length < min(max_length, LONGEST_CHECK):
         length *= 2
-    # A hook may go by the row.
+    # A hook's effect may depend on the number of rows.
     sizes = (length, current_config().max_block_tokens, num_rows if code.hooks else 1, key_mask is not None)
     key = (
         code.classes,
@@ -59,7 +60,7 @@ def self_check_reason(
         except Exception as problem:
             if not is_out_of_memory(problem):
                 raise
-            return "there was no room for a trial block"  # there may be for the next call
+            return "there was no room for a trial block"  # not stored: the next call may have room
         for old in [old for old in verdicts if is_gone(old)] + list(verdicts)[: -MOST_VERDICTS + 1]:
             verdicts.pop(old, None)
         verdicts[key] = verdict
@@ -67,11 +68,11 @@ def self_check_reason(
 
 
 def _try_out(adapter: ModelAdapter, *sizes: Any) -> str | None:
-    """adapter: one of its own, since it holds masks and views of the trial afterwards. sizes: as for `probe`."""
+    """The self-check's result. adapter: a fresh one, since it keeps state of the check. sizes: as for `probe`."""
     try:
         with keeping_generators(adapter.model):
             error, effect = probe(adapter, *sizes)
-    except Exception as problem:  # whatever somebody's code raises when it is given a block
+    except Exception as problem:  # foreign code may raise anything
         if is_out_of_memory(problem):
             raise
         return f"a trial block failed on {checked_code(adapter)} ({type(problem).__name__}: {problem})"
@@ -82,7 +83,7 @@ def _try_out(adapter: ModelAdapter, *sizes: Any) -> str | None:
 
 @contextmanager
 def keeping_generators(model: PreTrainedModel) -> Iterator[None]:
-    """Leave torch's generators as they were, whatever somebody's code draws from them inside."""
+    """Restore torch's random generators afterwards, whatever foreign code draws from them inside."""
     devices = {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}
     kind = min((device.type for device in devices), default="cuda")
     with drawing, torch.random.fork_rng([device for device in devices if device.type == kind], device_type=kind):
@@ -97,11 +98,14 @@ def probe(
     num_rows: int = 1,
     is_masked: bool = False,
 ) -> tuple[float, float]:
-    """How far a block's logits are from plain decoding's, and how far they would be if the model ignored the mask.
+    """The largest difference of a block's logits from plain decoding's, and the same under a plain causal mask.
 
-    length: tokens of the text, fewer where the model's positions end before. The block holds a root, a wrong guess, and behind it a
-    branch of two right ones: rows that a plain causal mask would change. largest_block: tokens of a second one with more wrong guesses,
-    since code may go by the size. num_rows: B, all of the same text. is_masked: whether a mask hides a part of the prompt.
+    The second figure is the effect of ignoring the tree mask, against which the first is judged. The block holds a
+    root, a wrong guess, and after it a branch of two right guesses, whose rows a causal mask would change.
+
+    length: of the text in tokens, at most the model's positions. largest_block: size in tokens of a second block with
+    more wrong guesses, since code may depend on the size. num_rows: B, all with the same text. is_masked: mask part of
+    the prompt.
     """
     model, vocab_size = adapter.model, adapter.config.vocab_size
     device = model.get_input_embeddings().weight.device
@@ -110,7 +114,7 @@ def probe(
     text = torch.randint(vocab_size, (1, count + 4), generator=numbers).to(device)
     prefix, (root, wrong, first, second) = text[:, :count].expand(num_rows, -1), text[0, count:]
     mask = torch.ones_like(text).repeat(num_rows, 1)
-    if is_masked:  # not the first ones: eager attention may make NaN of those
+    if is_masked:  # not the first tokens, which may become NaN with eager attention
         mask[:, count // 4 : count // 2] = 0
     masks = {"attention_mask": mask[:, :count]} if is_masked else {}
     places = counted(mask)
@@ -120,7 +124,7 @@ def probe(
     doubt = 0.0
     kinds = {type(layer) for layer in DynamicCache(config=adapter.config).layers}
     if DynamicSlidingWindowLayer in kinds and kinds <= set(PLAIN_LAYERS):
-        # A caller's own cache may keep every key; only what both agree on is what the model says.
+        # A caller's own cache may keep every key; if that changes the logits, the reference is not reliable.
         doubt = largest_difference(plain_logits(adapter, prefix, tokens, DynamicCache(), masks), expected)
     largest_block = max(largest_block, 4)
     cache = adapter.make_cache(count + largest_block + 4)
@@ -150,9 +154,9 @@ def probe(
 def plain_logits(
     adapter: ModelAdapter, prefix: Tensor, tokens: Tensor, cache: DynamicCache, masks: dict[str, Tensor]
 ) -> Tensor:
-    """Logits behind each of `tokens`, one forward after the other as plain generate() does.
+    """Logits after each of `tokens`, one forward per token as in plain generate().
 
-    prefix: [B, P]. masks: its attention_mask, or nothing. Returns [B, len(tokens), V].
+    prefix: [B, P]. tokens: [n]. masks: the prefix's attention_mask, or empty. Returns [B, n, V] in float64.
     """
     model: Any = adapter.model
     logits = []
@@ -169,5 +173,5 @@ def plain_logits(
 
 
 def counted(mask: Tensor) -> Tensor:
-    """Positions as generate() counts them. mask: [B, T] of zeros and ones. Returns [B, T]."""
+    """Positions as generate() computes them. mask: [B, T] of 0 and 1. Returns [B, T]."""
     return (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)

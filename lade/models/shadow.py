@@ -1,7 +1,7 @@
-"""A shadow of a model: its own module objects over the same weights, for an adapter to change as it needs.
+"""Shadow models: new module objects over the same weights, which an adapter may change.
 
-The user's model is never touched, so that there is nothing to put back after an exception, and another thread that uses
-the model meanwhile sees nothing of it.
+The user's model is never modified, so nothing has to be restored after an exception and other threads that use the
+model are not affected.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shadow_model(model: PreTrainedModel, attention: str | None = None) -> Any:
-    """A model with the same weights, buffers and hooks, and nothing compiled. attention: what its layers use instead of the model's
-    own setting.
+    """An uncompiled model with the same weights, buffers and hooks.
+
+    attention: the attention implementation of its layers; None for the model's own.
     """
     known: dict[int, Any] = {}
     if attention is not None:
@@ -43,7 +44,7 @@ def _view(module: M, known: dict[int, Any], attention: str | None) -> M:
     known[id(module)] = view
     config = getattr(module, "config", None)
     if attention is not None and isinstance(config, PreTrainedConfig) and id(config) not in known:
-        known[id(config)] = copy.copy(config)  # a copy of the model's own, made by whoever built it
+        known[id(config)] = copy.copy(config)  # a config object that the modules hold besides the model's own
         known[id(config)]._attn_implementation = attention
     for name, value in vars(module).items():
         view.__dict__[name] = value.copy() if name in OWN_DICTIONARIES else known.get(id(value), value)
@@ -56,13 +57,13 @@ def _view(module: M, known: dict[int, Any], attention: str | None) -> M:
 
 
 def take_hooks(module: nn.Module, stock: nn.Module) -> None:
-    """Give a module that stands for another one in a view that one's hooks."""
+    """Copy the hooks of `stock` to the module that replaces it in a shadow model."""
     for name in HOOKS:
         module.__dict__[name] = stock.__dict__[name].copy()
 
 
 def parts_of(model: nn.Module) -> Iterator[nn.Module]:
-    """What `model.modules()` gives, in another order and at a third of the time: each call looks at all of them."""
+    """The modules of `model.modules()` in another order, found faster; every generate() call visits all of them."""
     waiting, seen = [model], set()
     while waiting:
         module = waiting.pop()

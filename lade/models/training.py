@@ -1,7 +1,8 @@
-"""What of a model acts in training mode alone, so that a block of guesses would not compute what single tokens do.
+"""Which modules behave differently in training mode, so that a block would not compute what single tokens do.
 
-A model in training mode without any of that, as in the rollouts of reinforcement learning, computes what it does in eval mode.
-What a module does with its `training` flag is read from the code of its class, once for each class: which settings stand beside it.
+A model in training mode without such modules, as in reinforcement-learning rollouts, computes the same as in eval
+mode. The check inspects the bytecode of each module class once: functions that read the `training` flag, and the
+settings such as dropout that they use.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
-# Settings that act in training mode alone, and only where they are neither 0 nor None nor False.
+# Names of settings that act in training mode only, unless they are 0, None or False.
 CHECKPOINTING = re.compile("^(is_)?(gradient|activation)_checkpointing$")
 SETTINGS = re.compile(f"drop|jitter|noise|{CHECKPOINTING.pattern}")
 MISSING = object()
-# These act in the same way on any number of tokens: they clip weights.
+# Functions with these names clip weights, which is independent of the number of tokens.
 HARMLESS = frozenset({"altup_coef_clip"})
-# These classes hand the flag on, or set it.
+# These classes only set the flag or pass it on.
 COMMON_CLASSES = frozenset(PreTrainedModel.__mro__)
 SWITCHES = ("train", "eval")
 
-# By class: of each function that reads the flag, the settings that it uses. A class that is gone takes its entry along.
+# Per class: the settings used by each function that reads the flag.
 _readers: weakref.WeakKeyDictionary[type[nn.Module], list[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def training_reason(parts: Iterable[nn.Module]) -> str | None:
-    """Why lookahead cannot run while these modules are in training mode, as a sentence; None where nothing depends on it.
+    """Why lookahead cannot run while these modules are in training mode, as a sentence; None if it can.
 
-    parts: modules in training mode; a model may have some while it is in eval mode itself.
+    parts: the modules in training mode; a model in eval mode may contain some.
     """
     for part in parts:
         kind = type(part)
@@ -65,17 +66,17 @@ def acts_in_training(kind: str, name: str) -> str:
 
 
 def setting(part: Any, name: str) -> float | None:
-    """What a module, or else its configuration or a module in it, has under this name; None where that is no setting."""
+    """The value of a setting in a module, its configuration or a child module; None if it is no number."""
     owners = (part, vars(part).get("config"), *part.children())
     value = next((found for owner in owners if (found := getattr(owner, name, MISSING)) is not MISSING), MISSING)
-    # A module in training mode is looked at by itself, and what cannot be checkpointed has no attribute that says so.
+    # Child modules in training mode are checked on their own. A missing checkpointing attribute means off.
     if value is None or isinstance(value, nn.Module) or (value is MISSING and CHECKPOINTING.search(name)):
         return 0.0
     return float(value) if isinstance(value, (bool, int, float)) else None
 
 
 def readers_of(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
-    """Of each function of a class that reads the module's `training` flag: the names in it that may be settings."""
+    """For each function of a class that reads the `training` flag: the names in it that may be settings."""
     for base in kind.__mro__:
         if base not in COMMON_CLASSES:
             for name, value in vars(base).items():
@@ -84,7 +85,7 @@ def readers_of(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
 
 
 def readers(value: Any) -> Iterator[tuple[str, ...]]:
-    """The same of a function, and of those that it wraps."""
+    """As `readers_of`, for one function and the functions that it wraps."""
     waiting: list[Any] = [value]
     seen: set[int] = set()
     while waiting:
@@ -111,7 +112,7 @@ def readers(value: Any) -> Iterator[tuple[str, ...]]:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Attributes and globals that a function uses, strings among them: getattr() takes names as such."""
+    """Names of attributes and globals that a function uses, and its string constants, which getattr() may take."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""Models that read images with the prompt and then write text."""
+"""Vision-language models, whose images belong to the prompt."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from lade.models.base import ModelAdapter
 
 
 class GemmaVisionAdapter(ModelAdapter):
-    """Gemma 3 and later: image tokens of the prompt see each other; what follows is causal."""
+    """Gemma 3 and later: the prompt's image tokens attend to each other in both directions; later tokens are causal.
+    """
 
     safe_hooks = ("prepare_inputs_for_generation",)
     prompt_arguments = PROMPT_ARGUMENTS | {"token_type_ids", "mm_token_type_ids"}
 
 
 class QwenVisionAdapter(ModelAdapter):
-    """Qwen-VL and GLM-V: three position ids per token, which advance together after the prompt."""
+    """Qwen-VL and GLM-V: three position ids per token (M-RoPE), which advance together after the prompt."""
 
     prompt_arguments = PROMPT_ARGUMENTS | {
         "image_grid_thw",

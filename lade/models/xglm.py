@@ -1,4 +1,4 @@
-"""XGLM: a table of sinusoidal positions that grows."""
+"""XGLM: a table of sinusoidal positions that grows on demand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from lade.models.base import ModelAdapter
 
 
 class XGLMAdapter(ModelAdapter):
-    """XGLM: beyond its table of positions it makes a larger one, in whatever forward that happens."""
+    """XGLM. A forward beyond the position table replaces it by a larger one, which must not be an inference tensor."""
 
     leaves_no_tensor = False
