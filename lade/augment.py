@@ -1,7 +1,8 @@
-"""The patch: `augment_all()` puts lookahead behind `generate()`, `restore_all()` takes it away again.
+"""The patch: `augment_all()` puts lookahead behind `generate()`, `restore_all()` removes it.
 
-`GenerationMixin._sample` is where `generate()` looks up its greedy and sampling loop. `generate` itself is wrapped only
-to keep one set of figures per call, and the other decoding methods only to say why lookahead did not run.
+`generate()` runs its greedy and sampling loop in `GenerationMixin._sample`, which the patch replaces. `generate` is
+wrapped only to collect the statistics of a call, and the other decoding methods only to report why lookahead did not
+run.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ from lade.support import TOO_SHORT, Call, adapter_or_reason
 
 logger = logging.getLogger("lade")
 
-OFF_HINT = "off_hint"  # in _warned once the hint has been given
+OFF_HINT = "off_hint"  # added to _warned after the hint
 NOT_BEGUN = "the call ended before decoding began"
 OTHER_LOOP = (
     "the request runs a decoding loop of its own (custom_generate, or a mode that lives outside of transformers)"
 )
-# Decoding methods other than _sample, and what brings generate() there.
+# Other decoding methods, and the reason reported when generate() calls them.
 OTHER_METHODS = {
     "_beam_search": "beam search (num_beams > 1) is not supported",
     "_assisted_decoding": "assisted decoding (assistant_model or prompt_lookup_num_tokens) is not supported",
     "init_continuous_batching": "continuous batching (generate_batch) runs a decoding loop of its own",
 }
 
-_originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base of it -> the object that was there
+_originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base -> the original
 _warned: set[str] = set()
 
 
 @one_at_a_time
 def augment_all() -> None:
-    """Put lookahead decoding behind `generate()` of all models, loaded before or later. Calling it twice changes nothing.
+    """Put lookahead decoding behind `generate()` of all models, loaded before or later. A second call has no effect.
 
-    It runs while the environment says USE_LADE=1, and inside of `with lade.enabled():`; otherwise every call is the original's.
-    Raises ImportError when something that lade uses of the installed transformers or torch is missing or has changed, and ValueError
-    when LADE_CONFIG names no file of settings.
+    Lookahead runs while the environment has USE_LADE=1, and inside `with lade.enabled():`. Other calls run the
+    original. Raises ImportError if a name that lade uses in the installed transformers or torch is missing or has
+    changed, and ValueError if LADE_CONFIG names no settings file.
     """
     if _originals:
         return
@@ -64,20 +65,20 @@ def augment_all() -> None:
 
 
 def augment_quietly() -> None:
-    """`augment_all()` for code that switches lookahead on itself; other calls then get no hint that it is off."""
+    """`augment_all()` without the hint that lookahead is off, for code that switches it on itself."""
     if not _originals:
         augment_all()
         _warned.add(OFF_HINT)
 
 
-# The original's names: one patch serves every model.
+# The names of the original LookaheadDecoding; one patch serves every model.
 augment_generate = augment_all
 augment_llama = augment_all
 
 
 @one_at_a_time
 def restore_all() -> None:
-    """Put the original functions back, the very same objects, and forget what was learned of models."""
+    """Restore the identical original functions, and clear all state that lade keeps per model."""
     for name, function in _originals.items():
         setattr(_owner(name), name, function)
     _originals.clear()
@@ -86,7 +87,7 @@ def restore_all() -> None:
 
 
 def _owner(name: str) -> type:
-    """The class that defines a method of GenerationMixin."""
+    """The class in GenerationMixin's MRO that defines a method."""
     return next((kind for kind in GenerationMixin.__mro__ if name in vars(kind)), GenerationMixin)
 
 
@@ -99,9 +100,9 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             if is_enabled() and isinstance(kwargs.get("past_key_values"), Cache):
                 setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
             is_leading = not is_enabled() or is_leader(current_config())
-            streamer = None if is_leading else kwargs.pop("streamer", None)  # of several processes one streams
+            streamer = None if is_leading else kwargs.pop("streamer", None)  # with several processes only one streams
             result = original(self, *args, **kwargs)
-            if streamer is not None and type(streamer) is not TextStreamer:  # whose end is a line feed
+            if streamer is not None and type(streamer) is not TextStreamer:  # its end() prints a newline
                 streamer.end()
             if stats.fallback_reason == NOT_BEGUN:
                 stats.fallback_reason = OTHER_LOOP
@@ -109,7 +110,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         print_summary(stats)
         return result
 
-    # generate.__wrapped__ is how one gets past its torch.no_grad(): that must lead where it led before.
+    # Callers use generate.__wrapped__ to avoid its torch.no_grad(), so it must stay the original's.
     if hasattr(original, "__wrapped__"):
         generate.__wrapped__ = original.__wrapped__
     return generate
@@ -132,7 +133,7 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_enabled():
             with process_group_for(current_config(), input_ids.device, stats) as group:
                 call = Call(self, input_ids, generation_config, model_kwargs)
-                # Several processes have to agree on each token, however few there are.
+                # Several processes must agree on each token, even in a short call.
                 is_useless = type(group) is SingleProcess and call.is_short
                 found = TOO_SHORT if is_useless else adapter_or_reason(call)
                 reason = found if isinstance(found, str) else None
@@ -156,7 +157,7 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sample_with_lookahead(kind: Any) -> Callable[..., Any]:
-    """A model class's `_sample` with lookahead, patched or not. A class with a loop of its own keeps it."""
+    """The `_sample` of a model class with lookahead, patched or not. A class's own override is kept."""
     found = kind._sample
     if found is not GenerationMixin._sample:
         open_stats().fallback_reason = OTHER_LOOP
@@ -183,18 +184,18 @@ def _warn_once(reason: str) -> None:
 
 
 def _hint_once() -> None:
-    """Log one line at the first call if the patch is on and USE_LADE is neither on nor off."""
+    """Log one line at the first call if the patch is on and USE_LADE is set neither to on nor to off."""
     if OFF_HINT not in _warned and (hint := off_hint()):
         _warned.add(OFF_HINT)
         logger.warning("lade: %s.", hint)
 
 
 def print_summary(stats: GenerationStats) -> None:
-    """Print the figures of a lookahead call if DEBUG is set; of several processes only the leader does."""
+    """Print the statistics of a lookahead call if DEBUG is set. With several processes only the leader prints."""
     config = current_config()
     if not config.debug or stats.fallback_reason is not None or not is_leader(config):
         return
-    num_rows = stats.batch_size  # num_return_sequences counted
+    num_rows = stats.batch_size  # includes num_return_sequences
     print(
         "==========================ACCELERATION===SUMMARY======================\n"
         f"Generated tokens: {stats.generated_tokens} {f'in {num_rows} sequences ' if num_rows > 1 else ''}"

@@ -1,6 +1,7 @@
-"""What is served and what is not, and why: the checks of a request that has reached `_sample`, in the order they are made.
+"""The checks that decide whether lookahead serves a call of `_sample`, in the order in which they run.
 
-A reason is a sentence for the user. The first one found sends the call to the original `generate()`.
+A check returns a reason, a sentence for the user, or None. The first reason sends the call to the original
+`generate()`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from lade.models.base import prompt_key_mask
 from lade.models.request import Request
 from lade.models.self_check import self_check_reason
 
-# Not a limit of lade: such a call is not warned about.
+# No limit of lade, so without a warning.
 TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"
-LEAST_TOKENS = 3  # new tokens from which a guess can save a forward pass
+LEAST_TOKENS = 3  # with fewer new tokens no guess can save a forward pass
 
-# Arguments of the model that generate() itself passes on, and that the loop passes on or handles.
+# Model arguments that generate() passes to `_sample` and the loop passes on or handles.
 KNOWN_ARGUMENTS = {
     "attention_mask",
     "position_ids",
@@ -56,24 +57,24 @@ class Call:
 
     @property
     def callers_cache(self) -> Cache | None:
-        """The cache that outlives the call, because it is returned or was the caller's own."""
+        """The cache if it outlives the call: it is returned, or the caller passed it in."""
         is_callers = getattr(self.cache, CALLERS_CACHE_MARK, False)
         return self.cache if self.config.return_dict_in_generate or is_callers else None
 
     @property
     def is_short(self) -> bool:
-        """Whether so few tokens are asked for that no guess could save a forward pass."""
+        """Whether the call asks for too few tokens for a guess to save a forward pass."""
         max_length = self.config.max_length
         return max_length is not None and max_length - self.input_ids.shape[1] < LEAST_TOKENS
 
     def as_request(self) -> Request:
-        """The call as an adapter sees it. A prompt may be given as ids, as embeddings, or in a cache."""
+        """The call as an adapter sees it. The prompt may be ids, embeddings, or partly in a cache."""
         mask, config = self.model_kwargs.get("attention_mask"), self.config
         prompt_length = max(known.shape[1] for known in (self.input_ids, mask, self.prompt_embeds) if known is not None)
         may_end_early = config.eos_token_id is not None and config.pad_token_id is not None
         return Request(
             prompt_length=prompt_length,
-            # generate() counts from the ids, which may be the end of a longer text or empty.
+            # max_length counts from input_ids, which may be empty or only the end of the prompt.
             max_length=prompt_length + int(config.max_length) - self.input_ids.shape[1],
             cached_length=0 if self.cache is None else int(self.cache.get_seq_length()),
             has_static_cache=isinstance(self.cache, StaticCache),
@@ -123,7 +124,7 @@ def chunked_prefill(call: Call) -> str | None:
 
 
 def compiled_by_transformers(call: Call) -> str | None:
-    """Where a call asks for transformers' own compilation and will get it."""
+    """Calls that transformers would compile itself."""
     model: Any = call.model
     if call.config.compile_config is None or not model._valid_auto_compile_criteria(call.model_kwargs, call.config):
         return None
@@ -141,16 +142,16 @@ def unsupported_model(call: Call, adapter: ModelAdapter) -> str | None:
 
 
 def unsupported_cache(call: Call, adapter: ModelAdapter) -> str | None:
-    """Where lade's own cache cannot stand in for this one."""
+    """Caches that lade's own cache cannot replace."""
     cache = call.cache
     if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
         if call.config.cache_implementation:
             return f"cache_implementation={call.config.cache_implementation!r} saves memory that lade's own cache would take"
         return f"past_key_values of type {type(cache).__name__} is not known to keep every key"
     if call.callers_cache is None and cache.get_seq_length() == 0:
-        return None  # generate() made it for this call, and nobody looks at it
+        return None  # generate() made it for this call, and nothing else reads it
     for layer in cache.layers:
-        # A sliding layer forgets what is out of its window, which a block may still need.
+        # A sliding layer drops keys outside its window, which a block may still need.
         forgets = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
         if forgets or type(layer) not in (*PLAIN_LAYERS, StaticLayer):
             return f"past_key_values with a {type(layer).__name__} does not keep every key"
@@ -158,7 +159,7 @@ def unsupported_cache(call: Call, adapter: ModelAdapter) -> str | None:
 
 
 def unsupported_arguments(call: Call, adapter: ModelAdapter) -> str | None:
-    """Arguments of the model whose meaning a block of guesses might change."""
+    """Model arguments that are not known to be safe with a block of guesses."""
     known = KNOWN_ARGUMENTS | adapter.prompt_arguments | adapter.carried_arguments
     unknown = sorted(name for name, value in call.model_kwargs.items() if name not in known and value is not None)
     if unknown:
@@ -173,7 +174,7 @@ def unsupported_request(call: Call, adapter: ModelAdapter) -> str | None:
 
 
 def failed_self_check(call: Call, adapter: ModelAdapter) -> str | None:
-    """Models that nobody has vouched for run a trial block first."""
+    """Models whose code is not known to be safe must pass a self-check."""
     if not needs_self_check(adapter):
         return None
     key_mask = prompt_key_mask(call.model_kwargs.get("attention_mask"))
@@ -200,14 +201,14 @@ ADAPTER_CHECKS: tuple[Callable[[Call, ModelAdapter], str | None], ...] = (
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def adapter_or_reason(call: Call) -> ModelAdapter | str:
-    """The adapter that serves a request, or why it goes to the original `generate()`, as a sentence."""
+    """The adapter that serves a call, or the reason, a sentence, why it goes to the original `generate()`."""
     for check in CALL_CHECKS:
         reason = check(call)
         if reason is not None:
             return reason
     adapter = adapter_for(call.model)
     if type(call.cache) is DynamicCache and call.cache.layers and call.callers_cache is None:
-        adapter.cache_layers = call.cache.layers  # generate() has made it for the call, as the model asks for it
+        adapter.cache_layers = call.cache.layers  # made by generate() from the model's configuration
     for check_model in ADAPTER_CHECKS:
         reason = check_model(call, adapter)
         if reason is not None:

@@ -1,4 +1,4 @@
-"""Lookahead switched on in code: for a block of code, or for one call without a patch."""
+"""Switch lookahead on in code: for a `with` block, or for one call without the patch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ INSTEAD = "call generate() inside `with lade.enabled():` instead"
 
 @contextmanager
 def enabled(on: bool = True, /, **settings: Any) -> Iterator[None]:
-    """Switch lookahead on for the calls of this thread or asyncio task, whatever USE_LADE says; with False, off.
+    """Switch lookahead on (or, with False, off) for calls in this thread or asyncio task, regardless of USE_LADE.
 
         with lade.enabled(MODE="tree", MAX_BLOCK=32):
             model.generate(...)
 
-    settings: of `config_lade`, on top of those in force here; the block keeps them whatever `config_lade` changes meanwhile. Other
-    threads see neither. A thread that is started inside begins without (Python hands it no context): enter the block there, or
-    start it with `contextvars.copy_context().run`. Tasks inherit it. Puts the patch on where it is not on yet. Raises as
-    `config_lade` and `augment_all` do; then nothing has changed.
+    settings: keywords of `config_lade`, applied on top of the settings in force. Inside the block they stay fixed,
+    whatever `config_lade` changes. Other threads are not affected. Asyncio tasks started inside inherit the block;
+    threads do not, since Python gives them an empty context: enter the block in the thread, or start it with
+    `contextvars.copy_context().run`. Applies the patch if it is not on. Raises as `config_lade` and `augment_all` do,
+    in which case nothing has changed.
     """
     apply_environment()
     with switched(on, **settings):
@@ -51,20 +52,21 @@ def generate(
 ) -> Any:
     """Lookahead for one call, without a patch: `model.generate(..., custom_generate=lade.generate)`.
 
-    Called by transformers with what its own decoding loop would get, less what it gives to no function of a user's: the streamer,
-    the tokenizer, an assistant model and synced_gpus. A call with one of these raises ValueError, as does one for beam search or
-    assisted decoding: nothing is left out in silence. What lookahead cannot serve for other reasons goes to transformers' own loop
-    with one warning, as with the patch. Settings are those of `config_lade` and of `lade.enabled`; USE_LADE is not read.
+    Transformers calls it with the arguments of its own decoding loop, except those that it never passes to a custom
+    function: the streamer, the tokenizer, an assistant model and synced_gpus. A call with one of these raises
+    ValueError, as does one for beam search or assisted decoding, so nothing is ignored silently. Other unsupported
+    calls run transformers' own loop with one warning, as with the patch. Settings come from `config_lade` and
+    `lade.enabled`; USE_LADE is not read.
     """
     _prepare()
     call = _arguments_of_generate()
     _refuse(model, generation_config, call)
     cache = model_kwargs.get("past_key_values")
-    # If generate()'s frame is not found, the cache may be the caller's, which must end up as plain generate() leaves it.
+    # Without generate()'s frame the cache may be the caller's, and must end as plain generate() leaves it.
     if cache is not None and (call is None or call["kwargs"].get("past_key_values") is cache):
         setattr(cache, CALLERS_CACHE_MARK, True)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-    if has_open_stats():  # the patch is on and keeps the figures
+    if has_open_stats():  # the patch is on and records the statistics
         with switched(True):
             return augment.sample_with_lookahead(type(model))(model, *arguments, **model_kwargs)
     with switched(True), recording() as stats:
@@ -75,15 +77,15 @@ def generate(
 
 @functools.cache
 def _prepare() -> None:
-    """What the patch does before its first call. Raises as `augment_all` does; the next call then tries again."""
+    """The patch's initial checks, done once. Raises as `augment_all` does; the next call then tries again."""
     apply_environment()
     require_names()
 
 
 def _arguments_of_generate() -> dict[str, Any] | None:
-    """The local variables of the calling `generate()`; None if something else called.
+    """The local variables of the calling `generate()`; None if it is not on the stack.
 
-    It does not pass the streamer on, and its frame is the only other place to see it.
+    Some arguments, such as the streamer, are not passed on and can be seen only there.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -93,14 +95,14 @@ def _arguments_of_generate() -> dict[str, Any] | None:
 
 
 def _refuse(model: PreTrainedModel, generation_config: Any, call: dict[str, Any] | None) -> None:
-    """Raise ValueError if an argument of the call has no effect because transformers did not pass it on."""
+    """Raise ValueError if transformers did not pass on an argument of the call, so that it would be ignored."""
     assistant = call and call["assistant_model"]
     mode = generation_config.get_generation_mode(assistant).value
     if mode not in ("greedy_search", "sample"):
         raise ValueError(f"custom_generate=lade.generate is for greedy decoding and sampling, got a request for {mode}")
     dropped = [name for name in ("streamer", "synced_gpus") if call and call[name]]
     is_divided = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-    if is_divided and num_processes() > 1:  # for which generate() sets it by itself
+    if is_divided and num_processes() > 1:  # generate() sets synced_gpus itself then
         dropped.append("synced_gpus")
     if dropped:
         raise ValueError(f"custom_generate=lade.generate is given no {dropped[0]} by transformers: {INSTEAD}")

@@ -177,8 +177,7 @@ class ModelAdapter:
         return own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
-        """The additive attention mask of a block, [B, 1, q, K]: one for all layers, or a dict of them by layer type.
-        """
+        """The additive attention mask of a block, [B, 1, q, K]: one for all layers, or a dict by layer type."""
         return masks_by_layer(partial(block_mask, block, self.dtype), self.reaches)
 
     def begin_block(self, block: Block, cache: LookaheadCache) -> Block:
@@ -260,9 +259,7 @@ class ModelAdapter:
 
     @cached_property
     def _uncompiled(self) -> Any:
-        """The model; if the user has compiled it, an uncompiled shadow model, since each block shape would recompile
-        it.
-        """
+        """The model, or an uncompiled shadow model if the user has compiled it: each shape would recompile it."""
         return shadow_model(self.model) if any(can_pass_by(part) for part in self.unusual_parts) else self.model
 
     @cached_property

@@ -233,8 +233,7 @@ def is_gone(key: Hashable) -> bool:
 
 
 def allow_hook(hook: T) -> T:
-    """Allow a hook to run on blocks, which contain rejected guesses. Without this, models with the hook use plain
-    generate().
+    """Allow a hook to run on blocks, which contain rejected guesses; otherwise its models use plain generate().
 
     hook: the function passed to `register_forward_hook`, `register_forward_pre_hook` and the like. A self-check on
     random tokens runs it first. What it does must depend neither on the number of tokens in a forward nor on the

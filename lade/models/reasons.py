@@ -17,8 +17,7 @@ ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def calling_reason(model: Any, safe_hooks: Collection[str]) -> str | None:
-    """Why the model's forward cannot be called with blocks, as a sentence; None if it can. safe_hooks: of the adapter.
-    """
+    """Why the model's forward cannot be called with blocks, as a sentence; None if it can."""
     parameters = inspect.signature(model.forward).parameters
     for name in NEEDED:
         if name not in parameters:

@@ -7,8 +7,7 @@ from lade.models.base import ModelAdapter
 
 
 class GemmaVisionAdapter(ModelAdapter):
-    """Gemma 3 and later: the prompt's image tokens attend to each other in both directions; later tokens are causal.
-    """
+    """Gemma 3 and later: image tokens of the prompt attend to each other in both directions; text is causal."""
 
     safe_hooks = ("prepare_inputs_for_generation",)
     prompt_arguments = PROMPT_ARGUMENTS | {"token_type_ids", "mm_token_type_ids"}
