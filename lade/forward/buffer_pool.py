@@ -1,4 +1,4 @@
-"""What a call leaves with its model for later ones: a cache, and the CUDA graphs that read it at fixed addresses."""
+"""A pool per model of caches and the CUDA graphs that read them at fixed addresses, reused by later calls."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 from lade.block.kv_cache import LookaheadCache
 from lade.state import PerModel
 
-KEPT_SHARE = 1 / 8  # of the device's memory, for all that waits for later calls of one model
-KEPT_BYTES = 2**28  # the same where graphs are stood in for
+KEPT_SHARE = 1 / 8  # share of device memory for one model's pool
+KEPT_BYTES = 2**28  # the same on devices without CUDA graphs (tests)
 
 
 @dataclass(slots=True, eq=False)
 class PooledBuffers:
-    """What one call at a time works on. key: all by which the graphs of another call would be others; None: not to be kept."""
+    """Buffers of one call at a time. key: everything that the graphs depend on; None if not to be pooled."""
 
     key: Hashable
     cache: LookaheadCache
-    released: torch.cuda.Event | None = None  # when the device is done with what the last call asked of it
+    released: torch.cuda.Event | None = None  # when the device has finished the last call's work
 
     def replays(self) -> Iterable[Any]:
         """The captured graphs."""
@@ -31,20 +31,20 @@ class PooledBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Of the cache and of what the graphs took when they were captured."""
+        """Bytes of the cache and of the memory reserved by capturing the graphs."""
         return self.cache.num_bytes + sum(getattr(replay, "num_bytes", 0) for replay in self.replays())
 
 
 B = TypeVar("B", bound=PooledBuffers)
 _lock = threading.Lock()
-_pool: PerModel[list[PooledBuffers]] = PerModel(list)  # the oldest come first
+_pool: PerModel[list[PooledBuffers]] = PerModel(list)  # oldest first
 _captured_rows: PerModel[set[int]] = PerModel(set)
 
 
 def acquire(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, most: int | None) -> B | None:
-    """An earlier call's buffers with an empty cache of `least` to `most` slots, now the caller's alone; None where none fit.
+    """Take the smallest pooled buffers with a cache of `least` to `most` slots, emptied; None if none fit.
 
-    most: None where the cost of a step does not follow the capacity. The smallest that fit are chosen.
+    most: None if the cost of a step does not depend on the capacity.
     """
     with _lock:
         pool = _pool.of(model)
@@ -57,20 +57,20 @@ def acquire(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, mo
             and (most is None or buffers.cache.capacity <= most)
         ]
         if not fitting:
-            # Make room first. A new cache takes about as many bytes a slot as those that are there.
+            # Make room for a new cache, which takes about as many bytes per slot as the pooled ones.
             expected = least * max((buffers.cache.num_bytes // buffers.cache.capacity for buffers in pool), default=0)
             _trim(pool, kept_bytes(model.device) - expected)
             return None
         found = min(fitting, key=lambda buffers: buffers.cache.capacity)
         pool.remove(found)
-    if found.released is not None:  # this call may run on another stream than the last one
+    if found.released is not None:  # this call may use another stream than the last one
         torch.cuda.current_stream(model.device).wait_event(found.released)
     found.cache.clear()
     return found
 
 
 def release(model: PreTrainedModel, buffers: PooledBuffers) -> None:
-    """Let a later call of the model have what this one worked on, and no longer does, unless it takes too much memory."""
+    """Put the buffers of a finished call into the model's pool, unless they take too much memory."""
     _captured_rows.of(model).add(buffers.cache.num_rows)
     room = kept_bytes(model.device)
     if buffers.num_bytes > room:
@@ -84,22 +84,22 @@ def release(model: PreTrainedModel, buffers: PooledBuffers) -> None:
 
 
 def has_captured(model: PreTrainedModel, num_rows: int) -> bool:
-    """Whether a call of so many rows has captured graphs before. Follows from the calls so far, and from no clock."""
+    """Whether an earlier call of num_rows rows has captured graphs. Depends on the calls so far, not on time."""
     return num_rows in _captured_rows.of(model)
 
 
 def _trim(pool: list[PooledBuffers], room: int) -> None:
-    """Drop the oldest until what is left takes `room` bytes at most."""
+    """Drop the oldest buffers until the rest take at most `room` bytes."""
     while pool and sum(buffers.num_bytes for buffers in pool) > room:
         del pool[0]
 
 
 def kept_bytes(device: torch.device) -> int:
-    """What may wait for later calls of one model."""
+    """The most bytes of one model's pool."""
     memory = device_memory(device)
     return KEPT_BYTES if memory is None else int(KEPT_SHARE * memory)
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes that the device has, None where graphs are stood in for."""
+    """Bytes of the device's memory; None if it is not a CUDA device."""
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

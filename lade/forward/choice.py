@@ -1,4 +1,4 @@
-"""How a call's blocks go through the model: what the settings ask for, and what they leave to lade."""
+"""Choose how a call's blocks run: compiled, captured, with lade's attention kernel, with packed weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lade.models.base import ModelAdapter
 from lade.stats import GenerationStats
 
 WEIGHTS_WANTED = "output_attentions asks for weights that the kernel never forms"
-FAST_KERNEL_DTYPES = (torch.float16, torch.bfloat16)  # float32 keeps off the tensor cores
+FAST_KERNEL_DTYPES = (torch.float16, torch.bfloat16)  # float32 does not use the tensor cores
 
 
 def choose_forward(
@@ -29,10 +29,11 @@ def choose_forward(
     num_rows: int = 1,
     num_slots: int = 0,
 ) -> None:
-    """Settle how this call's blocks go through the model: what the settings ask for, and what they leave to lade.
+    """Set up `runner` for one call, as the settings ask or, where they are automatic, as is expected to pay.
 
-    key_mask: as in `Block`, for the whole call. num_new: tokens that it may generate. wanted: what it records of the model
-    besides logits, such as "output_attentions". num_rows: B. num_slots: that its cache begins with. `stats` says what was not possible.
+    stats: receives the reasons for what was not possible. key_mask: as in `Block`, for the whole call. num_new: the
+    most tokens that the call may generate. wanted: outputs besides logits, such as "output_attentions". num_rows: B.
+    num_slots: the cache's initial slots.
     """
     model = runner.adapter.model
     compiles, captures = config.compile, asks_for_graphs(config, model.device)
@@ -52,7 +53,7 @@ def choose_forward(
 
 
 def choose_packing(runner: BlockRunner, config: LookaheadConfig, stats: GenerationStats, num_new: int) -> None:
-    """Let blocks multiply with packed weights, where the settings ask for it or, on a CPU, leave it to lade."""
+    """Let blocks use packed weights if PACK asks for it or, on a CPU, is automatic."""
     model, is_automatic = runner.adapter.model, config.pack is None
     if config.pack is False or (is_automatic and model.device.type != "cpu"):
         return
@@ -70,7 +71,7 @@ def choose_attention(
     wanted: Collection[str],
     captures: bool,
 ) -> None:
-    """Let blocks go through lade's own attention, where the settings ask for it or, on CUDA, leave it to lade."""
+    """Let blocks use lade's attention kernel if USE_FLASH asks for it or, on CUDA, is automatic."""
     is_automatic = config.use_flash is None
     if config.use_flash is False or (is_automatic and not can_capture(runner.adapter.model.device)):
         return
@@ -82,7 +83,7 @@ def choose_attention(
 
 
 def slow_kernel_reason(adapter: ModelAdapter, is_captured: bool) -> str | None:
-    """Why the kernel would cost more than it saves, or not run at all, as a sentence; None where it pays."""
+    """Why the kernel would not run or not pay, as a sentence; None if it is expected to pay."""
     if not is_captured:
         return "blocks are not captured, and launching the kernel from Python would cost more than it saves"
     if adapter.dtype not in FAST_KERNEL_DTYPES:
@@ -94,7 +95,7 @@ def slow_kernel_reason(adapter: ModelAdapter, is_captured: bool) -> str | None:
 
 
 def largest_head_dim(config: Any) -> int:
-    """Of the attention heads, 0 where that is not known; families have several names for it, some have layers of different ones."""
+    """The largest head size of any layer; 0 if unknown. Families name the setting differently."""
     sizes = [size for name, size in vars(config).items() if name.endswith("head_dim") and isinstance(size, int)]
     num_heads = getattr(config, "num_attention_heads", None)
     if not sizes and isinstance(num_heads, int):

@@ -1,7 +1,7 @@
-"""A number that tells whether a model still computes what it did when a CUDA graph of it was captured.
+"""A hash that changes when a model may no longer compute what a CUDA graph captured.
 
-A graph remembers addresses and no Python: it would go on with weights that have been replaced, and without a hook or an adapter that
-has been switched on meanwhile.
+A graph stores addresses and runs no Python. It would keep using weights that have been replaced, and would miss a hook
+or an adapter enabled after the capture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def fingerprint(model: PreTrainedModel) -> int:
-    """Changes with where weights lie, with hooks, with code of modules, and with plain attributes of them and their settings."""
+    """A hash of weight addresses, hooks, module classes, and plain attributes of modules and configurations."""
     seen: list[Any] = [address(tensor) for tensor in chain(model.parameters(), model.buffers())]
     configs: dict[int, Any] = {}
     for module in model.modules():
@@ -37,7 +37,7 @@ def fingerprint(model: PreTrainedModel) -> int:
 
 
 def numerics(device: torch.device) -> tuple[Any, ...]:
-    """Settings of the process by which the same code computes something else."""
+    """Process-wide settings that change the results of the same code."""
     return (
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(device.type),
@@ -50,12 +50,12 @@ def numerics(device: torch.device) -> tuple[Any, ...]:
 def address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # a subclass around several tensors
+    except RuntimeError:  # a tensor subclass without storage of its own
         return id(tensor)
 
 
 def is_plain(value: Any) -> bool:
-    """Numbers, strings, and lists or dictionaries of them, such as the names of active adapters."""
+    """Whether a value is a number, a string, None, or a collection of these, such as names of active adapters."""
     if isinstance(value, (list, tuple, set)):
         return all(isinstance(part, PLAIN_TYPES) for part in value)
     if isinstance(value, dict):

@@ -1,28 +1,28 @@
-"""How much memory this process can still take: what the machine has left, and what each control group around the process allows."""
+"""The memory that this process can still allocate: the machine's and its control groups' limits (cgroups v1, v2)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-# Of a control group: the folder of its files, its limit, what it uses, and what of that the kernel would give back.
+# Of a control group: the folder, the names of limit and usage, and the field of reclaimable bytes in memory.stat.
 VERSION_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that can be taken without swapping and without passing a limit; None where the system does not say (not Linux).
+    """Bytes that can be allocated without swapping or exceeding a limit; None if unknown (not Linux).
 
-    root: where the system's files lie.
+    root: the root of the file system, for tests.
     """
     available = fields(root / "proc/meminfo", "MemAvailable:")
     if available is None:
         return None
-    return max(0, min([available * 1024, *left_in_groups(root)]))  # it says kB and means KiB
+    return max(0, min([available * 1024, *left_in_groups(root)]))  # given in kB, which means KiB
 
 
 def left_in_groups(root: Path) -> Iterator[int]:
-    """What each control group that has a limit leaves, those around it included."""
+    """The bytes left in each control group of the process with a limit, its parents included."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -33,7 +33,7 @@ def left_in_groups(root: Path) -> Iterator[int]:
             continue
         mount, limit_name, usage_name, reclaimable = VERSION_1 if controllers else VERSION_2
         folder = root / mount / path.strip("/")
-        # In a container the path is often the host's, and only the group at the top is to be seen: it is the container's own.
+        # In a container the path is often the host's; only the topmost group is visible, the container's own.
         while True:
             limit, usage = number(folder / limit_name), number(folder / usage_name)
             if limit is not None and usage is not None:
@@ -44,7 +44,7 @@ def left_in_groups(root: Path) -> Iterator[int]:
 
 
 def number(path: Path) -> int | None:
-    """What a file of one number says; None where it is not there, or says "max"."""
+    """The number in a file; None if the file is missing or contains "max"."""
     try:
         text = path.read_text(encoding="utf-8").strip()
     except OSError:
@@ -53,7 +53,7 @@ def number(path: Path) -> int | None:
 
 
 def fields(path: Path, name: str) -> int | None:
-    """The number behind a name in a file of such lines."""
+    """The number after a name in a file of lines "name number"; None if missing."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

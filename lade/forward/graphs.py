@@ -1,4 +1,4 @@
-"""CUDA graphs: what can be captured, how, and what is put right where that fails."""
+"""CUDA graphs: which forwards can be captured, the capture, and the cleanup after a failed one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lade.kernels.self_check import is_checking
 from lade.verification.draws import drawing
 
 ATEN = torch.ops.aten
-# Operations whose result the host needs at once, and those that do where they have certain arguments.
+# Operations that always synchronise the host; COPYING and INDEXING do with certain arguments.
 WAITING = frozenset(
     getattr(ATEN, name)
     for name in (
@@ -31,18 +31,19 @@ WAITING = frozenset(
         "unique_dim",
     )
 )
-LEAST_FREE = 1 / 32  # of a device's memory, below which what torch keeps is given back before a capture
+LEAST_FREE = 1 / 32  # share of device memory below which torch's cached memory is freed before a capture
 COPYING, INDEXING = (ATEN._to_copy, ATEN.copy_), (ATEN.index, ATEN.index_put, ATEN.index_put_)
 
 
 class NotCompiled(RuntimeError):
-    """A forward that lade itself found unfit; its text is a sentence for the user."""
+    """Raised for a forward that lade rejects. The message is a sentence for the user."""
 
 
 def refuse_waiting(forward: Callable[[], Tensor], device: torch.device) -> None:
-    """Run a forward once. Raises NotCompiled where the host waits for the device in it, as some mixtures of experts make it.
+    """Run a forward once. Raises NotCompiled if it synchronises with the device, as some mixtures of experts do.
 
-    A capture finds that out as well, but one that fails leaves torch's allocator and generator unusable up to version 2.11.
+    A capture would detect that as well, but up to torch 2.11 a failed one leaves the allocator and the generator
+    unusable.
     """
     with _Watch(device.type):
         forward()
@@ -55,9 +56,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_checking():  # the attention kernel, once
+        if is_checking():  # the attention kernel's own self-check, which runs once
             return function(*args, **kwargs)
-        if torch.is_inference_mode_enabled():  # there, operations that are made of others come as they are
+        if torch.is_inference_mode_enabled():  # composite operations are not decomposed there
             with self:
                 result = function.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -68,7 +69,7 @@ class _Watch(TorchDispatchMode):
 
 
 def waits(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], device_type: str) -> bool:
-    """Whether an operation makes the host wait for the device, as far as its arguments tell."""
+    """Whether an operation synchronises the host with the device, judging by its arguments."""
     places = [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if kwargs.get("device") is not None:
         places.append(torch.device(kwargs["device"]))
@@ -79,7 +80,7 @@ def waits(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], device_ty
         return len(found) > 1
     if operation in INDEXING:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    if operation is ATEN.lift_fresh:  # torch.tensor() on a device: copied from the host
+    if operation is ATEN.lift_fresh:  # torch.tensor(device=...) copies from the host
         return device_type != "cpu"
     if operation is ATEN.repeat_interleave:
         return kwargs.get("output_size") is None
@@ -87,24 +88,25 @@ def waits(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], device_ty
 
 
 class CapturedGraph:
-    """A CUDA graph. Called, it runs on the current stream and returns always the same tensor."""
+    """A CUDA graph. A call replays it on the current stream and returns always the same tensor."""
 
     def __init__(self, graph: Any, output: Tensor, num_bytes: int) -> None:
-        """num_bytes: what the capture took from the device, for as long as the graph lives."""
+        """num_bytes: device memory reserved by the capture until the graph is deleted."""
         self._graph, self._output, self.num_bytes = graph, output, num_bytes
 
     def __call__(self) -> Tensor:
-        # Some versions of torch advance the generator in a replay, which they refuse while another thread captures.
+        # Some torch versions advance the generator in a replay, which fails while another thread captures.
         with drawing:
             self._graph.replay()
         return self._output
 
 
 def capture(forward: Callable[[], Tensor]) -> CapturedGraph:
-    """A CUDA graph of `forward`, on the current device.
+    """Capture `forward` in a CUDA graph on the current device.
 
-    Nobody in lade draws random numbers meanwhile: torch's generator refuses to while a capture is under way. Other threads decode on:
-    unlike `torch.cuda.graph`, this does not wait for the whole device, and gives memory back to it only where little is left.
+    The `drawing` lock keeps other lade threads from drawing random numbers, which torch's generator refuses during a
+    capture. Otherwise they continue: unlike `torch.cuda.graph`, this does not synchronise the device, and it frees
+    torch's cached memory only if little is left. Raises NotCompiled under autocast, and whatever the capture raises.
     """
     if torch.is_autocast_enabled("cuda"):
         raise NotCompiled(
@@ -114,7 +116,7 @@ def capture(forward: Callable[[], Tensor]) -> CapturedGraph:
     graph, stream, pool = torch.cuda.CUDAGraph(), capture_stream(device), torch.cuda.graph_pool_handle()
     with drawing, torch.cuda.stream(stream), repaired(pool):
         stream.wait_stream(current)
-        for _ in range(2):  # libraries set themselves up in the first calls, which cannot be captured
+        for _ in range(2):  # libraries initialise in their first calls, which cannot be captured
             forward()
         make_room(device)
         reserved = torch.cuda.memory_reserved(device)
@@ -123,7 +125,7 @@ def capture(forward: Callable[[], Tensor]) -> CapturedGraph:
             try:
                 output = forward()
             except BaseException:
-                with suppress(Exception):  # it says only that the capture has failed
+                with suppress(Exception):  # only repeats that the capture failed
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -133,16 +135,17 @@ def capture(forward: Callable[[], Tensor]) -> CapturedGraph:
 
 @cache
 def capture_stream(device: int) -> Any:
-    """The one stream on which a device's graphs are captured: for each stream cuBLAS would set up a workspace of its own."""
+    """The stream for all captures on a device, since cuBLAS allocates a workspace per stream."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def own_workspaces() -> Iterator[None]:
-    """Let a capture take cuBLAS's workspaces from the graph's own pool.
+    """Make a capture allocate cuBLAS workspaces in the graph's own memory pool.
 
-    One that the warm-up has set up lies outside of it: whoever clears the workspaces later, as torch's own graphs do when they record,
-    would free memory that the graph goes on writing to. Afterwards no forward outside of the graph may find the pool's.
+    A workspace of the warm-up lies outside the pool. Clearing workspaces later, as torch's own graph capture does,
+    would free memory that the graph still writes to. They are cleared again afterwards, so that no other forward uses
+    the pool's.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -153,7 +156,7 @@ def own_workspaces() -> Iterator[None]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """What a collection frees may call CUDA in ways that end a capture in this thread."""
+    """Disable garbage collection: finalizers may make CUDA calls that invalidate a capture in this thread."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -164,7 +167,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def make_room(device: int) -> None:
-    """Where little memory is left, give back what torch keeps for later: a capture cannot. All of the device waits for that."""
+    """Free torch's cached memory if little is left, which a capture cannot do. This synchronises the device."""
     free, total = torch.cuda.mem_get_info(device)
     if free < LEAST_FREE * total:
         torch.cuda.empty_cache()
@@ -172,12 +175,12 @@ def make_room(device: int) -> None:
 
 @contextmanager
 def repaired(pool: Any) -> Iterator[None]:
-    """Where a capture fails inside, put right what torch then leaves behind. pool: what it was to allocate from."""
+    """Clean up torch's allocator and generator if a capture fails inside. pool: the memory pool of the capture."""
     try:
         yield
     except Exception:
         device = torch.cuda.current_device()
-        with suppress(Exception):  # the allocator, unless it knows that the capture is over
+        with suppress(Exception):  # fails if the allocator has ended the capture itself
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
         free_generator(torch.cuda.default_generators[device])
@@ -185,7 +188,10 @@ def repaired(pool: Any) -> Iterator[None]:
 
 
 def free_generator(generator: torch.Generator) -> None:
-    """Let a generator draw that takes a capture for being under way. Others keep the state that they share with graphs."""
+    """Reset a generator that still considers a capture in progress.
+
+    A working one keeps the state shared with graphs.
+    """
     state = generator.get_state()
     try:
         torch.empty(1, device=generator.device).exponential_(generator=generator)

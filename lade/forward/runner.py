@@ -1,6 +1,6 @@
-"""How a call's blocks run: the ordinary forward, static shapes that are compiled or captured, lade's own attention.
+"""`BlockRunner` runs a call's blocks: eagerly, or with static shapes, lade's attention kernel, or packed weights.
 
-`ModelAdapter` says what a family is; a runner, made for one call, decides how its blocks go through the model.
+`ModelAdapter` describes a model family. A runner is made for one call and decides how its blocks run on the model.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from lade.models.base import ModelAdapter
 from lade.models.shadow import shadow_model
 from lade.stats import GenerationStats
 
-FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # nor to be replaced, or kept for later calls
+FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # so neither replaced nor captured
 
 
 class BlockRunner:
-    """Runs one call's blocks on a model. `use_kernel` and `use_static_shapes` come before the first cache and block."""
+    """Runs one call's blocks on a model. Call the `use_*` methods before making a cache or running a block."""
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self.adapter = adapter
-        self.uses_kernel = False  # whether blocks go through lade's own attention
-        self.is_typical = True  # whether the time of a block is that of its `kind`, and may be learned from
-        self.padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
+        self.uses_kernel = False  # whether blocks use lade's attention kernel
+        self.is_typical = True  # whether a block's time may be learned as that of its `kind`
+        self.padding: Tensor | None = None  # [B] left-padding slots per row, for the kernel
         self._static: StaticForward | None = None
         self._products: PackedProducts | None = None  # of packed weights
-        # Whether the call's costs are those of packed weights, though memory may do without.
+        # Whether costs are counted as those of packed weights, even if memory did not allow all copies.
         self._counts_as_packed = False
 
     # What is chosen before the call begins.
 
     def use_kernel(self, key_mask: Tensor | None) -> str | None:
-        """Let blocks go through lade's own attention. Returns a sentence where they cannot, and nothing is changed.
+        """Let blocks use lade's attention kernel. Returns None, or why they cannot; then nothing changes.
 
         key_mask: as in `Block`, for the whole call.
         """
@@ -65,7 +65,7 @@ class BlockRunner:
         return None
 
     def static_shapes_reason(self) -> str | None:
-        """Why blocks of static shapes cannot go through one compiled forward, as a sentence; None when they can."""
+        """Why blocks cannot have static shapes, to be compiled or captured, as a sentence; None if they can."""
         adapter = self.adapter
         if adapter.has_own_blocks:
             return "this family's blocks run on a changed view of the model"
@@ -86,7 +86,7 @@ class BlockRunner:
     def use_static_shapes(
         self, config: LookaheadConfig, stats: GenerationStats, compiles: bool, captures: bool
     ) -> None:
-        """Let blocks be compiled or captured, as long as that works."""
+        """Compile or capture blocks until that fails. stats: receives counts and reasons."""
         full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
         self._static = StaticForward(
             self.adapter.model,
@@ -101,9 +101,10 @@ class BlockRunner:
         )
 
     def use_packed_weights(self, num_new: int, is_asked: bool) -> str | None:
-        """Let blocks multiply with packed weights, where that is possible and pays. Returns a sentence where some or all cannot.
+        """Let blocks use packed weights where possible and useful. Returns why some or all are not packed, or None.
 
-        num_new: tokens that the call may generate. is_asked: pack whatever that number, as far as there is memory.
+        num_new: the most tokens that the call may generate. is_asked: pack regardless of num_new, within the free
+        memory.
         """
         adapter = self.adapter
         shared = packed_weights(adapter.model)
@@ -115,18 +116,18 @@ class BlockRunner:
         is_due, copies, reason = shared.prepare(weights, num_new, is_asked)
         if copies:
             self._products = PackedProducts(copies, shared.agreements, adapter.is_exact)
-        # No text in half precision may depend on how much memory happens to be free.
+        # In half precision the text must not depend on the free memory, so nor may the costs.
         self._counts_as_packed = bool(copies) if adapter.is_exact else is_due
         self.is_typical = adapter.is_exact or not is_due or reason is None
         return reason
 
     @property
     def num_packed(self) -> tuple[int, int]:
-        """Weights with a packed copy, and the bytes of these copies."""
+        """The number of packed weights and the bytes of their copies."""
         return (0, 0) if self._products is None else (len(self._products.copies), self._products.num_bytes)
 
     def most_captured_slots(self, config: LookaheadConfig) -> int | None:
-        """Of a cache, beyond which nothing is captured; None for no limit."""
+        """The most cache slots for which blocks are captured; None for no limit."""
         return None if self.uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
 
     @property
@@ -136,12 +137,12 @@ class BlockRunner:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What the forward of a block has besides the ordinary one, which changes its cost."""
+        """The features of a block's forward that change its cost: a subset of "kernel", "graph", "packed"."""
         return ("kernel",) * self.uses_kernel + ("graph",) * self.captures + ("packed",) * self._counts_as_packed
 
     @cached_property
     def model(self) -> Any:
-        """What runs the blocks: the adapter's, or a shadow of it with lade's own attention or packed weights."""
+        """The model that runs the blocks: the adapter's, or a shadow model with lade's kernel or packed weights."""
         adapter = self.adapter
         model = shadow_model(adapter.model, attention=KERNEL) if self.uses_kernel else adapter.block_model
         return model if self._products is None else packed_model(model, self._products)
@@ -149,15 +150,15 @@ class BlockRunner:
     # The cache.
 
     def make_cache(self, capacity: int) -> LookaheadCache:
-        """capacity: slots to start with."""
+        """An empty cache. capacity: its initial number of slots."""
         return self.adapter.make_cache(capacity if self._static is None else padded_capacity(capacity))
 
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
-        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `release`; a new one otherwise.
+        """An empty cache for the call: a pooled one of an earlier call that its CUDA graphs read, or a new one.
 
-        num_slots, most_slots: what the call begins with, and may come to need.
+        num_slots: the slots that the call starts with. most_slots: the most that it may need. See `release`.
         """
-        # Parts of a model on several ranks would have to agree on what they keep.
+        # Ranks of a tensor-parallel model would have to agree on the pooled caches.
         is_whole = (self.adapter.model.tp_size or 1) == 1
         if self._static is None or not is_whole:
             return self.make_cache(num_slots)
@@ -165,16 +166,17 @@ class BlockRunner:
         return self._static.take_cache(traits, num_slots, most_slots, self.make_cache)
 
     def release(self) -> None:
-        """The call has ended well, and nobody reads its cache any more."""
+        """Return the cache and graphs to the pool, after a call that succeeded and whose cache is no longer read."""
         if self._static is not None:
             self._static.release()
 
     # The forward.
 
     def forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
-        """One forward over a block; its keys/values end up behind the committed slots of `cache`.
+        """One forward over a block. Its keys and values are written after the committed slots of `cache`.
 
-        wanted: more of the model's own arguments, such as output_hidden_states. Returns the model's output, logits [B, R, V].
+        wanted: further arguments of the model, such as output_hidden_states. Returns the model's output, logits [B, R,
+        V].
         """
         if self._products is not None:
             self._products.seconds = 0.0
@@ -192,21 +194,21 @@ class BlockRunner:
         return self.ordinary_forward(block, cache, **wanted)
 
     def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
-        """The model's ordinary forward over a block that `cache` has room for. wanted: as for `forward`."""
+        """The eager forward over a block that `cache` has room for. wanted: as for `forward`."""
         return self.adapter.ordinary_forward(block, cache, self.model, self.masks(block), **wanted)
 
     def masks(self, block: Block) -> Any:
-        """As `ModelAdapter.masks`, or packed for lade's own attention."""
+        """The masks of `ModelAdapter.masks`, or packed ones for lade's kernel."""
         if not self.uses_kernel:
             return self.adapter.masks(block)
         return masks_by_layer(partial(packed_block_mask, block, self.padding), self.adapter.reaches)
 
     def padded_nodes(self, num_nodes: int) -> int:
-        """How many nodes a token tree takes up in the block."""
+        """The number of nodes, padding included, that a tree takes in the block."""
         return num_nodes if self._static is None else self._static.padded_nodes(num_nodes)
 
     def block_sizes(self, config: LookaheadConfig) -> tuple[int, ...] | None:
-        """Tokens of the blocks that trees are padded to; None where none are."""
+        """The block sizes in tokens that trees are padded to; None without padding."""
         if self._static is None or config.uses_window:
             return None
         full = config.max_block - 1
@@ -214,18 +216,18 @@ class BlockRunner:
 
     @property
     def preparing_seconds(self) -> float:
-        """Of the latest block's time: what was spent once, for later blocks of its shape."""
+        """Seconds of the latest block's time that were spent once for all blocks of its shape."""
         if self._products is not None:
             return self._products.seconds
         return 0.0 if self._static is None or not self._static.is_on else self._static.preparing_seconds
 
     def check_products(self, stats: GenerationStats) -> None:
-        """Say in the call's figures where packed products, compared when a shape was first met, were not fit to serve."""
+        """Record in `stats` why packed products failed their self-check at a shape's first use."""
         if self._products is not None and stats.packing_reason is None:
             stats.packing_reason = self._products.refusal
 
     def check_kernel(self, stats: GenerationStats) -> None:
-        """Say in the call's figures where the kernel, tried on the blocks themselves, was not fit to serve them."""
+        """Record in `stats` why the kernel failed its self-check on the call's blocks."""
         problem = kernel_problem(self.adapter.model.device, self.adapter.dtype) if self.uses_kernel else None
         if problem is not None:
             stats.used_kernel, stats.kernel_reason = False, problem

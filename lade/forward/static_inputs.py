@@ -1,4 +1,4 @@
-"""The inputs of a forward of one fixed shape, and the cache as such a forward sees it: at addresses that stay."""
+"""The inputs of a forward of one static shape, and its view of the cache, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lade.compat import CacheLayer
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
-NUM_CHECKS = 2  # uses of a graph that are compared: the first, and one whose inputs are not those it was captured with
+NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with different ones
 
 
 class StaticSlotLayer(CacheLayer):
-    """One layer of a `LookaheadCache` as a compiled forward sees it: it writes at slots that a tensor tells."""
+    """One layer of a `LookaheadCache` for static shapes: it writes to the slots given in a tensor."""
 
     is_sliding = False
     is_compileable = True
@@ -28,16 +28,16 @@ class StaticSlotLayer(CacheLayer):
     values: Any
 
     def __init__(self, keys: Tensor | None, values: Tensor | None, slots: Tensor) -> None:
-        """keys, values: [B, H, C, D] of the cache itself, None for a layer without any. slots: [B, q]."""
+        """keys, values: the cache's own [B, H, C, D], None for a layer without any. slots: [B, q]."""
         super().__init__()
         self.keys, self.values, self.slots = keys, values, slots
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
+        """The storage exists already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: [B, H, q, D]. Returns all slots, used or not."""
+        """key_states, value_states: [B, H, q, D]. Returns keys and values of all slots, [B, H, C, D]."""
         if len(self.slots) == 1:
             self.keys.index_copy_(2, self.slots[0], key_states)
             self.values.index_copy_(2, self.slots[0], value_states)
@@ -51,7 +51,7 @@ class StaticSlotLayer(CacheLayer):
         return self.get_max_length(), 0
 
     def get_seq_length(self) -> int:
-        return 0  # positions and masks are given: nobody may ask for what changes with every step
+        return 0  # positions and masks are passed, so the changing length must not be used
 
     def get_max_length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
@@ -60,7 +60,7 @@ class StaticSlotLayer(CacheLayer):
 def plain_forward(
     model: Any, keeps_rows: bool, tokens: Tensor, positions: Tensor, masks: Masks, logit_rows: Tensor, cache: Cache
 ) -> Tensor:
-    """What is compiled. Returns logits [B, R, V]."""
+    """The forward that is compiled or captured. tokens, positions: [B, q]. Returns logits [B, R, V]."""
     arguments = {"logits_to_keep": logit_rows} if keeps_rows else {}
     logits = model(
         input_ids=tokens,
@@ -75,7 +75,7 @@ def plain_forward(
 
 
 class StaticInputs:
-    """One shape's inputs at fixed addresses, and the view of the cache that goes with them."""
+    """The inputs of one shape at fixed addresses, and the matching view of the cache."""
 
     def __init__(self, block: Block, masks: Masks, slots: Tensor, cache: LookaheadCache) -> None:
         self.tokens, self.positions, self.logit_rows = (
@@ -91,8 +91,8 @@ class StaticInputs:
             for layer in cache.layers
         ]
         self.cache = Cache(layers=layers)
-        self.replay: Callable[[], Tensor] | None = None  # of a CUDA graph that reads these inputs
-        self.checks_left = NUM_CHECKS  # of that graph
+        self.replay: Callable[[], Tensor] | None = None  # replays the CUDA graph that reads these inputs
+        self.checks_left = NUM_CHECKS  # replays of that graph still to be compared
 
     def fill(self, block: Block, masks: Masks, slots: Tensor) -> None:
         self.tokens.copy_(block.tokens)

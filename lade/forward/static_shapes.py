@@ -1,8 +1,8 @@
-"""Blocks of fixed shapes: their forward is compiled once, or captured in a CUDA graph, and serves every length of the text.
+"""Blocks of static shapes: one compiled or captured forward per shape serves all lengths of the text.
 
-What a forward depends on lies in tensors whose shapes and addresses stay: tokens, positions, slots, and masks over all of the
-cache's capacity. A token tree is padded to one of a few sizes. A graph serves later calls of the same model, together with the
-inputs and the cache that it reads. Where anything fails, the ordinary forward goes on, and the call's figures say why.
+All inputs of the forward are tensors of fixed shape and address: tokens, positions, slots, and masks over the cache's
+full capacity. Trees are padded to a few sizes. A graph, with the inputs and the cache that it reads, is reused by
+later calls of the same model. After a failure the eager forward is used, and the call's statistics give the reason.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from lade.state import PerModel
 from lade.stats import GenerationStats
 from lade.tolerance import logits_error
 
-BACKEND: Any = "inductor"  # of torch.compile
-GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
-# Fewer tokens than these do not pay for capturing what has not been captured yet, unless CUDA_GRAPH=1: a graph costs some eight forwards,
-# a tree has up to four shapes, and the first call also compiles the kernel. Estimated, not measured.
+BACKEND: Any = "inductor"  # backend of torch.compile
+GRAPH_DEVICES = ("cuda",)  # device types whose forwards can be captured
+# A call for fewer new tokens captures nothing new unless CUDA_GRAPH=1: a graph costs about eight forwards, a tree has
+# up to four shapes, and the first call also compiles the kernel. Estimated, not measured.
 MIN_NEW_TOKENS = 128
-# Without lade's own attention a captured block attends to the cache's whole capacity, and sdpa copies the keys and values of grouped heads
-# for it. Beyond so many slots that is taken to cost more than launching each operation from Python. Estimated, not measured.
+# Without lade's kernel a captured block attends to the cache's full capacity, and sdpa copies the keys and values of
+# grouped heads. Beyond this many slots that should cost more than eager launches. Estimated, not measured.
 MOST_SLOTS_WITHOUT_KERNEL = 8192
 TOO_MANY_SLOTS = (
     f"without the kernel a captured block reads all slots of the cache, here more than {MOST_SLOTS_WITHOUT_KERNEL} "
     "(CUDA_GRAPH=1 captures all the same)"
 )
-KEPT_SHAPES = 8  # graphs of one cache that wait for another call, those used last
-SMALLEST_TREE = 8  # nodes, the root included, that a smaller tree is padded to; larger ones to the next power of two
+KEPT_SHAPES = 8  # the most recently used graphs of one cache that are kept in the pool
+SMALLEST_TREE = 8  # nodes with the root; larger trees are padded to the next power of two
 
-# What has been compiled for each model, by shape; a sentence where that failed.
+# Per model and shape: the compiled forward, or a sentence why compilation failed.
 _compiled: PerModel[dict[Hashable, Forward | str]] = PerModel(dict)
-compiling = threading.Lock()  # is not for two threads at once
-# Why a model's forwards ("forward") or steps ("step") could not be captured: lade does not choose by itself to try again.
+compiling = threading.Lock()  # torch.compile is not thread-safe
+# Why a model's forwards ("forward") or steps ("step") could not be captured; automatic settings do not retry.
 _not_capturable: PerModel[dict[str, str]] = PerModel(dict)
 
 
 def padded_nodes(num_nodes: int, full: int) -> int:
-    """How many nodes a tree is padded to, the root not counted. full: as many as a tree is expected to have at most."""
+    """The number of nodes without the root that a tree is padded to. full: the expected largest number."""
     size = SMALLEST_TREE
     while size < num_nodes + 1:
         size *= 2
@@ -62,7 +62,7 @@ def padded_nodes(num_nodes: int, full: int) -> int:
 
 
 def padded_capacity(num_slots: int) -> int:
-    """A power of two, so that calls of similar length share what is compiled."""
+    """The next power of two, so that calls of similar lengths share compiled forwards."""
     return 1 << (num_slots - 1).bit_length()
 
 
@@ -71,14 +71,15 @@ def can_capture(device: torch.device) -> bool:
 
 
 def asks_for_graphs(config: LookaheadConfig, device: torch.device) -> bool:
-    """Whether blocks are to be captured, if nothing is against it; otherwise the call's figures say nothing about graphs."""
+    """Whether the settings want blocks captured; if not, the statistics give no reason about graphs."""
     return can_capture(device) if config.cuda_graph is None else config.cuda_graph
 
 
 def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int, num_rows: int = 1) -> str | None:
-    """Why forwards that `asks_for_graphs` holds for are not captured, as a sentence; None where they are.
+    """Why forwards for which `asks_for_graphs` holds are not captured, as a sentence; None if they are.
 
-    num_new: tokens that the call may generate. num_rows: B. Whether blocks can have fixed shapes is another question.
+    num_new: the most tokens that the call may generate. num_rows: B. Does not check whether blocks can have static
+    shapes.
     """
     if not can_capture(model.device):
         return "CUDA graphs need a model on a CUDA device"
@@ -94,12 +95,12 @@ def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int,
 
 
 def capture_failure(model: PreTrainedModel, what: str) -> str | None:
-    """Why the model's forwards or steps could not be captured earlier in this process. what: "forward" or "step"."""
+    """Why an earlier capture of the model failed in this process, or None. what: "forward" or "step"."""
     return _not_capturable.of(model).get(what)
 
 
 def remember_failure(model: PreTrainedModel, what: str, problem: Exception) -> str:
-    """Returns the problem as a sentence. Memory may be there again next time."""
+    """Store why a capture failed, unless memory ran out, which may pass. Returns the reason as a sentence."""
     reason = in_short(problem)
     if not is_out_of_memory(problem):
         _not_capturable.of(model)[what] = reason
@@ -108,7 +109,7 @@ def remember_failure(model: PreTrainedModel, what: str, problem: Exception) -> s
 
 @dataclass(slots=True, eq=False)
 class Buffers(PooledBuffers):
-    """What one call's blocks work on. inputs: by shape, the ones used last at the end; they read the cache at this capacity."""
+    """The buffers of one call's blocks. inputs: by shape, most recently used last, for the cache at `capacity`."""
 
     capacity: int = 0
     inputs: dict[Hashable, StaticInputs] = field(default_factory=dict)
@@ -117,14 +118,14 @@ class Buffers(PooledBuffers):
         return [inputs.replay for inputs in self.inputs.values() if inputs.replay is not None]
 
     def drop_stale(self) -> None:
-        """A cache that has grown lies elsewhere, and what reads the old storage holds on to it."""
+        """Drop inputs and graphs that refer to the storage of the cache before it grew."""
         if self.capacity != self.cache.capacity:
             self.inputs.clear()
             self.capacity = self.cache.capacity
 
 
 class StaticForward:
-    """Runs one call's blocks through compiled or captured forwards, as long as that works."""
+    """Runs one call's blocks by compiled or captured forwards until that fails."""
 
     def __init__(
         self,
@@ -139,16 +140,17 @@ class StaticForward:
         follows_length: bool = False,
         most_slots: int | None = None,
     ) -> None:
-        """owner: the user's model. model: what runs the blocks, that one or a view of it. stats: are told what happened.
+        """owner: the user's model. model: runs the blocks, the same or a shadow model.
 
-        keeps_rows: whether the model takes `logits_to_keep`. full_tree: nodes that a tree has at most, as a rule. follows_length: whether
-        a block's cost follows the length of the text and not the cache's capacity. most_slots: of a cache, beyond which nothing is captured.
+        stats: receives counts and reasons. keeps_rows: whether the model takes `logits_to_keep`. full_tree: the usual
+        largest number of tree nodes. follows_length: whether a block's cost depends on the text's length rather than
+        the cache's capacity. most_slots: the most cache slots for which blocks are captured; None for no limit.
         """
         self.owner, self.model, self.stats = owner, model, stats
         self.keeps_rows, self.full_tree = keeps_rows, full_tree
         self.compiles, self.captures = compiles, captures
         self.follows_length, self.most_slots = follows_length, most_slots
-        self.preparing_seconds = 0.0  # of the latest block's time: what capturing and comparing took
+        self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
         self._buffers: Buffers | None = None
         self._most_capacity: int | None = None
 
@@ -157,7 +159,7 @@ class StaticForward:
         return self.compiles or self.captures
 
     def turn_off(self, reason: str) -> None:
-        """For the rest of this call. reason: a sentence."""
+        """Use the eager forward for the rest of the call. reason: a sentence."""
         if self.compiles:
             self.stats.compile_reason = reason
         if self.captures:
@@ -167,9 +169,10 @@ class StaticForward:
     def take_cache(
         self, traits: Hashable, num_slots: int, most_slots: int, new_cache: Callable[[int], LookaheadCache]
     ) -> LookaheadCache:
-        """An empty cache for a call: an earlier one's, where CUDA graphs read it and it suits this call; a new one otherwise.
+        """An empty cache for a call: a pooled one that CUDA graphs read and that fits, or a new one.
 
-        traits: what else decides about a graph. num_slots, most_slots: what the call begins with, and may come to need.
+        traits: further properties that graphs depend on. num_slots: the slots that the call starts with. most_slots:
+        the most that it may need.
         """
         least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
         if not self.captures:
@@ -185,8 +188,10 @@ class StaticForward:
         return self._buffers.cache
 
     def make_room(self, cache: LookaheadCache, num_slots: int) -> None:
-        """Before `cache` grows: its memory and the graphs that read it are left to calls that need no more, and this one goes on in other
-        memory, that of an earlier call if there is one. num_slots: what the next block needs.
+        """Move the call to larger buffers if `cache` must grow for num_slots slots.
+
+        The present storage and its graphs go to the pool for shorter calls. The larger buffers are pooled ones if any
+        fit.
         """
         buffers = self._buffers
         if num_slots <= cache.capacity or buffers is None or buffers.cache is not cache:
@@ -203,7 +208,7 @@ class StaticForward:
         self._keep(larger)
 
     def release(self) -> None:
-        """The call is over: a later one may have its graphs, and the cache and the inputs that they read."""
+        """Return the call's graphs to the pool, with the cache and inputs that they read."""
         buffers, self._buffers = self._buffers, None
         if buffers is not None and buffers.key is not None:
             self._keep(buffers)
@@ -216,15 +221,16 @@ class StaticForward:
             release(self.owner, buffers)
 
     def padded_nodes(self, num_nodes: int) -> int:
-        """How many nodes a tree takes up in the block."""
+        """The number of nodes, padding included, that a tree takes in the block."""
         return padded_nodes(num_nodes, self.full_tree) if self.is_on else num_nodes
 
     def logits(
         self, block: Block, cache: LookaheadCache, masks: Masks, ordinary: Callable[[], Tensor]
     ) -> Tensor | None:
-        """Logits [B, R, V] of a block for which `cache` has room; None where the ordinary forward has to run.
+        """Logits [B, R, V] of a block for which `cache` has room; None if the eager forward must run.
 
-        masks: over all of the cache's slots. ordinary: that forward; run beside the first blocks of each new shape, to compare.
+        masks: over all slots of the cache. ordinary: the eager forward, run for comparison on the first blocks of each
+        new shape.
         """
         self.preparing_seconds = 0.0
         if self.captures and self.most_slots is not None and cache.capacity > self.most_slots:
@@ -241,16 +247,16 @@ class StaticForward:
         return logits
 
     def call(self, inputs: StaticInputs, forward: Forward) -> Tensor:
-        """The forward itself, and nothing else."""
+        """Run the forward without a graph."""
         return inputs.call(forward, self.model, self.keeps_rows)
 
     def replay(self, inputs: StaticInputs) -> Tensor:
-        """The same by a CUDA graph. The result is overwritten by the next replay."""
+        """Run the forward by its CUDA graph. The next replay overwrites the result."""
         assert inputs.replay is not None
         return inputs.replay()
 
     def _fixed_inputs(self, block: Block, cache: LookaheadCache, masks: Masks) -> StaticInputs:
-        """The buffers of this shape, with this block in them."""
+        """The static inputs of this shape, filled with this block."""
         if self._buffers is None or self._buffers.cache is not cache:
             self._buffers = Buffers(None, cache)
         self._buffers.drop_stale()
@@ -278,7 +284,7 @@ class StaticForward:
         )
 
     def _compiled(self, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> Forward:
-        """Compiled for this shape, now or before, and found to agree with the ordinary forward; that one after a failure."""
+        """The forward compiled for this shape and checked against the eager one; the eager one after a failure."""
         key = self._key(inputs)
         try:
             with compiling:
@@ -288,7 +294,7 @@ class StaticForward:
                     found = known[key] = self._compile(inputs, ordinary)
             if isinstance(found, str):
                 raise NotCompiled(found)
-        except Exception as problem:  # whatever a compiler raises; the model's own errors will come up without it too
+        except Exception as problem:  # compilers raise anything; the model's own errors recur in the eager forward
             self._not_compiled(inputs, problem)
             return plain_forward
         return found
@@ -301,12 +307,12 @@ class StaticForward:
             return None
 
     def _not_compiled(self, inputs: StaticInputs, problem: Exception) -> None:
-        """Remember the failure, so that no later call tries again."""
+        """Store the failure, so that no later call retries."""
         self.stats.compile_reason = _compiled.of(self.owner)[self._key(inputs)] = in_short(problem)
         self.compiles = False
 
     def _compile(self, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> Forward:
-        """Compiles by running once. The cache is left as the ordinary forward leaves it, up to rounding."""
+        """Compile by running once. The cache ends as the eager forward leaves it, up to rounding."""
         forward: Forward = compile_copy(plain_forward)
         error = logits_error(self.call(inputs, forward), ordinary())
         if error is not None:
@@ -314,10 +320,11 @@ class StaticForward:
         return forward
 
     def _captured(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> Tensor | None:
-        """Logits by a CUDA graph, captured when a call first meets the shape; None where that is not possible.
+        """Logits by a CUDA graph, captured at a call's first block of the shape; None if that is not possible.
 
-        The second block is compared too: only then would show what the model had baked in as a number. Where that is found out,
-        the ordinary forward's keys and values have replaced the graph's: which slots they go to is a tensor of lade's own.
+        The second block is compared as well, since only different inputs reveal values that the capture froze as
+        constants. After a mismatch the cache is right: the eager forward has overwritten the graph's keys and values
+        in the same slots.
         """
         try:
             if inputs.checks_left:
@@ -329,11 +336,11 @@ class StaticForward:
             self.stats.cuda_graph_reason = remember_failure(self.owner, "forward", problem)
             self.captures = False
             if self._buffers is not None:
-                self._buffers.key = None  # no later call is to meet this
+                self._buffers.key = None  # must not be reused by a later call
             return None
 
     def _check_graph(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> None:
-        """Capture it where that has not been done, and compare it with the ordinary forward. Raises NotCompiled if it differs."""
+        """Capture the forward if needed and compare it with the eager one. Raises NotCompiled if they differ."""
         if inputs.replay is None:
             run = partial(self.call, inputs, forward)
             if forward is plain_forward:
@@ -347,14 +354,14 @@ class StaticForward:
 
 
 def in_short(problem: Exception) -> str:
-    """One line for the figures: torch's errors go on for pages, and say in the second line what the first one announces."""
+    """One line for the statistics: the first two lines of an error; torch's often give the cause in the second."""
     if isinstance(problem, NotCompiled):
         return str(problem)
     return f"{type(problem).__name__}: {' '.join(str(problem).split(chr(10))[:2]).strip()}"[:300]
 
 
 def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A compiled copy: torch counts compilations per code object, and each shape of each model is to have one of its own."""
+    """A compiled copy. Torch limits recompilations per code object, so each shape of each model gets its own."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     compiled: Callable[..., Tensor] = torch.compile(copy, fullgraph=True, dynamic=False, backend=BACKEND)
