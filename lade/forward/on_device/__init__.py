@@ -1,1 +1,1 @@
-"""Whole steps of the paper's method on the device."""
+"""Whole steps of the paper's method (window and n-gram pool) on the device."""

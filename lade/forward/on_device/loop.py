@@ -1,8 +1,8 @@
-"""The host's part of steps that run on the device: what they start from, when to stop, what is kept for later calls.
+"""The host's part of steps that run on the device: their initial state, when to stop, and buffers for later calls.
 
-Steps are compiled (COMPILE=1), captured (CUDA_GRAPH), or both. Each is started before the last one's result is read. A graph
-serves later calls of the same model, together with the buffers that it reads. Whatever fails, the texts are handed back as they
-are, and the ordinary loop goes on from there.
+Steps are compiled (COMPILE=1), captured (CUDA_GRAPH), or both. Each step is launched before the last one's result is
+read. A graph and the buffers that it reads are reused by later calls of the same model. After any failure the loop of
+`lade.decoding` continues from the texts as they are.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from lade.stats import GenerationStats
 from lade.tolerance import logits_error
 from lade.verification.selection import GreedySelection, Selection
 
-# Tokens of a block, those of all rows, for which a GPU takes hardly longer than for one, as it reads the weights for both.
+# Block tokens of all rows for which a GPU takes hardly longer than for one: it is bound by reading the weights.
 FREE_TOKENS = {torch.float16: 512, torch.bfloat16: 512}
 FREE_TOKENS_OTHERWISE = 64
-TRIAL_STEPS = 3  # that preparing one runs before its state is put back, at most
+TRIAL_STEPS = 3  # the most steps that preparation runs before it restores the state
 
 Step = Callable[[Any, StepState], Tensor]
 _compiled: PerModel[dict[Hashable, Step | str]] = PerModel(dict)
@@ -52,7 +52,7 @@ _compiled: PerModel[dict[Hashable, Step | str]] = PerModel(dict)
 
 @dataclass(slots=True, eq=False)
 class Buffers(PooledBuffers):
-    """What steps work on. state, draws: None until a call's first step. replay: None without a CUDA graph."""
+    """The buffers of steps. state, draws: None until a call's first step. replay: None without a CUDA graph."""
 
     state: StepState | None = None
     draws: Tensor | None = None  # [R, B, V], for sampling
@@ -71,9 +71,10 @@ def device_loop(
     key_mask: Tensor | None,
     positions: Tensor | None,
 ) -> DeviceLoop | None:
-    """What decodes a call on the device; None where the call needs the host between its steps, or gains nothing.
+    """A `DeviceLoop` for the call; None if the call needs the host between steps, or would not gain.
 
-    drafter: the settings' own. key_mask: [B, P] bool, False for padding. positions: the prompt's, [B or 1, P] or more of these.
+    drafter: that of the settings. key_mask: [B, P] bool, False for padding. positions: of the prompt, [B or 1, P], or
+    several such along a first dimension.
     """
     adapter = runner.adapter
     device, sequences = adapter.model.device, selection.sequences
@@ -91,7 +92,7 @@ def device_loop(
     if not is_served:
         return None
     if adapter.last_position is not None and positions is not None:
-        # Every block has all of its tokens, so none may come near the model's last position.
+        # Blocks are always full, so every text must end well before the model's last position.
         max_offset = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
         largest = int(positions[..., -1].max()) + selection.max_length - sequences.prompt_length
         if largest + max_offset > adapter.last_position:
@@ -100,10 +101,11 @@ def device_loop(
 
 
 def is_wanted(config: LookaheadConfig, device: torch.device, dtype: torch.dtype, num_rows: int, captures: bool) -> bool:
-    """On a GPU, where it saves waiting; on a CPU, where blocks of a fixed size are asked for and a compiler pays for the larger ones.
+    """Whether steps on the device are expected to pay. Their blocks are always full.
 
-    Every block has all of its tokens. Where nobody has asked for that, they must cost a GPU next to nothing. dtype: the model's.
-    num_rows: B. captures: whether steps would be captured.
+    On a GPU they save host synchronisation; unless the settings ask for them, full blocks must cost hardly more than
+    one token. On a CPU they need COMPILE=1 and fixed block sizes. dtype: the model's. num_rows: B. captures: whether
+    steps would be captured.
     """
     if not can_capture(device):
         return config.compile and not config.adaptive
@@ -113,17 +115,17 @@ def is_wanted(config: LookaheadConfig, device: torch.device, dtype: torch.dtype,
 
 
 def captures_steps(config: LookaheadConfig, runner: BlockRunner) -> bool:
-    """Whether whole steps are captured where forwards would be. lade does not try again by itself what has failed."""
+    """Whether whole steps are to be captured. Automatic settings do not retry after a failed capture."""
     return runner.captures and (bool(config.cuda_graph) or capture_failure(runner.adapter.model, "step") is None)
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the device works by itself while the host goes on."""
+    """Whether the device works asynchronously to the host."""
     return device.type == "cuda"
 
 
 class DeviceLoop:
-    """Decodes one call by steps on the device, as long as that works."""
+    """Decodes one call by steps on the device until all rows end or something fails."""
 
     def __init__(
         self,
@@ -163,14 +165,14 @@ class DeviceLoop:
             self.model.config._attn_implementation,
             numerics(self.shape.device),
         )
-        self._most_slots = runner.most_captured_slots(config)  # of a cache, beyond which nothing is captured
+        self._most_slots = runner.most_captured_slots(config)  # most cache slots for which steps are captured
         self._buffers: Buffers | None = None
         self._most_capacity: int | None = None
         self._ring: DrawRing | None = None  # None for greedy
         self._witness = 0
 
     def make_cache(self, num_slots: int) -> LookaheadCache:
-        """A cache for the prompt and what follows: an earlier call's, where a graph reads it and its size suits this call."""
+        """An empty cache for the call: a pooled one that a graph reads and that fits, or a new one."""
         least = padded_capacity(least_capacity(num_slots))
         most = max(least, padded_capacity(least_capacity(self.selection.max_length + self.shape.block_tokens)))
         key = (*self._key, self.compiles, fingerprint(self.owner) if self.captures else None)
@@ -182,15 +184,16 @@ class DeviceLoop:
         return self._buffers.cache
 
     def release(self) -> None:
-        """The call is over: another one may have its buffers, if there is a graph that reads them."""
+        """Return the call's buffers to the pool if a graph reads them."""
         if self._buffers is not None and self._buffers.replay is not None:
             release(self.owner, self._buffers)
         self._buffers = None
 
     def run(self, cache: LookaheadCache, num_logits: int, witness: int | None) -> None:
-        """Decode until all rows have ended, or until something fails: then the ordinary loop can go on.
+        """Decode until all rows have ended, or until something fails; the host loop then continues.
 
-        cache: has the prompt, behind which each row has got one token. num_logits: V. witness: nan_column of `lade.verification.logits.BlockLogits`.
+        cache: contains the prompt, after which each row has one token. num_logits: V. witness: the `nan_column` of
+        `lade.verification.logits.BlockLogits`.
         """
         buffers = self._buffers
         if buffers is None or buffers.cache is not cache or all(self.selection.is_finished):
@@ -214,11 +217,11 @@ class DeviceLoop:
                     break
                 run = self._prepare(buffers)
                 if run is None:
-                    break  # the figures say why
+                    break  # the statistics give the reason
                 if not self._decode(buffers, run, slot_offset):
                     self.stats.device_reason = REFUSED
                     break
-        except Exception as problem:  # whatever a compiler or a graph raises; the model's own errors will come up again
+        except Exception as problem:  # compilers and graphs raise anything; the model's own errors recur
             self._fail(buffers, problem)
         finally:
             if self._ring is not None:
@@ -226,7 +229,7 @@ class DeviceLoop:
         self.stats.add_times(0.0, perf_counter() - began, 0.0)
 
     def _make_ring(self, buffers: Buffers, num_logits: int) -> DrawRing | None:
-        """The draws of this call's samples, where the steps will look for them. num_logits: V."""
+        """The ring that steps read this call's draws from; None for greedy. num_logits: V."""
         if self.shape.sampling is None:
             return None
         if buffers.draws is None:
@@ -234,12 +237,12 @@ class DeviceLoop:
         return DrawRing(buffers.draws, max(self.selection.sequences.lengths))
 
     def _fit(self, buffers: Buffers, slot_offset: int, position_offset: Tensor) -> None:
-        """Let there be room for the next steps, and a state that says where the texts are."""
+        """Make room for the next steps, and copy the host's state to the device."""
         cache, selection = buffers.cache, self.selection
         self._make_room(buffers, self._num_slots(max(selection.sequences.lengths), slot_offset, TRIAL_STEPS))
         if buffers.state is None or buffers.state.capacity != cache.capacity:
             buffers.state = StepState(self.shape, cache, self.runner.adapter.reaches, buffers.draws)
-            buffers.replay = None  # it reads the old one
+            buffers.replay = None  # it reads the old state
         state, sequences = buffers.state, selection.sequences
         longest = max(sequences.lengths)
         state.ids[:, :longest] = sequences.ids[:, :longest]
@@ -262,7 +265,7 @@ class DeviceLoop:
         state.accepted_lengths.zero_()
 
     def _make_room(self, buffers: Buffers, num_slots: int) -> None:
-        """Let the cache have so many slots. A graph of the smaller one is left to calls that need no more."""
+        """Give the cache num_slots slots. If a graph reads the smaller one, both go to the pool for shorter calls."""
         cache = buffers.cache
         if num_slots <= cache.capacity or buffers.replay is None:
             cache.ensure_capacity(num_slots)
@@ -272,7 +275,7 @@ class DeviceLoop:
         if larger is None:
             larger = Buffers(buffers.key, cache.like(capacity))
         cache.exchange(larger.cache)
-        if self._ring is not None:  # what was drawn for the next tokens goes along
+        if self._ring is not None:  # draws for the next tokens move along
             larger.draws = self._ring.move_to(larger.draws)
         names = ("state", "draws", "replay")
         for name in names:
@@ -282,12 +285,12 @@ class DeviceLoop:
         release(self.owner, larger)
 
     def _num_slots(self, longest: int, slot_offset: int, steps_before: int) -> int:
-        """Slots that a step may need. longest: tokens of the longest text, some steps before that one."""
+        """Slots that a step may need. longest: tokens of the longest text, steps_before steps earlier."""
         longest = min(longest + steps_before * self.shape.ngram_size, self.selection.max_length)
         return longest - 1 + slot_offset + self.shape.block_tokens
 
     def _prepare(self, buffers: Buffers) -> Callable[[], Tensor] | None:
-        """What runs one step. None where it was to be compiled or captured, and neither was possible."""
+        """A function that runs one step; None if compilation and capture were wanted and both failed."""
         state = buffers.state
         assert state is not None
         run: Callable[[], Tensor] = partial(step, self.model, state)
@@ -308,7 +311,7 @@ class DeviceLoop:
         return run if self.compiles or self.captures else None
 
     def _compiled_step(self, buffers: Buffers, state: StepState) -> Step:
-        """Compiled for this shape and capacity, now or before, and found to agree with the ordinary forward."""
+        """The step compiled for this shape and capacity and checked against the eager forward. Raises NotCompiled."""
         with compiling:
             known = _compiled.of(self.owner)
             found = known.get((*self._key, state.capacity))
@@ -330,14 +333,17 @@ class DeviceLoop:
                 replay = capture(run)
             state.restore(saved)
             self._check(buffers, state, replay, "captured")
-            run()  # a step on: what the model had baked in as a number would show only now
+            run()  # one step later: reveals values that the capture froze as constants
             self._check(buffers, state, replay, "captured")
         finally:
             state.restore(saved)
         return replay
 
     def _check(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor], kind: str) -> None:
-        """Run a step, compare its logits with the ordinary forward's, and put the state back. Raises where they differ."""
+        """Run a step, compare its logits with the eager forward's, restore the state.
+
+        Raises NotCompiled on a difference.
+        """
         cache, saved = buffers.cache, state.save()
         committed, cache.lengths = cache.lengths, (state.lengths - 1 + state.slot_offset).tolist()
         try:
@@ -355,12 +361,12 @@ class DeviceLoop:
             raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
 
     def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_offset: int) -> bool:
-        """Steps until all rows have ended or the cache is too small, then the texts are where the selection look for them.
+        """Run steps until all rows have ended or the cache is full, then copy the texts to the selection.
 
-        Returns False where the next step's logits are not numbers.
+        Returns False if a step was refused because of NaN logits or invalid probabilities.
 
-        A device that runs by itself gets its next step before the last one's result is read. The one step too many at the
-        end finds all rows ended and changes none of them.
+        On an asynchronous device the next step is launched before the last one's result is read. The surplus step at
+        the end finds all rows ended and changes none.
         """
         state, sequences = buffers.state, self.selection.sequences
         assert state is not None
@@ -384,7 +390,7 @@ class DeviceLoop:
         return not is_refused
 
     def _hand_back(self, buffers: Buffers, state: StepState) -> None:
-        """Tell everyone on the host what has happened since `_fit`."""
+        """Update selection, cache, statistics and drafter on the host with all steps since `_fit`."""
         selection, stats, drafter = self.selection, self.stats, self.drafter
         before, after = selection.sequences.lengths, state.lengths.tolist()
         added = [new - old for new, old in zip(after, before, strict=True)]
@@ -408,7 +414,7 @@ class DeviceLoop:
         copy_pool(state.pool, drafter.pool)
 
     def _fail(self, buffers: Buffers, problem: Exception) -> None:
-        """A step that worked at first no longer does. The ordinary loop goes on, and meets the model's own errors by itself."""
+        """Record a failure after successful preparation. The host loop continues and meets the model's own errors."""
         self.stats.device_reason = in_short(problem)
         if self.captures:
             self.stats.cuda_graph_reason = remember_failure(self.owner, "step", problem)
@@ -418,7 +424,7 @@ class DeviceLoop:
         self._buffers = None
 
     def _not_compiled(self, state: StepState, problem: Exception) -> None:
-        """Remember the failure, so that no later call tries again."""
+        """Store the failure, so that no later call retries."""
         reason = in_short(problem)
         self.stats.compile_reason = reason
         _compiled.of(self.owner)[(*self._key, state.capacity)] = reason

@@ -1,10 +1,12 @@
-"""Sampling inside a step on the device: transformers' own warpers, and a ring of the draws that decide.
+"""Sampling inside a step on the device, with transformers' own warpers and a ring of exponential draws.
 
-`torch.multinomial` for one sample chooses the largest p / e, with e drawn from an exponential distribution, [B, V] for each token
-that generate() adds to the rows. The host draws these ahead, from generate()'s own generator and in its order; a step divides by
-them wherever it may sample. Afterwards the generator is put back to where plain generate() leaves it.
+For one sample `torch.multinomial` chooses the largest p / e, with e exponential draws [B, V] for each token that
+generate() adds (the Gumbel-max trick). The host draws these ahead, from generate()'s own generator and in the same
+order. A step divides by them wherever it samples. Afterwards the generator is reset to the state in which plain
+generate() leaves it.
 
-Shapes: B rows, V logits, R places in the ring. What follows a text of T tokens is chosen by the draws in place T modulo R.
+Shapes: B rows, V logits, R places in the ring. Place T modulo R holds the draws for the token after a text of T
+tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from lade.verification.selection import MAX_LEAD, PerRowSelection, Selection
 if TYPE_CHECKING:
     from lade.forward.on_device.step import StepShape, StepState
 
-# They look at nothing but the scores, each row by itself, and the host reads none of these. Eta and top-h sampling do read some.
+# Warpers that use only the scores, row by row, without host synchronisation; eta and top-h sampling do synchronise.
 WARPERS = logits_processors(
     (
         "EpsilonLogitsWarper",
@@ -38,22 +40,22 @@ WARPERS = logits_processors(
         "TypicalLogitsWarper",
     )
 )
-CONSTANTS = (bool, int, float, str, type(None))  # what a warper's parameters may be, to be part of what is compiled
-MAX_UNSEEN = 2  # steps under way whose results the host has not read, the next one included
-NEVER = 2**62  # tokens, more than any text has
+CONSTANTS = (bool, int, float, str, type(None))  # parameter types that can be constants in a compiled step
+MAX_UNSEEN = 2  # unread steps in flight, the next one included
+NEVER = 2**62  # longer than any text, in tokens
 REFUSED = "logits or probabilities that are not numbers: the ordinary loop finds out what generate() makes of them"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a step samples. Two are equal where warpers of the same types have the same parameters."""
+    """How a step samples. Equal if the warpers have the same types and parameters."""
 
     key: Hashable
     warpers: tuple[Callable[..., Tensor], ...] = field(compare=False)
 
 
 def sampling_of(selection: Selection) -> Sampling | None:
-    """How a step on the device chooses what these rules choose; None where they need the host."""
+    """The device's equivalent of a selection's sampling; None if it needs the host."""
     is_served = (
         type(selection) is PerRowSelection
         and selection.do_sample
@@ -65,25 +67,26 @@ def sampling_of(selection: Selection) -> Sampling | None:
     )
     if not is_served:
         return None
-    # Copies: what is compiled or captured may not change when the caller's own objects do.
+    # Copies, since compiled or captured steps must not change with the caller's objects.
     warpers = tuple(map(copy, selection.processor))
     return Sampling(tuple((type(warper), *sorted(vars(warper).items())) for warper in warpers), warpers)
 
 
 def is_warper(processor: Any) -> bool:
-    """Whether it is one of the known ones, and not a subclass, with nothing but plain parameters."""
+    """Whether it is exactly one of `WARPERS`, no subclass, with only constant parameters."""
     return type(processor) in WARPERS and all(type(value) in CONSTANTS for value in vars(processor).values())
 
 
 def max_row_lead(batch_size: int) -> int:
-    """A row that is so many tokens ahead of the slowest one waits, as in `PerRowSelection`."""
+    """The lead over the slowest row, in tokens, at which a row waits, as in `PerRowSelection`."""
     return 1 if batch_size == 1 else MAX_LEAD
 
 
 def ring_size(batch_size: int, ngram_size: int) -> int:
-    """R: for how many tokens steps may need draws, from the one behind the slowest row's text on, as the host last saw it.
+    """R, the tokens for which steps may need draws, counted from the slowest row's length as last read by the host.
 
-    A row goes on while it is less than the lead ahead; it may get N tokens in that step, and look N further in the one after.
+    A row is active while its lead is below `max_row_lead`. It may get N tokens in that step and use N more draws in
+    the next.
     """
     return max_row_lead(batch_size) + MAX_UNSEEN * ngram_size
 
@@ -95,53 +98,53 @@ def empty_draws(shape: StepShape, num_logits: int) -> Tensor:
 
 
 def sample(state: StepState, sampling: Sampling, tree_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """What generate() samples behind the root and behind each candidate token, if its turn comes there.
+    """The tokens that generate() would sample after the root and after each candidate token.
 
-    tree_logits: [B, 1 + n, V]. Returns ids [B, 1 + n], and which rows go on in this step [B]: not those that have ended or wait.
-    No row does from the first probability on that `torch.multinomial` refuses.
+    tree_logits: [B, 1 + n, V]. Returns ids [B, 1 + n] and which rows are active in this step [B]: neither ended nor
+    waiting. A probability that `torch.multinomial` would refuse sets `is_refused` and stops all rows.
     """
     assert state.draws is not None
     is_active = ~state.is_finished & ~is_far_ahead(state)
     probabilities = probabilities_of(sampling, tree_logits)
     lengths = (
         state.lengths[:, None] + state.offsets[:, : tree_logits.shape[1]]
-    )  # [B, 1 + n] of the text up to each of them
+    )  # [B, 1 + n] length of the text up to each token
     draws = state.draws[lengths % len(state.draws), state.rows]  # [B, 1 + n, V]
     chosen = (probabilities / draws).argmax(dim=-1)
-    is_valid = (probabilities >= 0).flatten(1).all(dim=1)  # [B]; of what is refused, softmax gives only nan
+    is_valid = (probabilities >= 0).flatten(1).all(dim=1)  # [B]; of invalid values softmax can only give NaN
     state.is_refused |= (is_active & ~is_valid).any()
     return chosen, is_active & ~state.is_refused
 
 
 def probabilities_of(sampling: Sampling, logits: Tensor) -> Tensor:
-    """As generate() makes them, in float32. logits: [B, 1 + n, V]. Returns the same shape."""
+    """The probabilities that generate() computes, in float32. logits: [B, 1 + n, V]. Returns the same shape."""
     scores = logits.to(dtype=torch.float32, copy=True).flatten(0, 1)
     for warper in sampling.warpers:
-        scores = warper(None, scores)  # without a text: none of them looks at it
+        scores = warper(None, scores)  # no ids needed: none of the warpers uses them
     return torch.nn.functional.softmax(scores, dim=-1).view(logits.shape)
 
 
 def is_far_ahead(state: StepState) -> Tensor:
-    """Which rows wait for the slowest one. Returns [B]."""
+    """Which rows wait for the slowest unfinished one. Returns [B]."""
     slowest = state.lengths.masked_fill(state.is_finished, NEVER).min()
     return state.lengths >= slowest + max_row_lead(len(state.lengths))
 
 
 class DrawRing:
-    """Fills a ring of draws for one call, a little ahead of its texts.
+    """Fills the ring of draws for one call, ahead of its texts.
 
-    The draws are taken from the generator itself, not from a copy: of threads that share it, no two get the same.
+    It draws from the generator itself, not from a copy, so threads that share the generator never get the same draws.
     """
 
     def __init__(self, draws: Tensor, length: int) -> None:
-        """draws: [R, B, V]. length: of the texts; what follows them is to be drawn first."""
+        """draws: [R, B, V]. length: of the texts in tokens; the draws for the token after it come first."""
         self.draws, self._end = draws, length
-        self._states: dict[int, Tensor] = {}  # of the generator, before it drew for texts of a length
-        self._left = generator_state(draws.device)  # after the last draws
-        self._is_sole = True  # nobody else has drawn from the generator meanwhile
+        self._states: dict[int, Tensor] = {}  # generator state before the draws for each length
+        self._left = generator_state(draws.device)  # generator state after the last draws
+        self._is_sole = True  # whether no other code has drawn from the generator
 
     def fill(self, lengths: list[int], is_finished: list[bool]) -> None:
-        """Draw as far ahead as there is room, before the next step. lengths, is_finished: as far as the host has seen."""
+        """Fill the free places of the ring before the next step. lengths, is_finished: [B], as the host last saw."""
         size = len(self.draws)
         slowest = min(length for length, done in zip(lengths, is_finished, strict=True) if not done)
         while self._end < slowest + size:
@@ -153,18 +156,18 @@ class DrawRing:
             self._end += 1
 
     def move_to(self, draws: Tensor | None) -> Tensor:
-        """Go on in another ring of this shape, or in a new one where there is none. Returns that one."""
+        """Continue in another ring of the same shape, or in a new one for None. Returns that ring."""
         draws = torch.empty_like(self.draws) if draws is None else draws
         draws.copy_(self.draws)
         self.draws = draws
         return draws
 
     def of(self, length: int) -> Tensor:
-        """What was drawn for the token behind texts of a length, one of the last R. Returns [B, V], a copy."""
+        """A copy [B, V] of the draws for the token after texts of a length, one of the last R."""
         return self.draws[length % len(self.draws)].clone()
 
     def put_back(self, length: int) -> None:
-        """Leave the generator as if it had drawn for shorter texts only, unless somebody else has drawn from it."""
+        """Reset the generator to before the draws for `length`, unless other code has drawn from it."""
         with drawing:
             self._read()
             if self._is_sole and length < self._end:
@@ -177,7 +180,7 @@ class DrawRing:
 
 
 def hand_back(ring: DrawRing, selection: Selection) -> None:
-    """Leave the generator, and draws that some rows have used and others will, to the ordinary loop."""
+    """Hand over to the host loop: reset the generator, and pass on draws that only some rows have used."""
     lengths, is_finished = selection.sequences.lengths, selection.is_finished
     longest = max(lengths)
     ring.put_back(longest)

@@ -1,8 +1,8 @@
-"""A whole step of lookahead decoding as tensor operations of fixed shapes, with the paper's window and pool.
+"""A whole step of lookahead decoding as tensor operations of static shapes, with the paper's window and pool.
 
-Everything that a step reads or changes lies in tensors at fixed addresses, and nothing is copied to the host: one step can be
-compiled without recompiling as the text grows, and captured as one CUDA graph. It lays out the same block as the loop of
-`lade.decoding`, except that candidates are not merged into a tree: that would give each step another shape.
+A step reads and writes only tensors at fixed addresses and copies nothing to the host. It can therefore be compiled
+once for all lengths of the text, or captured in one CUDA graph. The block is that of the loop in `lade.decoding`,
+except that candidates are not merged into a tree, whose shape would vary from step to step.
 
 Shapes: B rows, N, W, G as in the paper, D = N-1, q = (N-1) * (W + G) block tokens, C slots of the cache.
 """
@@ -27,20 +27,20 @@ from lade.forward.on_device.sampling import Sampling, sample
 from lade.forward.static_inputs import StaticSlotLayer, plain_forward
 from lade.verification.logits import best_on_device
 
-NO_TOKEN = -1  # an id that no token has; the pool ignores an n-gram that begins with it
+NO_TOKEN = -1  # not a token id; the pool ignores n-grams that begin with it
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What is fixed for a step: sizes, settings, and what the model's forward takes."""
+    """The fixed properties of a step: sizes, settings, and which arguments the forward takes."""
 
     batch_size: int
     ngram_size: int
     window_size: int
     num_guesses: int  # G, at least 1
-    num_tokens: int  # ids that the model has an embedding for
+    num_tokens: int  # token ids with an embedding
     num_eos_ids: int
-    shifts_window: bool  # by what was accepted, ALWAYS_FWD_ONE=0
+    shifts_window: bool  # by the number of accepted tokens, ALWAYS_FWD_ONE=0
     uses_kernel: bool
     keeps_rows: bool  # whether the model takes `logits_to_keep`
     position_shape: tuple[int, ...]
@@ -59,12 +59,12 @@ class StepShape:
 
     @property
     def block_tokens(self) -> int:
-        """q."""
+        """q, the tokens of a block."""
         return self.num_nodes + self.depth * self.window_size
 
 
 class StepState:
-    """What steps read and change, for one cache capacity."""
+    """The tensors that steps read and write, for one cache capacity."""
 
     def __init__(
         self,
@@ -73,42 +73,42 @@ class StepState:
         reaches: Reach | dict[str, Reach],
         draws: Tensor | None = None,
     ) -> None:
-        """cache: whose storage the steps write to. reaches: how far the layers look. draws: [R, B, V], a ring, for sampling."""
+        """cache: its storage is written by steps. reaches: of the layers. draws: [R, B, V], a ring, for sampling."""
         batch_size, device = shape.batch_size, shape.device
         zeros = partial(torch.zeros, device=device, dtype=torch.long)
         self.shape, self.reaches = shape, reaches
         self.capacity = cache.capacity
 
-        # The text; the last N places are for writes beyond its end.
+        # The text. The last N places take writes beyond the end of the text.
         self.ids = zeros(batch_size, cache.capacity + shape.ngram_size)
         self.lengths = zeros(batch_size)  # of the text
         self.is_finished = zeros(batch_size, dtype=torch.bool)
         self.max_length = zeros(())
         self.eos_ids = zeros(max(1, shape.num_eos_ids))
-        self.slot_offset = zeros(())  # how far a token's slot is ahead of its place in `ids`
-        self.position_offset = zeros(shape.position_shape)  # and its position of its slot
+        self.slot_offset = zeros(())  # slot of a token minus its index in `ids`
+        self.position_offset = zeros(shape.position_shape)  # position of a token minus its slot
         self.key_mask = zeros(batch_size, cache.capacity, dtype=torch.bool)  # False for padding
-        self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: slots before each row's text
+        self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: left-padding slots per row
 
         self.draws = draws
-        self.is_refused = zeros((), dtype=torch.bool)  # a guess, or the text, is not a number: no row goes on
-        self.witness = zeros(1)  # a column that shows this, see `lade.verification.logits.find_nan_column`
+        self.is_refused = zeros((), dtype=torch.bool)  # NaN logits or refused probabilities: stops all rows
+        self.witness = zeros(1)  # a logit column that shows NaN, see `lade.verification.logits.find_nan_column`
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
         self.levels = zeros(batch_size, shape.depth, shape.window_size)
         self.pool = NGramPool(shape.ngram_size, shape.num_guesses, shape.num_tokens, device)
         self.pool.clock = zeros(()) + 1
 
-        self.num_steps = zeros(())  # those that began with an unfinished row
+        self.num_steps = zeros(())  # steps that began with an unfinished row
         self.num_proposed = zeros(())
-        self.accepted_lengths = zeros(shape.ngram_size)  # how often a row accepted 0 .. N-1 guesses
+        self.accepted_lengths = zeros(shape.ngram_size)  # [N] how often a row accepted 0 .. N-1 guesses
 
         layout = block_layout(shape.ngram_size, shape.window_size, shape.num_nodes, device)
         self.offsets, self.visible = chains(layout.offsets, layout.visible, shape)
         self.logit_rows = layout.logit_rows.clone()
         self.column = torch.arange(shape.ngram_size, device=device)  # 0 .. N-1
         self.block_places = torch.arange(shape.block_tokens, device=device)  # 0 .. q-1
-        self.slots = zeros(batch_size, shape.block_tokens)  # of the block
+        self.slots = zeros(batch_size, shape.block_tokens)  # [B, q] slots of the block
         layers: list[Any] = [
             StaticSlotLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
             for layer in cache.layers
@@ -116,7 +116,7 @@ class StepState:
         self.cache = Cache(layers=layers)
 
     def changing(self) -> list[Tensor]:
-        """What a step changes, keys and values apart: those that matter it only moves to where they belong."""
+        """The tensors that a step changes, except keys and values, which it writes after the committed slots."""
         pool = self.pool
         assert isinstance(pool.clock, Tensor)
         counts = [self.num_steps, self.num_proposed, self.accepted_lengths, pool.clock]
@@ -131,7 +131,7 @@ class StepState:
 
 
 def chains(offsets: Tensor, visible: Tensor, shape: StepShape) -> tuple[Tensor, Tensor]:
-    """A layout whose tree is G chains of D tokens, each behind the root. Returns offsets [B, q] and visibility [B, q, q]."""
+    """A layout whose tree is G chains of D tokens after the root. Returns offsets [B, q] and visibility [B, q, q]."""
     node = torch.arange(shape.num_nodes, device=offsets.device)
     chain, place = node // shape.depth, node % shape.depth
     nodes = slice(1, 1 + shape.num_nodes)
@@ -143,7 +143,7 @@ def chains(offsets: Tensor, visible: Tensor, shape: StepShape) -> tuple[Tensor, 
 
 
 def lay_out(state: StepState) -> tuple[Block, Tensor, Tensor]:
-    """The next block, with the candidates in it, [B, G, D], and which of them are any, [B, G]."""
+    """The next block, its candidates [B, G, D], and which of these the pool had [B, G]."""
     roots = state.ids.gather(1, state.lengths[:, None] - 1)[:, 0]  # [B]
     window = JacobiWindow(state.levels)
     window.set_root(roots)
@@ -165,18 +165,18 @@ def lay_out(state: StepState) -> tuple[Block, Tensor, Tensor]:
 
 
 def masks(state: StepState, block: Block) -> Tensor | dict[str, Tensor]:
-    """As `ModelAdapter.masks` makes them."""
+    """The masks of `ModelAdapter.masks`, or packed ones for the kernel."""
     if state.shape.uses_kernel:
         return masks_by_layer(partial(packed_block_mask, block, state.padding), state.reaches)
     return masks_by_layer(partial(block_mask, block, state.shape.dtype), state.reaches)
 
 
 def longest_match(candidates: Tensor, is_any: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which candidate the model agrees with for longest, and what it chose along it.
+    """The candidate with the longest prefix that the model agrees with, and the model's choices along it.
 
-    candidates: [B, G, D] ids. is_any: [B, G]. chosen: [B, 1 + G * D] the model's choices behind the root and each candidate token.
-    Returns the candidate [B], its accepted tokens' number [B], and the choices at the root and behind each token, [B, N].
-    Source: arXiv:2402.02057, verification branch.
+    candidates: [B, G, D] ids. is_any: [B, G], False for empty places. chosen: [B, 1 + G * D] the model's choices after
+    the root and after each candidate token. Returns the candidate's index [B], its number of accepted tokens [B], and
+    the choices after the root and after each of its tokens [B, N]. Source: arXiv:2402.02057, verification branch.
     """
     batch_size, num_guesses, depth = candidates.shape
     behind_root = chosen[:, :1, None].expand(-1, num_guesses, -1)
@@ -189,7 +189,7 @@ def longest_match(candidates: Tensor, is_any: Tensor, chosen: Tensor) -> tuple[T
 
 
 def step(model: Any, state: StepState) -> Tensor:
-    """One step: every row whose text goes on gets 1 to N tokens more, the others stay as they are. Returns logits [B, R, V]."""
+    """One step. Each active row gets 1 to N tokens, the others do not change. Returns logits [B, R, V]."""
     shape = state.shape
     block, candidates, is_any = lay_out(state)
     assert block.start_slots is not None
@@ -203,7 +203,7 @@ def step(model: Any, state: StepState) -> Tensor:
     best, num_agreed, tokens = longest_match(candidates, is_any, chosen)
     count, has_ended = stop(state, tokens, (num_agreed + 1) * is_active)
 
-    # The slots behind the accepted tokens are free, so that all D of the candidate may move there.
+    # Slots after the accepted tokens are free, so all D tokens of the candidate may be moved.
     targets = state.slots[:, 1 : 1 + shape.depth]
     move_slots(state.cache, targets + best[:, None] * shape.depth, targets)
     ends = state.lengths[:, None] + state.column  # [B, N]
@@ -220,9 +220,10 @@ def step(model: Any, state: StepState) -> Tensor:
 
 
 def choose(state: StepState, tree_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens that the model chooses behind the root and each candidate token, [B, 1 + n], and which rows go on, [B].
+    """The model's choices after the root and each candidate token [B, 1 + n], and which rows are active [B].
 
-    tree_logits: the logits there, [B, 1 + n, V]. No row goes on from the first step on that a guess may have spoiled.
+    tree_logits: the logits there, [B, 1 + n, V]. A NaN logit sets `is_refused` and stops all rows; the host loop takes
+    over.
     """
     is_number = ~tree_logits.index_select(2, state.witness).isnan().flatten(1).any(dim=1)  # [B]
     state.is_refused |= ~(is_number | state.is_finished).all()
@@ -232,10 +233,10 @@ def choose(state: StepState, tree_logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stop(state: StepState, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the step ends for each row: at an end-of-sequence id, or at the text's largest length.
+    """Limit a step's tokens per row by the first end-of-sequence id and by the maximum length.
 
-    tokens: [B, N] ids, of which `count`, [B], are the model's: none for a row that does not go on. Returns how many of them are
-    committed and who has ended, [B] each.
+    tokens: [B, N] ids, of which the first `count` [B] are the model's, 0 in inactive rows. Returns the number of
+    committed tokens [B] and which rows have ended [B].
     """
     is_eos = (tokens[..., None] == state.eos_ids).any(dim=-1)  # [B, N]
     up_to_eos = (is_eos.long().cumsum(dim=1) == 0).sum(dim=1) + 1
@@ -245,15 +246,16 @@ def stop(state: StepState, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tenso
 
 
 def learn(state: StepState, chosen: Tensor, count: Tensor) -> None:
-    """The window's n-grams, then those of the text that end in a new token, go to the pool; the window rolls.
+    """Insert the window's n-grams and those of the text that end in a new token into the pool, then roll the window.
 
-    All stays as it is after a step in which no row got any token. chosen: [B, W] the model's choices behind the last level. count: [B] tokens just committed. `lengths` do not count them yet.
+    chosen: [B, W] the model's choices after the last level. count: [B] tokens just committed, which `lengths` do not
+    include yet. Nothing changes if no row got a token.
     """
     shape, column = state.shape, state.column
     is_step = (count > 0).any()
-    is_ready = is_step & (state.num_steps >= shape.depth)  # every cell has come from the model
+    is_ready = is_step & (state.num_steps >= shape.depth)  # each cell is the model's choice
     of_window = JacobiWindow(state.levels).ngrams(chosen).where(is_ready, NO_TOKEN)  # [B * W, N]
-    first = state.lengths[:, None] + column - shape.depth  # [B, N] where the one that ends in each new token begins
+    first = state.lengths[:, None] + column - shape.depth  # [B, N] start of the n-gram that ends in each new token
     places = (first[..., None] + column).clamp(min=0)  # [B, N, N]
     of_text = state.ids.gather(1, places.flatten(1)).view_as(places)
     is_new = (column < count[:, None]) & (first >= 0)
@@ -266,7 +268,7 @@ def learn(state: StepState, chosen: Tensor, count: Tensor) -> None:
 
 
 def move_slots(cache: Cache, source: Tensor, target: Tensor) -> None:
-    """Copy keys and values of all layers. source, target: [B, D] slots."""
+    """Copy keys and values of all layers between slots. source, target: [B, D] slots."""
     layers: list[Any] = cache.layers
     for layer in layers:
         for states in (layer.keys, layer.values):  # [B, H, C, size]
@@ -281,9 +283,9 @@ def move_slots(cache: Cache, source: Tensor, target: Tensor) -> None:
 
 
 def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool]]:
-    """Begin to copy to the host how long the texts are, which have ended, and whether sampling may be refused.
+    """Start copying to the host the lengths of the texts, which rows have ended, and whether the step was refused.
 
-    Returns what waits for that copy and reads it.
+    Returns a function that waits for the copy and returns the three.
     """
     found = torch.stack([state.lengths, state.is_finished, state.is_refused.expand_as(state.lengths)])  # [3, B]
     copied = None
@@ -292,7 +294,7 @@ def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool
             found, non_blocking=True
         )
         copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(found.device))  # which may not be the current device
+        copied.record(torch.cuda.current_stream(found.device))  # may differ from the current device
 
     def read() -> tuple[list[int], list[bool], bool]:
         if copied is not None:
