@@ -34,7 +34,7 @@ from transformers import DynamicCache
 
 from lade.block.token_tree import TokenTree
 from lade.commands.measure import use_lade
-from lade.config import LookaheadConfig, temporary_settings, current_config
+from lade.config import LookaheadConfig, current_config, temporary_settings
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.memory import Memory
 from lade.verification.draws import ExponentialDraws
