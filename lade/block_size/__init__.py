@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lade.block_size.costs import FixedCosts, LiveCosts, SavedCosts, StepCosts, StepCostsByLength, saved_costs
+from lade.block_size.costs import FixedCosts, LiveCosts, Offers, SavedCosts, StepCosts, StepCostsByLength, saved_costs
 from lade.block_size.policy import BlockMode, BlockModePolicy, EarlyStop, SpeculationBackoff, choose_size
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "EarlyStop",
     "FixedCosts",
     "LiveCosts",
+    "Offers",
     "SavedCosts",
     "SpeculationBackoff",
     "StepCosts",

@@ -23,6 +23,7 @@ from lade.state import PerModel
 
 MAX_BYTES = 16 * 2**20
 MIN_BYTES = 64 * 2**10
+MAX_LIKELY = 8  # tokens of a row that may be worth a row of their own
 MAX_UNSEEN = 256  # tokens without a row that are remembered
 KEY_SHIFT = 32  # a pair of tokens as one integer
 FORMAT = 2  # of the file; 1 had chances of sampled guesses that knew nothing of the draws
@@ -136,7 +137,7 @@ class Memory:
         unseen = self.unseen
         for token in tokens:
             unseen.pop(token, None)
-        for row in ids[len(ids) - num_likely :].tolist():
+        for row in ids[len(ids) - num_likely :, :MAX_LIKELY].tolist():
             for token in reversed(row):
                 if token not in self.singles:
                     unseen.pop(token, None)

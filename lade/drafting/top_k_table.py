@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-ROW_LENGTH = 8  # tokens kept per key
+ROW_LENGTH = 32  # tokens kept per key
 BYTES_PER_ROW = ROW_LENGTH * (4 + 1) + 136  # ids, bins, and what the index takes
 # To find its first key, a dict walks over all that were deleted before it: that pays for many keys at once, one of so many of a
 # table's. One by one it takes the longer the larger the table is.
@@ -21,6 +21,7 @@ NUM_BINS = len(BIN_EDGES) + 1
 BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
 
 Row = tuple[list[int], list[int]]  # ids, bins
+RowArrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # likewise, [R, ROW_LENGTH] each
 
 
 class TopKTable:
@@ -47,6 +48,10 @@ class TopKTable:
         """The row of a key, None when there is none."""
         slot = self.slots.get(key)
         return None if slot is None else (self._ids[slot].tolist(), self._bins[slot].tolist())
+
+    def rows(self, slots: Sequence[int]) -> RowArrays:
+        """The rows of some slots: ids and bins, [R, ROW_LENGTH] each."""
+        return self._ids[slots], self._bins[slots]
 
     def put(self, keys: Sequence[int], ids: npt.NDArray[np.int64], bins: npt.NDArray[np.int64]) -> None:
         """Write rows; of one key the last counts. ids, bins: [M, ROW_LENGTH]."""

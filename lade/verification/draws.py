@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from math import exp
-from operator import truediv
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ Draws = npt.NDArray[Any]  # [V]
 
 # How much the order of arrival tells: everything where probabilities are exact, less where they come from another context.
 SHARPNESS = 0.75
+TINY = 1e-30  # in place of 0 where something is divided by it
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
 # Calls in several threads share a device's generator, and no two may get the same draws: whoever draws holds this, since
 # `ExponentialDraws` and `DrawRing` read a generator's state and set it later.
@@ -141,13 +140,17 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def win_chances(ids: Sequence[int], chances: Sequence[float], draws: Draws) -> list[float]:
+def win_chances(ids: npt.ArrayLike, chances: npt.ArrayLike, draws: Draws) -> npt.NDArray[Any]:
     """How likely each of some tokens is to be the one chosen, given the draws.
 
-    chances: about how probable the model finds them; other tokens share what is left to 1. draws: [V].
+    ids, chances: [..., K] tokens, and about how probable the model finds them (0 for never); other tokens share what is left to 1.
+    draws: [V]. Returns [..., K].
     """
-    times = list(map(truediv, draws.take(ids).tolist(), chances))
-    first = min(times)
-    weights = [(first / time) ** SHARPNESS for time in times]
-    rest, total = max(0.0, 1.0 - sum(chances)), sum(weights)
-    return [weight / total * exp(-rest * time) for weight, time in zip(weights, times, strict=True)]
+    chances = np.asarray(chances)
+    with np.errstate(all="ignore"):  # whatever numpy has been told to raise
+        arrivals = chances / draws.take(ids)  # the larger, the sooner
+        weights = (arrivals / np.maximum(arrivals.max(axis=-1, keepdims=True), TINY)) ** SHARPNESS
+        rest = np.maximum(0.0, 1.0 - chances.sum(axis=-1, keepdims=True))
+        others = np.exp(-rest / np.maximum(arrivals, TINY))  # that none of them comes first
+        found: npt.NDArray[Any] = weights / np.maximum(weights.sum(axis=-1, keepdims=True), TINY) * others
+    return found
