@@ -28,6 +28,7 @@ SINGLE = PAIR + NUM_BINS  # + bin: the row of the last token
 SUFFIX = SINGLE + NUM_BINS  # + match length - MIN_MATCH: what followed the longest earlier occurrence
 SECOND_SUFFIX = SUFFIX + MAX_MATCH - MIN_MATCH + 1  # likewise, of another continuation
 PROBE = SECOND_SUFFIX + MAX_MATCH - MIN_MATCH + 1  # a token whose row is unknown, guessed in order to learn it
+FIRST_NUM_KINDS = PROBE + 1  # of saved memories that knew no others
 VOCABULARY = PROBE + 1  # + bin: the row of the last token alone, without any text before it
 SIBLING = VOCABULARY + NUM_BINS  # + bin: the row of a wrong guess that stood where the last token stands
 NUM_KINDS = SIBLING + NUM_BINS

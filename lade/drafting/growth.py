@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
 from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH
 from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, RowArrays
+from lade.drafting.vocabulary import Vocabulary
 from lade.verification.draws import Draws, win_chances
 
 FOREIGN = -1  # in place of an id that no embedding exists for
 BOTH_ROWS = 0.3  # chance of a node from which on the row of its token is worth a look beside the row of its pair
+VOC_BOTH = False
+SAMPLED_LENGTH = 32
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
@@ -77,17 +78,19 @@ class Grower:
         self,
         memory: Memory,
         acceptance: Acceptance,
-        vocabulary: Any,
+        vocabulary: Vocabulary | None,
+        temperature: float,
         text: list[int],
         draws_at: Callable[[int], Draws | None],
         sources: Sequence[Source],
         pointers: tuple[Pointer, ...],
     ) -> None:
-        """vocabulary: rows of tokens alone. text: ids up to the root. draws_at: what a token at some distance from the root will be
-        drawn with; None for greedy, or where that is not known. sources: more rows behind the root. pointers: where the text's end
-        has occurred before.
+        """vocabulary: rows of tokens alone. temperature: of sampling, for those. text: ids up to the root. draws_at: what a token at some
+        distance from the root will be drawn with; None for greedy, or where that is not known. sources: more rows behind the root.
+        pointers: where the text's end has occurred before.
         """
-        self._memory, self._vocabulary, self._text = memory, vocabulary, text
+        self._memory, self._vocabulary, self._temperature, self._text = memory, vocabulary, temperature, text
+        self._num_alone = 0 if vocabulary is None else len(vocabulary)  # tokens with such a row
         self._draws_at, self._sources, self._pointers = draws_at, sources, pointers
         self._chances = np.array(acceptance.chances)
         self._pool = Growth()  # all nodes that may belong to the tree, in the order in which they were found
@@ -98,7 +101,8 @@ class Grower:
 
         enough: how many of some nodes are worth having, by their chances, the likeliest first.
         """
-        pool, seen, limit, batch = self._pool, {-1}, size, [-1]
+        growth, pool, seen = Growth(), self._pool, {-1}
+        limit, batch = size, [-1] if size > 0 else []
         order: list[int] = []
         floor = least  # no rarer node can belong to the tree
         while batch:
@@ -110,7 +114,6 @@ class Grower:
             floor = max(least, pool.chances[order[limit - 1]]) if len(order) >= limit > 0 else least
             batch = [node for node in order[:limit] if node not in seen and pool.depths[node] < max_depth]
         place = {node: index for index, node in enumerate(order[:limit])} | {-1: -1}
-        growth = Growth()
         for node in order[:limit]:
             parent = place[pool.parents[node]]
             growth.add(pool.tokens[node], parent, pool.kinds[node], pool.chances[node], pool.depths[node])
@@ -143,6 +146,7 @@ class Grower:
         if draws is None:
             ids, bins = ids[:, :GREEDY_LENGTH], bins[:, :GREEDY_LENGTH]
         else:
+            ids, bins = ids[:, :SAMPLED_LENGTH], bins[:, :SAMPLED_LENGTH]
             bins = _EDGES.searchsorted(win_chances(ids, _MIDDLES[bins], draws))
         kinds = bins + np.array(firsts)[:, None]
         above = np.array([1.0 if node < 0 else self._pool.chances[node] for node in owners])
@@ -175,7 +179,11 @@ class Grower:
                 before, token, chance = text[-2] if len(text) > 1 else -1, text[-1], 1.0
             else:
                 parent = pool.parents[node]
-                before, token, chance = text[-1] if parent < 0 else pool.tokens[parent], pool.tokens[node], pool.chances[node]
+                before, token, chance = (
+                    text[-1] if parent < 0 else pool.tokens[parent],
+                    pool.tokens[node],
+                    pool.chances[node],
+                )
             pair = pairs.get(before << KEY_SHIFT | token)
             if pair is not None:
                 found[PAIR][0].append(node)
@@ -186,19 +194,20 @@ class Grower:
             if single is not None:
                 found[SINGLE][0].append(node)
                 found[SINGLE][1].append(single)
-            elif pair is None and self._vocabulary is not None and self._vocabulary.has(token):
+            if (VOC_BOTH or (single is None and pair is None)) and 0 <= token < self._num_alone:
                 found[VOCABULARY][0].append(node)
                 found[VOCABULARY][1].append(token)
         owners: list[int] = []
         firsts: list[int] = []
         rows: list[RowArrays] = []
-        for (first, (those, slots)), table in zip(
-            found.items(), (memory.pairs, memory.singles, self._vocabulary), strict=True
-        ):
+        for first, (those, slots) in found.items():
             if those:
                 owners += those
                 firsts += [first] * len(those)
-                rows.append(table.rows(slots))
+                if first == VOCABULARY and self._vocabulary is not None:
+                    rows.append(self._vocabulary.rows(slots, self._temperature))
+                else:
+                    rows.append((memory.pairs if first == PAIR else memory.singles).rows(slots))
         if nodes[0] < 0:
             for source, first in self._sources:
                 owners.append(-1)

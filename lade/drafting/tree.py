@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice, zip_longest
 
-import os
 import torch
 from torch import Tensor
 
@@ -22,7 +21,8 @@ from lade.block_size import EarlyStop, Offers, SpeculationBackoff, StepCostsByLe
 from lade.drafting.acceptance import PROBE, SECOND_SUFFIX, SIBLING, SUFFIX, name_of
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Outcome
 from lade.drafting.growth import FOREIGN, Grower, Growth, Source
-from lade.drafting.memory import Memory, memory_for, most_likely
+from lade.drafting.likeliest import most_likely
+from lade.drafting.memory import Memory, memory_for
 from lade.drafting.suffix_index import SuffixIndex
 from lade.drafting.vocabulary import Vocabulary, vocabulary_of
 from lade.verification.draws import Draws, ExponentialDraws
@@ -33,6 +33,7 @@ LONG_MATCH = 5  # tokens
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
 
 BLIND_BLOCK = 16  # tokens of a block whose cost cannot be known: they pay on most devices
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -59,6 +60,9 @@ def tree_drafter(request: DraftRequest) -> TreeDrafter:
     """MODE="tree"."""
     config = request.config
     memory = memory_for(request.model, config.share, request.cost_source)
+    vocabulary = memory.vocabulary or vocabulary_of(request.model, request.may_measure and not request.is_split)
+    if vocabulary is not None and vocabulary.largest_id >= request.num_tokens:
+        vocabulary = None
     is_blind = config.adaptive and request.is_split
     return TreeDrafter(
         memory,
@@ -69,7 +73,9 @@ def tree_drafter(request: DraftRequest) -> TreeDrafter:
         min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block,
         request.step_costs(saved=memory.step_costs),
         request.draws,
-        vocabulary_of(request.model, request.temperature or 1.0) if os.environ.get('VOC', '1') == '1' else None,
+        vocabulary,
+        request.top_k,
+        request.top_p,
     )
 
 
@@ -87,6 +93,8 @@ class TreeDrafter:
         costs: StepCostsByLength | None,
         draws: ExponentialDraws | None = None,
         vocabulary: Vocabulary | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> None:
         """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
 
@@ -95,7 +103,7 @@ class TreeDrafter:
         """
         self.memory, self.num_tokens, self.max_block, self.costs = memory, num_tokens, max_block, costs
         self.acceptance = memory.acceptance[temperature is not None]
-        self._temperature = 1.0 if temperature is None else temperature
+        self._warping = (1.0 if temperature is None else temperature, top_k, top_p)
         self._suffixes = [SuffixIndex() for _ in prompt_ids]
         for row, (index, ids) in enumerate(zip(self._suffixes, prompt_ids, strict=True)):
             if key_mask is not None:
@@ -247,6 +255,7 @@ class TreeDrafter:
             self.memory,
             self.acceptance,
             self._vocabulary,
+            self._warping[0],
             index.tokens,
             partial(self._draws, row),
             () if sibling is None else (sibling,),
@@ -286,7 +295,7 @@ class TreeDrafter:
     def _learn_rows(self) -> None:
         """Remember the rows seen, those of accepted tokens last: later ones count more."""
         logits = torch.cat([seen.logits for seen in self._seen]) if len(self._seen) > 1 else self._seen[0].logits
-        ids, bins = most_likely(logits, self._temperature)
+        ids, bins = most_likely(logits, *self._warping)
         self._siblings = {row: ((ids[[i]], bins[[i]]), SIBLING) for row, i in self._wrong.items()}
         previous = [token for seen in self._seen for token in seen.previous]
         tokens = [token for seen in self._seen for token in seen.tokens]

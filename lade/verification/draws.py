@@ -140,7 +140,9 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def win_chances(ids: npt.ArrayLike, chances: npt.ArrayLike, draws: Draws) -> npt.NDArray[Any]:
+def win_chances(
+    ids: npt.NDArray[Any] | list[int], chances: npt.NDArray[Any] | list[float], draws: Draws
+) -> npt.NDArray[Any]:
     """How likely each of some tokens is to be the one chosen, given the draws.
 
     ids, chances: [..., K] tokens, and about how probable the model finds them (0 for never); other tokens share what is left to 1.
