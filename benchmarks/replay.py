@@ -256,15 +256,33 @@ def compared(figures: dict[str, Any], base: dict[str, Any]) -> list[float]:
     return [round(x, 4) for x in ratio([a for a, _ in pairs], [b for _, b in pairs])] if pairs else [1.0, 0.0]
 
 
-def recordings_of(args: argparse.Namespace, model: Any, tokenizer: Any, name: str, path: Path, temperature: float):
-    """Of one set and temperature, from the folder of records where they are there."""
+def recordings_of(
+    args: argparse.Namespace, model: Any, tokenizer: Any, name: str, path: Path, temperature: float
+) -> tuple[list[Recording], Path | None]:
+    """Of one set and temperature, from the folder of records where they are there; and the file that keeps them."""
     file = args.records and args.records / f"{name}-{temperature:g}-{args.limit}-{args.max_new_tokens}.pickle"
     if file and file.exists():
         with file.open("rb") as stream:
-            return pickle.load(stream), file
+            return [unpacked(*packed) for packed in pickle.load(stream)], file
     args.prompts = path
     prompts = harness.load_prompts(args, tokenizer)
     return [record(model, inputs, temperature or None, args.max_new_tokens) for inputs in prompts], file
+
+
+def keep(recordings: list[Recording], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    packed = []
+    for text in recordings:
+        ids, values = (torch.stack([row[k] for row in text.rows.values()] or [torch.zeros(0)]) for k in (0, 1))
+        rows = list(text.rows), ids.int().numpy(), values.numpy(), [row[2] for row in text.rows.values()]
+        packed.append((text.prompt, text.tokens, text.temperature, text.arguments, text.seed, *rows))
+    with file.open("wb") as stream:
+        pickle.dump(packed, stream)
+
+
+def unpacked(prompt, tokens, temperature, arguments, seed, nodes, ids, values, others) -> Recording:
+    rows = zip(torch.from_numpy(ids).long(), torch.from_numpy(values), others, strict=False)
+    return Recording(prompt, tokens, temperature, arguments, seed, dict(zip(nodes, rows, strict=True)))
 
 
 def parse() -> argparse.Namespace:
@@ -313,9 +331,7 @@ def main() -> None:
                             line += "  ratio {:.3f} +- {:.3f}".format(*one["ratio"])
                         print(line, flush=True)
             if file:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("wb") as stream:
-                    pickle.dump(recordings, stream)
+                keep(recordings, file)
     shown = {"benchmark": "replay", "environment": harness.environment(model), "max_new_tokens": args.max_new_tokens}
     harness.finish(shown | {"replays": figures}, args.out)
 

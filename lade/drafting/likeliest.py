@@ -29,8 +29,9 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
         found, chances = _cut(found, chances, top_k or ROW_LENGTH, top_p or 1.0)
     bins = np.searchsorted(_BIN_EDGES, chances)
     missing = ROW_LENGTH - found.shape[1]
-    if missing:  # a vocabulary of fewer tokens
-        found, bins = (np.concatenate([x, np.repeat(x[:, :1], missing, axis=1)], axis=1) for x in (found, bins))
+    if missing:  # a vocabulary of fewer tokens, or all others are cut off
+        found = np.concatenate([found, np.repeat(found[:, :1], missing, axis=1)], axis=1)
+        bins = np.concatenate([bins, np.zeros((len(bins), missing), dtype=bins.dtype)], axis=1)
     return found, bins
 
 

@@ -32,6 +32,7 @@ LEAST_LENGTH = 8  # ids of a row; where that is too much for all tokens, those w
 BYTES_PER_ID = 4 + 2
 # Floating-point operations up to which rows are made without being asked for, by kind of device: some tenths of a second.
 CHEAP = {"cpu": 1e11, "cuda": 2e13}
+PREFIX: list[int] = []
 MAX_LOGITS = 2**24  # of one forward
 MAX_BATCH = 256  # tokens of one forward
 NUM_SAMPLED = 64  # numbers of each parameter by which a model is known again
@@ -94,6 +95,8 @@ def make_vocabulary(model: Any) -> Vocabulary:
     logs: list[npt.NDArray[Any]] = []
     for start in range(0, num_rows, batch):
         tokens = torch.arange(start, min(num_rows, start + batch), device=model.device)[:, None]
+        if PREFIX:
+            tokens = torch.cat([torch.tensor([PREFIX]).expand(len(tokens), -1), tokens], 1)
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits[:, -1, :num_tokens]
         values, found = likeliest(logits)
