@@ -215,7 +215,7 @@ def test_what_sampling_cuts_off_is_not_guessed():
         (None, None, ROW_LENGTH),
         (3, None, 3),
         (None, 0.3, 6),
-        (10, 0.45, 4),
+        (10, 0.45, 5),
         (100, 1.0, ROW_LENGTH),
     ]:
         ids, bins = most_likely(logits, 1.0, top_k, top_p)
