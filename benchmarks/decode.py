@@ -27,8 +27,8 @@ import torch
 from transformers import CompileConfig
 
 import lade
-from lade.augment import TOO_SHORT
 from lade.config import current_config, temporary_settings
+from lade.support import TOO_SHORT
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -41,7 +41,7 @@ def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
         yield cls, "learn", "learn"
     yield decoding, "block_layout", "lay out"
     yield decoding, "Block", "lay out"
-    for name in ("tokens", "position_offsets", "visibility"):
+    for name in ("tokens", "offsets_and_visibility"):
         yield layout.BlockLayout, name, "lay out"
     # What it does around the model's own forward: masks, slots.
     yield runner.BlockRunner, "forward", "lay out"

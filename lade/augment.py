@@ -11,36 +11,22 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache, TextStreamer
+from transformers import Cache, GenerationMixin, TextStreamer
 
-from lade.compat import (
-    CALLERS_CACHE_MARK,
-    PLAIN_LAYERS,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    require_names,
-    warn_if_newer,
-)
+from lade.compat import CALLERS_CACHE_MARK, require_names, warn_if_newer
 from lade.config import apply_environment, current_config, is_enabled, one_at_a_time
 from lade.decoding import lookahead_decode
-from lade.models import ModelAdapter, adapter_for, needs_self_check
-from lade.models.base import prompt_key_mask
-from lade.models.request import Request
-from lade.models.self_check import self_check_reason
 from lade.parallel.communicator import is_leader
 from lade.parallel.group import SingleProcess, process_group_for
 from lade.state import forget_all
 from lade.stats import GenerationStats, open_stats, recording
+from lade.support import TOO_SHORT, Call, adapter_or_reason
 
 logger = logging.getLogger("lade")
 
 NOT_ENABLED = "USE_LADE is not set to 1, true, yes or on"
-# No fault of the request: it is not warned about.
-TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"
-LEAST_TOKENS = 3  # of a call that guesses can make faster
 NOT_BEGUN = "the call ended before decoding began"
 OTHER_LOOP = (
     "the request runs a decoding loop of its own (custom_generate, or a mode that lives outside of transformers)"
@@ -50,19 +36,6 @@ OTHER_METHODS = {
     "_beam_search": "beam search (num_beams > 1) is not supported",
     "_assisted_decoding": "assisted decoding (assistant_model or prompt_lookup_num_tokens) is not supported",
     "init_continuous_batching": "continuous batching (generate_batch) runs a decoding loop of its own",
-}
-
-# What generate() itself passes on to the model, and the loop passes on or handles.
-KNOWN_ARGUMENTS = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "inputs_embeds",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "tokenizer",
 }
 
 _originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base of it -> the object that was there
@@ -110,132 +83,6 @@ def _owner(name: str) -> type:
     return next((kind for kind in GenerationMixin.__mro__ if name in vars(kind)), GenerationMixin)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def adapter_or_reason(
-    model: PreTrainedModel, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-) -> ModelAdapter | str:
-    """What serves a request that reached `_sample`; or why it goes to the original, as a sentence."""
-    if not isinstance(model, PreTrainedModel):
-        return f"{type(model).__name__} is not a transformers model"
-    cache = model_kwargs.get("past_key_values")
-    checks = [
-        (not model_kwargs.get("use_cache", True), "use_cache=False leaves nothing to write guesses to"),
-        (generation_config.is_assistant, "the model assists another one"),
-        (torch.is_grad_enabled(), "gradients are being recorded"),
-        (
-            isinstance(cache, StaticCache) and generation_config.output_attentions,
-            "output_attentions of a static cache include its empty slots",
-        ),
-        (
-            generation_config.prefill_chunk_size and cache is not None and cache.get_seq_length() > 0,
-            "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers",
-        ),
-        (
-            generation_config.prefill_chunk_size and model_kwargs.get("inputs_embeds") is not None,
-            "prefill_chunk_size splits ids, while inputs_embeds go whole into each chunk's forward",
-        ),
-    ]
-    reason = next((reason for applies, reason in checks if applies), None) or compile_reason(
-        model, generation_config, model_kwargs
-    )
-    if reason is not None:
-        return reason
-    adapter = adapter_for(model)
-    is_callers = callers_cache(generation_config, model_kwargs) is not None
-    if type(cache) is DynamicCache and cache.layers and not is_callers:
-        adapter.cache_layers = cache.layers  # generate() has made it for the call, as the model asks for it
-    return (
-        adapter.unsupported_reason()
-        or unsupported_cache(cache, generation_config, is_callers)
-        or unsupported_arguments(adapter, model_kwargs)
-        or adapter.unsupported_request(request_of(input_ids, generation_config, model_kwargs))
-        or (trial_of(adapter, generation_config, input_ids, model_kwargs) if needs_self_check(adapter) else None)
-        or adapter
-    )
-
-
-def trial_of(
-    adapter: ModelAdapter, generation_config: Any, input_ids: Tensor, model_kwargs: dict[str, Any]
-) -> str | None:
-    """Why a model that is not known to be right failed the trial for such a call; None when it passed."""
-    return self_check_reason(
-        adapter, generation_config.max_length, len(input_ids), prompt_key_mask(model_kwargs.get("attention_mask"))
-    )
-
-
-def compile_reason(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> str | None:
-    """Why transformers' own compilation keeps lookahead from running, as a sentence: where a call asks for it and will get it."""
-    if generation_config.compile_config is None or not model._valid_auto_compile_criteria(
-        model_kwargs, generation_config
-    ):
-        return None
-    return (
-        "compile_config asks for transformers' own compiled forward; "
-        "leave it out and lade runs, with blocks compiled in its own way under COMPILE=1"
-    )
-
-
-def is_short(input_ids: Tensor, generation_config: Any) -> bool:
-    """Whether so few tokens are asked for that no guess could save a forward pass."""
-    max_length = generation_config.max_length
-    return max_length is not None and max_length - input_ids.shape[1] < LEAST_TOKENS
-
-
-def request_of(input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Request:
-    """The call as an adapter sees it; a prompt may be given as ids, as embeddings, or in a cache."""
-    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    cache = model_kwargs.get("past_key_values")
-    prompt_length = max(known.shape[1] for known in (input_ids, mask, embeds) if known is not None)
-    may_end_early = generation_config.eos_token_id is not None and generation_config.pad_token_id is not None
-    return Request(
-        prompt_length=prompt_length,
-        # generate() counts from the ids, which may be the last of a longer text, or not there at all.
-        max_length=prompt_length + int(generation_config.max_length) - input_ids.shape[1],
-        cached_length=0 if cache is None else int(cache.get_seq_length()),
-        has_static_cache=isinstance(cache, StaticCache),
-        wants_attentions=bool(generation_config.output_attentions),
-        attention_mask=mask,
-        position_ids=model_kwargs.get("position_ids"),
-        batch_size=len(input_ids),
-        pad_token=int(generation_config.pad_token_id) if may_end_early else None,
-    )
-
-
-def unsupported_arguments(adapter: ModelAdapter, model_kwargs: dict[str, Any]) -> str | None:
-    """Which of the model's arguments may mean something that a block of guesses would change."""
-    known = KNOWN_ARGUMENTS | adapter.prompt_arguments | adapter.carried_arguments
-    unknown = sorted(name for name, value in model_kwargs.items() if name not in known and value is not None)
-    if unknown:
-        return f"the model argument {', '.join(unknown)} is not known to be safe with a block of guesses"
-    if adapter.takes_positions and model_kwargs.get("position_ids") is None:
-        return "generate() hands no position_ids to this model"
-    return None
-
-
-def unsupported_cache(cache: Any, generation_config: Any, is_seen: bool) -> str | None:
-    """Why our cache cannot stand in for this one. is_seen: somebody looks at it before or after the call."""
-    if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
-        if generation_config.cache_implementation:
-            name = generation_config.cache_implementation
-            return f"cache_implementation={name!r} saves memory that lade's own cache would take"
-        return f"past_key_values of type {type(cache).__name__} is not known to keep every key"
-    if not is_seen and cache.get_seq_length() == 0:
-        return None  # made for this call by generate() itself, and never looked at
-    for layer in cache.layers:
-        # A sliding layer forgets what is out of its window, which a block may still need.
-        forgets = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
-        if forgets or type(layer) not in (*PLAIN_LAYERS, StaticLayer):
-            return f"past_key_values with a {type(layer).__name__} does not keep every key"
-    return None
-
-
-def callers_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
-    """The cache that outlives the call, because it is returned or was the caller's own; None when nobody sees it."""
-    cache = model_kwargs.get("past_key_values")
-    is_callers = getattr(cache, CALLERS_CACHE_MARK, False)
-    return cache if generation_config.return_dict_in_generate or is_callers else None
-
-
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,9 +125,10 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         stats = open_stats()
         if is_enabled():
             with process_group_for(current_config(), input_ids.device, stats) as group:
+                call = Call(self, input_ids, generation_config, model_kwargs)
                 # Several processes have to agree on each token, however few there are.
-                is_useless = type(group) is SingleProcess and is_short(input_ids, generation_config)
-                found = TOO_SHORT if is_useless else adapter_or_reason(self, input_ids, generation_config, model_kwargs)
+                is_useless = type(group) is SingleProcess and call.is_short
+                found = TOO_SHORT if is_useless else adapter_or_reason(call)
                 reason = found if isinstance(found, str) else None
                 reason = group.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
@@ -290,7 +138,7 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
                         config=group.config,
                         adapter=found,
                         stats=stats,
-                        callers_cache=callers_cache(generation_config, model_kwargs),
+                        callers_cache=call.callers_cache,
                         group=group,
                         **model_kwargs,
                     )

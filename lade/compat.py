@@ -1,9 +1,10 @@
-"""Every private or moving name of transformers and torch that lade uses, in one table.
+"""Every private or unstable name of transformers and torch that lade uses, in one table.
 
-`NAMES` says of each name where lade uses it and what must hold of it. `require_names()` checks them all when the patch is put on, before
-anything is changed: each exists, takes what lade passes, and means what lade takes it for, tried out on small real objects. What lies deep
-in transformers or has had other names is imported from here (`from lade.compat import DynamicLayer`) and is resolved at its first use:
-importing this file imports neither torch nor transformers. tests/test_compat.py finds private names that are not in the table.
+`NAMES` lists where lade uses each name and what must hold of it. `require_names()` checks all of them when the patch is
+applied, before anything is changed: each name exists, accepts lade's arguments, and behaves as expected on small real
+objects. Names that are deep in transformers or have moved are imported from here (`from lade.compat import
+DynamicLayer`) and resolved at first use, so importing this module imports neither torch nor transformers.
+tests/test_compat.py finds private names that are missing from the table.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 logger = logging.getLogger("lade")
 
-OLDEST, NEWEST, FIRST_UNSUPPORTED = "5.8", "5.23", "6"  # of transformers; the tests pass with the first two
+OLDEST, NEWEST, FIRST_UNSUPPORTED = "5.8", "5.23", "6"  # of transformers; tested with the first two
 TESTED = f"{OLDEST} to {NEWEST}"
 TESTED_TORCH = "2.13"
-# generate() marks a cache of the caller's so in 5.18, not yet in 5.12; lade does it with every version.
+# generate() sets this mark on a caller's cache in 5.18, not yet in 5.12; lade sets it in every version.
 CALLERS_CACHE_MARK = "_is_user_defined"
 # Of nn.Module: the hooks around a forward.
 HOOKS = (
@@ -32,42 +33,44 @@ HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-# Of nn.Module: dictionaries that a view of it must be able to change.
+# Of nn.Module: dictionaries that a shadow of it copies.
 OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
-# What lade's cache layers define; an abstract method beside these could not be served.
+# Methods of lade's cache layers; any other abstract method would be missing.
 LAYER_METHODS = {"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"}
-# Rotary frequencies of these types follow the length of the text.
+# Messages of torch's plain RuntimeErrors when an allocation fails.
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")
+# Types of rotary embeddings whose frequencies depend on the sequence length.
 MOVING_ROPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One name. check: given what the name stands for, returns what is wrong with it, or None; raising is wrong, too.
+    """One name. check: given the named object, returns what is wrong with it, or None; an exception counts as wrong.
 
-    A name ends in `()` where it is no attribute of anything at first, and its check makes the object that has it.
+    A path that ends in `()` is not resolved: it names an attribute of objects that the check creates.
     """
 
     path: str
     used_in: str
     check: Callable[[Any], str | None] = lambda found: None
-    is_here: Callable[[], bool] = lambda: True  # whether this installation is to have it
-    is_late: bool = False  # checked where it is used: its module takes long to import
+    is_here: Callable[[], bool] = lambda: True  # whether this installation should have it
+    is_late: bool = False  # checked when used, because its module is slow to import
 
     def problem(self) -> str | None:
-        """What is wrong, as a sentence; None where nothing is."""
+        """What is wrong, as a sentence; None if nothing is."""
         try:
             found = None if self.path.endswith("()") else resolve(self.path)
         except (AttributeError, ImportError):
             return f"{self.path} is missing, and {self.used_in} needs it"
         try:
             wrong = self.check(found)
-        except Exception as error:  # whatever a name raises that means something else now
+        except Exception as error:  # a name with another meaning may raise anything
             wrong = f"is not what it was ({type(error).__name__}: {error})"
         return None if wrong is None else f"{self.path.removesuffix('()')} {wrong}, and {self.used_in} needs it"
 
 
 def resolve(path: str) -> Any:
-    """The object of a dotted path, whose longest importable part is a module. Raises AttributeError or ImportError."""
+    """The object at a dotted path; modules are imported as needed. Raises AttributeError or ImportError."""
     parts = path.split(".")
     found = importlib.import_module(parts[0])
     for count, part in enumerate(parts[1:], start=2):
@@ -84,7 +87,7 @@ def resolve(path: str) -> Any:
 
 
 def takes(*passed: str) -> Callable[[Any], str | None]:
-    """The parameters that lade passes by place come first, and it passes all that have no default."""
+    """Check that `passed` are the first parameters, and that all others have defaults."""
 
     def check(function: Any) -> str | None:
         signature = inspect.signature(function)
@@ -99,7 +102,7 @@ def takes(*passed: str) -> Callable[[Any], str | None]:
 
 
 def takes_just(*parameters: str) -> Callable[[Any], str | None]:
-    """The parameters are these and no others."""
+    """Check that these are all the parameters."""
 
     def check(function: Any) -> str | None:
         found = tuple(inspect.signature(function).parameters)
@@ -128,7 +131,7 @@ def check_attention_name(_: Any) -> str | None:
 
 
 def check_ropes(_: Any) -> str | None:
-    """Also as the configuration files of older versions have it."""
+    """With `rope_parameters`, and with the `rope_scaling` of older configuration files."""
     new = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     configs = small_config(rope_parameters=new), small_config(rope_scaling={"type": "dynamic", "factor": 2.0})
     found = [config.rope_parameters.get("rope_type") for config in configs]
@@ -229,7 +232,7 @@ NAMES = (
     Name(G + "_prefill", "decoding.py", takes("self", "input_ids", "generation_config", "model_kwargs")),
     Name(G + "_has_unfinished_sequences", "decoding.py", takes("self", "this_peer_finished", "synced_gpus", "device")),
     Name(G + "_optimize_model_for_decode", "decoding.py", takes("self")),
-    Name(G + "_valid_auto_compile_criteria", "augment.py", takes("self", "model_kwargs", "generation_config")),
+    Name(G + "_valid_auto_compile_criteria", "support.py", takes("self", "model_kwargs", "generation_config")),
     Name(G + "init_continuous_batching", "augment.py"),
     Name(G + "prepare_inputs_for_generation", "models/base.py", takes("self", "input_ids")),
     Name(G + "_update_model_kwargs_for_generation", "models/base.py", takes("self", "outputs", "model_kwargs")),
@@ -265,15 +268,15 @@ NAMES = (
     Name("transformers.models.falcon.modeling_falcon.build_alibi_tensor", "models/alibi.py", is_late=True),
     # Caches.
     Name(C + "CacheLayerMixin", "block/kv_cache.py", check_layer_methods),
-    Name(C + "DynamicLayer", "augment.py", check_dynamic_layer),
-    Name(C + "DynamicSlidingWindowLayer", "augment.py", check_sliding_layer),
-    Name(C + "StaticLayer", "augment.py", check_static_layer),
+    Name(C + "DynamicLayer", "support.py", check_dynamic_layer),
+    Name(C + "DynamicSlidingWindowLayer", "support.py", check_sliding_layer),
+    Name(C + "StaticLayer", "support.py", check_static_layer),
     # torch.
     Name("torch.nn.Module", "models/shadow.py", check_module),
     Name("torch.nn.Module._compiled_call_impl", "models/shadow.py"),
     Name("torch.nn.Module._call_impl", "models/compiled.py"),
     Name("torch.nn.Module._wrapped_call_impl", "models/compiled.py"),
-    # Attributes of what torch.compile returns. Without them a compiled model counts as patched.
+    # Attributes of torch.compile's result. Without them a compiled model is treated as patched.
     Name("torch.compile()._torchdynamo_orig_callable", "models/compiled.py", is_late=True),
     Name("torch.compile()._torchdynamo_orig_backend", "models/compiled.py", is_late=True),
     Name(T + "_global_forward_hooks", "models/shadow.py"),
@@ -291,7 +294,7 @@ NAMES = (
 
 
 def require_names() -> None:
-    """Raise an ImportError that says what of transformers or torch is not as lade needs it; nothing has been changed then."""
+    """Raise an ImportError that lists what in transformers or torch is not as lade needs it. Changes nothing."""
     import transformers
 
     problem = version_problem(transformers.__version__)
@@ -304,7 +307,7 @@ def require_names() -> None:
 
 
 def installed() -> str:
-    """The versions found and tested, as a sentence."""
+    """The installed and the tested versions, as a sentence."""
     import torch
     import transformers
 
@@ -315,7 +318,7 @@ def installed() -> str:
 
 
 def version_problem(found: str) -> str | None:
-    """Why this version of transformers cannot be one that lade works with, as a sentence; None for the others."""
+    """Why lade does not support this version of transformers, as a sentence; None if it does."""
     from packaging.version import Version
 
     if Version(OLDEST) <= Version(found) < Version(FIRST_UNSUPPORTED):
@@ -325,7 +328,7 @@ def version_problem(found: str) -> str | None:
 
 @functools.cache
 def is_newer_than_tested(found: str) -> bool:
-    """Whether this version of transformers is of a later minor release than the tests have seen."""
+    """Whether this version of transformers is a later minor release than those tested."""
     from packaging.version import Version
 
     return Version(found).release[:2] > Version(NEWEST).release[:2]
@@ -333,17 +336,17 @@ def is_newer_than_tested(found: str) -> bool:
 
 @functools.cache
 def warn_if_newer(found: str) -> None:
-    """Once in a process."""
+    """Warn once per process and version."""
     if is_newer_than_tested(found):
         logger.warning(
-            "lade: transformers %s is newer than the versions that lade was tested with (%s); all that lade uses of it is "
-            "as it was, and lookahead runs.",
+            "lade: transformers %s is newer than the versions that lade was tested with (%s); all that lade uses of it "
+            "is as it was, and lookahead runs.",
             found,
             TESTED,
         )
 
 
-# What other files import from here, beside the objects of the table.
+# What other modules import from here, besides the names in the table.
 
 
 def cache_layer() -> Any:
@@ -359,21 +362,22 @@ def cache_layer() -> Any:
 
 
 def plain_layers() -> tuple[Any, ...]:
-    """Layers that keep every key of the text, those that fall out of a window apart, or share another layer's."""
-    late = vars(resolve("transformers.cache_utils")).get(
-        "DummyLayer"
-    )  # not yet in 5.18, whose caches have no such layers
+    """Classes of layers that keep every key, except those out of a sliding window, or share another layer's keys."""
+    late = vars(resolve("transformers.cache_utils")).get("DummyLayer")  # not in 5.18
     return tuple(filter(None, (resolve(C + "DynamicLayer"), resolve(C + "DynamicSlidingWindowLayer"), late)))
 
 
 def prompt_arguments() -> frozenset[str]:
-    """Arguments that generate() passes with the prompt and never again; older versions leave that to each model."""
+    """Arguments that generate() passes with the prompt only; in older versions each model handles them."""
     found = getattr(resolve("transformers.generation.utils"), "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
     return frozenset(found)
 
 
 def logits_processors(names: Iterable[str]) -> frozenset[Any]:
-    """Those of transformers' own processors that this version has; one under a new name is served as a user's own is."""
+    """The classes among transformers' logits processors with these names, if this version has them.
+
+    One under a new name is treated like a user's own.
+    """
     found = vars(resolve("transformers.generation.logits_process"))
     return frozenset(found[name] for name in names if name in found)
 
@@ -395,19 +399,28 @@ def __getattr__(name: str) -> Any:
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Of a model's rotary embeddings; several where they differ by layer type, none where it has none."""
+    """Settings of a model's rotary embeddings: one per layer type if they differ, none without any."""
     ropes = getattr(config, "rope_parameters", None) or {}
     by_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
     return by_type or ([ropes] if ropes else [])
 
 
 def has_unknown_rope(config: Any, parts: Iterable[Any]) -> bool:
-    """Whether a part's rotary frequencies follow the length of the text, and the configuration does not say so.
+    """Whether a module's rotary frequencies depend on the sequence length, unknown to the configuration.
 
-    parts: the model and all modules in it.
+    parts: the model and all its modules.
     """
     if rope_settings(config):
         return False
     found = (vars(part).get("rope_type") for part in parts)
     kinds = (kind for one in found for kind in (one.values() if isinstance(one, dict) else (one,)))
     return any(kind in MOVING_ROPES for kind in kinds)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed. The CPU allocator raises a plain RuntimeError."""
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

@@ -1,7 +1,7 @@
-"""What the user can set: one table of settings, validated before anything runs.
+"""The user's settings: one table, validated before anything runs.
 
-Each field of `LookaheadConfig` is a row of the table: default, public keyword, rule and documentation. Keywords, checks, signature and
-help of `config_lade` follow from it. Knows nothing about models or tensors.
+Each field of `LookaheadConfig` is a row of the table: default, public keyword, rule and documentation. The keywords,
+checks, signature and help of `config_lade` are derived from it. Independent of models and tensors.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any, ParamSpec, TypeVar
 
 logger = logging.getLogger("lade")
 
-# GUESS_SET_SIZE=-1 asks for every n-gram ever seen; a block that large would never pay, so this many are kept per key.
+# GUESS_SET_SIZE=-1 means unlimited. So large a block would never pay, so this many n-grams are kept per key.
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
-MODES: dict[str, None] = dict.fromkeys(("lookahead", "tree", "auto"))  # in order; `register_drafter` adds to them
+MODES: dict[str, None] = dict.fromkeys(("lookahead", "tree", "auto"))  # an ordered set; `register_drafter` adds to it
 MAX_WORKERS = 4096
 ON_VALUES = ("1", "true", "yes", "on")
-NO_SETTINGS = ("note", "measured")  # what a settings file may hold besides: a sentence, and whatever was measured
+NO_SETTINGS = ("note", "measured")  # other keys of a settings file: a sentence, and measurements
 
 Check = Callable[[str, Any], Any]  # public keyword, value as given -> the field's value; raises ValueError
 
 
 def integer(low: int, high: int, also: str = "", takes_flags: bool = False) -> Check:
-    """An integer from `low` to `high`. also: a remark on the range. takes_flags: False and True are 0 and 1."""
+    """An integer from `low` to `high`. also: a remark on the range. takes_flags: accept False and True as 0 and 1."""
     rule = f"an integer from {low} to {high}" + (f" ({also})" if also else "")
 
     def check(name: str, value: Any) -> int:
@@ -55,7 +55,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def flag_or_auto(name: str, value: Any) -> bool | None:
-    """None for "auto": lade decides."""
+    """0 or 1; None for "auto", where lade decides."""
     if value == "auto":
         return None
     if not isinstance(value, int) or value not in (0, 1):
@@ -105,9 +105,9 @@ class LookaheadConfig:
         "auto",
         "MODE",
         one_of(MODES),
-        "Who guesses: 'lookahead' is the paper's window and pool, 'tree' grows a tree from everything the model has said before "
-        "(docs/drafting.md), 'auto' leaves the choice to lade: today the tree. Giving LEVEL, WINDOW_SIZE or GUESS_SET_SIZE "
-        "without MODE means 'lookahead'.",
+        "Who guesses: 'lookahead' is the paper's window and pool, 'tree' grows a tree from everything the model has "
+        "said before (docs/drafting.md), 'auto' leaves the choice to lade: today the tree. Giving LEVEL, WINDOW_SIZE "
+        "or GUESS_SET_SIZE without MODE means 'lookahead'.",
     )
     adaptive: bool = setting(
         True,
@@ -121,7 +121,8 @@ class LookaheadConfig:
         None,
         "DIST_WORKERS",
         integer(1, MAX_WORKERS),
-        "K splits each step over K processes, which torchrun or accelerate launch start. Default: the variable of that name, or 1.",
+        "K splits each step over K processes, which torchrun or accelerate launch start. Default: the variable of that "
+        "name, or 1.",
     )
     backend: str | None = setting(
         None,
@@ -137,7 +138,8 @@ class LookaheadConfig:
         False,
         "DETERMINISTIC",
         flag,
-        "1 measures no step costs where they could change a text, in half precision; costs assumed for the kind of device decide.",
+        "1 measures no step costs where they could change a text, in half precision; costs assumed for the kind of "
+        "device decide.",
     )
 
     def __post_init__(self) -> None:
@@ -155,19 +157,19 @@ class LookaheadConfig:
 
     @property
     def uses_window(self) -> bool:
-        """Whether guesses come from the paper's window and pool."""
+        """Whether guesses come from the paper's window and n-gram pool."""
         return self.mode == "lookahead"
 
     @property
     def description(self) -> str:
-        """The settings that guesses come from, in a few words."""
+        """A short description of the drafter's settings."""
         if self.uses_window:
             return f"N={self.ngram_size}, W={self.window_size}, G={self.guess_set_size}"
         return f"a tree, up to {self.max_block} tokens a step"
 
     @property
     def num_workers(self) -> int:
-        """Processes that share each step; 1 for none but this. Raises ValueError for a wrong DIST_WORKERS variable."""
+        """Processes that share each step; 1 for this one alone. Raises ValueError for an invalid DIST_WORKERS."""
         if self.dist_workers is not None:
             return self.dist_workers
         text = os.environ.get("DIST_WORKERS", "").strip()
@@ -181,7 +183,7 @@ class LookaheadConfig:
 
     @property
     def max_block_tokens(self) -> int:
-        """Largest number of query tokens a step can have."""
+        """Largest possible number of query tokens in a step."""
         return self._full_block_tokens if self.uses_window else self.max_block
 
     @property
@@ -189,19 +191,19 @@ class LookaheadConfig:
         return (self.ngram_size - 1) * (self.window_size + self.num_guesses)
 
 
-# Public keyword -> its row of the table. Two more keywords are no settings: CONFIG names a file, SPLIT_FLAG is accepted and ignored,
-# for programs written for the original.
+# Public keyword -> its row of the table. Two more keywords are not settings: CONFIG names a file, and SPLIT_FLAG, which
+# the original LookaheadDecoding has, is ignored.
 SETTINGS = {field.metadata["keyword"]: field for field in dataclasses.fields(LookaheadConfig)}
 WINDOW_SIZES = ("LEVEL", "WINDOW_SIZE", "GUESS_SET_SIZE")
 KEYWORDS = (*SETTINGS, "CONFIG", "SPLIT_FLAG")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_lock = threading.RLock()  # of the settings and the patch
+_lock = threading.RLock()  # guards the settings and the patch
 
 
 def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """For functions that look at the settings or the patch and then change them: threads take turns."""
+    """Decorator: hold the lock of the settings and the patch while the function runs."""
 
     @functools.wraps(function)
     def locked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -217,22 +219,21 @@ _warned: set[str] = set()
 
 
 def current_config() -> LookaheadConfig:
-    """The settings the next `generate()` will use."""
+    """The settings that the next `generate()` will use."""
     return _default
 
 
 def is_enabled() -> bool:
-    """Whether the environment asks for lookahead: USE_LADE is 1, true, yes or on (any case)."""
+    """Whether USE_LADE in the environment is 1, true, yes or on (any case)."""
     return os.environ.get("USE_LADE", "").strip().lower() in ON_VALUES
 
 
 @one_at_a_time
 def config_lade(**keywords: Any) -> None:
-    """Change the settings of all later `generate()` calls; what is not given, or given as None, keeps its value.
+    """Change the settings of all later `generate()` calls; a setting that is not given, or None, keeps its value.
 
-    Raises ValueError, naming the keyword, the rule and the value, and TypeError for a keyword that does not exist; then nothing
+    Raises ValueError, naming the keyword, the rule and the value, and TypeError for an unknown keyword. Then nothing
     has changed.
-
     """
     apply_environment()
     for name in keywords:
@@ -242,20 +243,18 @@ def config_lade(**keywords: Any) -> None:
     path = given.pop("CONFIG", None)
     global _default
     before = _default if path is None else _with_file(_default, path)
-    _default = _changed(
-        before, given
-    )  # calls in other threads read it without a lock: it changes once, to the end result
+    _default = _changed(before, given)  # assigned once, because other threads read it without the lock
 
 
 def suggestion(name: str) -> str:
-    """What somebody may have meant who wrote `name`, as the end of a sentence."""
+    """A suggestion for a misspelt keyword, as the end of a sentence."""
     names = {known.lower(): known for known in KEYWORDS}
     close = difflib.get_close_matches(name.lower(), names, n=1)
     return f"; did you mean {names[close[0]]}?" if close else f"; it has {', '.join(KEYWORDS)}"
 
 
 def _changed(config: LookaheadConfig, given: dict[str, Any]) -> LookaheadConfig:
-    """given: public keywords and values, none of them None."""
+    """given: public keywords and values other than None."""
     changes = {
         SETTINGS[name].name: SETTINGS[name].metadata["check"](name, value)
         for name, value in given.items()
@@ -267,7 +266,7 @@ def _changed(config: LookaheadConfig, given: dict[str, Any]) -> LookaheadConfig:
 
 
 def _help() -> str:
-    """One entry for each keyword, with its default."""
+    """One entry per keyword, with its default."""
     meanings = {name: (field.metadata["meaning"], field.default) for name, field in SETTINGS.items()}
     lines = [
         f"{name}: {meaning}"
@@ -275,14 +274,15 @@ def _help() -> str:
         for name, (meaning, default) in meanings.items()
     ]
     lines.append(
-        "CONFIG: a JSON file of these keywords, such as `lade tune` writes: as if they were given in a call of their own before this one."
+        "CONFIG: a JSON file of these keywords, such as `lade tune` writes: as if they were given in a call of their "
+        "own before this one."
     )
     lines.append("SPLIT_FLAG: accepted and ignored.")
     return "\n".join(textwrap.fill(line, 110, initial_indent="    ", subsequent_indent="        ") for line in lines)
 
 
 config_lade.__doc__ = f"{(config_lade.__doc__ or '').rstrip()}\n\n{_help()}\n"
-config_lade.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what help() and editors show
+config_lade.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # for help() and editors
     [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in KEYWORDS],
     return_annotation=None,
 )
@@ -290,9 +290,9 @@ config_lade.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # 
 
 @one_at_a_time
 def apply_environment() -> None:
-    """Let the file that LADE_CONFIG names replace the defaults, once in a process. Called before anything else is set.
+    """Apply the settings file named by LADE_CONFIG, once per process, before any other change.
 
-    Raises ValueError as config_lade(CONFIG=...) does; then nothing has changed, and the next call tries again.
+    Raises ValueError as config_lade(CONFIG=...) does. Then nothing has changed, and the next call tries again.
     """
     global _environment_is_read, _default
     path = os.environ.get("LADE_CONFIG", "")
@@ -308,7 +308,7 @@ def apply_environment() -> None:
 
 @contextmanager
 def temporary_settings(**keywords: Any) -> Iterator[None]:
-    """Other settings within a block, on top of the current ones. keywords: of `config_lade`."""
+    """Change settings within a `with` block. keywords: of `config_lade`."""
     global _default
     before = _default
     try:
@@ -319,7 +319,7 @@ def temporary_settings(**keywords: Any) -> Iterator[None]:
 
 
 def _with_file(config: LookaheadConfig, path: str | os.PathLike[str], source: str = "CONFIG") -> LookaheadConfig:
-    """These settings with those of a file on top. source: what named the file. Raises ValueError, naming it."""
+    """These settings, changed by those of a file. source: what named the file. Raises ValueError, naming it."""
     settings, note = read_settings(path, source)
     try:
         changed = _changed(config, settings)
@@ -332,19 +332,16 @@ def _with_file(config: LookaheadConfig, path: str | os.PathLike[str], source: st
 
 
 def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple[dict[str, Any], str | None]:
-    """The keywords of `config_lade` that a JSON file gives, and its note. Their values are not checked yet.
+    """The settings in a JSON file, by keyword of `config_lade`, and its note. Values are not checked.
 
-    source: what named the file. Raises ValueError, naming the file and what is wrong with it.
+    source: what named the file. Raises ValueError, naming the file and the problem.
     """
     name = f"{source}={os.fspath(path)!r}"
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{name} must be a file that can be read: {error.strerror}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # of the encoding too, and of nesting that Python's stack has no room for
+    except (ValueError, RecursionError) as error:  # bad JSON or encoding, or nesting too deep
         raise ValueError(f"{name} must hold JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{name} must hold one JSON object, found {type(content).__name__}")
@@ -357,7 +354,7 @@ def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple
     if empty:
         raise ValueError(f"{name} has {empty[0]}=null, which must have a value or be left out")
     nested = [key for key, value in settings.items() if isinstance(value, (list, dict))]
-    if nested:  # which may be too deep to be shown in a message
+    if nested:  # not shown in the message: it may be nested too deeply
         raise ValueError(
             f"{name} has a {type(settings[nested[0]]).__name__} as {nested[0]}, which must be a single value"
         )

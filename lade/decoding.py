@@ -1,4 +1,4 @@
-"""The lookahead loop: propose, lay out, forward, verify, commit, learn. One loop for greedy and sampling."""
+"""The lookahead decoding loop, for greedy decoding and sampling: propose, lay out, forward, verify, commit, learn."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
 from lade.stats import GenerationStats
 from lade.verification.outputs import OutputRecorder
-from lade.verification.selection import Accepted, Selection, selection_for
+from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
 
-# input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder
-Request = tuple[Tensor, LogitsProcessorList, StoppingCriteriaList, GenerationConfig, Any, OutputRecorder]
-
-FIRST_CAPACITY = 1024  # slots behind the prompt that are allocated at first, where that many may be needed
+FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
 
 
-# Under a compiled generate() this loop, whose shapes change, is not worth compiling.
+# The loop's shapes change in every step, so tracing it under a compiled generate() does not pay.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def lookahead_decode(
     input_ids: Tensor,
@@ -52,37 +49,24 @@ def lookahead_decode(
     group: SingleProcess,
     **model_kwargs: Any,
 ) -> Any:
-    """What `GenerationMixin._sample` returns for these arguments, in fewer forward passes.
+    """Decode with lookahead; returns what `GenerationMixin._sample` returns for these arguments.
 
-    input_ids: [B, P] prompts; P is 0 when only inputs_embeds are given. callers_cache: the cache that plain generate()
-    would leave to its caller, who finds the whole text in it afterwards. group: the processes that share each step.
+    input_ids: [B, P] prompts; P is 0 with inputs_embeds alone. callers_cache: a cache passed to generate(), which must
+    hold the whole sequence afterwards. group: the processes that share each step.
+
     Source: arXiv:2402.02057, algorithm 2.
     """
-    call = DecodingCall(
-        (
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            OutputRecorder(generation_config),
-        ),
-        config=config,
-        adapter=adapter,
-        stats=stats,
-        callers_cache=callers_cache,
-        group=group,
-        is_synced=synced_gpus,
-        model_kwargs=model_kwargs,
-    )
+    recorder = OutputRecorder(generation_config)
+    request = SelectionRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder)
+    call = DecodingCall(request, config, adapter, stats, callers_cache, group, synced_gpus, model_kwargs)
     selection, drafter, timer = call.selection, call.drafter, StepTimer(call)
     outputs = call.prefill(input_ids, generation_config, model_kwargs)
-    # Mixture-of-experts layers compute in another way, with other rounding, while they decode.
+    # Mixture-of-experts layers use another implementation, with other rounding, while decoding.
     with adapter.block_model._optimize_model_for_decode(), call.reporting():
         call.take_first_token(outputs)
-        del outputs  # of the whole prompt
-        if call.on_device:  # this loop in another form; what it leaves undone is done below
-            call.on_device.run(call.cache, call.vocab_size, call.witness)
+        del outputs  # frees the hidden states and attentions of the whole prompt
+        if call.on_device:  # the same loop on the device; rows that it leaves unfinished continue below
+            call.on_device.run(call.cache, call.vocab_size, call.nan_column)
         while call.model._has_unfinished_sequences(all(selection.is_finished), synced_gpus, device=input_ids.device):
             timer.begin()
             draft = call.propose()
@@ -90,7 +74,7 @@ def lookahead_decode(
             step = call.lay_out(draft)
             outputs = call.forward(step)
             timer.end_forward()
-            if all(selection.is_finished):  # only other processes still decode; this one keeps them company
+            if all(selection.is_finished):  # synced_gpus: other processes still need this one's forward
                 continue
             logits, accepted, choices = call.verify(step, outputs)
             call.commit(step, accepted)
@@ -104,25 +88,24 @@ def lookahead_decode(
 
 @dataclass(slots=True)
 class Step:
-    """One block: what was guessed, and how it is laid out."""
+    """One block: the draft and its layout."""
 
     roots: list[int]
     draft: Draft
-    tree: TokenTree  # of all processes
-    part: BlockPart  # this process's
+    tree: TokenTree  # the whole tree
+    part: BlockPart  # what this process computes of it
     layout: BlockLayout
     block: Block
 
 
 class DecodingCall:
-    """What one call decodes with: generate()'s own selection of tokens, the drafter, the runner and the cache."""
+    """The state of one call: token selection, drafter, runner and key/value cache."""
 
     cache: LookaheadCache
 
     def __init__(
         self,
-        request: Request,
-        *,
+        request: SelectionRequest,
         config: LookaheadConfig,
         adapter: ModelAdapter,
         stats: GenerationStats,
@@ -132,16 +115,17 @@ class DecodingCall:
         model_kwargs: dict[str, Any],
     ) -> None:
         """Arguments as for `lookahead_decode`. is_synced: its synced_gpus."""
-        input_ids, _, stopping_criteria, generation_config, self.streamer, self.recorder = request
+        input_ids, generation_config = request.input_ids, request.generation_config
+        self.streamer, self.recorder = request.streamer, request.recorder
         self.adapter, self.stats, self.group, self.callers_cache = adapter, stats, group, callers_cache
         self.model, self.runner = adapter.prompt_model, BlockRunner(adapter)
         self.device, self.do_sample = input_ids.device, bool(generation_config.do_sample)
         needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
-        self.selection: Selection = group.selection(selection_for(*request, needs_equal_lengths), *request)
+        self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
         self.key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
-        # [B or 1, prompt], or more of these; None for a model that takes none.
+        # [B or 1, P], or [k, B or 1, P]; None if the model takes none.
         self.positions: Tensor | None = model_kwargs.get("position_ids")
-        num_new = max(1, (stopping_criteria.max_length or 0) - input_ids.shape[1])
+        num_new = max(1, (request.stopping_criteria.max_length or 0) - input_ids.shape[1])
         adapter.carry(model_kwargs)
         choose_forward(self.runner, config, stats, self.key_mask, num_new, self.recorder.model_arguments)
         group.num_tokens = adapter.num_tokens
@@ -158,7 +142,7 @@ class DecodingCall:
                 draws=self.selection.draws,
                 forward_kind=self.runner.kind,
                 is_exact=adapter.is_exact,
-                may_measure=not is_synced,  # forwards that keep other processes company are no measure
+                may_measure=not is_synced,  # other processes' waits distort the times
             )
         )
         self.most_slots = slots_of_static(callers_cache)
@@ -174,41 +158,41 @@ class DecodingCall:
         self.cache.most_slots = self.most_slots
 
     def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
-        """The prompt's own forward. Returns the model's output."""
+        """Run the prompt's forward. Returns the model's output."""
         self.cache.adopt(model_kwargs["past_key_values"])
         model_kwargs["past_key_values"] = self.cache
         outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
-        if outputs.past_key_values is not self.cache:  # the model made one of its own for the prompt
+        if outputs.past_key_values is not self.cache:  # the model replaced it during the prompt
             self.cache = self.runner.make_cache(self.cache.capacity)
             self.cache.most_slots = self.most_slots
             self.cache.adopt(outputs.past_key_values)
         self.cache.end_prefill(len(input_ids))
-        # The offset of positions from slots, [..., B or 1, 1]. The largest is read once, so that no step has to wait for it.
+        # Offset of positions from slots, [..., B or 1, 1]. Its maximum is read once, so that no step waits.
         positions, length = self.positions, self.cache.lengths[0]
         self.position_offset: Tensor | int = 0 if positions is None else positions[..., -1:] + 1 - length
         self.max_position_offset = 0 if positions is None else int(positions[..., -1].max()) + 1 - length
         if positions is not None and positions.shape[:-1] == (1,):
-            self.position_offset = self.max_position_offset  # a number takes less time in each step
+            self.position_offset = self.max_position_offset  # adding an int is cheaper than adding a tensor
         self.stats.batch_size, self.stats.steps = len(input_ids), 1
         return outputs
 
     def take_first_token(self, outputs: Any) -> None:
-        """Choose from the prompt's logits: a step with an empty tree."""
+        """Choose the first token from the prompt's logits: a step with an empty tree."""
         self.recorder.begin_step(outputs, None)
         tree, logits = TokenTree.empty(len(self.cache.lengths)), outputs.logits[:, -1:]
         block_logits, _ = self.group.exchange(self.group.partition(tree, ROOT_ALONE), logits, has_window=False)
         accepted = self.selection.verify(tree, block_logits)
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
-        self.vocab_size, self.witness = logits.shape[-1], block_logits.witness
+        self.vocab_size, self.nan_column = logits.shape[-1], block_logits.nan_column
 
     def propose(self) -> Draft:
-        """The drafter's guesses behind each row's root."""
+        """The drafter's guesses after each row's root."""
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
         max_offset = 0 if self.selection.next_is_plain else self.cache.max_guess_offset(allowed)
         return self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
 
     def lay_out(self, draft: Draft) -> Step:
-        """Tokens, positions, who sees whom, and which rows need logits."""
+        """Compute the block's tokens, positions, visibility and logit rows."""
         selection, lengths, roots = self.selection, self.cache.lengths, self.selection.sequences.roots()
         tree = selection.without_finished(draft.tree, draft.max_depth)
         part = self.group.partition(tree, draft.window_shape)
@@ -216,15 +200,15 @@ class DecodingCall:
         layout = block_layout(*draft.window_shape, num_nodes, self.device, part.columns)
         starts: int | Tensor = lengths[0]
         if min(lengths) != max(lengths):
-            # The last token of a row that has ended is never read, and may lie behind the model's last position.
+            # One less for a finished row: its output is not read, and its position must not exceed the model's limit.
             counted = [length - has_ended for length, has_ended in zip(lengths, selection.is_finished, strict=True)]
             starts = torch.tensor(counted, device=self.device)[:, None]  # [B, 1]
-        offsets = layout.position_offsets(part.tree)
+        offsets, visible = layout.offsets_and_visibility(part.tree)
         block = Block(
             tokens=selection.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
             offsets=offsets,
             positions=offsets + (self.position_offset + starts),
-            visible=layout.visibility(part.tree),
+            visible=visible,
             logit_rows=layout.logit_rows if draft.has_window else layout.tree_rows,
             lengths=lengths,
             key_mask=self.key_mask,
@@ -232,7 +216,7 @@ class DecodingCall:
         return Step(roots, draft, tree, part, layout, block)
 
     def forward(self, step: Step) -> Any:
-        """The model's own forward over the block. Returns its output."""
+        """Run the model over the block. Returns the model's output."""
         outputs = self.runner.forward(step.block, self.cache, **self.recorder.model_arguments)
         if self.device.type != "cpu":
             wait_for(self.device)
@@ -243,8 +227,8 @@ class DecodingCall:
     def verify(self, step: Step, outputs: Any) -> tuple[Tensor, Accepted, Tensor | None]:
         """Choose tokens along the tree.
 
-        Returns the logits behind the root and each node, [B, 1 + n, V], the accepted nodes of each row, and the tokens behind the
-        window's last level, [B, W].
+        Returns the logits after the root and each node, [B, 1 + n, V]; the accepted nodes of each row; and the model's
+        choices after the window's last level, [B, W], None without a window.
         """
         self.recorder.begin_step(outputs, self.cache.lengths[0])
         logits = step.layout.without_padding(outputs.logits, step.part.tree)
@@ -252,16 +236,16 @@ class DecodingCall:
         return logits[:, : 1 + step.tree.num_nodes], self.selection.verify(step.tree, block_logits), choices
 
     def commit(self, step: Step, accepted: Accepted) -> None:
-        """Keep the keys/values of what was accepted, drop the rest."""
+        """Keep the keys/values of the accepted tokens and drop the rest."""
         self.group.commit(self.cache, step.part, accepted)
-        if self.selection.next_is_plain:  # a guess that is not a number has spoiled the step
+        if self.selection.next_is_plain:  # a guess with a NaN key or value has spoiled the step
             self.group.recover(self.selection, *self.cache.clear_guesses(step.block.tokens, accepted))
         for path in accepted:
             if path is not None:
                 self.stats.accepted_lengths[len(path)] += 1
 
     def finish(self) -> Any:
-        """What generate() returns."""
+        """Release the buffers. Returns what generate() returns."""
         if self.streamer is not None:
             self.streamer.end()
         self.group.end(self.do_sample, self.device)
@@ -276,7 +260,7 @@ class DecodingCall:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Let the figures say what was made, also where a streamer, a processor or an interrupt ends the call."""
+        """Fill in the statistics, also when a streamer, a processor or an interrupt ends the call."""
         try:
             yield
         finally:
@@ -284,10 +268,10 @@ class DecodingCall:
 
 
 class StepTimer:
-    """Tells the figures and the drafter what a step has cost.
+    """Reports the times of each step to the statistics and the drafter.
 
-    Draws of sampling count as verification, though guesses look ahead at them: they are made but once. What prepares later steps does
-    not count for the drafter, nor does verification, in which the user's own code runs once per token, whatever the block.
+    The drafter's cost leaves out verification, whose user code runs once per token whatever the block's size, and the
+    preparation of later steps. Drawing random numbers always counts as verification.
     """
 
     def __init__(self, call: DecodingCall) -> None:
@@ -317,9 +301,9 @@ class StepTimer:
 
 
 def wait_for(device: torch.device) -> None:
-    """Let a device other than the CPU finish, so that times are those of what ran; verification, which comes next, would wait as well.
+    """Wait for an accelerator, so that the times are those of the forward; verification would wait for it anyway.
 
-    On CUDA for this thread's stream: to wait for all of a device breaks off a graph that another thread is capturing.
+    On CUDA only for the current stream: a device-wide wait would abort a graph capture in another thread.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,11 +1,9 @@
-"""What outlives a call, by model: one registry, which `restore_all()` empties.
+"""Per-model state that outlives a call, in one registry that `restore_all()` empties.
 
-Knows nothing about what is kept in it. A module that keeps something of each model declares a slot:
+A module that keeps something per model declares a slot:
 
     _tables: PerModel[Tables] = PerModel(Tables)
-    _tables.of(model)  # made when it is first asked for, gone with the model
-
-Floor 0.
+    _tables.of(model)  # created at the first use, freed with the model
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ _states: weakref.WeakKeyDictionary[Any, dict[PerModel[Any], Any]] = weakref.Weak
 
 
 class PerModel(Generic[T]):
-    """A slot of each model's state. What is in it must not refer to the model, which would otherwise never be freed."""
+    """A slot of per-model state. Its value must not refer to the model, which would then never be freed."""
 
     def __init__(self, make: Callable[[], T]) -> None:
-        """make: what a model's slot holds at first."""
+        """make: creates a model's initial value."""
         self._make = make
 
     def of(self, model: Any) -> T:
-        """What the slot of this model holds."""
+        """The value for this model."""
         with _lock:
             state = _states.setdefault(model, {})
             if self not in state:
@@ -38,12 +36,12 @@ class PerModel(Generic[T]):
         return found
 
     def set(self, model: Any, value: T) -> None:
-        """Put something else into the slot of this model."""
+        """Replace the value for this model."""
         with _lock:
             _states.setdefault(model, {})[self] = value
 
 
 def forget_all() -> None:
-    """Empty all slots of all models. A call that is under way keeps what it has asked for."""
+    """Remove all values of all models. Running calls keep the objects they already have."""
     with _lock:
         _states.clear()

@@ -1,4 +1,4 @@
-"""Figures of each `generate()` call: what ran, how many steps it took, and why lookahead did not run if it did not."""
+"""Statistics of each `generate()` call: what ran, how many steps it took, and why lookahead did not run."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HISTORY_LENGTH = 10_000  # calls remembered; older ones are dropped
+HISTORY_LENGTH = 10_000  # calls
 
 
 @dataclass(slots=True)
 class GenerationStats:
-    """One `generate()` call."""
+    """Statistics of one `generate()` call. Reasons are sentences, None when there is nothing to explain."""
 
-    steps: int = 0  # forward passes, the prefill included
+    steps: int = 0  # forward passes, including the prefill
     generated_tokens: int = 0  # over all rows of the batch
     batch_size: int = 1
-    block_tokens: list[int] = field(default_factory=list)  # query tokens of each step after the prefill
+    block_tokens: list[int] = field(default_factory=list)  # query tokens (q) of each step after the prefill
     accepted_lengths: Counter[int] = field(default_factory=Counter)  # accepted guesses of a step -> number of steps
-    fallback_reason: str | None = None  # a sentence when the original path ran, None when lookahead did
-    used_kernel: bool = False  # whether blocks went through lade's own attention (USE_FLASH)
-    kernel_reason: str | None = None  # a sentence when they were to and could not, or when lade found the kernel wrong
-    sources: dict[str, list[int]] = field(default_factory=dict)  # where guesses came from -> [proposed, accepted]
-    draft_seconds: float = 0.0  # proposing and learning, without sampling's draws that proposing looks at
-    forward_seconds: float = 0.0  # laying out and running the blocks; the prompt's forward does not count
-    verify_seconds: float = 0.0  # drawing, choosing and committing tokens, with the user's processors and streamers
-    num_workers: int = 1  # processes that shared the steps; block_tokens are this process's
-    sent_bytes: Counter[str] = field(default_factory=Counter)  # what this process told the others, by kind
-    compiled_steps: int = 0  # blocks that went through a compiled forward (COMPILE=1)
-    compile_reason: str | None = None  # a sentence when they were to and could not, or no longer could
-    captured_steps: int = 0  # blocks that replayed a CUDA graph (CUDA_GRAPH)
-    cuda_graph_reason: str | None = None  # a sentence when they were to and could not, or no longer could
-    device_steps: int = 0  # steps that ran on the device as one, the host waiting for none of their parts
-    device_reason: str | None = None  # a sentence when such a step failed, and the ordinary loop went on
+    fallback_reason: str | None = None  # why the original path ran; None when lookahead did
+    used_kernel: bool = False  # blocks used lade's own attention (USE_FLASH)
+    kernel_reason: str | None = None  # why the kernel was requested but not used, or failed its self-check
+    sources: dict[str, list[int]] = field(default_factory=dict)  # source of guesses -> [proposed, accepted]
+    draft_seconds: float = 0.0  # proposing and learning, without drawing random numbers
+    forward_seconds: float = 0.0  # laying out and running the blocks, without the prefill
+    verify_seconds: float = 0.0  # drawing, choosing and committing, including user code
+    num_workers: int = 1  # processes that shared each step; block_tokens are this one's
+    sent_bytes: Counter[str] = field(default_factory=Counter)  # from this process to the others, by kind of data
+    compiled_steps: int = 0  # steps whose forward was compiled (COMPILE=1)
+    compile_reason: str | None = None  # why compilation was requested but not used
+    captured_steps: int = 0  # steps that replayed a CUDA graph (CUDA_GRAPH)
+    cuda_graph_reason: str | None = None  # why a CUDA graph was requested but not used
+    device_steps: int = 0  # steps that ran entirely on the device
+    device_reason: str | None = None  # why the host loop took over from such steps
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property
     def tokens_per_step(self) -> float:
-        """Generated tokens per forward pass and row: 1.0 is plain decoding, less in a batch some of whose rows end early."""
+        """Generated tokens per forward pass and row: 1.0 for plain decoding, less if some rows of a batch end early."""
         return self.generated_tokens / (self.steps * self.batch_size) if self.steps else 0.0
 
     @property
@@ -51,7 +51,7 @@ class GenerationStats:
         return self.block_tokens.count(1) / len(self.block_tokens) if self.block_tokens else 0.0
 
     def add_times(self, draft: float, forward: float, verify: float) -> None:
-        """Seconds of one step."""
+        """Add the seconds of one step."""
         self.draft_seconds += draft
         self.forward_seconds += forward
         self.verify_seconds += verify
@@ -85,7 +85,7 @@ class GenerationStats:
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        self.open: list[GenerationStats] = []  # calls under way; an assistant's call is inside its model's
+        self.open: list[GenerationStats] = []  # current calls; an assistant model's call is nested
         self.last: GenerationStats | None = None
         self.on_step: Callable[..., None] | None = None
 
@@ -96,7 +96,7 @@ _history: deque[GenerationStats] = deque(maxlen=HISTORY_LENGTH)
 
 @contextmanager
 def recording() -> Iterator[GenerationStats]:
-    """Collect the figures of one call; they are kept also when it raises."""
+    """Record the statistics of one call, also if it raises."""
     stats = GenerationStats(on_step=_per_thread.on_step)
     _per_thread.open.append(stats)
     try:
@@ -110,10 +110,10 @@ def recording() -> Iterator[GenerationStats]:
 
 @contextmanager
 def tracing(on_step: Callable[..., None]) -> Iterator[None]:
-    """Call `on_step` after each step of this thread's `generate()` calls, the prefill not counted, with what it consisted of.
+    """Call `on_step` after each step, except the prefill, of this thread's `generate()` calls.
 
-    Arguments: roots, draft, tree, layout, accepted, guesses, sequences, as `lade/decoding.py` names them. All of them may change
-    with the next step: what is to be kept must be copied. Without tracing a step costs one comparison.
+    Arguments: roots, draft, tree, layout, accepted, choices, sequences, as in `lade/decoding.py`. The next step may
+    change all of them, so copy what is to be kept.
     """
     before, _per_thread.on_step = _per_thread.on_step, on_step
     try:
@@ -123,17 +123,17 @@ def tracing(on_step: Callable[..., None]) -> Iterator[None]:
 
 
 def open_stats() -> GenerationStats:
-    """The call under way in this thread, or a loose object when `_sample` is called by itself."""
+    """Statistics of this thread's current call; a new object when `_sample` is called directly."""
     return _per_thread.open[-1] if _per_thread.open else GenerationStats()
 
 
 def last_stats() -> GenerationStats | None:
-    """Figures of this thread's latest `generate()` call; None before the first."""
+    """Statistics of this thread's latest `generate()` call; None before the first."""
     return _per_thread.last
 
 
 def log_history(clear: bool = False) -> list[GenerationStats]:
-    """Figures of all threads' calls, oldest first, at most HISTORY_LENGTH; `clear` forgets them afterwards."""
+    """Statistics of all threads' calls, oldest first, at most HISTORY_LENGTH. clear: remove them afterwards."""
     history = list(_history)
     if clear:
         _history.clear()

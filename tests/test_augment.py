@@ -11,12 +11,13 @@ import threading
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, tiny_llama
 from transformers import GenerationMixin, LlamaForCausalLM
 
 import lade
 from lade import augment
-from lade.augment import LEAST_TOKENS
+from lade import support as lade_support
+from lade.support import LEAST_TOKENS, TOO_SHORT
 
 PATCHED = ("generate", "_sample", "_beam_search", "_assisted_decoding")
 
@@ -150,14 +151,14 @@ def test_a_call_that_cannot_become_faster_is_left_alone(
     num_tokens, is_plain, by_length, lade_on, model, caplog, monkeypatch
 ):
     """And nobody is warned."""
-    monkeypatch.setattr(augment, "LEAST_TOKENS", LEAST_TOKENS)
+    monkeypatch.setattr(lade_support, "LEAST_TOKENS", LEAST_TOKENS)
     monkeypatch.setattr(augment, "_warned", set())
     inputs = prompt()
     arguments = {"max_length": 24 + num_tokens} if by_length else {"max_new_tokens": num_tokens}
     expected = generate_plain(model, inputs, **arguments)
     with caplog.at_level(logging.WARNING, "lade"):
         assert torch.equal(model.generate(**inputs, **arguments), expected)
-    assert (lade.last_stats().fallback_reason == augment.TOO_SHORT) is is_plain
+    assert (lade.last_stats().fallback_reason == TOO_SHORT) is is_plain
     assert not caplog.records
 
 

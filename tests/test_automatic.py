@@ -1,6 +1,6 @@
 """USE_FLASH and CUDA_GRAPH as lade chooses them by itself: where, why not, and what a wrong graph or kernel leads to.
 
-CUDA is stood in for by the CPU, graphs by traces as in test_static_shapes.py, the Triton kernel by plain torch.
+CUDA is stood in for by the CPU, graphs by traces (support/graphs.py), the Triton kernel by plain torch.
 """
 
 from dataclasses import replace
@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
-from test_on_device_step import captured, is_wanted  # noqa: F401
-from test_static_shapes import NOT_HERE, graphs, tiny  # noqa: F401
+from support import generate_plain, prompt, tiny, tiny_llama
+from support.graphs import NOT_HERE, is_wanted
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
@@ -26,10 +25,11 @@ from lade.forward import static_shapes as fixed
 from lade.forward.choice import largest_head_dim, slow_kernel_reason
 from lade.forward.on_device import loop as device_loop
 from lade.forward.runner import BlockRunner
-from lade.kernels import reference_block_attention, trial
+from lade.kernels import reference_block_attention, self_check
 from lade.models import base
 from lade.state import forget_all
 from lade.stats import GenerationStats
+from lade.tolerance import TOLERANCE
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -44,22 +44,7 @@ def automatic(lade_on, monkeypatch):
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
     yield
     forget_all()
-    trial._problems.clear()
-
-
-@pytest.fixture
-def on_cuda(captured, monkeypatch):  # noqa: F811
-    """The CPU counts as CUDA, with a first forward before each capture; nothing is asked for. One entry per capture."""
-    trace = fixed.capture
-
-    def warmed_up(forward):
-        forward()
-        return trace(forward)
-
-    for module in (fixed, device_loop):
-        monkeypatch.setattr(module, "capture", warmed_up)
-    lade.config_lade(CUDA_GRAPH="auto")
-    return captured
+    self_check._problems.clear()
 
 
 @pytest.fixture
@@ -75,7 +60,6 @@ def kernel(monkeypatch):
     monkeypatch.setattr(kernels, "_kernel_for", lambda *_: served)
     monkeypatch.setattr(forward_choice, "unavailable_reason", lambda: None)
     monkeypatch.setattr(forward_choice, "FAST_KERNEL_DTYPES", (F64,))
-    monkeypatch.setitem(trial.TOLERANCE, F64, 1e-6)
     served.calls = calls
     return served
 
@@ -278,8 +262,8 @@ def test_a_step_that_remembers_its_first_inputs(model, on_cuda, monkeypatch):
 def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
     lade.config_lade(**ONE_SHAPE)
     compared = []
-    inner = fixed.disagreement
-    monkeypatch.setattr(fixed, "disagreement", lambda *args: compared.append(args) or inner(*args))
+    inner = fixed.logits_error
+    monkeypatch.setattr(fixed, "logits_error", lambda *args: compared.append(args) or inner(*args))
     for _ in range(3):
         run(model)
     assert (len(on_cuda), len(compared)) == (1, fixed_inputs.NUM_CHECKS)
@@ -364,7 +348,7 @@ def test_the_kernel_by_itself(model, on_cuda, kernel):
     assert (stats.used_kernel, stats.kernel_reason) == (True, None)
     assert stats.captured_steps == stats.steps - 1
     assert kernel.calls
-    assert set(trial._problems.values()) == {None}
+    assert set(self_check._problems.values()) == {None}
     kernel.calls.clear()
     lade.config_lade(USE_FLASH=0)
     stats = run(model)
@@ -406,9 +390,9 @@ def test_reasons_against_the_kernel(model, kernel, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(forward_choice, "MAX_HEAD_DIM", 8)
         assert slow_kernel_reason(adapter, True) == "the kernel takes heads of up to 8, this model has some of 12"
-    trial._problems[CPU, F32, ()] = "of another dtype"
+    self_check._problems[CPU, F32, ()] = "of another dtype"
     assert slow_kernel_reason(adapter, True) is None
-    trial._problems[CPU, F64, ()] = "of this one"
+    self_check._problems[CPU, F64, ()] = "of this one"
     assert slow_kernel_reason(adapter, True) == "of this one"
     monkeypatch.undo()
     assert slow_kernel_reason(adapter, True) == "the kernel is not known to pay in float64"
@@ -432,7 +416,7 @@ def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monke
     assert stats.kernel_reason.startswith(reason)
     assert stats.captured_steps > 0
     num_tried = len(kernel.calls)
-    assert num_tried <= len(trial._problems)  # once for each kind of call
+    assert num_tried <= len(self_check._problems)  # once for each kind of call
     stats = run(model)
     assert (stats.used_kernel, len(kernel.calls)) == (False, num_tried)
     assert stats.kernel_reason.startswith(reason)
@@ -441,7 +425,7 @@ def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monke
 
 def test_a_wrong_kernel_would_be_seen(model, on_cuda, kernel, monkeypatch):
     """The control of the test above."""
-    monkeypatch.setattr(kernels, "tried", lambda kernel, *args, **named: kernel(*args, **named))
+    monkeypatch.setattr(kernels, "checked", lambda kernel, *args, **named: kernel(*args, **named))
     kernel.error.append(1.0)
     expected = generate_plain(model, prompt(), **NEW)
     assert not torch.equal(model.generate(**prompt(), **NEW), expected)
@@ -464,14 +448,14 @@ def test_tolerance(dtype):
     inputs = attention_inputs(dtype)
     right = reference_block_attention(*inputs, **NAMED)
     named = {name: value for name, value in NAMED.items() if name != "sinks"}
-    assert trial.problem_of(right, *inputs, None, **named) is None
+    assert self_check.problem_of(right, *inputs, None, **named) is None
     wrong = right.float()
-    wrong[0, 2, 3, 4] += 3 * trial.TOLERANCE[dtype] * right.abs().max()
-    assert "off by" in trial.problem_of(wrong, *inputs, None, **named)
+    wrong[0, 2, 3, 4] += 3 * TOLERANCE["attention"][dtype] * right.abs().max()
+    assert "off by" in self_check.problem_of(wrong, *inputs, None, **named)
     sinks = torch.tensor([3.0, -1.0, 2.0, 0.5])
-    assert "off by" in trial.problem_of(right, *inputs, sinks, **named)
+    assert "off by" in self_check.problem_of(right, *inputs, sinks, **named)
     right = reference_block_attention(*inputs, **NAMED | {"sinks": sinks})
-    assert trial.problem_of(right, *inputs, sinks, **named) is None
+    assert self_check.problem_of(right, *inputs, sinks, **named) is None
 
 
 def test_each_kind_of_call_is_tried(kernel):
@@ -488,31 +472,31 @@ def test_each_kind_of_call_is_tried(kernel):
         (attention_inputs(), NAMED | {"window": 4}),
     ]
     for inputs, named in calls * 2:
-        assert trial.tried(kernel, *inputs, **named).isfinite().all()
-    assert len(trial._problems) == len(calls) - 1
-    assert len(kernel.calls) == 2 * len(calls) + len(trial._problems)  # and the trials
+        assert self_check.checked(kernel, *inputs, **named).isfinite().all()
+    assert len(self_check._problems) == len(calls) - 1
+    assert len(kernel.calls) == 2 * len(calls) + len(self_check._problems)  # and the self-checks
 
 
 def test_nothing_is_tried_during_a_capture(kernel, monkeypatch):
     """What was tried before serves; the definition stands in for what was not."""
     inputs = attention_inputs()
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "is_capturing", lambda device: True)
-        assert torch.equal(trial.tried(kernel, *inputs, **NAMED), reference_block_attention(*inputs, **NAMED))
+        patch.setattr(self_check, "is_capturing", lambda device: True)
+        assert torch.equal(self_check.checked(kernel, *inputs, **NAMED), reference_block_attention(*inputs, **NAMED))
         assert not kernel.calls
         assert kernels.kernel_problem(CPU, F32) is None
-    trial.tried(kernel, *inputs, **NAMED)
-    monkeypatch.setattr(trial, "is_capturing", lambda device: True)
+    self_check.checked(kernel, *inputs, **NAMED)
+    monkeypatch.setattr(self_check, "is_capturing", lambda device: True)
     kernel.calls.clear()
-    trial.tried(kernel, *inputs, **NAMED)
+    self_check.checked(kernel, *inputs, **NAMED)
     assert len(kernel.calls) == 1
     monkeypatch.undo()
-    assert not trial.is_capturing(CPU)
+    assert not self_check.is_capturing(CPU)
 
 
 def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
     """A problem that an earlier call had says nothing about one without the kernel."""
-    trial._problems[CPU, F64, ()] = "wrong"
+    self_check._problems[CPU, F64, ()] = "wrong"
     stats = GenerationStats()
     BlockRunner(base.ModelAdapter(model)).check_kernel(stats)
     assert stats.kernel_reason is None

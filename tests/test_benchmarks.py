@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
+from support import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lade import config

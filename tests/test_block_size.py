@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from support import VOCAB, generate_plain, prompt, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade

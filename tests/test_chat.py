@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import generate_plain, tiny_llama
+from support import generate_plain, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade

@@ -13,13 +13,12 @@ from contextlib import suppress
 import pytest
 import torch
 import transformers
-from conftest import beside, generate_plain, prompt, python, tiny_llama
-from test_house import ROOT
+from support import ROOT, beside, generate_plain, prompt, python, tiny_llama
 from transformers import GenerationMixin, MptConfig, MptForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import lade
 from lade import augment, compat
-from lade.models import needs_self_check
+from lade.models import adapter_for, needs_self_check
 
 PACKAGES = ("transformers", "torch.nn.modules.module")
 
@@ -252,10 +251,10 @@ def test_a_family_with_an_adapter_of_its_own_is_tried_out_on_an_untested_version
     model.generation_config.eos_token_id, model.generation_config.use_cache = None, True
     inputs = prompt()
     expected = generate_plain(model, inputs, max_new_tokens=16)
-    assert not needs_self_check(augment.adapter_for(model))
+    assert not needs_self_check(adapter_for(model))
     monkeypatch.setattr("transformers.__version__", "5.99.0")
-    assert needs_self_check(augment.adapter_for(model))
-    assert not needs_self_check(augment.adapter_for(tiny_llama()))
+    assert needs_self_check(adapter_for(model))
+    assert not needs_self_check(adapter_for(tiny_llama()))
     assert torch.equal(model.generate(**inputs, max_new_tokens=16), expected)
     assert lade.last_stats().fallback_reason is None
 
@@ -292,7 +291,7 @@ def test_a_name_that_is_gone_before_lade_is_imported(gone_before):
     error, place = gone_before.stdout.splitlines()
     for text in (
         "DynamicSlidingWindowLayer is missing",
-        "augment.py needs it",
+        "support.py needs it",
         transformers.__version__,
         compat.TESTED,
     ):
@@ -322,7 +321,7 @@ def test_every_private_name_is_in_the_table():
     """What a file of lade reads with an underscore is lade's own, the interpreter's, or one of the table."""
     known = {part for name in compat.NAMES for part in name.path.removesuffix("()").split(".")}
     known |= {*compat.OWN_DICTIONARIES, compat.CALLERS_CACHE_MARK, "_exit", "_run_module_as_main"}
-    paths = set(ROOT.rglob("*.py")) - {ROOT / "compat.py"}  # whose checks may use what they like
+    paths = set((ROOT / "lade").rglob("*.py")) - {ROOT / "lade" / "compat.py"}  # whose checks may use what they like
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
     own = set().union(*(private_names(tree)[1] for tree in trees.values()))
     unknown = {path.name: found for path, tree in trees.items() if (found := private_names(tree)[0] - own - known)}
@@ -331,7 +330,7 @@ def test_every_private_name_is_in_the_table():
 
 
 def test_nothing_else_is_imported_from_the_depths_of_transformers():
-    for path in set(ROOT.rglob("*.py")) - {ROOT / "compat.py"}:
+    for path in set((ROOT / "lade").rglob("*.py")) - {ROOT / "lade" / "compat.py"}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
                 assert node.module == "transformers", f"{path.name} imports from {node.module}"

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
-from families import FAMILIES
+from support import generate_plain, prompt, tiny_llama
+from support.families import FAMILIES
 from transformers import CompileConfig
 
 import lade

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import beside, python
+from support import beside, python
 from transformers import GenerationMixin
 
 import lade

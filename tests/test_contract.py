@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import string
 import threading
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from conftest import VOCAB, Recorder, generate_plain, prompt, tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support import TOKENIZER, VOCAB, Recorder, generate_plain, prompt, tiny_llama
 from transformers import (
     AsyncTextIteratorStreamer,
     DynamicCache,
@@ -25,7 +23,6 @@ from transformers import (
     MambaForCausalLM,
     MaxLengthCriteria,
     MaxTimeCriteria,
-    PreTrainedTokenizerFast,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -41,20 +38,6 @@ import lade
 from lade import ModelAdapter, augment
 from lade.block.token_tree import TokenTree
 from lade.verification import selection as rules
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; the streamers and stop strings of transformers need one that decodes to text."""
-    characters = [*string.ascii_letters, *string.digits[:5], "\u0120"]  # the last one stands for a space
-    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *characters])}
-    assert len(vocab) == VOCAB
-    backend = Tokenizer(models.BPE(vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-
-
-TOKENIZER = tokenizer()
 
 
 class Stateful(LogitsProcessor):

@@ -97,7 +97,7 @@ def test_the_picture_of_the_mask():
     picture = (ROOT / "docs" / "mask.svg").read_text(encoding="utf-8")
     cells = re.findall(r'class="cell (\w+)" x="(\d+)" y="(\d+)"', picture)
     tree = TokenTree([[0] * 6], [[-1, 0, 1, -1, 3, 4]])  # two candidates of three tokens
-    visible = block_layout(4, 3, 6, torch.device("cpu")).visibility(tree)[0]
+    visible = block_layout(4, 3, 6, torch.device("cpu")).offsets_and_visibility(tree)[1][0]
     columns, rows = (sorted({int(cell[axis]) for cell in cells}) for axis in (1, 2))
     drawn = torch.zeros_like(visible)
     for kind, x, y in cells:

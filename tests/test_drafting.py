@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, VOCAB, generate_plain, prompt, tiny_llama
+from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.layout import BlockLayout
@@ -106,10 +106,11 @@ def test_negative_control(monkeypatch):
     """With a plain causal mask over the same blocks the output changes: the mask is what makes the tree exact."""
     model = tiny_llama(num_hidden_layers=1)
 
-    def causal(self, tree):
-        return torch.ones(len(tree.tokens), self.num_tokens, self.num_tokens, dtype=torch.bool).tril()
+    def causal(self, tree, original=BlockLayout.offsets_and_visibility):
+        offsets, visible = original(self, tree)
+        return offsets, torch.ones_like(visible).tril()
 
-    monkeypatch.setattr(BlockLayout, "visibility", causal)
+    monkeypatch.setattr(BlockLayout, "offsets_and_visibility", causal)
     different = 0
     for seed in range(4):
         inputs = prompt(20, seed=seed)

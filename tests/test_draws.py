@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from conftest import Recorder, generate_plain, prompt, tiny_llama
+from support import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.token_tree import TokenTree

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, beside, tiny_llama
+from support import ENVIRONMENT, ROOT, beside, tiny_llama
 from transformers import AutoTokenizer
 
 import lade
@@ -774,7 +774,7 @@ def test_bad_arguments(arguments, message, lade_on, capsys):
 
 # Runs a program whose third answer, after two of the warm-up, says so on stdout and does not end by itself.
 ENDLESS = """
-import runpy, sys, time
+import runpy, signal, sys, time
 from transformers import StoppingCriteriaList
 from lade.commands.eval.methods import Answerer
 
@@ -792,6 +792,7 @@ def held(self, *arguments, **named):
     return is_over(self, *arguments, **named)
 
 Answerer.answer, StoppingCriteriaList.__call__ = counted, held
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background is started without
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

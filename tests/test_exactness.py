@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from support import VOCAB, generate_plain, prompt, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
@@ -148,11 +148,12 @@ def test_negative_control(lade_on, monkeypatch):
     model = tiny_llama(num_hidden_layers=1)
     lade.config_lade(LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4)
 
-    def causal(self, tree):
-        return torch.ones(len(tree.tokens), self.num_tokens, self.num_tokens, dtype=torch.bool).tril()
+    def causal(self, tree, original=BlockLayout.offsets_and_visibility):
+        offsets, visible = original(self, tree)
+        return offsets, torch.ones_like(visible).tril()
 
     different = 0
-    monkeypatch.setattr(BlockLayout, "visibility", causal)
+    monkeypatch.setattr(BlockLayout, "offsets_and_visibility", causal)
     for seed in range(4):
         inputs = prompt(20, seed=seed)
         expected = generate_plain(model, inputs, max_new_tokens=60)

@@ -1,4 +1,4 @@
-"""Every family of the table in families.py: lookahead runs and changes nothing, or says why it does not run.
+"""Every family of the table in support/families.py: lookahead runs and changes nothing, or says why it does not run.
 
 With LADE_MODELS_TABLE=docs/models.md the results of the run are written to that file.
 """
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import generate_plain, inference_tensors
-from families import COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
 from packaging.version import Version
+from support import generate_plain, inference_tensors
+from support.families import COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
 
 import lade
 from lade.models import REGULAR, SPECIAL, adapter_for

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from conftest import generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, tiny_llama
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -519,3 +519,19 @@ def test_where_code_is_written():
         functools.partial(sdpa_attention_forward),
     ):
         assert is_written_by(AUTHORS, source)
+
+
+def test_logits_of_minus_infinity(trials):
+    """A forward put on the model that forbids a token: the trial compares the others."""
+    model = tiny_llama()
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forbidding(*args, **kwargs):
+        output = inner(*args, **kwargs)
+        output.logits = output.logits.index_fill(-1, torch.tensor([5]), -torch.inf)
+        return output
+
+    model.forward = forbidding
+    check(model)
+    assert trials

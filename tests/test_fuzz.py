@@ -11,10 +11,9 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import VOCAB, Recorder, generate_plain, tiny_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_contract import TOKENIZER
+from support import TOKENIZER, VOCAB, Recorder, generate_plain, tiny_llama
 from transformers import DynamicCache, StaticCache
 
 import lade

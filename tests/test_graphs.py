@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
-from test_static_shapes import both, check, graphs, small_block  # noqa: F401
+from support import generate_plain, prompt, tiny_llama
+from support.static_shapes import both, check
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade
 from lade.forward import graphs as ours
 from lade.forward.graphs import NotCompiled, capture, free_generator, refuse_waiting, repaired, waits
 
+pytestmark = pytest.mark.usefixtures("static_blocks")
 CPU = torch.device("cpu")
 ROW = torch.arange(4.0)
 
@@ -69,7 +70,7 @@ class WaitingMLP(LlamaMLP):
         return super().forward(x)
 
 
-def test_a_model_that_waits_is_not_captured(graphs):  # noqa: F811
+def test_a_model_that_waits_is_not_captured(graphs):
     model = tiny_llama(num_hidden_layers=1)
     model.model.layers[0].mlp.__class__ = WaitingMLP
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)

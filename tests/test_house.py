@@ -7,15 +7,16 @@ from pathlib import Path
 import lade
 
 ROOT = Path(lade.__file__).parent
+TESTS = Path(__file__).parent
 # Files and folders of lade/ by floor; docs/design.md says what each is for.
 FLOORS = (
-    {"config", "stats", "compat", "state"},
+    {"config", "stats", "compat", "state", "tolerance"},
     {"kernels"},
     {"block", "block_size"},
     {"verification"},
     {"models", "drafting", "parallel"},
     {"forward"},
-    {"decoding"},
+    {"decoding", "support"},
     {"augment"},
     {"__init__"},
     {"commands"},
@@ -89,3 +90,101 @@ def test_nothing_else_is_imported():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= allowed, f"{path.name} imports {names}"
+
+
+def test_test_files_share_through_support():
+    """What one test file needs of another belongs to tests/support/ (fixtures: to tests/conftest.py)."""
+    for path in TESTS.glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            others = [name for name in names if name.startswith("test_") or name == "conftest"]
+            assert not others, f"{path.name} imports {others}: from support import ..."
+
+
+# Of modules without a test file of their own name: the file that tests them. A folder stands for all in it that is not named.
+TESTED_IN = {
+    "__init__": "config",
+    "__main__": "launcher",
+    "block.mask": "layout",
+    "block_size.costs": "block_size",
+    "block_size.policy": "block_size",
+    "block_size.tables": "step_cost_tables",
+    "commands": "launcher",
+    "commands.bench": "benchmarks",
+    "commands.chat": "chat",
+    "commands.detokenize": "chat",
+    "commands.eval": "eval",
+    "commands.forward_costs": "tune",
+    "commands.measure": "tune",
+    "commands.progress": "tune",
+    "commands.prompts": "tune",
+    "commands.trace": "trace",
+    "commands.tune": "tune",
+    "decoding": "exactness",
+    "drafting.acceptance": "drafting",
+    "drafting.base": "drafting",
+    "drafting.lookahead": "walk",
+    "drafting.memory_file": "memory",
+    "drafting.suffix_index": "memory",
+    "drafting.top_k_table": "memory",
+    "drafting.tree": "drafting",
+    "forward.buffer_pool": "static_shapes",
+    "forward.choice": "automatic",
+    "forward.fingerprint": "static_shapes",
+    "forward.on_device.loop": "on_device_step",
+    "forward.on_device.sampling": "on_device_sampling",
+    "forward.on_device.step": "on_device_step",
+    "forward.runner": "kernel_interface",
+    "forward.static_inputs": "static_shapes",
+    "kernels.interface": "kernel_interface",
+    "kernels.packed_mask": "kernels",
+    "kernels.reference": "kernels",
+    "kernels.self_check": "automatic",
+    "kernels.triton_attention": "kernels",
+    "models": "families",
+    "models.base": "models",
+    "models.compiled": "compiled_models",
+    "models.limits": "contract",
+    "models.request": "requests",
+    "models.self_check": "models",
+    "models.shadow": "models",
+    "parallel.checksums": "parallel",
+    "parallel.communicator": "parallel",
+    "parallel.group": "parallel",
+    "stats": "augment",
+    "support": "contract",
+    "verification.logits": "spoiled",
+    "verification.outputs": "contract",
+    "verification.selection": "contract",
+}
+
+
+def file_testing(name: str) -> str | None:
+    """The test file of a module, by the module's own name or by the table, without `test_` and `.py`; None where there is none."""
+    parts = name.split(".")
+    parents = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    own = parts[-1] if (TESTS / f"test_{parts[-1]}.py").exists() else None
+    return own or next((TESTED_IN[parent] for parent in parents if parent in TESTED_IN), None)
+
+
+def test_every_module_has_a_test_file():
+    modules = {name.removesuffix(".__init__") for name in imports()}
+    without_code = {
+        "block",
+        "drafting",
+        "forward",
+        "forward.on_device",
+        "parallel",
+        "verification",
+    }
+    for name in modules - without_code:
+        file = file_testing(name)
+        assert file, f"lade/{name}: name a test file after it, or add it to TESTED_IN"
+        assert (TESTS / f"test_{file}.py").exists(), f"{name}: there is no tests/test_{file}.py"
+    assert set(TESTED_IN) <= modules, f"no such modules: {set(TESTED_IN) - modules}"
+    packages = {
+        name.removesuffix(".__init__") for name in imports() if name.endswith(".__init__")
+    }  # stand for their parts
+    own = [name for name in TESTED_IN if (TESTS / f"test_{name.rpartition('.')[2]}.py").exists()]
+    assert set(own) <= packages, f"have a file of their own name: {own}"

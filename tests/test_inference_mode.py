@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import generate_plain, inference_tensors, prompt, tiny_llama
-from families import FAMILIES
+from support import generate_plain, inference_tensors, prompt, tiny_llama
+from support.families import FAMILIES
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade

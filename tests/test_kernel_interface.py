@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from support import VOCAB, generate_plain, prompt, tiny_llama
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import beside, python
+from support import beside, python
 
 from lade import kernels
-from lade.kernels import trial
+from lade.kernels import self_check
 
 LONG = os.environ.get("LADE_LONG_TESTS") == "1"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -174,17 +174,17 @@ def test_kernel_is_the_definition(case):
 
 @runs_kernel
 @pytest.mark.parametrize("dtype", TRIED, ids=str)
-def test_kernel_passes_its_trial(dtype, monkeypatch):
+def test_kernel_passes_its_self_check(dtype, monkeypatch):
     """Which comes before its use; with another scale it would not."""
     from lade.kernels.triton_attention import triton_block_attention
 
-    monkeypatch.setattr(trial, "_problems", {})
+    monkeypatch.setattr(self_check, "_problems", {})
     case = Case(7, (65, 3), heads=8, kv_heads=2, window=20, softcap=3.0, has_sinks=True, padding=2, dtype=dtype)
     arguments, expected = make(case, unused=1e3)
-    assert_close(trial.tried(triton_block_attention, **arguments), expected, dtype)
-    assert list(trial._problems.values()) == [None]
+    assert_close(self_check.checked(triton_block_attention, **arguments), expected, dtype)
+    assert list(self_check._problems.values()) == [None]
     wrong = triton_block_attention(**arguments | {"scale": 1 / 5})
-    assert "off by" in trial.problem_of(wrong, **arguments)
+    assert "off by" in self_check.problem_of(wrong, **arguments)
 
 
 @runs_kernel
@@ -238,7 +238,7 @@ def test_kernel_in_the_interpreter(interpreted):
 
 @beside
 def guarded():
-    program = str(Path(__file__).with_name("guard_pages.py"))
+    program = str(Path(__file__).parent / "support" / "guard_pages.py")
     return python(program, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG))) if HAS_TRITON else None
 
 
@@ -266,11 +266,11 @@ ALL_COMPILED = [
 
 
 @beside
-def compiled():
+def compiled_kernel():
     """The kernel, compiled for sm_80 and sm_90."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, Path(__file__).with_name("compile_kernels.py")],
+        [sys.executable, Path(__file__).parent / "support" / "compile_kernels.py"],
         input=json.dumps(ALL_COMPILED if LONG else COMPILED),
         env=environment,
         capture_output=True,
@@ -280,10 +280,10 @@ def compiled():
 
 
 @needs_triton
-def test_compiles_for_gpus_that_are_not_there(compiled):
+def test_compiles_for_gpus_that_are_not_there(compiled_kernel):
     """The launch settings fit sm_80 and sm_90: shared memory, and (almost) no registers spilled to memory."""
-    assert compiled.returncode == 0, compiled.stderr[-5000:]
-    for line in compiled.stdout.splitlines():
+    assert compiled_kernel.returncode == 0, compiled_kernel.stderr[-5000:]
+    for line in compiled_kernel.stdout.splitlines():
         print(line)
         found = json.loads(line)
         assert found["shared_bytes"] <= 160 * 1024, found  # sm_80 has 163 KiB for a program

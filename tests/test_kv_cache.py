@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.kv_cache import LookaheadCache

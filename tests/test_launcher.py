@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from conftest import ROOT, beside, generate_plain, prompt, python
+from support import ROOT, beside, generate_plain, prompt, python
 from transformers import AutoModelForCausalLM
 
 import lade

@@ -44,10 +44,8 @@ def test_layout_is_the_definition(ngram_size, window_size, num_tails):
     block = describe(ngram_size, window_size, tree)
     assert layout.num_tokens == len(block) == tree.num_nodes + (ngram_size - 1) * window_size
 
-    visible = layout.visibility(tree)[0]
-    assert visible.tolist() == [[sees(query, key) for key in block] for query in block]
-
-    offsets = layout.position_offsets(tree)[0].tolist()
+    offsets, visible = (found[0].tolist() for found in layout.offsets_and_visibility(tree))
+    assert visible == [[sees(query, key) for key in block] for query in block]
     assert offsets == [what[1] + what[2] if what[0] == "window" else len(what[1]) for what in block]
 
     last_level = [i for i, what in enumerate(block) if what[0] == "window" and what[1] == ngram_size - 2]

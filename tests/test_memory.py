@@ -11,7 +11,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from support import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block_size import LiveCosts

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, beside, python, tiny_llama
+from support import ROOT, beside, python, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade

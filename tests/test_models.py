@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import dispatch_model
-from conftest import VOCAB, generate_plain, prompt, tiny_llama
-from families import FAMILIES
+from support import VOCAB, generate_plain, prompt, tiny_llama
+from support.families import FAMILIES
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Recorder, generate_plain, prompt, tiny_llama
-from test_on_device_step import calls, captured, check, compiled, eager, fake_step, ordinary_stats, seeded  # noqa: F401
-from test_static_shapes import graphs, padded_prompt  # noqa: F401
+from support import Recorder, generate_plain, padded_prompt, prompt, tiny_llama
+from support.device_steps import check, fake_step, ordinary_stats, seeded
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as warpers
@@ -48,6 +47,8 @@ EVERY_WARPER = [
     warpers.LogitNormalization(),
     warpers.InfNanRemoveLogitsProcessor(),
 ]
+
+pytestmark = pytest.mark.usefixtures("eager_steps")
 
 
 def sharp_llama(dtype=torch.float64, **changes):
@@ -121,7 +122,7 @@ def test_a_cache_that_grows(kind, model, small_cache):
 
 
 @pytest.mark.parametrize("kind", ["one", "padded"])
-def test_one_step_ahead_of_the_host(kind, model, calls, runs_ahead, small_cache):  # noqa: F811
+def test_one_step_ahead_of_the_host(kind, model, calls, runs_ahead, small_cache):
     stats = check(model, inputs_of(kind), **SAMPLED | {"max_new_tokens": 150})
     assert len(calls) == stats.device_steps + 1
 
@@ -134,7 +135,7 @@ def short_lead(monkeypatch):
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("eos_ids", [[], [5, 11, 17, 23, 31]], ids=["same-end", "ends"])
-def test_rows_wait_for_the_slowest(eos_ids, is_ahead, model, short_lead, calls, monkeypatch):  # noqa: F811
+def test_rows_wait_for_the_slowest(eos_ids, is_ahead, model, short_lead, calls, monkeypatch):
     """As in the ordinary loop, and a ring that just suffices keeps all of their draws."""
     monkeypatch.setattr(device_loop, "runs_ahead", lambda device: is_ahead)
     waited = 0
@@ -314,7 +315,7 @@ def test_a_refusal_changes_nothing(kind, is_ahead, model, refuses, monkeypatch):
     assert lade.last_stats().device_reason == REFUSED
 
 
-def test_a_graph_serves_the_call_after_a_refusal(shallow, refuses, captured):  # noqa: F811
+def test_a_graph_serves_the_call_after_a_refusal(shallow, refuses, captured):
     assert_goes_on(shallow, prompt(), device_steps=6)
     refuses.fill_(False)
     check(shallow, prompt(), captured=True, **SAMPLED)
@@ -368,7 +369,7 @@ def test_a_failure_in_the_middle(kind, model, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["one", "padded"])
-def test_compiled_once_for_each_set_of_parameters(kind, shallow, compiled, monkeypatch):  # noqa: F811
+def test_compiled_once_for_each_set_of_parameters(kind, shallow, compiled, monkeypatch):
     """Not anew while the text grows, nor in the next call."""
     monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
     arguments = SAMPLED | {"max_new_tokens": 80}
@@ -381,26 +382,26 @@ def test_compiled_once_for_each_set_of_parameters(kind, shallow, compiled, monke
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with a C++ compiler")
 @pytest.mark.parametrize("kind", [pytest.param("one", marks=pytest.mark.long), "padded"])
-def test_compiled_by_torch(kind, compiled, monkeypatch):  # noqa: F811
+def test_compiled_by_torch(kind, compiled, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
     model = sharp_llama(torch.float32, num_hidden_layers=1)
     check(model, inputs_of(kind), compiled=True, **SAMPLED | {"top_k": 20, "top_p": 0.9, "min_p": 0.02})
 
 
 @pytest.mark.parametrize("kind", ["one", "padded"])
-def test_captured_once_for_each_set_of_parameters(kind, model, captured):  # noqa: F811
+def test_captured_once_for_each_set_of_parameters(kind, model, captured):
     for arguments, num_graphs in [({}, 1), ({}, 1), ({"top_p": 0.5}, 2), ({}, 2), ({"max_new_tokens": 20}, 2)]:
         check(model, inputs_of(kind), captured=True, **SAMPLED | arguments)
         assert len(captured) == num_graphs
 
 
-def test_a_graph_of_a_cache_that_has_grown(shallow, captured, small_cache, runs_ahead):  # noqa: F811
+def test_a_graph_of_a_cache_that_has_grown(shallow, captured, small_cache, runs_ahead):
     for max_new_tokens, num_graphs in [(80, 2), (80, 2), (10, 3)]:
         check(shallow, prompt(batch_size=2), captured=True, **SAMPLED | {"max_new_tokens": max_new_tokens})
         assert len(captured) == num_graphs
 
 
-def test_the_callers_warper_changes(shallow, captured):  # noqa: F811
+def test_the_callers_warper_changes(shallow, captured):
     """A graph keeps to the parameters that it was captured with."""
     own = warpers.TopKLogitsWarper(2)
     for top_k, num_graphs in [(2, 1), (20, 2), (2, 2)]:

@@ -1,117 +1,43 @@
 """Whole steps on the device: plain generate()'s tokens, the ordinary loop's steps, nothing read by the host, everything kept.
 
 The step itself is pure torch, so that most of this runs as it is. Where a compiler matters, one that compiles nothing is taken, and
-torch's own once; CUDA graphs are stood in for as in test_static_shapes.py.
+torch's own once; CUDA graphs are stood in for by traces (support/graphs.py).
 """
 
 import gc
 import shutil
 import threading
 import weakref
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
-from families import FAMILIES
-from test_static_shapes import graphs, padded_prompt, tiny  # noqa: F401
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from support import generate_plain, padded_prompt, prompt, tiny, tiny_llama
+from support.device_steps import GREEDY, check, fake_step, ordinary_stats
+from support.families import FAMILIES
+from support.graphs import is_wanted
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import lade
 from lade import decoding
 from lade.block import kv_cache
-from lade.block.kv_cache import LookaheadCache
-from lade.block.layout import block_layout
-from lade.block.mask import Reach
 from lade.config import current_config
 from lade.forward import buffer_pool as kept
 from lade.forward import static_shapes as fixed
 from lade.forward.fingerprint import fingerprint
 from lade.forward.on_device import loop as device_loop
 from lade.forward.on_device import step as device_step
-from lade.forward.on_device.step import StepShape, StepState
 from lade.forward.runner import BlockRunner
 from lade.models import adapter_for
-from lade.state import forget_all
 
-GREEDY = {"max_new_tokens": 40, "do_sample": False}
-is_wanted = device_loop.is_wanted
-
-
-@pytest.fixture(autouse=True)
-def eager(lade_on, monkeypatch):
-    """Steps on the device without compiling them, which are not wanted on a CPU otherwise."""
-    monkeypatch.setattr(device_loop, "is_wanted", lambda *_: True)
-    monkeypatch.setattr(fixed, "BACKEND", "eager")
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=0)
-    yield
-    torch._dynamo.reset()
-    forget_all()
+pytestmark = pytest.mark.usefixtures("eager_steps")
 
 
 @pytest.fixture(scope="module")
 def shallow():
     """One layer is traced in half the time of two, which `test_captured_once_for_all_calls` takes."""
     return tiny_llama(num_hidden_layers=1)
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
-    lade.config_lade(COMPILE=1)
-    torch._dynamo.utils.counters.clear()
-
-
-@pytest.fixture
-def captured(graphs, monkeypatch):  # noqa: F811
-    """The list has one entry per capture."""
-    monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
-    monkeypatch.setattr(device_loop, "capture", fixed.capture)
-    return graphs
-
-
-def ordinary_stats(model, inputs, **arguments):
-    """Figures of the same call by the loop on the host and the model's own forward."""
-    compiles = current_config().compile
-    lade.config_lade(COMPILE=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_loop, "is_wanted", lambda *_: False)
-        patch.setattr(fixed, "GRAPH_DEVICES", ())
-        seeded(model.generate, **inputs, **arguments)
-    lade.config_lade(COMPILE=compiles)
-    return lade.last_stats()
-
-
-def seeded(generate, *args, **arguments):
-    """Its result, always from the same seed, and the states of torch's generators afterwards."""
-    torch.manual_seed(3)
-    result = generate(*args, **arguments)
-    return result, [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
-
-
-def check(model, inputs, compiled=False, captured=False, **arguments):
-    """Plain generate()'s text and random numbers by the steps of the ordinary loop, each on the device. Returns the call's figures."""
-    arguments = GREEDY | arguments
-    expected, plain_states = seeded(generate_plain, model, inputs, **arguments)
-    ordinary = ordinary_stats(model, inputs, **arguments)
-    found, states = seeded(model.generate, **inputs, **arguments)
-    stats = lade.last_stats()
-    assert torch.equal(found, expected)
-    assert all(map(torch.equal, states, plain_states))
-    assert ordinary.device_steps == 0
-    assert (stats.fallback_reason, stats.device_reason) == (None, None)
-    assert stats.steps == ordinary.steps
-    assert stats.device_steps == stats.steps - 1
-    assert stats.generated_tokens == ordinary.generated_tokens
-    assert stats.accepted_lengths == ordinary.accepted_lengths
-    # Candidates that begin alike are not merged: each counts with all its tokens.
-    assert stats.sources["pool"][1] == ordinary.sources["pool"][1]
-    assert stats.sources["pool"][0] >= ordinary.sources["pool"][0]
-    assert stats.compiled_steps == (stats.device_steps if compiled else 0)
-    assert stats.captured_steps == (stats.device_steps if captured else 0)
-    return stats
 
 
 @pytest.mark.parametrize("by_accepted", [False, True], ids=["roll-by-one", "roll-by-accepted"])
@@ -172,20 +98,6 @@ def test_a_cache_that_grows(model, monkeypatch):
     check(model, prompt(), max_new_tokens=200)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """One entry per step: the lengths of the texts and the ids behind it."""
-    seen = []
-
-    def spy(model, state, original=device_step.step):
-        logits = original(model, state)
-        seen.append((state.lengths.tolist(), state.ids.clone()))
-        return logits
-
-    monkeypatch.setattr(device_loop, "step", spy)
-    return seen
-
-
 def test_a_step_beyond_the_end_changes_nothing(model, calls, monkeypatch):
     """A device that runs by itself is one step ahead of the host."""
     stats = check(model, prompt(batch_size=2), eos_token_id=[7, 9])
@@ -206,36 +118,6 @@ def test_ahead_while_the_cache_grows(model, calls, monkeypatch):
     monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
     stats = check(model, prompt(), max_new_tokens=150)
     assert len(calls) == stats.device_steps + 1
-
-
-def fake_step(sampling=None):
-    """A step of tensors that have shapes and no values."""
-    shape = StepShape(
-        batch_size=2,
-        ngram_size=4,
-        window_size=3,
-        num_guesses=2,
-        num_tokens=61,
-        num_eos_ids=2,
-        shifts_window=True,
-        uses_kernel=False,
-        keeps_rows=True,
-        position_shape=(2, 1),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        sampling=sampling,
-    )
-    config, layout = tiny_llama().config, block_layout(4, 3, 2 * 3, shape.device)
-    with pytest.MonkeyPatch.context() as patch, FakeTensorMode() as mode, torch.no_grad():
-        parts = ("offsets", "visible", "logit_rows")
-        layout = replace(layout, **{part: mode.from_tensor(getattr(layout, part)) for part in parts})
-        patch.setattr(device_step, "block_layout", lambda *sizes: layout)
-        model = LlamaForCausalLM(config).eval()
-        cache = LookaheadCache(2, 64)
-        for layer in range(2):
-            states = torch.zeros(2, 2, 8, 12)
-            cache.update(states, states, layer)
-        return device_step.step(model, StepState(shape, cache, Reach(), torch.ones(7, 2, 61)))
 
 
 def test_nothing_is_read_by_the_host():

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import prompt, tiny_llama
+from support import prompt, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessorList

@@ -8,9 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-import ranks
 import torch
-from conftest import beside, generate_plain, prompt, tiny_llama
+from support import beside, generate_plain, prompt, ranks, tiny_llama
 
 import lade
 from lade.parallel.group import pack, unpack
@@ -272,7 +271,7 @@ SCRIPT = """
 import json, os, sys
 folder, tests = sys.argv[1:]
 sys.path.insert(0, tests)
-from conftest import prompt, tiny_llama
+from support import prompt, tiny_llama
 import lade
 out = tiny_llama().generate(**prompt(20), max_new_tokens=24)
 stats = lade.last_stats()

@@ -84,9 +84,11 @@ def test_part_of_a_layout_sees_what_it_sees_in_the_whole(ngram_size, columns):
     names = part.tokens([0], tree, cells)[0]
     all_names = whole.tokens([0], tree, cells)[0]
     place = torch.tensor([all_names.tolist().index(name) for name in names.tolist()])
-    assert torch.equal(part.visibility(tree)[0], whole.visibility(tree)[0][place][:, place])
-    assert torch.equal(part.position_offsets(tree)[0], whole.position_offsets(tree)[0][place])
+    offsets, visible = (found[0] for found in part.offsets_and_visibility(tree))
+    all_offsets, all_visible = (found[0] for found in whole.offsets_and_visibility(tree))
+    assert torch.equal(visible, all_visible[place][:, place])
+    assert torch.equal(offsets, all_offsets[place])
     # Nothing that a token of the part sees is missing.
-    assert torch.equal(part.visibility(tree)[0].sum(1), whole.visibility(tree)[0][place].sum(1))
+    assert torch.equal(visible.sum(1), all_visible[place].sum(1))
     last = [(ngram_size - 2) * window_size + column for column in range(first, end)]
     assert names[part.logit_rows].tolist() == [0, 100, 101, *last]

@@ -8,8 +8,8 @@ import types
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
-from families import OTHERS
+from support import generate_plain, prompt, tiny_llama
+from support.families import OTHERS
 from transformers import GenerationMixin
 
 import lade

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import VOCAB, Recorder, generate_plain, prompt, tiny_llama
-from families import FAMILIES, WINDOW
+from support import VOCAB, Recorder, generate_plain, prompt, tiny_llama
+from support.families import FAMILIES, WINDOW
 from transformers import GitConfig, GitForCausalLM, StaticCache
 
 import lade

@@ -5,14 +5,14 @@ Plain generate() never meets them. Tokens that its text does not hold get embedd
 
 import pytest
 import torch
-from conftest import Recorder, generate_plain, prompt, tiny_llama
+from support import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
 from lade import augment
 from lade.block.kv_cache import LookaheadCache
 from lade.forward.on_device import loop as device_loop
 from lade.forward.on_device.sampling import REFUSED
-from lade.verification.logits import witness_of
+from lade.verification.logits import find_nan_column
 
 MODES = {
     "lookahead": {"LEVEL": 4, "WINDOW_SIZE": 4, "GUESS_SET_SIZE": 4},
@@ -90,7 +90,7 @@ def test_a_guess_that_is_no_number(settings, clearings, attention, value, reques
 
 def test_negative_control(settings, clearings, monkeypatch):
     """Where no row's logits are looked at, a guess changes the text."""
-    monkeypatch.setattr("lade.parallel.group.witness_of", lambda logits: None)
+    monkeypatch.setattr("lade.parallel.group.find_nan_column", lambda logits: None)
     model, inputs = tiny_llama(), prompt(24)
     expected = seeded(generate_plain, model, inputs)
     poison(model, unused_tokens(model, expected[0]))
@@ -199,9 +199,9 @@ def test_blocks_of_fixed_shapes(lade_on, clearings, monkeypatch):
     assert clearings
 
 
-def test_the_witness_is_a_number_behind_the_prompt():
+def test_the_nan_column_is_finite_after_the_prompt():
     nan, inf = float("nan"), float("inf")
-    assert witness_of(torch.tensor([[0.0, 2.0, 1.0]])) == 1
-    assert witness_of(torch.tensor([[nan, inf, -inf, 1.0, 3.0]])) == 4
-    assert witness_of(torch.tensor([[nan, nan], [-inf, -1.0]])) == 1
-    assert witness_of(torch.tensor([[nan, inf]])) is None
+    assert find_nan_column(torch.tensor([[0.0, 2.0, 1.0]])) == 1
+    assert find_nan_column(torch.tensor([[nan, inf, -inf, 1.0, 3.0]])) == 4
+    assert find_nan_column(torch.tensor([[nan, nan], [-inf, -1.0]])) == 1
+    assert find_nan_column(torch.tensor([[nan, inf]])) is None

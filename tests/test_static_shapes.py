@@ -12,9 +12,10 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
-from families import FAMILIES
-from torch.fx.experimental.proxy_tensor import make_fx
+from support import generate_plain, padded_prompt, prompt, tiny, tiny_llama
+from support.families import FAMILIES
+from support.graphs import NOT_HERE
+from support.static_shapes import NEW, both, check
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -33,76 +34,15 @@ from lade.forward import buffer_pool as kept
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.fingerprint import fingerprint
-from lade.forward.on_device import loop as device_loop
 from lade.models import ModelAdapter
-from lade.state import forget_all
 
-NEW = {"max_new_tokens": 32}
-NOT_HERE = "CUDA graphs need a model on a CUDA device"
-
-
-@pytest.fixture(autouse=True)
-def small_block(lade_on, monkeypatch):
-    """One size of tree: (N-1) * G is less than the smallest size to pad to."""
-    monkeypatch.setattr(fixed, "BACKEND", "eager")
-    monkeypatch.setattr(device_loop, "is_wanted", lambda *_: False)  # tested apart: here, forwards alone
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=1)
-    yield
-    torch._dynamo.reset()
-    forget_all()
+pytestmark = pytest.mark.usefixtures("static_blocks")
 
 
 @pytest.fixture(scope="module")
 def model():
     """One layer is traced in half the time of two, which `test_same_tokens` takes."""
     return tiny_llama(num_hidden_layers=1)
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Captures work on the CPU. The list has one entry per capture."""
-    captured = []
-
-    def trace(forward):
-        captured.append(make_fx(forward)())
-        graph, output = captured[-1], captured[-1]()
-
-        def replay():
-            return output.copy_(graph())
-
-        return replay
-
-    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
-    monkeypatch.setattr(fixed, "capture", trace)
-    lade.config_lade(COMPILE=0, CUDA_GRAPH=1)
-    return captured
-
-
-def padded_prompt():
-    inputs = prompt(24, batch_size=3)
-    inputs["attention_mask"][0, :9] = 0
-    inputs["attention_mask"][2, :2] = 0
-    inputs["input_ids"][inputs["attention_mask"] == 0] = 0
-    return inputs
-
-
-def both(model, inputs, **arguments):
-    """The output without lade and with it, sampled ones from the same seed."""
-    torch.manual_seed(3)
-    expected = generate_plain(model, inputs, **NEW | arguments)
-    torch.manual_seed(3)
-    return expected, model.generate(**inputs, **NEW | arguments)
-
-
-def check(expected, found, compiled=True, captured=False):
-    """Equal, with fewer steps than tokens, and every block went the way it was to go."""
-    stats = lade.last_stats()
-    assert torch.equal(expected, found)
-    assert stats.fallback_reason is None
-    assert stats.steps < expected.shape[1]
-    assert stats.compiled_steps == (stats.steps - 1 if compiled else 0)
-    assert stats.captured_steps == (stats.steps - 1 if captured else 0)
-    return stats
 
 
 @pytest.mark.parametrize(
@@ -129,14 +69,6 @@ def test_same_tokens(inputs, attention, arguments, monkeypatch):
 def test_same_tokens_compiled_by_torch(monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
     check(*both(tiny_llama(torch.float32, num_hidden_layers=1), prompt(), do_sample=False))
-
-
-def tiny(model_class, config_class, dtype=torch.float64, **settings):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48, "pad_token_id": 0}
-    model = model_class(config_class(**sizes | settings)).to(dtype).eval()
-    model.generation_config.eos_token_id = None
-    return model
 
 
 def test_windows_by_layer():
@@ -205,15 +137,6 @@ def test_sizes():
     assert [fixed.padded_nodes(n, 28) for n in (0, 7, 8, 16, 28)] == [7, 7, 15, 28, 28]
     assert [fixed.padded_nodes(n, 6) for n in (0, 6, 7, 40)] == [6, 6, 7, 63]
     assert [fixed.padded_capacity(n) for n in (256, 257, 1000)] == [256, 512, 1024]
-
-
-def test_disagreement():
-    expected = torch.tensor([[-4.0, 2.0, -torch.inf]])
-    assert fixed.disagreement(expected.clone(), expected) is None
-    assert fixed.disagreement(expected + 1e-3, expected) is None
-    assert fixed.disagreement(expected + 0.4, expected) == pytest.approx(0.1)
-    assert fixed.disagreement(expected.nan_to_num(neginf=0), expected) == torch.inf
-    assert fixed.disagreement(expected * torch.nan, expected) is not None
 
 
 def test_failure_is_told_once_and_costs_nothing_more(model, monkeypatch):

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import beside, generate_plain, prompt, python, tiny_llama
+from support import beside, generate_plain, prompt, python, tiny_llama
+from transformers import GenerationMixin
 
 import lade
 from lade import decoding
 from lade.block_size.costs import SIZES, FixedCosts
 from lade.block_size.tables import GRID, NUM_ROUNDS, ROUND, Calibration, CostTable, default_costs, load, store, stored
+from lade.drafting.memory import memory_for
 from lade.models.base import ModelAdapter
 from lade.verification import draws as noise
 
@@ -143,6 +145,43 @@ def test_where_nothing_can_be_stored_nothing_is_measured(wild_clock, tmp_path, m
     assert runs[0][1][0][1] != ROUND[1]  # no schedule
 
 
+def test_forwards_that_keep_other_processes_company_are_not_measured(wild_clock, cache, monkeypatch):
+    """With synced_gpus a rank whose rows have ended waits for the slowest one: what its steps take says nothing about them."""
+    monkeypatch.setattr(
+        GenerationMixin, "_has_unfinished_sequences", lambda self, is_finished, synced_gpus, device: not is_finished
+    )
+    lade.config_lade(**TREE)
+    wild_clock(0)
+    synced = script(length=SCHEDULE + 20, synced_gpus=True)
+    assert max(map(max, synced[1])) > 1
+    assert not stored()
+    script(length=SCHEDULE + 20)  # the control
+    assert len(stored()) == 1
+
+
+def test_half_precision_does_not_meet_what_was_learned_in_blocks_that_followed_a_clock(wild_clock, cache):
+    """A call under autocast after exact ones of the same model: its text, blocks and memory are those of a model never used before."""
+    lade.config_lade(DETERMINISTIC=1, **TREE)
+
+    def half_precision(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            text = model.generate(**prompt(12), max_new_tokens=60).tolist()
+        return text, lade.last_stats().block_tokens
+
+    runs = [half_precision(tiny_llama(torch.float32))]
+    for seed in range(2):
+        wild_clock(seed)
+        model = tiny_llama(torch.float32)
+        model.generate(**prompt(12), max_new_tokens=60)
+        assert lade.last_stats().fallback_reason is None
+        assert len(memory_for(model, True, "live"))
+        assert not len(memory_for(model, True, "assumed"))
+        runs.append(half_precision(model))
+        assert len(memory_for(model, True, "assumed"))
+    assert runs[0] == runs[1] == runs[2]
+    assert max(runs[0][1]) > 1
+
+
 def test_autocast_and_mixed_weights_are_no_exact_arithmetic(lade_on, cache):
     model = tiny_llama(torch.float32)
     assert ModelAdapter(model).is_exact
@@ -262,7 +301,7 @@ def test_what_is_assumed_for_batches_and_devices():
 PROGRAM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from conftest import prompt, tiny_llama
+from support import prompt, tiny_llama
 import torch, lade
 os.environ["LADE_CACHE"] = sys.argv[2]
 lade.augment_all()

@@ -43,8 +43,8 @@ def test_merging(seed):
         paths = distinct_prefixes(candidates)
         assert paths_of(tree, row) == paths
         padding = tree.num_nodes - len(paths)
-        assert tree.padded_depths()[row] == [len(path) for path in paths] + [0] * padding
-        assert tree.padded_tokens()[row] == [path[-1] for path in paths] + [0] * padding
+        assert tree.padded_depths(tree.num_nodes)[row] == [len(path) for path in paths] + [0] * padding
+        assert tree.padded_tokens(tree.num_nodes)[row] == [path[-1] for path in paths] + [0] * padding
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -72,4 +72,4 @@ def test_chains():
 
 def test_no_candidates():
     assert merge_candidates([[], []]).num_nodes == 0
-    assert TokenTree.empty(3).visibility().tolist() == [[[True]]] * 3
+    assert TokenTree.empty(3).visibility(0).tolist() == [[[True]]] * 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, tiny_llama
 from transformers import AutoTokenizer
 
 import lade
@@ -60,7 +60,9 @@ def test_a_trace_is_what_happened(trace, random_model, tokenizer):
         assert [step["parents"][node] for node in step["accepted"]] == [-1, *step["accepted"]][: len(step["accepted"])]
         committed += step["committed"]
         tree = TokenTree([step["tokens"]], [step["parents"]])
-        visible = block_layout(4, 3, len(step["tokens"]), torch.device("cpu")).visibility(tree)[0].tolist()
+        visible = (
+            block_layout(4, 3, len(step["tokens"]), torch.device("cpu")).offsets_and_visibility(tree)[1][0].tolist()
+        )
         rows = trace["masks"][step["mask"]]
         assert [f"{int(row, 16):0{len(rows)}b}" for row in rows] == ["".join("01"[x] for x in row) for row in visible]
         assert step["forward"] > 0

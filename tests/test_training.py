@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, inference_tensors, prompt, tiny_llama
-from families import COMPOSITE, FAMILIES
+from support import VOCAB, generate_plain, inference_tensors, prompt, tiny_llama
+from support.families import COMPOSITE, FAMILIES
 from torch import nn
 
 import lade

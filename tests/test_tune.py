@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, tiny_llama
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import lade

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.token_tree import merge_candidates
@@ -78,7 +78,7 @@ def test_oracle_drafters(monkeypatch, lade_on, single, hit_rate, level, sampling
     expected = generate_plain(single, inputs, max_new_tokens=41, do_sample=sampling)
     monkeypatch.setattr(OracleDrafter, "answer", expected[0, 9:].tolist(), raising=False)
     monkeypatch.setattr(OracleDrafter, "hit_rate", hit_rate, raising=False)
-    monkeypatch.setattr("lade.drafting.LookaheadDrafter", OracleDrafter)
+    monkeypatch.setattr("lade.drafting.lookahead.LookaheadDrafter", OracleDrafter)
     lade.config_lade(LEVEL=level, WINDOW_SIZE=2, GUESS_SET_SIZE=3)
     torch.manual_seed(3)
     assert torch.equal(single.generate(**inputs, max_new_tokens=41, do_sample=sampling), expected)

@@ -1,6 +1,6 @@
-"""A preallocated key/value cache with slots: blocks are written behind the committed tokens, and accepted ones move up.
+"""A preallocated key/value cache. Blocks are written after the committed tokens, then accepted tokens are compacted.
 
-No concatenation, no copy of the prefix: `update` writes in place and returns views.
+`update` writes in place and returns views: no concatenation, no copy of the prefix.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ import torch
 from torch import Tensor
 from transformers import Cache, StaticCache
 
-from lade.compat import CacheLayer, StaticLayer
+from lade.compat import CacheLayer, StaticLayer, is_out_of_memory
 
 MIN_CAPACITY = 256  # slots
-NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")  # where no class says so
 
 
 def least_capacity(num_slots: int) -> int:
-    """What a cache for so many slots begins with."""
+    """Initial capacity of a cache that must hold `num_slots`."""
     return max(num_slots, MIN_CAPACITY)
 
 
 def slots_of_static(cache: Cache | None) -> int | None:
-    """How many tokens of a row a static cache takes; None for one that grows, or none at all."""
+    """Tokens per row that a static cache holds; None for a cache that grows, or no cache."""
     if not isinstance(cache, StaticCache):
         return None
     return min((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), default=None)
 
 
 class SlotLayer(CacheLayer):
-    """One layer's keys and values: views [B, H, C, D] into the cache's storage, C slots of capacity."""
+    """One layer's keys and values: views [B, H, C, D] into the cache's storage, where C is the capacity in slots."""
 
     is_sliding = False
     is_compileable = False
@@ -42,11 +41,11 @@ class SlotLayer(CacheLayer):
 
     def __init__(self, cache: LookaheadCache) -> None:
         super().__init__()
-        self._owner = weakref.ref(cache)  # without a cycle, the memory is free as soon as the call is over
+        self._owner = weakref.ref(cache)  # no reference cycle: the memory is freed as soon as the call ends
         self.prefilled = 0  # slots written by prompt forwards
-        # Of the block under way, by "keys" and "values": where it is to be written, and all slots up to its last one.
-        self.rooms: dict[str, Tensor] = {}
-        self.filled: dict[str, Tensor] = {}
+        # Views for the current block, by "keys" and "values": the block's own slots, and all slots up to its last one.
+        self.block_views: dict[str, Tensor] = {}
+        self.prefix_views: dict[str, Tensor] = {}
 
     @property
     def _cache(self) -> LookaheadCache:
@@ -60,22 +59,25 @@ class SlotLayer(CacheLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: [B, H, q, D], written behind what is there. Returns views up to the last one."""
+        """Write keys and values after the existing ones.
+
+        key_states, value_states: [B, H, q, D]. Returns views of all slots up to the last one written.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, num_tokens = self._cache, key_states.shape[2]
         if not cache.in_block:
-            cache.check_room(self.prefilled + num_tokens)
-            cache.ensure_capacity(self.prefilled + num_tokens)
             end = self.prefilled + num_tokens
+            cache.check_room(end)
+            cache.ensure_capacity(end)
             self.keys.narrow(2, self.prefilled, num_tokens).copy_(key_states)
             self.values.narrow(2, self.prefilled, num_tokens).copy_(value_states)
             self.prefilled = end
         elif cache.slots is None:  # all rows have the same length
             cache.open_block(num_tokens)
-            self.rooms["keys"].copy_(key_states)
-            self.rooms["values"].copy_(value_states)
-            return self.filled["keys"], self.filled["values"]
+            self.block_views["keys"].copy_(key_states)
+            self.block_views["values"].copy_(value_states)
+            return self.prefix_views["keys"], self.prefix_views["values"]
         else:
             end = max(cache.lengths) + num_tokens
             index = cache.slots[:, None, :, None].to(key_states.device)  # [B, 1, q, 1]
@@ -95,44 +97,44 @@ class SlotLayer(CacheLayer):
 
 
 class LookaheadCache(Cache):
-    """Slots for B rows. Prompt forwards append; after `end_prefill`, blocks are written at `lengths` and then committed.
+    """Key/value slots of B rows: prompt forwards append, then blocks are written at `lengths` and committed.
 
-    lengths: committed slots of each row (L of the design), on the host.
+    lengths: committed slots of each row (L), on the host.
     """
 
     def __init__(self, num_layers: int, capacity: int, uniform: bool = True) -> None:
-        """capacity: slots to start with; it doubles when they do not suffice. uniform: all layers have one shape."""
+        """capacity: initial slots; doubled as needed. uniform: all layers have the same shape."""
         self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
         self.capacity = least_capacity(capacity)
         self.lengths: list[int] = []
-        self.slots: Tensor | None = None  # [B, q] of the current block, only where rows have different lengths
+        self.slots: Tensor | None = None  # [B, q] of the current block, if row lengths differ
         self.in_block = False
-        self.most_slots: int | None = None  # of a static cache that is to take the text in the end
+        self.most_slots: int | None = None  # of the caller's static cache, if any
         self._uniform = uniform
         self._storages: list[_Storage] = []
-        self._opened: tuple[int, ...] | None = None  # what the layers' views are of
+        self._opened: tuple[int, ...] | None = None  # identifies the block that the layers' views are for
 
     @property
     def num_bytes(self) -> int:
-        """Of all keys and values, used or not."""
+        """Size of all allocated keys and values."""
         return sum(storage.data.nbytes for storage in self._storages)
 
     def clear(self) -> None:
-        """Forget everything but the memory, for another call's prompts of as many rows."""
+        """Remove all tokens but keep the memory, for another call with the same batch size."""
         for storage in self._storages:
-            storage.data.zero_()  # as when it was new: what an earlier call left there may not even be finite
+            storage.data.zero_()  # an earlier call may have left non-finite values
         for layer in self._slot_layers:
             layer.prefilled = 0
         self.lengths, self.slots, self.in_block = [], None, False
 
     def end_prefill(self, batch_size: int) -> None:
-        """From here on `update` writes blocks."""
+        """From now on `update` writes blocks."""
         self.lengths = [self._slot_layers[0].prefilled] * batch_size
         self.in_block = True
 
     def adopt(self, cache: Any) -> None:
-        """Take over the tokens of another cache, as if they had been prefilled here. `cache` itself is not changed."""
+        """Copy the tokens of another cache, as if they had been prefilled here. `cache` is not changed."""
         length = int(cache.get_seq_length())
         if length:
             for index, layer in enumerate(cache.layers):
@@ -141,7 +143,7 @@ class LookaheadCache(Cache):
                 self.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
 
     def hand_over(self, cache: Cache) -> None:
-        """Append to `cache` what it lacks of the committed tokens, which must be equally many in all rows."""
+        """Append to `cache` the committed tokens that it lacks. All rows must have the same length."""
         start, end = int(cache.get_seq_length()), self.lengths[0]
         for index, layer in enumerate(self._slot_layers):
             if not layer.is_initialized:
@@ -149,7 +151,7 @@ class LookaheadCache(Cache):
             cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
-        """Make room for a block of q tokens behind each row's committed slots."""
+        """Make room for a block of q tokens after each row's committed slots."""
         self.check_room(max(self.lengths) + 1)
         self.ensure_capacity(max(self.lengths) + num_tokens)
         is_ragged = min(self.lengths) != max(self.lengths)
@@ -157,7 +159,10 @@ class LookaheadCache(Cache):
         self._opened = None
 
     def open_block(self, num_tokens: int) -> None:
-        """Let each layer have its views for a block of q tokens, the same L for all rows; the first layer to ask does so for all."""
+        """Give every layer its views for a block of q tokens, where all rows have the same length.
+
+        Called by each layer; the first call does it for all of them.
+        """
         opened = (self.lengths[0], num_tokens, len(self._storages), len(self._storages[-1].owners))
         if opened != self._opened:
             self._opened = opened
@@ -170,29 +175,29 @@ class LookaheadCache(Cache):
         return starts[:, None] + torch.arange(num_tokens, device=device)
 
     def commit(self, accepted: list[list[int] | None]) -> None:
-        """Keep each row's root and accepted block tokens, in order, and forget the rest of the block.
+        """Keep each row's root and accepted block tokens, in order; drop the rest of the block.
 
-        accepted: per row, increasing block indices (the root is 0 and not listed); None keeps nothing, not even the root.
+        accepted: per row, increasing block indices without the root's 0; None keeps nothing, not even the root.
         """
         for row, (path, start) in enumerate(zip(accepted, self.lengths, strict=True)):
             if path and path != list(range(1, len(path) + 1)):
-                source = torch.tensor(path, device="cpu") + start  # whatever the default device is
+                source = torch.tensor(path, device="cpu") + start  # independent of the default device
                 for storage in self._storages:
-                    storage.move(row, source, start + 1)
-        kept = [0 if path is None else 1 + len(path) for path in accepted]
-        self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
+                    storage.write(row, start + 1, storage.read(row, source))
+        num_kept = [0 if path is None else 1 + len(path) for path in accepted]
+        self.lengths = [length + count for length, count in zip(self.lengths, num_kept, strict=True)]
 
     def clear_guesses(self, tokens: Tensor, accepted: list[list[int] | None]) -> tuple[set[int], set[int]]:
-        """After `commit`: zero what lies behind the committed slots, where a key or value that is no number spoils later blocks.
+        """After `commit`: zero all slots after the committed ones, where a NaN key or value would spoil later blocks.
 
-        tokens: [B, q] of the block. accepted: as for `commit`. Returns the rows whose committed text ends in NaN, and the guesses
-        that were the first not to be finite, before attention spread that to the others; of the rows that kept nothing.
+        tokens: [B, q] of the block. accepted: as for `commit`. Returns the rows whose committed tokens end in NaN, and
+        the guessed ids that were the first to be non-finite in rows that kept nothing.
         """
         lost_rows = {row for row, length in enumerate(self.lengths) if self._is_nan(row, length - 1)}
         guesses: set[int] = set()
         for row in {row for row, path in enumerate(accepted) if path is None} - lost_rows:
             is_finite = self._first_finite(row, tokens.shape[1])
-            if is_finite[0]:  # the root is one of the others otherwise
+            if is_finite[0]:  # otherwise the root is not finite either, and no guess is to blame
                 ids = tokens[row].tolist()
                 guesses |= {token for token, is_fine in zip(ids, is_finite, strict=True) if not is_fine}
         for storage in self._storages:
@@ -204,7 +209,10 @@ class LookaheadCache(Cache):
         return any(bool(storage.data[: len(storage.owners), row, :, slot].isnan().any()) for storage in self._storages)
 
     def _first_finite(self, row: int, num_tokens: int) -> list[bool]:
-        """Which of one row's block tokens have finite keys and values in the first layer where some have not."""
+        """Which of one row's block tokens are finite in the first layer where some are not.
+
+        In later layers attention spreads the non-finite values to other tokens.
+        """
         start = self.lengths[row]
         for layer in self._slot_layers:
             if not layer.is_initialized:
@@ -217,17 +225,17 @@ class LookaheadCache(Cache):
         return [True] * num_tokens
 
     def read(self, row: int, block_indices: list[int]) -> list[Tensor]:
-        """Keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] for each kind of layer, copied."""
+        """Copy the keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] per storage."""
         slots = torch.tensor(block_indices, device="cpu") + self.lengths[row]
         return [storage.read(row, slots) for storage in self._storages]
 
     def write(self, row: int, start: int, parts: list[Tensor]) -> None:
-        """Put keys/values that `read` gave elsewhere into the slots from `start` on."""
+        """Store keys/values from another cache's `read` in the slots from `start` on."""
         for storage, part in zip(self._storages, parts, strict=True):
             storage.write(row, start, part)
 
     def allocate(self, layer: SlotLayer, key_states: Tensor, value_states: Tensor) -> None:
-        """Give a layer its `keys` and `values`, [B, H, C, D] each, all zero."""
+        """Set a layer's `keys` and `values`, [B, H, C, D] each, all zero."""
         for name, states in (("keys", key_states), ("values", value_states)):
             storage = next((s for s in self._storages if s.has_room_for(states)), None)
             if storage is None:
@@ -237,21 +245,25 @@ class LookaheadCache(Cache):
             storage.give(layer, name)
 
     def check_room(self, num_slots: int) -> None:
-        """Raises IndexError, as plain generate() would, where a text of so many tokens does not fit the static cache it is for."""
+        """Raise IndexError, as plain generate() does, where `num_slots` tokens exceed the caller's static cache."""
         if self.most_slots is not None and num_slots > self.most_slots:
             raise IndexError(
-                f"index {self.most_slots} is out of bounds for a static cache of {self.most_slots} tokens, passed as past_key_values"
+                f"index {self.most_slots} is out of bounds for a static cache of {self.most_slots} tokens, "
+                "passed as past_key_values"
             )
 
     def max_guess_offset(self, limit: int | None) -> int | None:
-        """How far beyond the roots guesses may lie, so that those accepted fit the static cache. limit: another one, or None."""
+        """Largest position offset of a guess, so that all accepted guesses fit into the caller's static cache.
+
+        limit: another bound, or None. Returns None for no bound.
+        """
         if self.most_slots is None:
             return limit
         room = max(0, self.most_slots - 1 - max(self.lengths))
         return room if limit is None else min(limit, room)
 
     def ensure_capacity(self, num_slots: int) -> None:
-        """Double the capacity until `num_slots` fit; what is committed is kept."""
+        """Double the capacity until `num_slots` fit; committed tokens are kept."""
         if num_slots <= self.capacity:
             return
         while self.capacity < num_slots:
@@ -261,12 +273,12 @@ class LookaheadCache(Cache):
 
 
 class _Storage:
-    """Tensors of one shape behind several layers: compaction is one gather and one scatter for all of them."""
+    """One tensor behind several layers of the same shape, so that a row is compacted in all of them at once."""
 
     def __init__(self, states: Tensor, size: int, capacity: int) -> None:
-        """states: [B, H, q, D], an example. size: S, how many such tensors will be asked for."""
+        """states: [B, H, q, D], an example. size: S, the number of such tensors to hold."""
         batch_size, num_heads, _, head_dim = states.shape
-        # Zeros: a slot that was never written may be multiplied by a weight of zero, and 0 * nan is nan.
+        # Zeros: an unwritten slot may be multiplied by an attention weight of 0, and 0 * NaN is NaN.
         self.data = _zeros(states, size, batch_size, num_heads, capacity, head_dim)  # [S, B, H, C, D]
         self.owners: list[tuple[SlotLayer, str]] = []
 
@@ -281,11 +293,11 @@ class _Storage:
         self.owners.append((layer, name))
 
     def open(self, start: int, num_tokens: int) -> None:
-        """Cut the views that a block needs, [B, H, .., D] each, for all owners at once: one by one they take most of an update."""
-        rooms = self.data.narrow(3, start, num_tokens).unbind()
-        filled = self.data.narrow(3, 0, start + num_tokens).unbind()
-        for (layer, name), room, slots in zip(self.owners, rooms, filled, strict=False):
-            layer.rooms[name], layer.filled[name] = room, slots
+        """Set the views of a block, [B, H, .., D] each, for all owners at once: one by one is slower."""
+        block_views = self.data.narrow(3, start, num_tokens).unbind()
+        prefix_views = self.data.narrow(3, 0, start + num_tokens).unbind()
+        for (layer, name), own, prefix in zip(self.owners, block_views, prefix_views, strict=False):
+            layer.block_views[name], layer.prefix_views[name] = own, prefix
 
     def grow(self, capacity: int) -> None:
         size, batch_size, num_heads, old, head_dim = self.data.shape
@@ -294,16 +306,12 @@ class _Storage:
         self.data = data
         for index, (layer, name) in enumerate(self.owners):
             setattr(layer, name, data[index])
-            layer.rooms.pop(name, None)  # they would keep the old data
-            layer.filled.pop(name, None)
-
-    def move(self, row: int, source: Tensor, target: int) -> None:
-        """Copy slots of one row in all tensors at once. source: [k] slots, which go to `target` and the ones behind it."""
-        self.write(row, target, self.read(row, source))
+            layer.block_views.pop(name, None)  # they would keep the old storage alive
+            layer.prefix_views.pop(name, None)
 
     def read(self, row: int, slots: Tensor) -> Tensor:
         """slots: [k]. Returns [S, H, k, D]."""
-        # Not gather and scatter_: on a CPU they take a hundred times as long in half precision.
+        # index_select, because gather on a CPU takes a hundred times as long in half precision.
         return self.data[: len(self.owners), row].index_select(2, slots.to(self.data.device))
 
     def write(self, row: int, start: int, part: Tensor) -> None:
@@ -312,7 +320,7 @@ class _Storage:
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Zeros of shape [S, B, H, C, D]; says how much was asked for where there is no room."""
+    """Zeros of shape [S, B, H, C, D]. Raises OutOfMemoryError with the size that was asked for."""
     try:
         return like.new_zeros(shape)
     except Exception as error:
@@ -322,10 +330,3 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
             f"lade: no room for a key/value cache of {shape[3]} tokens, "
             f"{math.prod(shape) * like.element_size() / 2**20:,.0f} MiB; a smaller max_new_tokens or batch needs less"
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was missing, which it may not be next time. The CPU's allocator raises a plain RuntimeError."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

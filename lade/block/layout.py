@@ -1,7 +1,7 @@
-"""Block layout: the order of the query tokens, their positions, who sees whom, and which rows need logits.
+"""Block layout: the order of the query tokens, their positions, their visibility, and which rows need logits.
 
-Order of a block: the root, the token tree's nodes, the rest of the window. The tree follows the root directly so that
-the keys/values of a fully accepted first candidate already lie in their final slots.
+Order of a block: the root, the tree's nodes, the rest of the window. With the tree right after the root, a fully
+accepted first candidate already has its keys/values in their final slots.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from torch import Tensor
 
 from lade.block.token_tree import TokenTree
 
-MAX_REMEMBERED = 64  # tokens of a block for which what follows from a tree's shape is kept: small trees come again
+MAX_CACHED = 64  # largest block whose offsets and visibility are cached: shapes of small trees recur
 
-Shape = tuple[tuple[int, ...], ...]  # of a tree: each row's parents
+Shape = tuple[tuple[int, ...], ...]  # of a tree: per row, each node's parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLayout:
-    """Layout of q = num_nodes + (N-1)*W tokens whose tree has num_nodes nodes, or is padded to as many; of fewer tokens for a
-    range of the W columns.
+    """Layout of q tokens: the root, num_nodes tree nodes (padded if needed), and the window or a range of its columns.
 
-    offsets:    [q] position relative to the root's; a tree node's entry is 0 and gets its depth added.
-    visible:    [q, q] bool, query by key; the square of the root and the tree is left to each tree.
-    logit_rows: [1 + num_nodes + W] rows whose logits are needed: the root, the nodes, the last level of the window.
-    tree_rows:  [1 + num_nodes] the first of these, without the window.
-    num_nodes, num_tokens, has_window: n as padded, q, and whether there is more than the root and the tree.
-    cells:      which of the window's cells are part of the block, as indices into `window_cells`; None for all.
+    offsets:    [q] position relative to the root's; 0 for tree nodes, whose depth is added later.
+    visible:    [q, q] bool, query by key; the square of root and tree is filled in per tree.
+    logit_rows: [1 + num_nodes + W] rows whose logits are needed: the root, the nodes, the window's last level.
+    tree_rows:  [1 + num_nodes] the same without the window.
+    num_tokens: q. has_window: whether the block has window cells besides the root.
+    cells:      the window cells in the block, as indices into `window_cells`; None for all.
     """
 
     offsets: Tensor
@@ -43,62 +42,54 @@ class BlockLayout:
     cells: Tensor | None = None
 
     def tokens(self, roots: list[int], tree: TokenTree, window_cells: Tensor) -> Tensor:
-        """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids, on the cells' device."""
+        """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids, on the device of window_cells."""
         rows = [[root, *nodes] for root, nodes in zip(roots, tree.padded_tokens(self.num_nodes), strict=True)]
-        # By way of numpy, which takes a list at a fraction of torch's time.
+        # numpy converts a list faster than torch does.
         tokens = torch.from_numpy(np.array(rows, dtype=np.int64)).to(window_cells.device)
         if not self.has_window:
             return tokens
         return torch.cat([tokens, window_cells if self.cells is None else window_cells[:, self.cells]], dim=1)
 
     def without_padding(self, logits: Tensor, tree: TokenTree) -> Tensor:
-        """Only the rows of the root, the tree's own nodes and the window. logits: [B, R, V], as `logit_rows` say."""
+        """Drop the rows of padding nodes. logits: [B, R, V], in the order of `logit_rows`."""
         if tree.num_nodes == self.num_nodes:
             return logits
         return torch.cat([logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]], dim=1)
 
-    def position_offsets(self, tree: TokenTree) -> Tensor:
-        """Returns [B, q] positions relative to each row's root; not to be written to."""
-        return self._of_shape(tree)[0]
+    def offsets_and_visibility(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
+        """Position offsets from each row's root, [B, q], and visibility, [B, q, q] bool, query by key.
 
-    def visibility(self, tree: TokenTree) -> Tensor:
-        """Returns [B, q, q] bool, query by key; not to be written to."""
-        return self._of_shape(tree)[1]
-
-    def _of_shape(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
-        make = _remembered if self.num_tokens <= MAX_REMEMBERED else offsets_and_visibility
-        return make(self, tuple(map(tuple, tree.parents)))
+        Both are shared between calls: do not write to them.
+        """
+        compute = _cached_for_shape if self.num_tokens <= MAX_CACHED else _for_shape
+        return compute(self, tuple(map(tuple, tree.parents)))
 
 
-def offsets_and_visibility(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
-    """What follows from a tree's shape: positions relative to each row's root, [B, q], and who sees whom, [B, q, q]."""
+def _for_shape(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
+    """As `BlockLayout.offsets_and_visibility`. shape: of the tree."""
     tree, device = TokenTree([[0] * len(row) for row in shape], [list(row) for row in shape]), layout.offsets.device
     num_rows, nodes = len(shape), slice(1 + layout.num_nodes)
     depths = [[0, *row] for row in tree.padded_depths(layout.num_nodes)]  # [B, 1 + n]
-    offsets = torch.tensor(depths, dtype=torch.long, device=device)
-    if not layout.num_nodes:
-        visible = layout.visible.expand(num_rows, -1, -1)
-    else:
-        visible = torch.from_numpy(tree.visibility(layout.num_nodes)).to(device)  # [B, 1 + n, 1 + n]
-    if layout.has_window:
-        offsets = torch.cat([offsets, layout.offsets[1 + layout.num_nodes :].expand(num_rows, -1)], dim=1)
-        if layout.num_nodes:
-            among_nodes, visible = visible, layout.visible.repeat(num_rows, 1, 1)
-            visible[:, nodes, nodes] = among_nodes
+    tree_offsets = torch.tensor(depths, dtype=torch.long, device=device)
+    tree_visible = torch.from_numpy(tree.visibility(layout.num_nodes)).to(device)  # [B, 1 + n, 1 + n]
+    if not layout.has_window:
+        return tree_offsets, tree_visible
+    offsets, visible = layout.offsets.repeat(num_rows, 1), layout.visible.repeat(num_rows, 1, 1)
+    offsets[:, nodes], visible[:, nodes, nodes] = tree_offsets, tree_visible
     return offsets, visible
 
 
-_remembered = lru_cache(maxsize=256)(offsets_and_visibility)
+_cached_for_shape = lru_cache(maxsize=256)(_for_shape)
 
 
 @lru_cache(maxsize=256)
 def block_layout(
     ngram_size: int, window_size: int, num_nodes: int, device: torch.device, columns: tuple[int, int] | None = None
 ) -> BlockLayout:
-    """The layout for (N, W) and a tree of `num_nodes` nodes; made once per shape and device.
+    """The layout for (N, W) and a tree of `num_nodes` nodes, cached per shape and device.
 
-    columns: only these of the window's columns, from the first to before the second. Of the first level, which all see, the
-    columns before them are part of the block too; the root always is.
+    columns: (first, end) of the window columns in the block; None for all. The root, and the cells of level 0 before
+    `first`, which later columns attend to, are always part of the block.
     """
     first, end = columns or (0, window_size)
     cells = torch.arange((ngram_size - 1) * window_size, device=device)
@@ -109,7 +100,7 @@ def block_layout(
     window = window_visibility(level, column)  # [C, C], C = (N-1)*W
 
     num_tokens = num_nodes + len(cells)
-    # Block index of each window cell: the root first, the others behind the tree.
+    # Block index of each window cell: the root first, the others after the tree.
     place = torch.where(cells == 0, 0, torch.arange(len(cells), device=device) + num_nodes)
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
     visible[place[:, None], place] = window
@@ -125,7 +116,7 @@ def block_layout(
 
 
 def window_visibility(level: Tensor, column: Tensor) -> Tensor:
-    """Who sees whom among window cells. level, column: [C]. Returns [C, C] bool, query by key."""
+    """Visibility among window cells. level, column: [C]. Returns [C, C] bool, query by key."""
     level_q, column_q = level[:, None], column[:, None]
     first_level = (level == 0) & (column <= column_q)  # plain causal along level 0
     own_column = (level > 0) & (level <= level_q) & (column == column_q)

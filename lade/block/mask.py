@@ -1,4 +1,4 @@
-"""The attention masks of a block, in the one form that eager and sdpa attention both take."""
+"""Attention masks of a block, in the additive form that both eager and sdpa attention accept."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from lade.kernels import pack_mask
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The query tokens of one forward pass, behind the committed tokens of each row.
+    """The query tokens of one forward pass, which follow the committed tokens of each row.
 
-    tokens: [B, q] ids. offsets: [B, q] positions relative to the row's root. positions: the `position_ids` for the model, [B, q]
-    or [k, B, q]. visible: [B, q, q] bool inside the block, query by key. logit_rows: [R] rows of the block whose logits are
-    needed, in order; all of them where R is q. lengths: committed slots of each row (L). key_mask: [B, P] bool, False for padding
-    among the first P slots. capacity: slots that masks are to cover, None for no more than are in use. start_slots: [B, 1] what
-    `lengths` say, for a step whose host does not know them; then `lengths` are empty, and key_mask and capacity are given.
+    tokens:      [B, q] ids.
+    offsets:     [B, q] positions relative to the row's root.
+    positions:   the model's `position_ids`, [B, q] or [k, B, q].
+    visible:     [B, q, q] bool inside the block, query by key.
+    logit_rows:  [R] increasing rows of the block whose logits are needed.
+    lengths:     committed slots of each row (L).
+    key_mask:    [B, P] bool, False for padding among the first P slots.
+    capacity:    slots that masks cover; None for the slots in use.
+    start_slots: [B, 1] the same as `lengths`, for a step whose host does not know them. Then `lengths` is empty, and
+                 key_mask and capacity are set.
     """
 
     tokens: Tensor
@@ -35,7 +40,7 @@ class Block:
 
     @property
     def num_slots(self) -> int:
-        """K: slots that a query may look at, the block's own included; or all of the cache's."""
+        """K: slots that masks cover, the block's own included."""
         return max(self.lengths) + self.tokens.shape[1] if self.capacity is None else self.capacity
 
     @property
@@ -50,18 +55,21 @@ class Block:
         return torch.tensor(self.lengths, device=self.offsets.device)[:, None]
 
     def key_positions(self) -> Tensor:
-        """Which place in its text each slot's token has: its slot, but for guesses the root's plus the offset. Returns [B, K]."""
+        """Position of the token in each slot, counted from the row's first slot. Returns [B, K].
+
+        It equals the slot, except inside the block, where it is the root's slot plus the offset.
+        """
         starts = self.starts()
         places = torch.arange(self.num_slots, device=starts.device).repeat(len(self.tokens), 1)
         slots = starts + torch.arange(self.offsets.shape[1], device=starts.device)
         return places.scatter_(1, slots, starts + self.offsets)
 
     def padding(self) -> Tensor | int:
-        """Slots before each row's first token. Returns [B, 1], or 0 when there are none."""
+        """Padding slots before each row's first token. Returns [B, 1], or 0 when there are none."""
         return 0 if self.key_mask is None else (self.key_mask.cumsum(1) == 0).sum(1, keepdim=True)
 
     def to(self, device: torch.device) -> Block:
-        """The same block with what the model itself takes on another device."""
+        """The same block with its tensors on another device."""
         names = ("tokens", "offsets", "positions", "visible", "logit_rows", "key_mask")
         tensors = {name: getattr(self, name) for name in names}
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
@@ -69,15 +77,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far back a layer looks: everywhere, `window` positions, or to the start of its chunk of `chunk` positions."""
+    """What a layer attends to: everything, the last `window` positions, or the current chunk of `chunk` positions."""
 
     window: int | None = None
     chunk: int | None = None
 
     def first_places(self, block: Block) -> Tensor | None:
-        """The first place in its text that each block token sees. Returns [B, q], or None where that is the first of all."""
+        """The first position that each block token attends to, counted from the row's first slot.
+
+        Returns [B, q], or None where nothing is out of reach.
+        """
         limit = self.window or self.chunk
-        # The farthest query lies fewer than q places behind the longest row's root.
+        # No query's position exceeds the number of slots.
         if limit is None or block.num_slots <= limit:
             return None
         places = block.starts() + block.offsets
@@ -87,13 +98,13 @@ class Reach:
         return (places - padding) // limit * limit + padding
 
     def hides(self, block: Block) -> Tensor | None:
-        """Slots that are out of reach. Returns [B, q, K] bool, or None where that is none at all."""
+        """Slots out of reach. Returns [B, q, K] bool, or None where there are none."""
         first = self.first_places(block)
         return None if first is None else block.key_positions()[:, None] < first[:, :, None]
 
 
 EVERYWHERE = Reach()
-# What the layer types of transformers' configurations mean, and where the size is found.
+# By layer type in transformers' configurations.
 LAYER_REACH = {
     "full_attention": lambda config: EVERYWHERE,
     "sliding_attention": lambda config: Reach(window=config.sliding_window),
@@ -102,10 +113,9 @@ LAYER_REACH = {
 
 
 def layer_reaches(config: Any) -> Reach | dict[str, Reach]:
-    """How far the layers look, in the form in which the model takes its masks: one for all, or a dict by layer type.
+    """The reach of each layer, as the model takes its masks: one for all layers, or a dict by layer type.
 
-    The same rule as `transformers.masking_utils.create_masks_for_generate`. Raises KeyError for a layer type that is not
-    attention in one of the known forms.
+    Same rule as `transformers.masking_utils.create_masks_for_generate`. Raises KeyError for an unknown layer type.
     """
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
@@ -118,7 +128,7 @@ def layer_reaches(config: Any) -> Reach | dict[str, Reach]:
 
 
 def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> Tensor:
-    """Additive mask over the cache's slots: 0 where a query sees a key, the dtype's minimum elsewhere.
+    """Additive mask over the cache's slots: 0 where a query attends to a key, the dtype's minimum elsewhere.
 
     Returns [B, 1, q, K]. Additive, because eager attention would add a bool mask as 0 and 1.
     """
@@ -131,7 +141,7 @@ def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> T
         mask = torch.zeros(1, 1, num_queries, num_slots, dtype=dtype, device=device)
         if num_queries > 1:
             mask.narrow(3, start, num_queries).masked_fill_(~block.visible[:, None], hidden)
-        if start + num_queries < num_slots:  # the mask covers all of the cache
+        if start + num_queries < num_slots:  # the mask covers unused slots, too
             mask[..., start + num_queries :] = hidden
         return mask if too_far is None else mask.masked_fill_(too_far[:, None], hidden)
 
@@ -148,9 +158,9 @@ def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> T
 
 
 def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERYWHERE) -> Tensor:
-    """The same for lade's own attention, see `lade.kernels.packed_mask`.
+    """The mask in the packed form of `lade.kernels.packed_mask`.
 
-    padding: [B] slots before each row's first token, None where there are none.
+    padding: [B] padding slots before each row's first token, None when there are none.
     """
     visible, first = block.visible, reach.first_places(block)
     if first is not None:
@@ -161,7 +171,7 @@ def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERY
 
 
 def masks_by_layer(make: Callable[[Reach], Tensor], reaches: Reach | dict[str, Reach]) -> Tensor | dict[str, Tensor]:
-    """One mask for all layers, or a dict of them by layer type; layer types that reach equally far share theirs."""
+    """One mask for all layers, or a dict by layer type, in which equal reaches share a mask."""
     if isinstance(reaches, Reach):
         return make(reaches)
     masks: dict[Reach, Tensor] = {}

@@ -1,6 +1,6 @@
-"""The verification branch: candidates behind the root with shared prefixes merged into a tree.
+"""The token tree: candidates after the root, with common prefixes merged.
 
-Trees are small and change shape with every step, so they live on the host.
+Trees are small and change shape in every step, so they live on the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """The guesses of each row. Parents come before their children; the root itself is not a node.
+    """The guesses of each row. Parents precede their children; the root is not a node.
 
     tokens:  per row, the ids of its nodes.
     parents: per row, the index of each node's parent, -1 for a child of the root.
@@ -29,17 +29,15 @@ class TokenTree:
 
     @property
     def num_nodes(self) -> int:
-        """n, the nodes of the widest row; the other rows are padded to it."""
+        """n: nodes of the largest row, to which the others are padded."""
         return max(map(len, self.tokens))
 
-    def padded_tokens(self, size: int | None = None) -> list[list[int]]:
-        """Ids of all rows, [B, size]; padding is token 0. size: n or more, None for n."""
-        size = self.num_nodes if size is None else size
+    def padded_tokens(self, size: int) -> list[list[int]]:
+        """Ids of all rows, [B, size], padded with 0. size: at least n."""
         return [row + [0] * (size - len(row)) for row in self.tokens]
 
-    def padded_depths(self, size: int | None = None) -> list[list[int]]:
-        """Distance from the root, 1 for its children, [B, size]; 0 for padding."""
-        size = self.num_nodes if size is None else size
+    def padded_depths(self, size: int) -> list[list[int]]:
+        """Distance from the root (1 for its children), [B, size]; 0 for padding. size: at least n."""
         rows = []
         for parents in self.parents:
             depths: list[int] = []
@@ -48,14 +46,14 @@ class TokenTree:
             rows.append(depths + [0] * (size - len(depths)))
         return rows
 
-    def visibility(self, size: int | None = None) -> npt.NDArray[np.bool_]:
-        """Who sees whom, the root in front: each node the root, its ancestors and itself; padding the root and itself.
+    def visibility(self, num_nodes: int) -> npt.NDArray[np.bool_]:
+        """Tree attention: each node attends to the root, its ancestors and itself; padding to the root and itself.
 
-        Returns [B, 1 + size, 1 + size], query by key.
+        num_nodes: at least n. The root is index 0. Returns [B, 1 + num_nodes, 1 + num_nodes] bool, query by key.
         """
-        size = 1 + (self.num_nodes if size is None else size)
+        size = 1 + num_nodes
         num_bytes = -(-size // 8)
-        packed = bytearray()  # a bit per key: an integer holds what a node sees, and its children see that too
+        packed = bytearray()  # one bit per key: a node's mask is its parent's plus its own bit
         for parents in self.parents:
             seen = [1]
             for node, parent in enumerate(parents, 1):
@@ -67,7 +65,7 @@ class TokenTree:
         return np.unpackbits(rows, axis=2, count=size, bitorder="little").view(np.bool_)
 
     def part(self, nodes: list[list[int]]) -> TokenTree:
-        """Some of the nodes. nodes: per row, increasing, with all their ancestors."""
+        """A subtree. nodes: per row, increasing node indices that include all their ancestors."""
         tokens, parents = [], []
         for row, kept in enumerate(nodes):
             place = {node: index for index, node in enumerate(kept)} | {-1: -1}
@@ -76,7 +74,7 @@ class TokenTree:
         return TokenTree(tokens, parents)
 
     def with_chains(self, rows: list[int], token: int, length: int) -> TokenTree:
-        """The same tree, but in some rows a single chain of one token: what plain generate() goes on with there."""
+        """Replace the given rows' trees by a chain of `length` copies of `token`."""
         tokens, parents = list(self.tokens), list(self.parents)
         for row in rows:
             tokens[row], parents[row] = [token] * length, list(range(-1, length - 1))
@@ -84,9 +82,9 @@ class TokenTree:
 
 
 def merge_candidates(candidates: Sequence[Sequence[Sequence[int]]]) -> TokenTree:
-    """Merge candidates that begin alike, so that each distinct token is paid for once.
+    """Merge the common prefixes of candidates into a tree.
 
-    candidates: per row, sequences of ids. Nodes keep the order of the candidates: the first one's tokens are nodes 0, 1, ..
+    candidates: per row, sequences of ids. Nodes keep the candidates' order: those of the first are nodes 0, 1, ..
     """
     tree = TokenTree.empty(len(candidates))
     for row, tokens, parents in zip(candidates, tree.tokens, tree.parents, strict=True):

@@ -1,4 +1,4 @@
-"""How many tokens a step's block has: what blocks cost on this machine, and which size is worth its cost."""
+"""The size of a step's block: what blocks cost on this machine, and which size pays."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What a step costs by the size of its block, beside what a plain step costs.
+"""Step cost models: the time of a step of q tokens relative to a plain step.
 
-Two models of it. Where no choice of size can change a text (float32, float64), `LiveCosts` follow the machine as it is now. In half
-precision the size of a block changes how its products are rounded, so a size that follows the clock would give another text in
-every run: there `FixedCosts` are a table that is settled once per machine, model shape and dtype, and kept for later processes.
+Where the block's size cannot change the output (float32, float64), `LiveCosts` follow the machine's present speed. In
+half precision the size changes the rounding of matrix products, so a size that depends on a clock would make runs
+differ. There `FixedCosts` use a table that is measured once per machine, model shape and dtype, and stored for later
+processes.
 """
 
 from __future__ import annotations
@@ -19,44 +20,44 @@ from lade.block_size.tables import (
     can_store,
     default_costs,
     interpolated,
+    isotonic,
     load,
-    rising,
     store,
     table_name,
 )
 from lade.state import PerModel
 
-# Sizes that are chosen from: few, so that each is well measured and kernels see few shapes.
+# The sizes to choose from: few, so that each is well measured and kernels see few shapes.
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-OBSERVATIONS = 9  # the latest of a size; their median is its cost
-RUN_LENGTH = 4  # the latest steps of one size in a row, whose median another one is compared with
-ASSUMED_SLOPE = 0.004  # of a step per token, where nothing was measured: low, so that larger blocks are tried
-# What trying new sizes may cost: as much as some plain steps, and this share of all time. Beyond that, larger blocks are assumed to
-# cost what the line through the last two says.
+OBSERVATIONS = 9  # per size; the cost is their median
+RUN_LENGTH = 4  # latest steps of one size in a row; their median is compared with the next size's time
+ASSUMED_SLOPE = 0.004  # of a plain step per token, if nothing was measured: low, so that larger blocks are tried
+# Budget for trying unmeasured sizes: a number of plain steps, plus a share of all time. Once it is spent, the costs of
+# larger blocks are extrapolated from the last two sizes.
 FREE_TRIALS, TRIAL_SHARE = 4.0, 0.02
-MAX_LEAST_CHANCE = 0.05  # a cost that is wrong must not keep the sizes from being tried that would put it right
-# Steps after which another size may be measured again: the next larger, the next smaller, 1, in turn.
+MAX_LEAST_CHANCE = 0.05  # a wrong cost must not prevent larger sizes from being measured
+# Every so many steps another size may be measured again: the next larger, the next smaller, and 1 in turn.
 EXPLORE_EVERY = 16
-# A change that needs no new comparison, and observations after which there is one anyway.
+# Offers are kept while costs change by less than this share, for at most so many observations.
 SAME_COST, RENEW_EVERY = 0.01, 8
-STALE_AFTER = 48  # steps without a measurement after which a cost is worth a look
-MIN_CONTEXT = 256  # tokens; shorter texts cost the same
+STALE_AFTER = 48  # steps without a measurement after which a size is measured again
+MIN_CONTEXT = 256  # tokens; shorter contexts share one cost model
 
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """Sizes that may be chosen, from small to large, and what they cost."""
+    """The block sizes to choose from, in increasing order, and their costs."""
 
     sizes: tuple[int, ...]
     costs: list[float]
-    least_chance: float  # a guess that is accepted more rarely is not worth its place in any block
+    least_chance: float  # a guess with a lower acceptance probability does not pay in any block
 
 
 class StepCosts:
-    """What a step of q tokens costs. The unit is each object's own: only ratios have a meaning."""
+    """Cost of a step of q tokens. The unit is arbitrary; only ratios matter."""
 
     def __init__(self) -> None:
-        self._offers: dict[int, Offers] = {}  # by limit; made anew where costs have changed
+        self._offers: dict[int, Offers] = {}  # by limit; cleared when costs change
 
     def cost(self, num_tokens: int) -> float:
         raise NotImplementedError
@@ -68,39 +69,39 @@ class StepCosts:
 
     @property
     def largest_known(self) -> int:
-        """The largest size that was measured."""
+        """The largest measured size."""
         raise NotImplementedError
 
     def search_cost(self, seconds: float) -> float:
-        """What a search for guesses that took so long has cost, in plain steps, at most 1."""
+        """Cost in plain steps, at most 1, of a search for guesses that took `seconds`."""
         raise NotImplementedError
 
     def observe(self, num_tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
-        """A step of q tokens took so long, and the search for its guesses before it."""
+        """Record the time of a step of q tokens and of the search for its guesses."""
 
     def begin(self) -> None:
-        """The next step does not follow the last one: other things have been done in between."""
+        """The next step does not directly follow the last one, so their times must not be compared."""
 
     def scheduled_size(self, num_rows: int, limit: int) -> int | None:
-        """The size that the next step is to have so that it is measured; None where the policy is free."""
+        """The size that the next step must have, because it is to be measured; None if the policy may choose."""
         return None
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether sizes follow a schedule at present, and say nothing about what pays."""
+        """Whether sizes currently follow a schedule, whatever pays."""
         return False
 
     def explored_place(self, sizes: list[int], best: int) -> int:
-        """The place in `sizes` to choose, where `best` is the one that pays most."""
+        """The index into `sizes` to use, where `best` is the index of the size that pays most."""
         return best
 
     @property
     def may_explore_next(self) -> bool:
-        """Whether the next choice may be a size larger than the best."""
+        """Whether the next choice may be one size larger than the best."""
         return False
 
     def offers(self, limit: int) -> Offers:
-        """What may be chosen: sizes up to the largest that is allowed and known well enough."""
+        """The sizes to choose from, up to `limit` and the largest that is known well enough."""
         known = self._offers
         found = known.get(limit)
         if found is None:
@@ -113,18 +114,19 @@ class StepCosts:
     def _least_chance(self) -> float:
         plain, sizes = self.cost(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
         slope = min((self.cost(size) / plain - 1) / (size - 1) for size in sizes)
-        return min(MAX_LEAST_CHANCE, max(0.0, slope / 2))  # half: measured lines are not exact
+        return min(MAX_LEAST_CHANCE, max(0.0, slope / 2))  # half, because measured slopes are inexact
 
 
 class FixedCosts(StepCosts):
-    """A table that no clock changes while it is used: stored by an earlier process, or assumed for the kind of device.
+    """A table that does not depend on the clock during use: stored by an earlier process, or the default of the device
+    type.
 
-    Where neither exists and a table can be stored, the first steps follow a schedule of sizes, in which each is timed beside plain
-    steps. The schedule does not depend on the times, so a text is the same in every run until the table is there, and again from then on.
+    Without a stored table, where one can be stored, the first steps follow a schedule of sizes and are timed. The
+    schedule does not depend on the times, so runs agree until the table is stored, and again after that.
     """
 
     def __init__(self, name: str | None, device_type: str, batch_size: int) -> None:
-        """name: under which the table is stored; None to use the assumed one and measure nothing."""
+        """name: under which the table is stored; None to use the default table and measure nothing."""
         super().__init__()
         self._name, self._batch_size = name, batch_size
         self._lock = threading.Lock()
@@ -138,7 +140,7 @@ class FixedCosts(StepCosts):
         found, largest = interpolated(costs, num_tokens), max(costs)
         if num_tokens <= largest:
             return found
-        # Beyond what was measured at least what is assumed, in proportion.
+        # Beyond the measured sizes at least the default table's growth.
         return max(found, costs[largest] * interpolated(assumed, num_tokens) / interpolated(assumed, largest))
 
     @property
@@ -159,10 +161,10 @@ class FixedCosts(StepCosts):
                 return
             assert self._name is not None
             found = calibration.table()
-            stored = None if found is None else store(self._name, found)  # None leaves what is assumed
+            stored = None if found is None else store(self._name, found)
             if stored is not None:
                 self._table = stored
-                self._offers = {}  # another thread may still write to the old one
+                self._offers = {}  # replaced: another thread may still write to the old one
             self._calibration = None
 
     def begin(self) -> None:
@@ -180,36 +182,36 @@ class FixedCosts(StepCosts):
 
 
 class LiveCosts(StepCosts):
-    """Measured while decoding; on lines between what was measured, or a guess beyond.
+    """Costs measured while decoding, interpolated between measured sizes and extrapolated beyond them.
 
-    A machine's speed may change by half within seconds, so no times are compared that were not taken next to each other: where a
-    step's size differs from the last one's, the two tell what the larger costs in terms of the smaller. A larger block never
-    costs less than a smaller one; where it seems to, both have what they cost on average.
+    A machine's speed may change by half within seconds, so only times of adjacent steps are compared: where the size
+    changes from one step to the next, their ratio gives the larger size's cost relative to the smaller's. Costs never
+    fall with the size (isotonic regression).
     """
 
     def __init__(self, similar: LiveCosts | None = None) -> None:
-        """similar: the costs of a shorter or longer text, which stand in for what was not measured here."""
+        """similar: costs for a shorter or longer context, used for sizes that were not measured here."""
         super().__init__()
         self._similar = similar
-        self._seen: dict[int, deque[float]] = {}  # size -> its cost as found lately
+        self._seen: dict[int, deque[float]] = {}  # size -> its latest costs
         self._lock = threading.Lock()
         self._measured: dict[int, float] = {}  # cost by size
-        self._costs: dict[int, float] = {}  # the same, never falling with the size; replaced, never changed
-        # Size of the latest steps, and their seconds; replaced, never changed.
+        self._costs: dict[int, float] = {}  # the same, never falling with the size; replaced, not mutated
+        # Size and seconds of the latest steps; replaced, not mutated.
         self._run: tuple[int, list[float]] = 0, []
-        self._pace: float = 1.0 if similar is None else similar._pace  # seconds per unit of cost, lately
-        # The size whose cost the latest comparison told; 0 where that was put together with the one before.
+        self._seconds_per_unit: float = 1.0 if similar is None else similar._seconds_per_unit  # at present
+        # The size whose cost the latest comparison gave; 0 if that was averaged with the previous comparison.
         self._changed = 0
         self._num_chosen = 0
         self._seen_at: dict[int, int] = {}  # size -> _num_chosen when it was last measured
-        # What all steps have cost; and what those have that tried a new size, beyond plain steps.
+        # Cost of all steps, and the extra cost over plain steps of those that tried a new size.
         self._spent = self._lost = 0.0
-        self._num_observed = 0  # since the offers were made
+        self._num_observed = 0  # since the offers were computed
 
     def observe(self, num_tokens: int, seconds: float, search_seconds: float = 0.0) -> None:
-        """The first step of a size also pays for setting kernels up and does not count.
+        """Record a step, unless it is the first of its size, which includes one-time kernel setup.
 
-        Nor does one that took no time: the clock stood still or was set back, as tests of programs around lade make it do.
+        Times of 0 or less, from a clock that was stopped or set back, are ignored.
         """
         if seconds <= 0:
             return
@@ -217,7 +219,7 @@ class LiveCosts(StepCosts):
         if size not in SIZES:
             size = min(SIZES, key=lambda size: abs(size - num_tokens))
             seconds *= self.cost(size) / self.cost(num_tokens)
-        paid = seconds / self._pace
+        paid = seconds / self._seconds_per_unit
         self._spent += paid
         if size not in self._measured:
             self._lost += max(0.0, paid - self._costs.get(1, paid))
@@ -237,11 +239,11 @@ class LiveCosts(StepCosts):
                     changed = max(size, other)
                     growth = seconds / _median(run) if changed == size else _median(run) / seconds
                     self._compare(changed, self._measured[min(size, other)] * growth, is_same_step=len(run) == 1)
-                # What has not been compared is what others are compared with.
+                # The size without comparisons is the reference, with full weight.
                 weights = {size: len(self._seen.get(size, ())) or OBSERVATIONS for size in self._measured}
-                self._costs = rising(self._measured, weights)
+                self._costs = isotonic(self._measured, weights)
                 self._run = size, [seconds]
-            self._pace = _median(self._run[1]) / self._costs[size]
+            self._seconds_per_unit = _median(self._run[1]) / self._costs[size]
             self._num_observed += 1
             cost = before.get(changed)
             has_changed = cost is None or abs(self._costs[changed] - cost) > SAME_COST * cost
@@ -252,23 +254,23 @@ class LiveCosts(StepCosts):
         self._run = 0, []
 
     def _compare(self, size: int, cost: float, is_same_step: bool) -> None:
-        """A size's cost has been found. is_same_step: a single step of it, or of the other size, was compared before and after."""
+        """Record the cost of a size. is_same_step: a single step is part of this comparison and the previous one."""
         seen = self._seen[size]
         if is_same_step and self._changed == size and seen:
-            cost, self._changed = sqrt(cost * seen.pop()), 0  # one odd step is to count but once
+            cost, self._changed = sqrt(cost * seen.pop()), 0  # averaged, so that one odd step counts once
         else:
             self._changed = size
         seen.append(cost)
         ordered, count = sorted(seen), len(seen)
-        # No further than to the two in the middle: one odd measurement beside one other changes nothing.
+        # Clamped between the lower and the upper median: one of two measurements alone changes nothing.
         self._measured[size] = max(ordered[(count - 1) // 2], min(self._measured[size], ordered[count // 2]))
 
     def seconds(self, num_tokens: int) -> float:
-        """Expected seconds of a step of q tokens, the machine being as fast as in the latest steps; of no meaning before them."""
-        return self._pace * self.cost(num_tokens)
+        """Expected seconds of a step of q tokens at the present speed; meaningless before the first steps."""
+        return self._seconds_per_unit * self.cost(num_tokens)
 
     def search_cost(self, seconds: float) -> float:
-        return min(1.0, seconds / self.seconds(1))  # an interruption says nothing about the search
+        return min(1.0, seconds / self.seconds(1))  # capped: an interruption says nothing about the search
 
     def cost(self, num_tokens: int) -> float:
         measured = self._costs
@@ -293,21 +295,21 @@ class LiveCosts(StepCosts):
 
     @property
     def _may_try(self) -> bool:
-        """Whether trying sizes that nobody has measured has cost little so far."""
+        """Whether trying unmeasured sizes has cost little so far."""
         return self._lost <= FREE_TRIALS * self._costs.get(1, 0.0) + TRIAL_SHARE * self._spent
 
     @classmethod
     def of(cls, seconds: dict[int, float]) -> LiveCosts:
-        """What was measured earlier, as `measured` told it."""
+        """Costs from an earlier process's `measured`."""
         costs = cls()
         costs._measured, costs._costs = dict(seconds), dict(seconds)
         return costs
 
     @property
     def measured(self) -> dict[int, float]:
-        """Seconds by size, of the sizes that were measured."""
-        pace = self._pace
-        return {size: pace * cost for size, cost in self._costs.items()}
+        """Seconds by size, for the measured sizes."""
+        seconds_per_unit = self._seconds_per_unit
+        return {size: seconds_per_unit * cost for size, cost in self._costs.items()}
 
     @property
     def largest_known(self) -> int:
@@ -316,7 +318,7 @@ class LiveCosts(StepCosts):
 
     @property
     def largest_size(self) -> int:
-        return max(1, 2 * self.largest_known)  # so that what is tried grows step by step
+        return max(1, 2 * self.largest_known)  # unmeasured sizes are tried gradually
 
     def explored_place(self, sizes: list[int], best: int) -> int:
         self._num_chosen += 1
@@ -333,17 +335,17 @@ class LiveCosts(StepCosts):
 
 
 def _median(seconds: list[float]) -> float:
-    """The lower one of two in the middle: what disturbs a step only ever makes it longer."""
+    """The lower median: disturbances only make a step longer."""
     return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
-SavedCosts = dict[str, dict[str, float]]  # what else a cost depends on -> size -> seconds
+SavedCosts = dict[str, dict[str, float]]  # kind of step -> size -> seconds
 
 _costs: PerModel[dict[tuple[Any, ...], StepCosts]] = PerModel(dict)
 
 
 class StepCostsByLength:
-    """The step costs of one model for a batch size, by the length of the text."""
+    """Step costs of one model and batch size, by context length."""
 
     def __init__(
         self,
@@ -354,14 +356,14 @@ class StepCostsByLength:
         may_measure: bool = True,
         limit: int = 64,
     ) -> None:
-        """kind: whatever else changes what a step costs, such as dtype, device and batch size.
+        """kind: everything else that changes a step's cost, such as dtype, device and batch size.
 
-        saved: `saved_costs` of an earlier process, for live costs to begin with. fixed_for: a batch size where no clock may change a
-        choice, None for live costs. may_measure: whether fixed costs may be a table that was measured on this machine. limit: the
-        largest block, up to which such a table is measured.
+        saved: `saved_costs` of an earlier process, as live costs to start with. fixed_for: the batch size where no
+        clock may change a choice; None for live costs. may_measure: whether fixed costs may come from a table measured
+        on this machine. limit: the largest block, up to which that table is measured.
         """
         self._model, self._saved = weakref.ref(model), saved or {}
-        # Live and fixed costs of one kind lie side by side: what is exact may change between calls.
+        # Live and fixed costs of one kind coexist: whether outputs are exact may change between calls.
         way = "measured" if may_measure else "assumed"
         self.kind = kind if fixed_for is None else (*kind, way, limit)
         self._all = _costs.of(model)
@@ -369,7 +371,7 @@ class StepCostsByLength:
         self._latest: StepCosts | None = None
 
     def at(self, num_slots: int) -> StepCosts:
-        """The costs for texts of about this many tokens."""
+        """The costs for a context of about `num_slots` tokens."""
         key = (*self.kind, max(MIN_CONTEXT, num_slots).bit_length())
         if key not in self._all:
             self._all[key] = self._live(key) if self._fixed_for is None else self._fixed(key, self._fixed_for)
@@ -380,7 +382,7 @@ class StepCostsByLength:
 
     def _fixed(self, key: tuple[Any, ...], batch_size: int) -> FixedCosts:
         model = self._model()
-        assert model is not None  # the call that asks holds it
+        assert model is not None  # the current call holds a reference
         name = table_name(model, key) if self._may_measure and can_store() else None
         return FixedCosts(name, model.device.type, batch_size)
 
@@ -397,7 +399,7 @@ class StepCostsByLength:
 
 
 def saved_costs(model: Any) -> SavedCosts:
-    """All live costs of a model, in a form for JSON."""
+    """All live costs of a model, in a JSON-compatible form."""
     found = {key: costs.measured for key, costs in list(_costs.of(model).items()) if isinstance(costs, LiveCosts)}
     return {
         _name_of(key): {str(size): cost for size, cost in seconds.items()} for key, seconds in found.items() if seconds

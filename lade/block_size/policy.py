@@ -1,6 +1,6 @@
-"""Which block pays: the size of a tree, the parts of the paper's block, and when to stop guessing for a while.
+"""The block policy: the size of a tree, the mode of the paper's block, and when to stop guessing for a while.
 
-Every decision compares tokens per unit of cost. Costs come from `lade.block_size.costs`; everything else here counts tokens and
+Every decision compares tokens per unit of cost. Costs come from `lade.block_size.costs`; the rest counts tokens and
 steps, never seconds.
 """
 
@@ -15,10 +15,10 @@ from lade.block_size.costs import Offers, StepCosts
 
 
 def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limit: int) -> int:
-    """The size of block that commits most tokens per second; now and then another one, where costs are measured live.
+    """The block size that commits most tokens per second; occasionally another one, where costs are measured live.
 
-    expected: accepted guesses, summed over rows, that k guesses per row are good for, at index k. num_rows: rows that are not
-    finished. limit: the largest block that is allowed. Returns q, 1 for a plain step.
+    expected: at index k, accepted guesses expected from k guesses per row, summed over rows. num_rows: unfinished rows.
+    limit: the largest block allowed. Returns q, 1 for a plain step.
     """
     offers = costs.offers(limit)
     sizes = [size for size in offers.sizes if size <= len(expected)]
@@ -28,7 +28,8 @@ def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limi
 
 @lru_cache(maxsize=256)
 def _expected_gains(sizes: tuple[int, ...], place: int) -> list[float]:
-    """How many accepted guesses each larger block may add, in units of the next guess's chance, where one size is full.
+    """Expected accepted guesses that each larger block adds to size `sizes[place]`, in units of the next guess's
+    chance.
 
     Assumes that chances fall with the rank of the guess: the k-th has chance * sqrt(size / k).
     """
@@ -37,16 +38,18 @@ def _expected_gains(sizes: tuple[int, ...], place: int) -> list[float]:
 
 
 class EarlyStop:
-    """Tells when a tree that grows best guess first has grown enough: no larger block could pay better."""
+    """Stops the best-first growth of a tree once no larger block can pay better."""
 
     def __init__(self, offers: Offers, trust: float, spare: int) -> None:
-        """trust: accepted guesses per expected one. spare: sizes to grow beyond what is enough."""
+        """trust: accepted guesses per expected one. spare: sizes to grow beyond the stopping point."""
         self._offers, self._trust, self._spare = offers, trust, spare
-        self._place = 0  # of the smallest size that the tree has not reached yet
-        self._best = 0.0  # tokens per cost, of the sizes that it has reached
+        self._place = 0  # index of the smallest size that the tree has not reached yet
+        self._best = 0.0  # most tokens per cost among the sizes reached
 
     def is_enough(self, num_nodes: int, expected: float, chance: float) -> bool:
-        """num_nodes: guesses so far, one more in each call. expected: sum of their chances. chance: of the next one, at most."""
+        """num_nodes: guesses so far, one more per call. expected: sum of their chances. chance: upper bound of the next
+        one's.
+        """
         sizes, costs, place = self._offers.sizes, self._offers.costs, self._place
         if place == len(sizes):
             return True
@@ -63,35 +66,34 @@ class EarlyStop:
         return self._spare < 0
 
 
-# Plain steps that guessing may lose, on a text that looks predictable, before it stops for the first time.
-PATIENCE = 2.5
-MAX_CREDIT = 0.5  # of earlier gains, so that a text that has become hard is noticed
-TRIAL = 0.15  # plain steps that guessing may lose when it is tried again
-MIN_REST, MAX_REST = 8, 64  # steps
+PATIENCE = 2.5  # plain steps that guessing may lose on a fully predictable text before the first pause
+MAX_CREDIT = 0.5  # most plain steps kept of earlier gains, so that a harder passage is noticed soon
+TRIAL = 0.15  # plain steps that guessing may lose in a trial after a pause
+MIN_REST, MAX_REST = 8, 64  # steps without guesses
 
 
 class SpeculationBackoff:
-    """Counts what guessing has gained and lost, in plain steps; where it loses, some steps go without guesses.
+    """Tracks what guessing has gained and lost, in plain steps; after losses, some steps have no guesses.
 
-    Each trial that fails doubles the next rest.
+    Each failed trial doubles the next pause, up to MAX_REST.
     """
 
     def __init__(self) -> None:
         self._balance = 0.0  # plain steps gained
-        self._rest = MIN_REST  # the next one
-        self._num_left = 0  # steps of this one
+        self._rest = MIN_REST  # length of the next pause
+        self._num_left = 0  # steps left of this pause
 
     def rests(self) -> bool:
-        """Whether the next step goes without guesses. To be asked once before each step."""
+        """Whether the next step has no guesses. Must be called once before each step."""
         if self._num_left == 0:
             return False
         self._num_left -= 1
         return True
 
     def learn(self, gain: float, predictability: float) -> None:
-        """What one step with guesses has gained, in plain steps; negative for a loss.
+        """Record the gain of one step with guesses, in plain steps; negative for a loss.
 
-        predictability: of the text, from 0 to 1; it says how much may be lost.
+        predictability: of the text, from 0 to 1; scales the loss that is tolerated.
         """
         limit = -PATIENCE * predictability
         if gain > 0:
@@ -102,17 +104,17 @@ class SpeculationBackoff:
             self._balance = limit + TRIAL
 
 
-MEMORY = 32  # steps that a mean mostly rests on
-PRIOR_MEAN, PRIOR_WEIGHT = 1.0, 2  # accepted guesses per step of an untried mode, and steps that this counts for
-PLAIN_STEPS = 3  # at first: all else is measured by them
-MIN_GAIN = 1.02  # a change of mode must be better by so much
-RETRY_EVERY, RETRY_STEPS = 128, 6  # how often, and for how long, another mode is tried
-RETRY_SHARE = 0.8  # of the best rate: the second best mode is tried from there on, otherwise the cheap candidates
-FORGET = 1 / 1024  # how fast the mean of an untried mode returns to the prior: the text may have become easy
+MEMORY = 32  # steps in a mode's running mean
+PRIOR_MEAN, PRIOR_WEIGHT = 1.0, 2  # accepted guesses per step of an untried mode; its weight in steps
+PLAIN_STEPS = 3  # at first, as the reference for costs
+MIN_GAIN = 1.02  # a change of mode must improve the rate by this factor
+RETRY_EVERY, RETRY_STEPS = 128, 6  # every so many steps, another mode is tried for so many steps
+RETRY_SHARE = 0.8  # of the best rate: from here on the second best mode is tried, below it the cheap candidates
+FORGET = 1 / 1024  # rate per step at which an unused mode's mean returns to the prior
 
 
 class BlockMode(IntEnum):
-    """Which parts of the paper's (N, W, G) block a step lays out."""
+    """Which parts of the paper's (N, W, G) block a step has."""
 
     PLAIN = 0
     CANDIDATES = 1
@@ -120,7 +122,7 @@ class BlockMode(IntEnum):
 
 
 class BlockModePolicy:
-    """Chooses a mode by tokens per step over cost per step."""
+    """Chooses the mode with most tokens per unit of cost."""
 
     def __init__(self) -> None:
         self._accepted = {BlockMode.PLAIN: 0.0, BlockMode.CANDIDATES: PRIOR_MEAN, BlockMode.WINDOW: PRIOR_MEAN}
@@ -129,7 +131,7 @@ class BlockModePolicy:
         self._mode, self._num_steps = BlockMode.PLAIN, 0
 
     def choose(self, costs: StepCosts, sizes: dict[BlockMode, int]) -> BlockMode:
-        """The next step's mode. sizes: tokens of a step in each mode, for those that were not tried yet."""
+        """The next step's mode. sizes: tokens of a step by mode, for modes without an observed mean."""
         self._num_steps += 1
         wanted = costs.scheduled_size(1, sizes[BlockMode.WINDOW])
         if wanted is not None:
@@ -148,7 +150,7 @@ class BlockModePolicy:
         return self._mode
 
     def learn(self, mode: BlockMode, num_tokens: int, num_accepted: float) -> None:
-        """A step laid out q tokens, of which as many guesses per row were accepted."""
+        """Record a step of q tokens. num_accepted: accepted guesses per row."""
         for other in (BlockMode.CANDIDATES, BlockMode.WINDOW):
             if other != mode:
                 self._accepted[other] += FORGET * (PRIOR_MEAN - self._accepted[other])

@@ -1,7 +1,7 @@
-"""Tables of step costs that outlive a process: made once per machine, model shape and dtype, stored in the user's cache folder.
+"""Stored step cost tables: one per machine, model shape and dtype, in the user's cache folder.
 
-In half precision the sizes of blocks must not follow a clock, or the same call would give another text in each run. So costs are
-timed once, rounded to a coarse grid, and stored; the first process to store a table decides for all later ones.
+In half precision block sizes must not follow a clock, or runs would differ. So costs are measured once, rounded to a
+coarse grid and stored. The first process to store a table decides for all later ones.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ logger = logging.getLogger("lade")
 
 FORMAT = 1  # of a stored table
 GRID = 1.05  # costs are rounded to powers of it
-# Costs beside a plain step's, at batch size 1, before anything was measured: bfloat16 on two cores with AVX-512, and on two without, measured
-# in the decoding loop. On accelerators a step of that many tokens is bound by reading the weights.
+# Default costs relative to a plain step at batch size 1. On CPUs measured in the decoding loop, bfloat16 on two cores,
+# with and without AVX-512. On accelerators assumed: steps of so few tokens are bound by reading the weights.
 ASSUMED_WITH_AVX512 = {1: 1.0, 4: 1.08, 8: 1.19, 16: 1.33, 32: 1.65, 64: 2.15, 128: 3.7}
 ASSUMED_ON_CPU = {1: 1.0, 4: 1.55, 8: 2.4, 16: 3.9, 32: 7.0, 64: 13.3}
 ASSUMED_ELSEWHERE = {1: 1.0, 128: 1.25, 512: 2.5}
-ASSUMED_SEARCH = 0.05  # of a plain step: a search for guesses
-# Sizes of the steps of one round, in order: each lies next to a plain one, the last next to that of the next round.
+ASSUMED_SEARCH = 0.05  # cost of a search for guesses, in plain steps
+# Sizes of one round of steps: each is next to a plain step, the last next to the first of the next round.
 ROUND = (1, 8, 32, 1, 16, 4, 1, 64)
 NUM_ROUNDS = 6
-MAX_BATCH_TOKENS = 128  # of a scheduled step, all rows together; four tokens a row are always tried
+MAX_BATCH_TOKENS = 128  # of a scheduled step over all rows; up to four tokens per row are always allowed
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """costs: by size, beside a plain step's; never falling. search: of a search for guesses, in plain steps."""
+    """costs: by size, relative to a plain step; never falling. search: cost of a search for guesses, in plain steps."""
 
     costs: dict[int, float]
     search: float
 
 
 class Calibration:
-    """Times steps of scheduled sizes, each beside the nearest plain step. Which sizes come depends on no clock."""
+    """Times steps of scheduled sizes, each beside the nearest plain step. The schedule does not depend on the times."""
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
@@ -57,12 +57,12 @@ class Calibration:
         self._searches: list[float] = []  # seconds
 
     def next_size(self, limit: int) -> int:
-        """limit: the largest block that is allowed."""
+        """limit: the largest block allowed."""
         sizes = self._round(limit)
         return sizes[self._num_steps % len(sizes)]
 
     def add(self, num_tokens: int, seconds: float, search_seconds: float) -> bool:
-        """A step has run. Returns whether that was the last one of the schedule."""
+        """Record a step. Returns whether it was the last one of the schedule."""
         self._num_steps += 1
         if num_tokens in self._seen:
             self._runs[-1].append((num_tokens, seconds))
@@ -74,11 +74,11 @@ class Calibration:
         return self._num_steps == NUM_ROUNDS * len(ROUND)
 
     def begin(self) -> None:
-        """The next step does not follow the last one."""
+        """The next step does not directly follow the last one."""
         self._runs.append([])
 
     def table(self) -> CostTable | None:
-        """What was found; None where there is too little to say anything."""
+        """The measured table; None if there are too few measurements."""
         ratios: dict[int, list[float]] = {1: [1.0]}
         plain: list[float] = []
         for run in self._runs:
@@ -91,7 +91,7 @@ class Calibration:
         if len(ratios) < 2:
             return None
         weights = {size: NUM_ROUNDS if size == 1 else len(found) for size, found in ratios.items()}
-        costs = rising({size: median(found) for size, found in ratios.items()}, weights)
+        costs = isotonic({size: median(found) for size, found in ratios.items()}, weights)
         search = median(self._searches) / median(plain)
         return CostTable({size: rounded(cost / costs[1]) for size, cost in costs.items()}, min(1.0, rounded(search)))
 
@@ -101,12 +101,12 @@ class Calibration:
 
 
 def rounded(value: float) -> float:
-    """To the grid; 0 stays 0."""
+    """Round to the grid; 0 stays 0."""
     return exp(round(log(value) / log(GRID)) * log(GRID)) if value > 0 else 0.0
 
 
 def default_costs(device_type: str, batch_size: int, sizes: Sequence[int]) -> CostTable:
-    """What is assumed for a kind of device, where nothing was measured."""
+    """The default table of a device type, if nothing was measured."""
     assumed = ASSUMED_ELSEWHERE
     if device_type == "cpu":
         has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -116,7 +116,7 @@ def default_costs(device_type: str, batch_size: int, sizes: Sequence[int]) -> Co
 
 
 def interpolated(costs: Mapping[int, float], num_tokens: int) -> float:
-    """On the line between the nearest sizes, and beyond the last on the line through the last two. costs: not empty."""
+    """Linear interpolation; beyond the last size on the line through the last two. costs: not empty."""
     if num_tokens in costs:
         return costs[num_tokens]
     sizes = sorted(costs)
@@ -127,8 +127,8 @@ def interpolated(costs: Mapping[int, float], num_tokens: int) -> float:
     return costs[low] + (num_tokens - low) * (costs[high] - costs[low]) / (high - low)
 
 
-def rising(costs: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
-    """Costs that never fall with the size: neighbours in the wrong order get their mean (isotonic regression)."""
+def isotonic(costs: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
+    """Isotonic regression: costs that never fall with the size. Adjacent violators get their weighted mean."""
     groups: list[tuple[float, float, list[int]]] = []  # cost, weight, sizes
     for size in sorted(costs):
         cost, weight, sizes = costs[size], weights[size], [size]
@@ -141,33 +141,39 @@ def rising(costs: Mapping[int, float], weights: Mapping[int, float]) -> dict[int
 
 
 def folder() -> Path | None:
-    """Where tables are stored: LADE_CACHE, else `lade` in the user's cache folder. None where LADE_CACHE is 0 or empty."""
+    """LADE_CACHE, by default `lade` in the user's cache folder.
+
+    None (store nothing) if LADE_CACHE is 0 or empty, or if there is no home directory.
+    """
     chosen = os.environ.get("LADE_CACHE")
     if chosen is not None:
         return None if chosen.strip() in ("", "0") else Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lade"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lade"
+    except RuntimeError:  # no home directory
+        return None
 
 
 def can_store() -> bool:
-    """Whether a table that is made now will be there for the next process."""
+    """Whether a table stored now will be found by the next process."""
+    path = folder()
+    if path is None:
+        return False
     try:
-        path = folder()
-        if path is None:
-            return False
         path.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home
+    except OSError:
         return False
     return os.access(path, os.W_OK | os.X_OK)
 
 
 def load(name: str) -> CostTable | None:
-    """The stored table of a name, None where there is none that can be read."""
+    """The stored table of this name; None if there is none that can be read."""
     path = _path_of(name)
     if path is None:
         return None
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError:  # it is not there, or not to be read: nothing is said about what it holds
+    except OSError:  # missing, or not readable
         return None
     try:
         content = json.loads(text)
@@ -193,7 +199,10 @@ def load(name: str) -> CostTable | None:
 
 
 def store(name: str, table: CostTable) -> CostTable | None:
-    """Write a table, unless another process was faster. Returns what later processes will find, None where that is nothing."""
+    """Write a table, unless another process was faster.
+
+    Returns the table that later processes will find; None if there is none.
+    """
     content = {"format": FORMAT, "name": name, "costs": table.costs, "search": table.search}
     path = _path_of(name)
     if path is None:
@@ -203,19 +212,19 @@ def store(name: str, table: CostTable) -> CostTable | None:
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(content, file, indent=1)
-            os.chmod(temporary, 0o644)  # others of a shared folder are to decide by it, too
+            os.chmod(temporary, 0o644)  # other users of a shared folder use it, too
             try:
-                os.link(temporary, path)  # fails where the file is there
+                os.link(temporary, path)  # atomic; fails if the file exists
             except FileExistsError:
                 found = load(name)
                 if found is None and os.access(path, os.R_OK):
-                    os.replace(temporary, path)  # what lies there is damaged
+                    os.replace(temporary, path)  # the file there is damaged
                     return table
                 return found
         finally:
             if os.path.exists(temporary):
                 os.unlink(temporary)
-    except OSError:  # a full disk, a folder that has gone, a file system without links
+    except OSError:  # a full disk, a deleted folder, a file system without links
         return None
     return table
 
@@ -227,15 +236,12 @@ def stored() -> list[Path]:
 
 
 def _path_of(name: str) -> Path | None:
-    try:
-        path = folder()
-    except RuntimeError:  # no home
-        return None
+    path = folder()
     return None if path is None else path / f"step-costs-{FORMAT}-{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
 
 
 def table_name(model: Any, kind: tuple[Any, ...]) -> str:
-    """By what a table is known again: the machine, the shape of a model, and whatever else changes a step's cost."""
+    """Identifies a table: the machine, the model's shape, and `kind`, whatever else changes a step's cost."""
     sizes = sum(parameter.numel() for parameter in model.parameters())
     device = model.device
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores"
@@ -245,7 +251,7 @@ def table_name(model: Any, kind: tuple[Any, ...]) -> str:
 
 
 def cpu_name() -> str:
-    """As Linux tells it, otherwise as Python does."""
+    """The CPU's name from /proc/cpuinfo, else from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lade.compat import TorchDispatchMode, tree_leaves
-from lade.kernels.trial import is_trying
+from lade.kernels.self_check import is_checking
 from lade.verification.draws import drawing
 
 ATEN = torch.ops.aten
@@ -52,7 +52,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_trying():  # the attention kernel, once
+        if is_checking():  # the attention kernel, once
             return function(*args, **kwargs)
         if torch.is_inference_mode_enabled():  # there, operations that are made of others come as they are
             with self:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lade.block.kv_cache import LookaheadCache, is_out_of_memory, least_capacity
+from lade.block.kv_cache import LookaheadCache, least_capacity
 from lade.block.mask import Block
+from lade.compat import is_out_of_memory
 from lade.config import LookaheadConfig
 from lade.forward.buffer_pool import PooledBuffers, acquire, release
 from lade.forward.fingerprint import fingerprint, numerics
@@ -28,6 +29,7 @@ from lade.forward.graphs import NotCompiled, capture, refuse_waiting
 from lade.forward.static_inputs import Forward, Masks, StaticInputs, mask_shapes, plain_forward
 from lade.state import PerModel
 from lade.stats import GenerationStats
+from lade.tolerance import logits_error
 
 BACKEND: Any = "inductor"  # of torch.compile
 GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
@@ -35,8 +37,6 @@ GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
 MIN_NEW_TOKENS = 32
 KEPT_SHAPES = 8  # graphs of one cache that wait for another call, those used last
 SMALLEST_TREE = 8  # nodes, the root included, that a smaller tree is padded to; larger ones to the next power of two
-# How far a compiled forward's logits may be from the ordinary one's, relative to the largest of them.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 # What has been compiled for each model, by shape; a sentence where that failed.
 _compiled: PerModel[dict[Hashable, Forward | str]] = PerModel(dict)
@@ -265,7 +265,7 @@ class StaticForward:
     def _compile(self, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> Forward:
         """Compiles by running once. The cache is left as the ordinary forward leaves it, up to rounding."""
         forward: Forward = compile_copy(plain_forward)
-        error = disagreement(self.call(inputs, forward), ordinary())
+        error = logits_error(self.call(inputs, forward), ordinary())
         if error is not None:
             raise NotCompiled(f"the compiled forward was off by {error:.2g} of the largest logit")
         return forward
@@ -297,7 +297,7 @@ class StaticForward:
                 refuse_waiting(run, inputs.tokens.device)
             with torch.cuda.device_of(inputs.tokens):
                 inputs.replay = capture(run)
-        error = disagreement(self.replay(inputs), ordinary())
+        error = logits_error(self.replay(inputs), ordinary())
         if error is not None:
             raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
         inputs.checks_left -= 1
@@ -316,12 +316,3 @@ def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     compiled: Callable[..., Tensor] = torch.compile(copy, fullgraph=True, dynamic=False, backend=BACKEND)
     return compiled
-
-
-def disagreement(logits: Tensor, expected: Tensor) -> float | None:
-    """How far logits are from what they should be, relative to the largest; None where that is rounding."""
-    scale = float(expected.abs().masked_fill(expected.isinf(), 0).max())
-    # Equal ones first: some models make a logit minus infinity.
-    difference = (logits - expected).abs().masked_fill(logits == expected, 0)
-    error = float(difference.max()) / max(scale, torch.finfo(expected.dtype).tiny)
-    return None if error <= TOLERANCE.get(expected.dtype, 0.0) else error

@@ -1,8 +1,8 @@
-"""Attention of a block of q query tokens against a long key/value cache: one function, a Triton kernel or plain torch.
+"""Attention of a block of q query tokens over a long key/value cache, by a Triton kernel or plain torch.
 
-The cache is preallocated, [B, H_kv, C, D]: L committed slots, the block's own keys and values right behind them. The prefix is
-dense and read once for all query heads that share a key/value head; who sees whom inside the block is a bit mask
-(`packed_mask`). Importing this does not import triton.
+The cache is preallocated, [B, H_kv, C, D]: L committed slots, then the block's own keys and values. The prefix is dense
+and read once for all query heads that share a key/value head. Visibility inside the block is a bit mask
+(`packed_mask`). Importing this module does not import triton.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lade.kernels.packed_mask import is_packed, left_padding, pack_mask, unpack_mask
 from lade.kernels.reference import reference_block_attention
-from lade.kernels.trial import kernel_problem, tried
+from lade.kernels.self_check import checked, kernel_problem
 
 __all__ = [
     "block_attention",
@@ -43,7 +43,7 @@ def is_available() -> bool:
 
 @lru_cache(maxsize=1)
 def unavailable_reason() -> str | None:
-    """Why the Triton kernel cannot run in this process, as a sentence; None when it can. Asked once."""
+    """Why the Triton kernel cannot run in this process, as a sentence; None when it can. Cached."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install lade[triton])"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -69,21 +69,22 @@ def block_attention(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of each block token over the prefix and the block tokens it sees. Returns [B, q, H, D_v].
+    """Attention of each block token over the prefix and the block tokens visible to it. Returns [B, q, H, D_v].
 
-    query: [B, H, q, D]. keys, values: [B, H_kv, C, D] and [B, H_kv, C, D_v], C >= L + q slots, strided as they lie in the
-    cache; what lies in other slots must be finite and has no influence. packed: `packed_mask.pack_mask`.
-    scale: factor of the scores. softcap: scores become softcap * tanh(score / softcap). sinks: [H], one more score per
-    head that takes weight and gives nothing. window: keys this many positions behind a token, or more, are hidden.
+    query:   [B, H, q, D].
+    keys, values: [B, H_kv, C, D] and [B, H_kv, C, D_v] with C >= L + q slots, any strides; unused slots must be finite.
+    packed:  from `pack_mask`.
+    scale:   factor of the scores.
+    softcap: scores become softcap * tanh(score / softcap).
+    sinks:   [H], an additional score per head whose weight is dropped (attention sink).
+    window:  keys this many positions or more before a token are masked.
 
-    The Triton kernel runs on CUDA where it is available and the type and head size allow it, and where it agreed with the
-    definition when it was first used for such a call (`kernel_problem`); plain torch elsewhere.
-    A token that sees nothing gets zeros. Raises ValueError for shapes that do not fit.
+    The Triton kernel runs on CUDA if it supports the dtype and head size and passed its self-check (`kernel_problem`);
+    otherwise plain torch. A token without visible keys gets zeros. Raises ValueError for shapes that do not fit.
     """
     _check(query, keys, values, packed, sinks)
-    if torch.compiler.is_compiling():
-        return _compiled_block_attention(query, keys, values, packed, scale, softcap, sinks, window)
-    return _dispatch(query, keys, values, packed, scale, softcap, sinks, window)
+    attend = _compiled_block_attention if torch.compiler.is_compiling() else _dispatch
+    return attend(query, keys, values, packed, scale, softcap, sinks, window)
 
 
 def _dispatch(
@@ -100,11 +101,11 @@ def _dispatch(
     kernel = _kernel_for(query, keys, values)
     if kernel is None:
         return reference_block_attention(query, keys, values, packed, **named)
-    return tried(kernel, query, keys, values, packed, **named)
+    return checked(kernel, query, keys, values, packed, **named)
 
 
 def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor] | None:
-    """The Triton kernel where it can take these; triton is imported no sooner."""
+    """The Triton kernel if it supports these inputs, else None. Imports triton only if it does."""
     has_kernel = query.dtype == keys.dtype == values.dtype and query.dtype in KERNEL_DTYPES
     has_kernel = has_kernel and max(keys.shape[3], values.shape[3]) <= MAX_HEAD_DIM
     if not (query.is_cuda and has_kernel and is_available()):
@@ -114,20 +115,8 @@ def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Te
     return triton_block_attention
 
 
-# For torch.compile one opaque operation: it need not look into how a kernel is chosen and launched.
-@torch.library.custom_op("lade::block_attention", mutates_args=())
-def _compiled_block_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    window: int | None,
-) -> Tensor:
-    output = _dispatch(query, keys, values, packed, scale, softcap, sinks, window)
-    return output.contiguous()  # as `_result_like` promises, whichever way it came
+# One opaque operation for torch.compile, which need not trace how a kernel is chosen and launched.
+_compiled_block_attention = torch.library.custom_op("lade::block_attention", _dispatch, mutates_args=())
 
 
 @_compiled_block_attention.register_fake

@@ -1,8 +1,8 @@
-"""The block attention as a setting of transformers' attention interface, named "lade_block".
+"""Block attention as an implementation in transformers' attention interface, named "lade_block".
 
-A shadow of a model is set to it for blocks, whose `attention_mask` is a packed mask (`lade.kernels.pack_mask`) with the
-layer's window or chunk in it: not all families tell their attention about these. The layer itself says which soft cap and
-sinks it has. Prompts go through the model and its own attention.
+A shadow model is set to it for blocks. Their `attention_mask` is a packed mask (`lade.kernels.pack_mask`) that includes
+the layer's window or chunk, since not all families pass these to attention. Soft cap and sinks come from the layer.
+Prompts use the model's own attention.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from transformers import AttentionInterface, PreTrainedModel
 from lade.kernels import block_attention, is_packed
 
 NAME = "lade_block"
-# Arguments of some families' layers that change the scores and that the kernel does not know.
+# Arguments of some families' layers that change the scores and are not supported.
 REFUSED_ARGUMENTS = ("position_bias", "indices", "block_indices", "sinks")
 
 
 def lade_block_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer. query: [B, H, q, D]; key, value: [B, H_kv, C, D] of the whole cache.
+    """The function that transformers calls in each layer.
 
-    Returns [B, q, H, D_v] and None for the weights, which are never formed.
+    query: [B, H, q, D]. key, value: [B, H_kv, C, D] of the whole cache. Returns [B, q, H, D_v] and None: attention
+    weights are never materialised. Raises NotImplementedError for masks and arguments that block attention does not
+    support.
     """
     if not is_packed(attention_mask):
         raise NotImplementedError(
@@ -52,7 +54,7 @@ AttentionInterface.register(NAME, lade_block_forward)
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Why blocks of this model cannot go through the block attention, as a sentence; None when they can."""
+    """Why blocks of this model cannot use block attention, as a sentence; None when they can."""
     if not model._can_set_attn_implementation():
         return f"{type(model).__name__} does not use transformers' attention interface"
     return None

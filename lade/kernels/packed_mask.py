@@ -1,15 +1,15 @@
-"""The mask of a block in packed form: one row of int32 per query token, all that attention needs beside keys and values.
+"""The packed mask of a block: per query token one row of int32 with all that attention needs besides keys and values.
 
 packed: [B, 1, q, 3 + ceil(q / 32)] int32. The row of block token i is [length, first, offset, word 0, word 1, ...]:
 
-length  committed slots of the batch row (L); the block's own keys lie behind them, at slots L .. L + q - 1
-first   first slot of the prefix that the token sees; what lies before is padding
-offset  position of the token relative to the root's, and the root's own position is that of slot L
-words   bit k % 32 of word k // 32 says whether the token sees block token k
+length  committed slots of the batch row (L); the block's keys are in slots L .. L + q - 1
+first   first visible slot of the prefix; slots before it are padding
+offset  position of the token relative to the root's, which is the position of slot L
+words   bit k % 32 of word k // 32: whether block token k is visible
 
-So a token sees slots first .. L - 1 and the block tokens whose bit is set; a sliding window of w then hides every key that
-is w or more positions behind the token. Being a 4-D tensor, it goes through a model's forward untouched, as an additive 4-D
-mask does. Everything is read from device memory, so one captured CUDA graph serves all lengths.
+So slots first .. L - 1 are visible, and the block tokens whose bit is set. A sliding window of w then masks every key
+that is w or more positions before the token. As a 4-D tensor it passes through a model's forward unchanged, like an
+additive 4-D mask. All values are read from device memory, so one CUDA graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-LENGTH, FIRST, OFFSET, WORDS = 0, 1, 2, 3  # columns; the words go on to the end
+LENGTH, FIRST, OFFSET, WORDS = 0, 1, 2, 3  # columns; words from WORDS on
 WORD_BITS = 32
 
 
 class BlockMask(NamedTuple):
-    """What a packed mask says. lengths: [B]; first_slots, offsets: [B, q], all int32; visible: [B, q, q] bool."""
+    """An unpacked mask. lengths: [B]; first_slots, offsets: [B, q], all int32; visible: [B, q, q] bool."""
 
     lengths: Tensor
     first_slots: Tensor
@@ -33,16 +33,16 @@ class BlockMask(NamedTuple):
 
 
 def pack_mask(visible: Tensor, lengths: Tensor, offsets: Tensor, first_slots: Tensor | None = None) -> Tensor:
-    """Made once per step, without a copy to the host.
+    """Pack a mask, without a copy to the host. Once per step.
 
-    visible: [B, q, q] bool, query by key. lengths: [B] committed slots. offsets: [B, q] positions relative to the root's.
-    first_slots: [B], or [B, q] where tokens differ; None where nothing is padded. Returns packed.
+    visible: [B, q, q] bool, query by key. lengths: [B] committed slots. offsets: [B, q] positions relative to the
+    root's. first_slots: [B], or [B, q] if tokens differ; None without padding. Returns the packed mask.
     """
     batch_size, num_queries, _ = visible.shape
     num_words = -(-num_queries // WORD_BITS)
     bits = visible.new_zeros((batch_size, num_queries, num_words * WORD_BITS), dtype=torch.int32)
     bits[:, :, :num_queries] = visible
-    weights = 1 << torch.arange(WORD_BITS, dtype=torch.int32, device=visible.device)  # the last one is -2**31
+    weights = 1 << torch.arange(WORD_BITS, dtype=torch.int32, device=visible.device)  # the last is -2**31
     words = (bits.view(batch_size, num_queries, num_words, WORD_BITS) * weights).sum(dim=-1, dtype=torch.int32)
 
     first_slots = torch.zeros_like(lengths) if first_slots is None else first_slots
@@ -52,7 +52,7 @@ def pack_mask(visible: Tensor, lengths: Tensor, offsets: Tensor, first_slots: Te
 
 
 def unpack_mask(packed: Tensor) -> BlockMask:
-    """The parts that `pack_mask` was given; first_slots always [B, q]."""
+    """The inverse of `pack_mask`; first_slots always as [B, q]."""
     rows = packed[:, 0]
     num_queries = rows.shape[1]
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=packed.device)
@@ -62,14 +62,14 @@ def unpack_mask(packed: Tensor) -> BlockMask:
 
 
 def is_packed(mask: object) -> TypeGuard[Tensor]:
-    """Whether this is a packed mask and not one of transformers' (bool or floating point) or none."""
+    """Whether this is a packed mask, unlike transformers' bool and floating point masks."""
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4
 
 
 def left_padding(key_mask: Tensor) -> Tensor | None:
-    """First slot of each row that is no padding; None where a row hides other slots than the first ones.
+    """First slot of each row that is not padding; None where a row masks other slots than its first ones.
 
-    key_mask: [B, P] bool, False for padding. Returns [B] int32. One copy to the host: for once per prompt, not per step.
+    key_mask: [B, P] bool, False for padding. Returns [B] int32. Copies to the host, so call it once per prompt.
     """
     seen = key_mask.to(torch.int32).cumsum(dim=1)
     if bool(((seen > 0) != key_mask).any()):

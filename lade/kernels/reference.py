@@ -1,7 +1,7 @@
-"""Attention of a block against a long cache in plain torch: the dense prefix, the block itself, merged by log-sum-exp.
+"""Block attention in plain torch: the prefix and the block separately, merged by log-sum-exp.
 
-The definition that the Triton kernel is tested against, and what runs where there is no kernel. No `repeat_kv`: query heads
-that share a key/value head are rows of one product.
+The reference for testing the Triton kernel, and the implementation where there is no kernel. Query heads that share a
+key/value head are rows of one matrix product, without `repeat_kv`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def reference_block_attention(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The contract of `lade.kernels.block_attention`; in float64 where the inputs are, else in float32.
+    """As `lade.kernels.block_attention`; computes in float64 for float64 inputs, else in float32.
 
-    It reads all C slots of the cache, so pass a view that ends where the longest row ends.
+    Reads all C slots of the cache, so pass a view that ends with the longest row.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch_size, num_heads, num_queries, _ = query.shape
@@ -56,13 +56,14 @@ def reference_block_attention(
     from_block, block_sum = attend(_gather(keys, block_slots), _gather(values, block_slots), visible)
 
     log_sum = torch.logaddexp(prefix_sum, block_sum)
-    if sinks is not None:  # a sink takes its share of the weight and gives nothing
+    if sinks is not None:  # a sink adds to the denominator only
         log_sum = torch.logaddexp(
             log_sum, sinks.to(dtype).view(num_kv_heads, group, 1).repeat(1, 1, num_queries).flatten(1)[..., None]
         )
     log_sum = _finite(log_sum)
     output = from_prefix * (prefix_sum - log_sum).exp() + from_block * (block_sum - log_sum).exp()
-    return output.view(batch_size, num_heads, num_queries, -1).transpose(1, 2).to(query.dtype)
+    output = output.view(batch_size, num_heads, num_queries, -1).transpose(1, 2)
+    return output.to(query.dtype).contiguous()  # as a custom operation must return it
 
 
 def _gather(states: Tensor, slots: Tensor) -> Tensor:
@@ -71,5 +72,5 @@ def _gather(states: Tensor, slots: Tensor) -> Tensor:
 
 
 def _finite(log_sum: Tensor) -> Tensor:
-    """-inf, the log-sum-exp over no keys at all, as a number that can be subtracted."""
+    """Replace -inf, the log-sum-exp of no keys, by the smallest finite number, which can be subtracted."""
     return log_sum.clamp(min=torch.finfo(log_sum.dtype).min)

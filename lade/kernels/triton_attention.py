@@ -1,7 +1,7 @@
-"""Attention of a block against a long cache as a Triton kernel; docs/kernel.md tells how it reads memory.
+"""Block attention as a Triton kernel; see docs/kernel.md.
 
-The only file that imports triton; import it after `lade.kernels.is_available()`. Tested in Triton's interpreter and compiled
-for sm_80 and sm_90; no GPU has run it yet.
+The only module that imports triton; import it after `lade.kernels.is_available()`. Tested in Triton's interpreter and
+compiled for sm_80 and sm_90; no GPU has run it yet.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 from lade.kernels.packed_mask import FIRST, OFFSET, WORD_BITS, WORDS
 
 LOG2_E = 1.4426950408889634
-# Globals that a kernel may read.
+# Globals that kernels can read.
 _FIRST, _OFFSET, _WORDS, _WORD_BITS, _LOG2_E = map(tl.constexpr, (FIRST, OFFSET, WORDS, WORD_BITS, LOG2_E))
 
 NO_WINDOW = 2**31 - 1
 MAX_SPLITS = 64
-WARPS_PER_SM = 8  # what registers and shared memory allow of the split kernel
-MERGE_TILE = 8192  # numbers that a program of the merge holds: 64 registers in each of 128 threads
+WARPS_PER_SM = 8  # limit of the split kernel's registers and shared memory
+MERGE_TILE = 8192  # values per program of the merge: 64 registers in each of 128 threads
 
 
 @triton.jit
 def _tanh(x):
-    """Near zero a series, because 1 - 2 / (exp(2x) + 1) loses the digits of a small x."""
+    """tanh, by a series near zero, where 1 - 2 / (exp(2x) + 1) cancels."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315))))
-    # Beyond 15 the exponential is infinite or zero, which is right on both sides.
+    # Where exp2 overflows or underflows, the result is still right: 1 or -1.
     return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (tl.exp2(x * (2 * _LOG2_E)) + 1))
 
 
@@ -54,7 +54,9 @@ def _attend(
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of keys: the running maximum [M] (in powers of 2), sum of weights [M] and weighted values [M, D_v]."""
+    """Online softmax over one tile of keys: updates the maximum [M] (log2), sum of weights [M] and weighted values [M,
+    D_v].
+    """
     key_mask, value_mask = is_key[:, None], is_key[:, None]
     if KEY_BLOCK != KEY_DIM:
         key_mask = key_mask & (tl.arange(0, KEY_BLOCK) < KEY_DIM)[None, :]
@@ -72,7 +74,7 @@ def _attend(
     scores = tl.where(visible, scores, float("-inf"))
 
     new_best = tl.maximum(best, tl.max(scores, axis=1))
-    finite_best = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row that has seen nothing yet
+    finite_best = tl.where(new_best == float("-inf"), 0.0, new_best)  # no visible key so far
     weights = tl.exp2(scores - finite_best[:, None])
     decay = tl.exp2(best - finite_best)
     total = total * decay + tl.sum(weights, axis=1)
@@ -80,7 +82,7 @@ def _attend(
     return new_best, total, output
 
 
-# Numbers that change from step to step must not make Triton compile anew for the special values among them.
+# No specialisation on values that change between steps, which would trigger recompilation.
 @triton.jit(do_not_specialize=["packed_stride_b", "packed_stride_q", "num_queries", "num_splits", "window"])
 def split_kernel(
     query,
@@ -116,10 +118,10 @@ def split_kernel(
     HAS_SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Programs (tile of M query rows, split, batch row and key/value head): attention over one share of the keys.
+    """Attention over one split of the keys. Grid: (tiles of M query rows, splits, batch rows * key/value heads).
 
-    Row r of a key/value head is query token r // GROUP of its query head r % GROUP. Writes partial [B*H_kv, splits, rows,
-    D_v], float32, and log_sums [B*H_kv, splits, rows], in powers of 2; -inf where a share holds nothing.
+    Row r of a key/value head is query token r // GROUP of its query head r % GROUP. Writes partial [B*H_kv, splits,
+    rows, D_v], float32, and log_sums [B*H_kv, splits, rows], log2; -inf for a split without visible keys.
     """
     split, head = tl.program_id(1), tl.program_id(2)
     batch = (head // num_kv_heads).to(tl.int64)
@@ -137,7 +139,7 @@ def split_kernel(
     offset = tl.load(packed_row + _OFFSET, mask=is_row, other=0)
     start = tl.maximum(first, length + offset - window + 1)  # [M] first slot of the prefix that each row sees
 
-    # The prefix's tiles, from the first slot that any row sees, then the block's: shared out evenly at this length.
+    # The prefix's tiles, from the first visible slot on, then the block's, divided evenly among the splits.
     first_slot = tl.min(tl.where(is_row, tl.minimum(start, length), length), axis=0)
     prefix_tiles = tl.cdiv(length - first_slot, BLOCK_N)
     num_tiles = prefix_tiles + tl.cdiv(num_queries, BLOCK_N)
@@ -214,7 +216,7 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Programs (tile of query rows, batch row and key/value head): the splits' results, weighted by their share of the sum.
+    """Merge the splits by their log-sums. Grid: (tiles of query rows, batch rows * key/value heads).
 
     Writes output [B, q, H, D_v].
     """
@@ -237,7 +239,7 @@ def merge_kernel(
     if HAS_SINKS:
         total += tl.exp2(sink - best)
 
-    # Splits without a share have written no partial result.
+    # Splits without visible keys have written no partial result.
     is_written = (log_sum > float("-inf"))[:, :, None] & is_dim[None, None, :]
     parts = tl.load(
         partial + at[:, :, None] * VALUE_DIM + dim[None, None, :], mask=is_written, other=0.0
@@ -251,7 +253,7 @@ def merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a program is cut: M query rows by N keys at a time."""
+    """Tile sizes of a program: M query rows by N keys."""
 
     block_m: int
     block_n: int
@@ -260,13 +262,13 @@ class Tiles:
 
 
 def choose_tiles(num_rows: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> Tiles:
-    """Tiles that need no register spills and leave room for two programs of 4 warps on an SM, for sm_80 and sm_90.
+    """Tiles without register spills that leave room for two programs of 4 warps on an SM, for sm_80 and sm_90.
 
-    num_rows: q times the query heads of a key/value head. Chosen from what the compiler reports; no GPU has timed them.
+    num_rows: q times the query heads per key/value head. Chosen from the compiler's reports; no GPU has timed them.
     """
     dim = triton.next_power_of_2(max(key_dim, value_dim, 64))
     rows = max(16, triton.next_power_of_2(num_rows))
-    if dtype.itemsize == 4:  # float32 products keep off the tensor cores, and their operands fill the registers
+    if dtype.itemsize == 4:  # float32 products do not use tensor cores; operands fill the registers
         largest, block_n = (32, 32) if dim == 64 else (16, 16)
         return Tiles(min(rows, largest), block_n, num_warps=4, num_stages=2)
     if dim > 128:
@@ -277,9 +279,9 @@ def choose_tiles(num_rows: int, key_dim: int, value_dim: int, dtype: torch.dtype
 
 
 def choose_splits(num_programs: int, capacity: int, tiles: Tiles, num_sms: int) -> int:
-    """Splits that fill the device once, fixed by the capacity: lengths may change under a captured graph.
+    """Number of splits that fills the device once. Depends on the capacity only: under a CUDA graph, lengths change.
 
-    num_programs: programs there would be without splits.
+    num_programs: programs without splits.
     """
     fill = num_sms * WARPS_PER_SM // (tiles.num_warps * num_programs)
     return max(1, min(fill, triton.cdiv(capacity, tiles.block_n), MAX_SPLITS))
@@ -302,7 +304,7 @@ def triton_block_attention(
     window: int | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """The contract of `lade.kernels.block_attention`, except for float64. num_splits: by `choose_splits` where None."""
+    """As `lade.kernels.block_attention`, without float64. num_splits: None for `choose_splits`."""
     query, keys, values, packed = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values, packed))
     batch_size, num_heads, num_queries, key_dim = query.shape
     num_kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
@@ -319,7 +321,7 @@ def triton_block_attention(
     value_block, split_block = block_size(value_dim), triton.next_power_of_2(num_splits)
     merge_rows = max(1, MERGE_TILE // (split_block * value_block))
 
-    with torch.cuda.device_of(query):  # a model may be spread over several GPUs
+    with torch.cuda.device_of(query):  # the model may span several GPUs
         split_kernel[(row_tiles, num_splits, num_programs)](
             query,
             keys,
@@ -370,10 +372,10 @@ def triton_block_attention(
 
 
 def block_size(head_dim: int) -> int:
-    """Head dimensions are padded to a power of 2 that the tensor cores take; the padding is masked."""
+    """Head dimension padded to a power of 2 that tensor cores accept; the padding is masked."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def kernel_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """Factors before and after the soft cap, such that scores come out in powers of 2."""
+    """Factors before and after the soft cap, such that scores are in log2."""
     return (scale * LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * LOG2_E)

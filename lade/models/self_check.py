@@ -10,22 +10,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lade.block.kv_cache import is_out_of_memory
 from lade.block.mask import Block
-from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
+from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer, is_out_of_memory
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.foreign import is_gone
 from lade.models.reasons import checked_code, failed_check_reason
 from lade.state import PerModel
+from lade.tolerance import MASK_EFFECT_RATIO, largest_difference
 from lade.verification.draws import drawing
 
 # The prompt of a trial is as long as the text of the call, up to this; what sets in later only the configuration can tell.
 LONGEST_CHECK = 2048
 SHORTEST_CHECK = 64
-# The block's error must be so much smaller than what an ignored mask would cause; in half precision both are rounded.
-SAFETY = {torch.float64: 1000.0, torch.float32: 1000.0}
-SAFETY_IN_HALF_PRECISION = 10.0
 
 # What came of trials, by the code that ran and by what was tried; code that is gone takes its entries along.
 _verdicts: PerModel[dict[Hashable, str | None]] = PerModel(dict)
@@ -78,7 +75,7 @@ def _try_out(adapter: ModelAdapter, *sizes: Any) -> str | None:
         if is_out_of_memory(problem):
             raise
         return f"a trial block failed on {checked_code(adapter)} ({type(problem).__name__}: {problem})"
-    if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:  # also where either is nan
+    if not error * MASK_EFFECT_RATIO[adapter.dtype] < effect:  # also where either is nan
         return failed_check_reason(adapter, is_masked=sizes[-1])
     return None
 
@@ -124,7 +121,7 @@ def probe(
     kinds = {type(layer) for layer in DynamicCache(config=adapter.config).layers}
     if DynamicSlidingWindowLayer in kinds and kinds <= set(PLAIN_LAYERS):
         # A caller's own cache may keep every key; only what both agree on is what the model says.
-        doubt = float((expected - plain_logits(adapter, prefix, tokens, DynamicCache(), masks)).abs().max())
+        doubt = largest_difference(plain_logits(adapter, prefix, tokens, DynamicCache(), masks), expected)
     largest_block = max(largest_block, 4)
     cache = adapter.make_cache(count + largest_block + 4)
     arguments = masks | ({"position_ids": places[:, :count]} if adapter.takes_positions else {})
@@ -144,8 +141,7 @@ def probe(
             lengths=cache.lengths,
             key_mask=mask[:, :count].bool() if is_masked else None,
         )
-        result = adapter.forward_block(block, cache).logits.double().to(expected.device)
-        return float((result - expected).abs().max())
+        return largest_difference(adapter.forward_block(block, cache).logits.double().to(expected.device), expected)
 
     error = max(distance(4), distance(largest_block)) if largest_block > 4 else distance(4)
     return max(error, doubt), distance(4, is_causal=True)

@@ -1,4 +1,4 @@
-"""Numbers that tell whether processes were given the same model, prompt and settings."""
+"""Checksums that tell whether all processes were given the same model, prompt and settings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SAMPLED_PARAMETERS, SAMPLED_VALUES = 8, 16  # how much of a model's weights is compared
+SAMPLED_PARAMETERS, SAMPLED_VALUES = 8, 16  # of a model's weights
 
 
 def model_checksum(model: Any) -> int:
-    """Of the model's settings, its parameters' shapes, and a sample of their values."""
+    """Checksum of the model's settings, its parameters' shapes, and a sample of their values."""
     parameters = list(model.named_parameters())
     names = [(name, tuple(part.shape), str(part.dtype)) for name, part in parameters]
     step = max(1, len(parameters) // SAMPLED_PARAMETERS)
@@ -27,13 +27,13 @@ def model_checksum(model: Any) -> int:
 
 
 def plain_values(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings that mean the same in every process."""
+    """The settings whose values mean the same in every process."""
     kinds = (bool, int, float, str, list)
     return {name: value for name, value in settings.items() if isinstance(value, kinds) and name != "_name_or_path"}
 
 
 def checksum_of(*subjects: Any) -> int:
-    """63 bits that differ where the subjects do: tensors, or what JSON can say."""
+    """63-bit checksum of tensors or JSON-compatible values."""
     digest = hashlib.sha256()
     for subject in subjects:
         if isinstance(subject, Tensor):

@@ -1,8 +1,9 @@
-"""Lookahead parallelism: each of K processes holds the whole model and computes its share of every block.
+"""Lookahead parallelism: each of K processes holds the whole model and computes its part of every block.
 
-After the forward the ranks sum up a table of integers, to which each has added what its own share says, and the rank that has
-the accepted path sends its keys/values. All ranks then have the same tables, texts, pools and caches, and take the next
-step from there. What depends on more than integers (processors, samplers, stop rules) runs on rank 0, which tells the others.
+After the forward, the ranks all-reduce a table of integers, to which each has added the choices of its own part. The
+rank that owns the accepted path broadcasts its keys/values. Then all ranks have the same sequences, pools and caches.
+Selection that needs more than integers (processors, samplers, stopping criteria) runs on rank 0, which broadcasts the
+result.
 """
 
 from __future__ import annotations
@@ -24,8 +25,15 @@ from lade.parallel.checksums import checksum_of, model_checksum, plain_values
 from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import BlockPart, split, whole
 from lade.stats import GenerationStats
-from lade.verification.logits import BlockLogits, best_tokens, witness_of
-from lade.verification.selection import Accepted, GreedySelection, LockstepSelection, PerRowSelection, Selection
+from lade.verification.logits import BlockLogits, best_tokens, find_nan_column
+from lade.verification.selection import (
+    Accepted,
+    GreedySelection,
+    LockstepSelection,
+    PerRowSelection,
+    Selection,
+    SelectionRequest,
+)
 
 KINDS: tuple[type[Selection], ...] = (GreedySelection, PerRowSelection, LockstepSelection)
 RECORDED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -37,81 +45,83 @@ def distributed() -> bool:
 
 
 def get_device() -> int | str:
-    """The device for this process's model: the GPU numbered LOCAL_RANK (0 when unset), or "cpu" without a GPU."""
+    """The device for this process's model: the GPU numbered LOCAL_RANK (default 0), or "cpu" without a GPU."""
     return int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.is_available() else "cpu"
 
 
 class SingleProcess:
-    """One process: its share is everything."""
+    """A call in one process, which computes whole blocks."""
 
-    num_tokens = 0  # ids that the model has an embedding for; others are no guesses
+    num_tokens = 0  # size of the model's embedding; larger ids cannot be guesses
     _has_begun = False
-    _witness: int | None = None  # see `witness_of`
+    _nan_column: int | None = None  # see `find_nan_column`
 
     def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
         """device: the prompt's."""
         self.config, self._device = config, device
 
     def agree(self, reason: str | None, *_: Any) -> str | None:
-        """Why the request goes to the original code, None if it does not: the same on all ranks. reason: this rank's own."""
+        """Why the request falls back to the original path, or None; the same on all ranks. reason: this rank's own."""
         return reason
 
-    def selection(self, kind: type[Selection], *arguments: Any) -> Selection:
-        return kind(*arguments)
+    def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
+        """Create the selection of this kind."""
+        return kind(request)
 
     def partition(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
-        """What this rank computes of a block. window_shape: (N, W)."""
+        """The part of the block that this rank computes. window_shape: (N, W)."""
         return whole(tree)
 
     def exchange(self, part: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
-        """All ranks' answers. logits: [B, R, V] of this rank's block, as its layout's `logit_rows` say.
+        """Combine all ranks' results. logits: [B, R, V] of this rank's block, in the order of `logit_rows`.
 
-        Returns them, and the tokens behind the window's last level, [B, W] on the prompt's device, None without a window.
+        Returns the block's logits, and the model's choices after the window's last level, [B, W] on the prompt's
+        device, None without a window.
         """
         num_tree_rows = 1 + part.tree.num_nodes
-        self._look_for_witness(logits)
+        self._find_nan_column(logits)
         guesses = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).to(self._device) if has_window else None
-        return BlockLogits(logits[:, :num_tree_rows], self._witness), guesses
+        return BlockLogits(logits[:, :num_tree_rows], self._nan_column), guesses
 
-    def _look_for_witness(self, logits: Tensor) -> None:
-        """In the prompt's own forward, which has no guesses."""
+    def _find_nan_column(self, logits: Tensor) -> None:
+        """Find the column that shows NaN in the prompt's forward, which has no guesses."""
         if not self._has_begun:
-            self._has_begun, self._witness = True, witness_of(logits[:, 0])
+            self._has_begun, self._nan_column = True, find_nan_column(logits[:, 0])
 
     def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
         """Keep the keys/values of each row's root and accepted nodes."""
         cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
 
     def recover(self, selection: Selection, lost_rows: set[int], guesses: set[int]) -> None:
-        """After a step that guesses have spoiled. lost_rows, guesses: as `LookaheadCache.clear_guesses` returns them."""
+        """After a step spoiled by NaN. lost_rows, guesses: as `LookaheadCache.clear_guesses` returns them."""
         selection.recover(lost_rows, guesses)
 
     def end(self, do_sample: bool, device: torch.device) -> None:
-        """The call is over."""
+        """Called at the end of the call."""
 
 
 @contextmanager
 def process_group_for(config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> Iterator[SingleProcess]:
-    """Who takes part in a call: this process, or the K of which it is one."""
+    """The processes that take part in a call."""
     if config.num_workers == 1:
         yield SingleProcess(config, device)
         return
-    link = communicator_for(config, device)
-    if link.in_call:  # a processor, known to the leader alone, that calls generate() itself
+    communicator = communicator_for(config, device)
+    if communicator.in_call:  # a nested generate() call by a processor, which only the leader runs
         yield SingleProcess(config, device)
         return
-    with link.guarding():
-        yield ProcessGroup(link, config, device, stats)
+    with communicator.guarding():
+        yield ProcessGroup(communicator, config, device, stats)
 
 
 class ProcessGroup(SingleProcess):
     """One of K ranks in one call."""
 
     def __init__(
-        self, link: Communicator, config: LookaheadConfig, device: torch.device, stats: GenerationStats
+        self, communicator: Communicator, config: LookaheadConfig, device: torch.device, stats: GenerationStats
     ) -> None:
         super().__init__(shared_settings(config), device)
-        self._link, self._rank, self._stats = link, link.rank, stats
+        self._communicator, self._rank, self._stats = communicator, communicator.rank, stats
         self._max_nodes = max(1, config.num_guesses) * (config.ngram_size - 1)
         self._sums_choices = False
 
@@ -135,7 +145,7 @@ class ProcessGroup(SingleProcess):
                     checksum_of(plain_values(generation_config.to_dict())),
                 ]
             )
-        everyones = torch.stack(self._link.gather(mine))  # [K, 5]
+        everyones = torch.stack(self._communicator.gather(mine))  # [K, 5]
         self._count("integers", mine)
         unable = everyones[:, 0].nonzero()[:, 0].tolist()
         if unable:
@@ -146,84 +156,88 @@ class ProcessGroup(SingleProcess):
             if (ranks := (column != column[LEADER]).nonzero()[:, 0].tolist())
         ]
         if wrong:
-            raise ValueError(f"DIST_WORKERS={self._link.size}: not as on rank 0: {'; '.join(wrong)}")
+            raise ValueError(f"DIST_WORKERS={self._communicator.size}: not as on rank 0: {'; '.join(wrong)}")
         return None
 
     def _config_digest(self) -> int:
         names = (name for name in self.config.__slots__ if name not in ("debug", "backend", "dist_workers"))
-        return checksum_of([self._link.size, self._link.backend, *(getattr(self.config, name) for name in names)])
+        return checksum_of(
+            [self._communicator.size, self._communicator.backend, *(getattr(self.config, name) for name in names)]
+        )
 
-    def selection(self, kind: type[Selection], *arguments: Any) -> Selection:
-        """The leader's kind on all ranks: streamers, processors and criteria may be known to the leader alone."""
-        self._stats.num_workers = self._link.size
+    def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
+        """The leader's kind on all ranks: only the leader may have streamers, processors and criteria."""
+        self._stats.num_workers = self._communicator.size
         index = torch.tensor([KINDS.index(kind)])
         self._broadcast("integers", index, LEADER)
         kind = KINDS[int(index)]
         self._sums_choices = kind is GreedySelection
         if self._sums_choices:
-            return kind(*arguments)
+            return kind(request)
         if self._rank == LEADER:
-            selection = kind(*arguments)
-            selection.announce = self._announce
+            selection = kind(request)
+            selection.on_commit = self._broadcast_tokens
             return selection
-        following = FollowingRowRules if kind is PerRowSelection else FollowingLockstepRules
-        selection = following(*arguments)
-        selection.hear = self._hear
+        follower = FollowerPerRowSelection if kind is PerRowSelection else FollowerLockstepSelection
+        selection = follower(request)
+        selection.receive = self._receive_tokens
         return selection
 
     # In each step.
 
     def partition(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
         self._tree = tree
-        return split(tree, window_shape, self._link.size)[self._rank]
+        return split(tree, window_shape, self._communicator.size)[self._rank]
 
     def exchange(self, part: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
-        batch_size, size = len(logits), self._link.size
+        batch_size, size = len(logits), self._communicator.size
         window_size = self.config.window_size
-        # Of one length in all steps and on all ranks, even on one that has gone astray.
+        # The same length in all steps and on all ranks, so that ranks that diverge are detected instead of hanging.
         values = torch.zeros(batch_size * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
         table, states = values[:-size].view(batch_size, -1), values[-size:]
         num_tree_rows = 1 + part.tree.num_nodes
         guesses = table[:, 1 + self._max_nodes :]
-        asked = [logits[:, :num_tree_rows]] if self._sums_choices else []
+        wanted = [logits[:, :num_tree_rows]] if self._sums_choices else []
         if has_window and part.columns is not None:
-            asked.append(logits[:, num_tree_rows:, : self.num_tokens])
-        best = (
-            torch.cat([best_tokens(part) for part in asked], dim=1).cpu() if asked else values[:0]
-        )  # one copy to the host
-        self._look_for_witness(logits)
-        block_logits = BlockLogits(logits[:, :num_tree_rows], self._witness)
+            wanted.append(logits[:, num_tree_rows:, : self.num_tokens])
+        # One copy to the host.
+        best = torch.cat([best_tokens(part) for part in wanted], dim=1).cpu() if wanted else values[:0]
+        self._find_nan_column(logits)
+        block_logits = BlockLogits(logits[:, :num_tree_rows], self._nan_column)
         choices = best[:, :num_tree_rows].tolist() if self._sums_choices else [[0] * num_tree_rows] * batch_size
-        self._fill_in(table, part, choices, block_logits)
+        self._write_choices(table, part, choices, block_logits)
         if has_window and part.columns is not None:
             first, end = part.columns
             guesses[:, first:end] = best[:, best.shape[1] - (end - first) :]
         states[self._rank] = zlib.crc32(repr(self._tree).encode()) & 0x7FFFFFFF
-        self._link.all_reduce(values)
+        self._communicator.all_reduce(values)
         self._count("integers", values)
-        astray = (states != states[LEADER]).nonzero()[:, 0].tolist()
-        if astray:
-            raise RuntimeError(f"DIST_WORKERS={size}: rank {astray} guesses something else than rank 0 does")
+        diverged = (states != states[LEADER]).nonzero()[:, 0].tolist()
+        if diverged:
+            raise RuntimeError(f"DIST_WORKERS={size}: rank {diverged} guesses something else than rank 0 does")
         shared = SharedLogits(self, part, logits[:, :num_tree_rows], table[:, : 1 + self._max_nodes])
         return shared, guesses.long().to(self._device) if has_window else None
 
-    def _fill_in(self, table: Tensor, part: BlockPart, choices: list[list[int]], block_logits: BlockLogits) -> None:
-        """Put down what this rank is to say. table: [B, 1 + n or more]. choices: behind the root and this share's nodes.
+    def _write_choices(
+        self, table: Tensor, part: BlockPart, choices: list[list[int]], block_logits: BlockLogits
+    ) -> None:
+        """Write this rank's choices into the table. table: [B, 1 + n or more]. choices: after the root and this part's
+        nodes.
 
-        Below zero, with all bits inverted, are those that do not come from numbers.
+        Choices from NaN logits are stored as ~token, which is negative.
         """
         for row, nodes in enumerate(part.nodes):
-            said = [
+            encoded = [
                 token if block_logits.is_number(row, place - 1) else ~token for place, token in enumerate(choices[row])
             ]
             if self._rank == LEADER:
-                table[row, 0] = said[0]
-            for node, token in zip(nodes, said[1:], strict=False):
+                table[row, 0] = encoded[0]
+            for node, token in zip(nodes, encoded[1:], strict=False):
                 if part.owners[row][node] == self._rank:
                     table[row, 1 + node] = token
 
     def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
-        """The keys/values of each path come from the rank that owns its last node, those of a root alone from the leader."""
+        """The owner of each path's last node broadcasts the path's keys/values; the leader those of a root alone."""
         paths = {row: path for row, path in enumerate(accepted) if path is not None}
         holders = {row: part.owners[row][path[-1]] if path else LEADER for row, path in paths.items()}
         if paths:
@@ -247,13 +261,13 @@ class ProcessGroup(SingleProcess):
             cache.write(row, start, values)
 
     def recover(self, selection: Selection, lost_rows: set[int], guesses: set[int]) -> None:
-        """Each rank has seen its own guesses alone, and to avoid those would part it from the others."""
+        """Each rank knows only its own spoiled guesses; avoiding them would make the ranks diverge."""
         selection.recover(lost_rows, set())
 
     # At the end.
 
     def end(self, do_sample: bool, device: torch.device) -> None:
-        """Leave every rank's random generator as plain generate() would leave the leader's."""
+        """Set every rank's random generator to the leader's state, which is as in plain generate()."""
         if not do_sample or device.type not in ("cpu", "cuda"):
             return
         on_gpu = device.type == "cuda"
@@ -262,16 +276,16 @@ class ProcessGroup(SingleProcess):
         if self._rank != LEADER:
             torch.cuda.set_rng_state(state, device) if on_gpu else torch.set_rng_state(state)
 
-    def _announce(self, tokens: list[int], ended: list[bool]) -> None:
+    def _broadcast_tokens(self, tokens: list[int], ended: list[bool]) -> None:
         self._broadcast("integers", torch.tensor([*tokens, *ended]), LEADER)
 
-    def _hear(self, num_rows: int) -> tuple[list[int], list[bool]]:
+    def _receive_tokens(self, num_rows: int) -> tuple[list[int], list[bool]]:
         values = torch.zeros(2 * num_rows, dtype=torch.long)
         self._broadcast("integers", values, LEADER)
         return values[:num_rows].tolist(), values[num_rows:].bool().tolist()
 
     def logits_of(self, owner: int, logits: Tensor) -> Tensor:
-        """What `owner` has for the leader. logits: [k, V], on other ranks any of that shape."""
+        """Logits of `owner`, broadcast unless it is the leader. logits: [k, V], any of that shape on other ranks."""
         if owner == LEADER:
             return logits
         return self._broadcast_data("logits", logits.contiguous(), owner)
@@ -279,25 +293,25 @@ class ProcessGroup(SingleProcess):
     def _broadcast(self, what: str, values: Tensor, source: int) -> None:
         if source == self._rank:
             self._count(what, values)
-        self._link.broadcast(values, source)
+        self._communicator.broadcast(values, source)
 
     def _broadcast_data(self, what: str, values: Tensor, source: int) -> Tensor:
         if source == self._rank:
             self._count(what, values)
-        return self._link.broadcast_data(values, source)
+        return self._communicator.broadcast_data(values, source)
 
     def _count(self, what: str, values: Tensor) -> None:
         self._stats.sent_bytes[what] += values.numel() * values.element_size()
 
 
 class SharedLogits(BlockLogits):
-    """Each rank has the logits of its own share; likeliest tokens are known of all. Made for one step of one team.
+    """The logits of one step's block, split over the ranks; the most likely tokens are known for all nodes.
 
-    Outside of the leader, `of_row` and `of_all` take part in getting the leader what it asks for and return nothing of use.
+    `of_row` and `of_all` are collective: every rank calls them, and only the leader's result is meaningful.
     """
 
     def __init__(self, group: ProcessGroup, part: BlockPart, logits: Tensor, best: Tensor) -> None:
-        """best: [B, 1 + n or more] as `ProcessGroup._fill_in` puts it down."""
+        """best: [B, 1 + n or more], written by `ProcessGroup._write_choices`."""
         super().__init__(logits)
         self._group, self._part, self._best = group, part, best
 
@@ -323,19 +337,19 @@ class SharedLogits(BlockLogits):
         return LEADER if node < 0 else self._part.owners[row][node]
 
     def _place(self, row: int, node: int) -> int:
-        """Index of a node in this rank's tree; that of the root for nodes of other ranks."""
+        """Index of a node in this rank's tree; -1, the root's, for nodes of other ranks."""
         nodes = self._part.nodes[row]
         return nodes.index(node) if node in nodes else -1
 
 
-class FollowingRowRules(PerRowSelection):
-    """What the leader's `PerRowSelection` decided."""
+class FollowerPerRowSelection(PerRowSelection):
+    """Follows the leader's `PerRowSelection`."""
 
-    hear: Callable[[int], tuple[list[int], list[bool]]]
+    receive: Callable[[int], tuple[list[int], list[bool]]]
 
     def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
         block_logits.of_row(row, node)
-        tokens, self._ended = self.hear(1)
+        tokens, self._ended = self.receive(1)
         return tokens[0]
 
     def _commit(self, row: int, token: int) -> bool:
@@ -345,14 +359,14 @@ class FollowingRowRules(PerRowSelection):
         return self.is_finished[row]
 
 
-class FollowingLockstepRules(LockstepSelection):
-    """What the leader's `LockstepSelection` decided."""
+class FollowerLockstepSelection(LockstepSelection):
+    """Follows the leader's `LockstepSelection`."""
 
-    hear: Callable[[int], tuple[list[int], list[bool]]]
+    receive: Callable[[int], tuple[list[int], list[bool]]]
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         self._block_logits.of_all(nodes)
-        tokens, self._ended = self.hear(len(nodes))
+        tokens, self._ended = self.receive(len(nodes))
         return tokens
 
     def _commit(self, tokens: list[int]) -> bool:
@@ -363,19 +377,19 @@ class FollowingLockstepRules(LockstepSelection):
 
 
 def block_indices(part: BlockPart, row: int, path: list[int]) -> list[int]:
-    """Where the nodes of a path lie in this rank's block."""
+    """Indices of a path's nodes in this rank's block."""
     place = {node: index for index, node in enumerate(part.nodes[row])}
     return [1 + place[node] for node in path]
 
 
 def pack(rows: list[list[Tensor]]) -> Tensor:
-    """Tensors of any shapes, types and devices as one row of bytes, on the device of the first."""
+    """Concatenate the bytes of tensors of any shape, dtype and device, on the device of the first."""
     parts = [part for row in rows for part in row]
     return torch.cat([part.reshape(-1).view(torch.uint8).to(parts[0].device) for part in parts])
 
 
 def unpack(data: Tensor, like: list[list[Tensor]]) -> list[list[Tensor]]:
-    """What `pack` made of tensors shaped as in `like`, which says where they go."""
+    """The inverse of `pack`. like: tensors with the shapes, dtypes and devices of the result."""
     sizes = [part.numel() * part.element_size() for row in like for part in row]
     pieces = iter(data.split(sizes))
     # A copy of its own for each piece, because another type's may begin at any byte.
@@ -383,18 +397,18 @@ def unpack(data: Tensor, like: list[list[Tensor]]) -> list[list[Tensor]]:
 
 
 def shared_settings(config: LookaheadConfig) -> LookaheadConfig:
-    """The settings as several processes can follow them: blocks whose size went by each one's own clock would part them."""
+    """The settings for several processes: block sizes that follow each rank's clock would make the ranks diverge."""
     mode = "lookahead" if config.mode == "auto" else config.mode
     return dataclasses.replace(config, adaptive=False, mode=mode)
 
 
 def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: Any, synced_gpus: bool) -> str | None:
-    """Why a request that one process could serve is not shared among several."""
+    """Why a request is not split over several processes, as a sentence; None if it can be."""
     if not config.uses_window:
         return "guesses that come from all logits of a step are not shared (DIST_WORKERS); MODE='lookahead' is"
-    asked = [name for name in RECORDED if getattr(generation_config, name, None)]
-    if generation_config.return_dict_in_generate and asked:
-        return f"{asked[0]} is not collected from several processes (DIST_WORKERS)"
+    wanted = [name for name in RECORDED if getattr(generation_config, name, None)]
+    if generation_config.return_dict_in_generate and wanted:
+        return f"{wanted[0]} is not collected from several processes (DIST_WORKERS)"
     if synced_gpus:
         return "synced_gpus says that no process has the whole model, which DIST_WORKERS needs"
     if (model.tp_size or 1) > 1:

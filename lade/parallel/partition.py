@@ -1,6 +1,6 @@
-"""How a step's block is split over K ranks: the window by columns, the token tree by its leaves.
+"""Partition of a block over K ranks: the window by columns, the token tree by its leaves.
 
-Every rank computes this from the same tree, so that all know who has what without asking. Knows nothing about processes.
+Every rank computes the same partition from the same tree, without communication.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from lade.block.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """What one rank computes.
+    """The part of a block that one rank computes.
 
-    tree: its part of the tree. nodes: per row, which nodes of the whole tree these are. columns: its range of the window's
-    columns, None for all of them. owners: per row and node of the whole tree, the rank whose answer counts.
+    tree:    its part of the tree.
+    nodes:   per row, the indices of these nodes in the whole tree.
+    columns: its range of the window's columns, None for all.
+    owners:  per row and node of the whole tree, the rank whose result counts.
     """
 
     tree: TokenTree
@@ -25,28 +27,30 @@ class BlockPart:
 
 
 def whole(tree: TokenTree) -> BlockPart:
-    """The share of a rank that has no others beside it."""
+    """The whole block, for a single process."""
     return BlockPart(tree, [], None, [])
 
 
 def column_range(window_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """First column of a rank and the one behind its last; (0, 0) for none. Earlier ranks, whose first level is shorter, get
-    what does not divide evenly."""
+    """First column of a rank and the one after its last; (0, 0) for none.
+
+    Earlier ranks, which need fewer cells of level 0, get the remainder.
+    """
     first, end = -(-window_size * rank // num_ranks), -(-window_size * (rank + 1) // num_ranks)
     return (first, end) if first < end else (0, 0)
 
 
 def num_window_tokens(ngram_size: int, columns: tuple[int, int]) -> int:
-    """Block tokens of a range of columns, the root included: the first level is needed from its beginning."""
+    """Block tokens for a range of columns, the root included; level 0 is needed from its first column on."""
     first, end = columns
     return max(end, 1) + (ngram_size - 2) * (end - first)
 
 
 def split(tree: TokenTree, window_shape: tuple[int, int], num_ranks: int) -> list[BlockPart]:
-    """Each rank's share of a block. window_shape: (N, W).
+    """Each rank's part of a block. window_shape: (N, W).
 
-    Columns are split evenly. Leaves go with all their ancestors, so that a path always lies whole in one share; they even out
-    what the columns left uneven.
+    Columns are divided evenly. Leaves come with all their ancestors, so that every path is whole on one rank; they
+    balance what the columns left uneven.
     """
     ngram_size, window_size = window_shape
     columns = [column_range(window_size, rank, num_ranks) for rank in range(num_ranks)]
@@ -61,9 +65,9 @@ def split(tree: TokenTree, window_shape: tuple[int, int], num_ranks: int) -> lis
 
 
 def split_row(parents: list[int], costs: list[int]) -> list[list[int]]:
-    """Nodes of one row's tree for each rank, in order; ancestors of several ranks' leaves are in each of them.
+    """The nodes of one row's tree for each rank, in order; shared ancestors are in several parts.
 
-    costs: tokens that each rank has besides. The fewer, the more nodes it takes.
+    costs: tokens that each rank already has. The fewer, the more nodes it gets.
     """
     if not parents:
         return [[] for _ in costs]
@@ -75,7 +79,7 @@ def split_row(parents: list[int], costs: list[int]) -> list[list[int]]:
     parts: list[set[int]] = [set() for _ in costs]
     seen: set[int] = set()
     rank, limit = 0, limits[0]
-    for path in sorted(path for path in paths if path[-1] not in inner):  # leaves with common ancestors side by side
+    for path in sorted(path for path in paths if path[-1] not in inner):  # leaves with common ancestors are adjacent
         middle = len(seen) + len(set(path) - seen) / 2
         seen.update(path)
         while middle > limit and rank < len(costs) - 1:
@@ -86,17 +90,17 @@ def split_row(parents: list[int], costs: list[int]) -> list[list[int]]:
 
 
 def fill(costs: list[int], amount: int) -> list[float]:
-    """How much of an amount each rank gets, so that the largest sum of cost and amount is as small as possible."""
+    """How much of `amount` each rank gets, so that the largest sum of cost and share is minimal (water-filling)."""
     level = 0.0
     for count, cost in enumerate(sorted(costs)):
-        if count and level <= cost:  # the cheaper ones stay below this one's cost
+        if count and level <= cost:  # the cheaper ranks take everything
             break
         level = (amount + sum(sorted(costs)[: count + 1])) / (count + 1)
     return [max(0.0, level - cost) for cost in costs]
 
 
 def owners_of(parts: list[list[int]], num_nodes: int) -> list[int]:
-    """Per node, the first rank that has it. Whoever owns a node has all its ancestors."""
+    """Per node, the first rank that has it, which then has all its ancestors, too."""
     owners = [-1] * num_nodes
     for rank in reversed(range(len(parts))):
         for node in parts[rank]:

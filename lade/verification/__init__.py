@@ -1,1 +1,1 @@
-"""Verification: which tokens the model chooses along a token tree, and what generate() returns."""
+"""Verification: which tokens are chosen along a token tree, and what generate() returns."""

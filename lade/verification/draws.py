@@ -1,8 +1,8 @@
-"""The random numbers that sampling is about to draw, read ahead on a copy of the generator.
+"""The exponential draws of sampling, read ahead on a copy of the random generator.
 
-`torch.multinomial` for one sample is a race: token v arrives at time e_v / p_v, e_v drawn from an exponential distribution, and
-the first to arrive is chosen. The e of the next tokens follow from the generator's state. Who knows them and roughly knows the
-probabilities, knows roughly what will be chosen; what is chosen stays as it is.
+For one sample `torch.multinomial` returns argmax(p / e), with one exponential draw e per token (the Gumbel-max trick).
+The draws of the next tokens follow from the generator's state. Given these draws and estimated probabilities, lade can
+predict the sampled token. The prediction only orders guesses.
 """
 
 from __future__ import annotations
@@ -19,36 +19,40 @@ from torch import Tensor
 
 Draws = npt.NDArray[Any]  # [V]
 
-# How much the order of arrival tells: everything where probabilities are exact, less where they come from another context.
+# Exponent on the ratios e / p: 1 if the probabilities were exact, less because they are estimates from other contexts.
 SHARPNESS = 0.75
 TINY = 1e-30  # in place of 0 where something is divided by it
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
-# Calls in several threads share a device's generator, and no two may get the same draws: whoever draws holds this, since
-# `ExponentialDraws` and `DrawRing` read a generator's state and set it later.
+# Threads share a device's generator, whose state `ExponentialDraws` and `DrawRing` read and set later. Without this
+# lock, two calls could get the same draws.
 drawing = threading.RLock()
 
 
 class ExponentialDraws:
-    """The draws for each token that a call samples: read ahead for guesses, and drawn for good in the order of the text."""
+    """The exponential draws of a call, [B, V] per generated token.
+
+    `peek` reads ahead for guesses. `draw` consumes them in the order of the text and advances the device's generator.
+    """
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
-        """To be made before the call's first draw."""
+        """Must be created before the call's first draw."""
         self._batch_size, self._device = batch_size, device
         self._draws: deque[Tensor] = deque()  # [B, V] each
-        self._on_host: dict[int, npt.NDArray[Any]] = {}  # [B, V] by token, for guesses: many of a step ask for the same
-        self._first = 0  # token that the first of them is for
-        self._num_drawn = 0  # tokens that the generator itself has drawn for
-        self.seconds = 0.0  # that drawing has taken so far
+        self._on_host: dict[int, npt.NDArray[Any]] = {}  # [B, V] by token number: a step peeks many times
+        self._first = 0  # token number of the first of `_draws`
+        self._num_drawn = 0  # tokens for which the device's generator has advanced
+        self.seconds = 0.0  # spent on drawing
         self._copy = torch.Generator(device) if device.type in READABLE else None
-        self._states: deque[Tensor] = deque()  # of the generator: before the first draws, and after each
+        self._states: deque[Tensor] = deque()  # of the generator: before the first of `_draws`, and after each
         if self._copy is not None:
             self._states.append(generator_state(self._device))
             self._copy.set_state(self._states[0])
 
     def peek(self, row: int, index: int, vocab_size: int) -> Draws | None:
-        """What one row's token number `index`, the first one generated being 0, will be drawn with, if nothing else draws.
+        """The draws with which one row's generated token number `index` (from 0) will be sampled.
 
-        vocab_size: width of the logits. Returns [V], None where the device's generator cannot be copied, or others draw from it.
+        vocab_size: width of the logits. Returns [V]; None where the generator cannot be copied or other code draws from
+        it, too.
         """
         if self._copy is None:
             return None
@@ -58,9 +62,9 @@ class ExponentialDraws:
         return draws
 
     def draw(self, index: int, vocab_size: int) -> Tensor:
-        """The draws for token number `index`; the generator moves on as plain generate()'s does. Returns [B, V].
+        """The draws for generated token number `index`, which advance the generator as in plain generate().
 
-        To be asked for one token after the other. What was drawn, and not forgotten, can be asked for again.
+        Tokens must be asked for in order. Draws that were not forgotten can be asked for again. Returns [B, V].
         """
         draws = self._of(index, vocab_size)
         if index >= self._num_drawn and self._copy is not None:
@@ -76,7 +80,10 @@ class ExponentialDraws:
         return draws
 
     def take_over(self, index: int, draws: list[Tensor]) -> None:
-        """Go on with what the generator has drawn elsewhere for some tokens, the last it has drawn for. index: the first of them."""
+        """Continue after draws made elsewhere with the device's generator, which were its latest.
+
+        index: token number of the first of `draws`, [B, V] each.
+        """
         self._first, self._draws = index, deque(draws)
         self._on_host.clear()
         self._num_drawn = index + len(draws)
@@ -86,20 +93,20 @@ class ExponentialDraws:
             self._copy.set_state(state)
 
     def forget(self, index: int) -> None:
-        """Tokens before this one will not be asked for again."""
+        """Drop the draws of tokens before `index`."""
         while self._first < index and self._draws:
             self._draws.popleft()
             self._on_host.pop(self._first, None)
             self._first += 1
             if self._states:
                 self._states.popleft()
-        if self._copy is None:  # nothing is to be drawn for tokens that something else has drawn for
+        if self._copy is None:  # do not draw again for tokens that were drawn elsewhere
             self._first = max(self._first, index)
 
     def _of(self, index: int, vocab_size: int) -> Tensor:
         began = perf_counter()
         while index >= self._first + len(self._draws):
-            # In the dtype that generate() samples in, whatever the default is.
+            # float32, in which generate() samples, whatever the default dtype is.
             draws = torch.empty(self._batch_size, vocab_size, dtype=torch.float32, device=self._device)
             if self._copy is None:
                 with drawing:
@@ -112,9 +119,9 @@ class ExponentialDraws:
         return self._draws[index - self._first]
 
     def _stop_reading_ahead(self, place: int) -> None:
-        """Something else draws from the generator: from this place on, draws are its own, made when a token's turn has come.
+        """Other code draws from the generator: from this place on, draw each token's numbers only when it is sampled.
 
-        To set its state again could take back what a thread that knows nothing of lade has drawn in between.
+        Setting the generator's state now could undo a draw made by another thread.
         """
         while len(self._draws) > place:
             self._draws.pop()
@@ -124,12 +131,12 @@ class ExponentialDraws:
 
 
 def same_state(one: Tensor, other: Tensor) -> bool:
-    """Whether two generators' states are equal; kilobytes on the host, which numpy compares in a fraction of torch's time."""
+    """Whether two generator states are equal. They are a few kB on the host, where numpy compares faster than torch."""
     return bool(one.numpy().tobytes() == other.numpy().tobytes())
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Of the generator that generate() draws from. device: its type is one of READABLE."""
+    """State of the default generator. device: its type is one of READABLE."""
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
@@ -143,10 +150,10 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 def win_chances(
     ids: npt.NDArray[Any] | list[int], chances: npt.NDArray[Any] | list[float], draws: Draws
 ) -> npt.NDArray[Any]:
-    """How likely each of some tokens is to be the one chosen, given the draws.
+    """Probability that each of some tokens is sampled, given the draws.
 
-    ids, chances: [..., K] tokens, and about how probable the model finds them (0 for never); other tokens share what is left to 1.
-    draws: [V]. Returns [..., K].
+    ids: [..., K]. chances: [..., K] estimated probabilities of `ids`, 0 for never; the other tokens share the rest. draws: [V].
+    Returns [..., K].
     """
     chances = np.asarray(chances)
     with np.errstate(all="ignore"):  # whatever numpy has been told to raise

@@ -1,4 +1,4 @@
-"""What `return_dict_in_generate` asks for, cut down to the committed tokens."""
+"""The outputs of `return_dict_in_generate`, restricted to the committed tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lade.compat import GenerateDecoderOnlyOutput
 
 
 class OutputRecorder:
-    """Collects scores, logits, attentions and hidden states of committed tokens, shaped as in plain generate()."""
+    """Collects scores, logits, attentions and hidden states of committed tokens, in plain generate()'s shapes."""
 
     def __init__(self, generation_config: GenerationConfig) -> None:
         is_on = bool(generation_config.return_dict_in_generate)
@@ -26,21 +26,24 @@ class OutputRecorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether anything but the tokens and the cache is asked for."""
+        """Whether anything besides the tokens and the cache is requested."""
         return any(x is not None for x in (self.scores, self.logits, self.attentions, self.hidden_states))
 
     @property
     def model_arguments(self) -> dict[str, bool]:
-        """What to ask of the model's forward."""
+        """Keyword arguments for the model's forward."""
         wanted = {"output_attentions": self.attentions, "output_hidden_states": self.hidden_states}
         return {name: True for name, collected in wanted.items() if collected is not None}
 
     def begin_step(self, outputs: Any, prefix_length: int | None) -> None:
-        """The forward whose rows `record` speaks of; prefix_length: committed slots before its block, None = prefill."""
+        """Set the forward that `record` reads. prefix_length: committed slots before its block; None: prefill."""
         self._outputs, self._prefix_length = outputs, prefix_length
 
     def record(self, nodes: list[int], paths: list[list[int]], scores: Tensor, logits: Tensor) -> None:
-        """One more token of every row. nodes: where it was chosen (-1 = root). paths: nodes accepted up to there."""
+        """Record one more token of every row.
+
+        nodes: the node (-1 = root) after which each row's token was chosen. paths: nodes accepted so far.
+        """
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
@@ -67,13 +70,13 @@ class OutputRecorder:
 
     @staticmethod
     def _rows(layers: tuple[Tensor, ...], nodes: list[int]) -> tuple[Tensor, ...]:
-        """layers: [B, q, D] each. Returns [B, 1, D] each: what belongs to the chosen block token of each row."""
+        """layers: [B, q, D] each. Returns [B, 1, D] each: the state of each row's chosen block token."""
         return tuple(
             torch.stack([states[row, node + 1] for row, node in enumerate(nodes)])[:, None] for states in layers
         )
 
     def _cells(self, layers: tuple[Tensor | None, ...], nodes: list[int], paths: list[list[int]]) -> tuple[Any, ...]:
-        """layers: [B, H, q, slots] each. Returns [B, H, 1, length] each: only the text's own keys, in order."""
+        """layers: [B, H, q, slots] each. Returns [B, H, 1, length] each: weights on the text's own keys, in order."""
         prefix = list(range(self._prefix_length or 0))
         found: list[Tensor | None] = []
         for weights in layers:

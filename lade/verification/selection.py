@@ -1,17 +1,18 @@
-"""generate()'s own rules for committed tokens: how one is chosen, where it goes, and when a text ends.
+"""Token selection with generate()'s own rules: how tokens are chosen, committed and streamed, and when a row ends.
 
-Knows nothing about where guesses come from: along a token tree it asks for one token after another, in plain order, and
-never about a rejected guess. Three ways to do so, all with the tokens of plain generate():
+Selection does not depend on the source of the guesses. Along a token tree it chooses one token after another, in plain
+order, and never after a rejected guess. Three classes, all with plain generate()'s result:
 
-    GreedySelection    argmax, ended by a length or an end-of-sequence id: all choices of a step are read at once
-    PerRowSelection    transformers' own processors and samplers that treat rows apart, ended likewise or by stop strings: each row accepts
-                       its own number of tokens
-    LockstepSelection  everything else: processors, criteria and streamers see the whole batch at one length, as in plain
+    GreedySelection    argmax; rows end by length or end-of-sequence id. All choices of a step in one copy to the host.
+    PerRowSelection    transformers' processors and samplers that treat rows independently; rows also end by stop
+                       strings. Each row accepts its own number of tokens.
+    LockstepSelection  everything else: processors, criteria and streamers see the whole batch at one length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from lade.verification.walk import Children, children_of, walk, walk_together
 
 Accepted = list[list[int] | None]
 
-# Their scores for a row depend on that row's tokens alone, and calls for one row leave no trace on another's.
+# Processors whose scores for a row depend on that row alone, and whose calls leave no state behind.
 ROW_WISE_PROCESSORS = logits_processors(
     (
         "EpsilonLogitsWarper",
@@ -61,62 +62,70 @@ ROW_WISE_PROCESSORS = logits_processors(
         "TypicalLogitsWarper",
     )
 )
-# A row may be this many tokens ahead of the slowest one when sampling: so many draws are kept.
+# When sampling, a row may be at most this many tokens ahead of the slowest one: draws are kept for so many tokens.
 MAX_LEAD = 32
 
 
-class Selection:
-    """Common part: the texts, which rows have ended, and what generate() asked for."""
+@dataclass(frozen=True, slots=True)
+class SelectionRequest:
+    """The arguments of a `_sample` call that selection depends on. input_ids: [B, P]."""
 
-    def __init__(
-        self,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: Any,
-        recorder: OutputRecorder,
-    ) -> None:
-        self.sequences = TokenSequences(input_ids, stopping_criteria.max_length or 0)
-        self.processor, self.criteria, self.streamer = logits_processor, stopping_criteria, streamer
-        self.do_sample = bool(generation_config.do_sample)
-        self.recorder = recorder
-        self.is_finished = [False] * len(input_ids)
-        self.num_generated = 0  # tokens of all rows, without what pads finished ones
-        # Whether the next step goes without guesses: the prompt's, and that after a step which a guess has spoiled, since NaN spreads
-        # through masked places too: 0 * NaN is NaN.
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    streamer: Any
+    recorder: OutputRecorder
+
+
+class Selection:
+    """Common part: the sequences, which rows are finished, and generate()'s rules."""
+
+    def __init__(self, request: SelectionRequest) -> None:
+        batch_size = len(request.input_ids)
+        self.processor, self.criteria = request.logits_processor, request.stopping_criteria
+        self.streamer, self.recorder = request.streamer, request.recorder
+        self.do_sample = bool(request.generation_config.do_sample)
+        self.sequences = TokenSequences(request.input_ids, self.criteria.max_length or 0)
+        self.is_finished = [False] * batch_size
+        self.num_generated = 0  # over all rows, without padding
+        # Whether the next step has no guesses: the prompt's, and the one after a NaN guess has spoiled a step. NaN keys
+        # and values spread to all tokens in spite of the mask, because 0 * NaN is NaN.
         self.next_is_plain = True
-        self.avoided: set[int] = set()  # guesses that are not numbers
-        self._lost_rows: set[int] = set()  # whose text is not a number in plain generate() either
-        self._trusted_rows: set[int] = set()  # whose logits are believed, numbers or not
-        pad_token = generation_config._pad_token_tensor
+        self.avoided: set[int] = set()  # guessed ids with non-finite keys or values
+        self._lost_rows: set[int] = set()  # rows that are NaN in plain generate(), too
+        self._trusted_rows: set[int] = set()  # rows whose logits are used even if NaN
+        pad_token = request.generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
-        self.announce: Callable[[list[int], list[bool]], None] | None = None  # tells others of tokens and ended rows
-        self.draws = ExponentialDraws(input_ids.device, len(input_ids)) if self.do_sample else None
-        # The list would look at the signature of each processor, every time; of transformers' own they are known.
-        self._is_direct = type(logits_processor) is LogitsProcessorList and all(map(is_row_wise, logits_processor))
+        self.on_commit: Callable[[list[int], list[bool]], None] | None = None  # sends tokens and is_finished
+        self.draws = ExponentialDraws(request.input_ids.device, batch_size) if self.do_sample else None
+        # LogitsProcessorList inspects each processor's signature in every call; transformers' own are known.
+        self._is_direct = type(self.processor) is LogitsProcessorList and all(map(is_row_wise, self.processor))
 
     def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        """Commit what the model chose along each row's tree.
+        """Commit the model's choices along each row's tree.
 
-        Returns the accepted nodes of each row; None for a row to which nothing was committed. What is not a number in a step without
-        guesses is none in plain generate() either.
+        Returns the accepted nodes of each row; None for a row to which nothing was committed. NaN logits in a step
+        without guesses are accepted, since plain generate() has them, too.
         """
         self._trusted_rows = set(range(len(self.is_finished))) if self.next_is_plain else self._lost_rows
         self.next_is_plain = False
         return self._walk(self._children_of(tree), block_logits)
 
     def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
-        """`verify`. children: of each row's tree."""
+        """As `verify`. children: the index of each row's tree."""
         raise NotImplementedError
 
     def recover(self, lost_rows: set[int], guesses: set[int]) -> None:
-        """After a spoiled step. lost_rows: whose own text is not a number. guesses: tokens not to be tried again."""
+        """After a step spoiled by NaN. lost_rows: rows whose committed text gives NaN. guesses: ids to avoid."""
         self._lost_rows |= lost_rows
         self.avoided |= guesses
 
     def without_avoided(self, tokens: Tensor) -> Tensor:
-        """A block's tokens, with the root in place of those to avoid; of all guesses after a spoiled step. tokens: [B, q]."""
+        """Replace the guesses to avoid by the root; after a spoiled step, all guesses.
+
+        tokens: [B, q] of a block.
+        """
         if self.next_is_plain:
             return tokens[:, :1].expand_as(tokens)
         if not self.avoided:
@@ -125,12 +134,12 @@ class Selection:
         return torch.where(is_avoided, tokens[:, :1], tokens)
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
-        """Take out guesses for rows that have ended."""
+        """Remove the guesses of finished rows."""
         return tree.with_chains(self._finished_rows, self.pad_token, length=0) if any(self.is_finished) else tree
 
     @cached_property
     def max_length(self) -> int:
-        """Where every text ends at the latest, if anything says so; the list's own attribute is the first one's alone."""
+        """The smallest maximum length among the criteria; the list's own attribute is the first one's."""
         return min((int(c.max_length) for c in self.criteria if isinstance(c, MaxLengthCriteria)), default=0)
 
     @cached_property
@@ -150,7 +159,7 @@ class Selection:
 
     @property
     def drawing_seconds(self) -> float:
-        """Spent so far on drawing random numbers."""
+        """Time spent on drawing random numbers so far."""
         return 0.0 if self.draws is None else self.draws.seconds
 
     def _children_of(self, tree: TokenTree) -> list[Children]:
@@ -159,14 +168,14 @@ class Selection:
             found = [{edge: node for edge, node in row.items() if edge[1] not in self.avoided} for row in found]
         return found
 
-    def _has_logits(self, block_logits: BlockLogits, row: int, node: int) -> bool:
-        """Whether to choose a token behind one node (-1 = root) of one row; notes where a guess has spoiled that."""
-        has_answer = row in self._trusted_rows or block_logits.is_number(row, node)
-        self.next_is_plain |= not has_answer
-        return has_answer
+    def _is_usable(self, block_logits: BlockLogits, row: int, node: int) -> bool:
+        """Whether one row's logits after a node (-1 = root) can be used; otherwise the next step has no guesses."""
+        is_usable = row in self._trusted_rows or block_logits.is_number(row, node)
+        self.next_is_plain |= not is_usable
+        return is_usable
 
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """What the processors make of logits [R, V] behind texts [R, T]."""
+        """Apply the processors. ids: [R, T]. logits: [R, V]. Returns [R, V]."""
         if not self._is_direct:
             scores: Tensor = self.processor(ids, logits)
             return scores
@@ -175,13 +184,13 @@ class Selection:
         return logits
 
     def _draws(self, probabilities: Tensor, length: int) -> Tensor:
-        """With which `torch.multinomial` would choose behind texts of a length. probabilities: of softmax, [R, V]. Returns [B, V].
+        """The exponential draws `torch.multinomial` would use for sequences of this length. Returns [B, V].
 
-        Raises what multinomial raises.
+        probabilities: [R, V]. Raises what multinomial raises for NaN.
         """
         assert self.draws is not None
-        if bool(probabilities[:, 0].isnan().any()):  # then all of such a row are
-            torch.multinomial(probabilities, num_samples=1)
+        if bool(probabilities[:, 0].isnan().any()):  # softmax makes the whole row NaN
+            torch.multinomial(probabilities, num_samples=1)  # raises
         return self.draws.draw(length - self.sequences.prompt_length, probabilities.shape[1])
 
     @property
@@ -190,7 +199,7 @@ class Selection:
 
 
 class GreedySelection(Selection):
-    """No processors: the whole step is one argmax and one copy to the host."""
+    """Greedy decoding without processors: a step is one argmax and one copy to the host."""
 
     def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
         choices = block_logits.best()
@@ -208,7 +217,7 @@ class GreedySelection(Selection):
         return accepted
 
     def _choice(self, block_logits: BlockLogits, choices: list[int], row: int, node: int) -> int | None:
-        return choices[node + 1] if self._has_logits(block_logits, row, node) else None
+        return choices[node + 1] if self._is_usable(block_logits, row, node) else None
 
     def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
         committed.append(token)
@@ -217,7 +226,7 @@ class GreedySelection(Selection):
 
 
 class PerRowSelection(Selection):
-    """Processors and samplers, each row at its own length; several rows share the draws that plain would have made."""
+    """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
     def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
         sequences = self.sequences
@@ -228,13 +237,13 @@ class PerRowSelection(Selection):
             if self.is_finished[row] or is_far_ahead:
                 accepted.append(None)
             else:
-                accepted.append(walk(edges, partial(self._answer, block_logits, row), partial(self._commit, row)))
+                accepted.append(walk(edges, partial(self._choice, block_logits, row), partial(self._commit, row)))
         if self.draws is not None:
             self.draws.forget(min(unfinished) - sequences.prompt_length)
         return accepted
 
-    def _answer(self, block_logits: BlockLogits, row: int, node: int) -> int | None:
-        return self._choose(block_logits, row, node) if self._has_logits(block_logits, row, node) else None
+    def _choice(self, block_logits: BlockLogits, row: int, node: int) -> int | None:
+        return self._choose(block_logits, row, node) if self._is_usable(block_logits, row, node) else None
 
     def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
         ids = self.sequences.row(row)
@@ -244,7 +253,7 @@ class PerRowSelection(Selection):
             return int(scores.argmax(dim=-1))
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
         draws = self._draws(probabilities, self.sequences.lengths[row])
-        return first_to_arrive(probabilities, draws[row : row + 1])[0]
+        return sample_with_draws(probabilities, draws[row : row + 1])[0]
 
     def _commit(self, row: int, token: int) -> bool:
         self.sequences.append([token], row)
@@ -254,37 +263,37 @@ class PerRowSelection(Selection):
             or self.sequences.lengths[row] >= self.max_length
             or any(bool(criterion(self.sequences.row(row), None)) for criterion in self.stop_strings)
         )
-        if self.announce is not None:
-            self.announce([token], [self.is_finished[row]])
+        if self.on_commit is not None:
+            self.on_commit([token], [self.is_finished[row]])
         return self.is_finished[row]
 
 
 class LockstepSelection(Selection):
-    """Everything generate() can be asked for: all rows commit the same number of tokens, as many as all of them accept."""
+    """Everything generate() supports: all rows commit the same number of tokens, as many as all of them accept."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, request: SelectionRequest) -> None:
+        super().__init__(request)
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
-        """Plain generate() goes on with finished rows: with pad tokens, or without any change if nothing pads them."""
+        """Replace finished rows' guesses by pad tokens, as in plain generate(); nothing if nothing pads."""
         return tree.with_chains(self._finished_rows, self.pad_token, max_depth) if self._pads else tree
 
     @property
     def is_idle(self) -> list[bool]:
-        """Rows that need no guesses: what pads them is known, but where nothing does, all rows go on as one."""
+        """Rows that need no guesses: finished ones, if they are padded. Without padding they go on like the others."""
         return self.is_finished if self._pads else [False] * len(self.is_finished)
 
     def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
         self._block_logits, self._children = block_logits, children
-        accepted = walk_together(children, self._answer, self._commit)
+        accepted = walk_together(children, self._choice, self._commit)
         if self.draws is not None:
             self.draws.forget(self.sequences.lengths[0] - self.sequences.prompt_length)
         return [None] * len(children) if accepted is None else list(accepted)
 
-    def _answer(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
-        have_answers = [self._has_logits(self._block_logits, row, node) for row, node in enumerate(nodes)]
-        return self._choose(nodes, paths) if all(have_answers) else None
+    def _choice(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
+        are_usable = [self._is_usable(self._block_logits, row, node) for row, node in enumerate(nodes)]
+        return self._choose(nodes, paths) if all(are_usable) else None
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         sequences = self.sequences
@@ -301,59 +310,52 @@ class LockstepSelection(Selection):
     def _sample(self, scores: Tensor) -> list[int]:
         """scores: [B, V]. Returns [B]."""
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        if probabilities.dtype != torch.float32:  # a processor's idea: other draws belong to it
+        if probabilities.dtype != torch.float32:  # set by a processor; draws differ by dtype
             with drawing:
                 tokens: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
             return tokens
-        return first_to_arrive(probabilities, self._draws(probabilities, self.sequences.lengths[0]))
+        return sample_with_draws(probabilities, self._draws(probabilities, self.sequences.lengths[0]))
 
     def _commit(self, tokens: list[int]) -> bool:
         self.sequences.append_column(tokens)
         self.num_generated += self.is_finished.count(False)
         has_ended = self.criteria(self.sequences.all_rows(), self.recorder.scores).tolist()
         if self.streamer is not None:
-            # A streamer class that tells guesses apart has a method for them.
+            # Optional method of a streamer that shows which tokens were guessed.
             is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
             (self.streamer.put_guess if is_told else self.streamer.put)(torch.tensor(tokens, device="cpu"))
         self.is_finished = [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
-        if self.announce is not None:
-            self.announce(tokens, self.is_finished)
+        if self.on_commit is not None:
+            self.on_commit(tokens, self.is_finished)
         return all(self.is_finished)
 
 
-def selection_for(
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    streamer: Any,
-    recorder: OutputRecorder,
-    needs_equal_lengths: bool,
-) -> type[Selection]:
-    """The fastest rules that give plain generate()'s result; they are made with the same arguments but the last.
+def selection_for(request: SelectionRequest, needs_equal_lengths: bool) -> type[Selection]:
+    """The fastest class with plain generate()'s result.
 
-    needs_equal_lengths: all rows must have one length, because of the model or of who gets the cache.
+    needs_equal_lengths: the model or the caller's cache requires all rows to have the same length.
     """
-    is_batch = len(input_ids) > 1
-    rows_apart = (
-        type(logits_processor) is LogitsProcessorList  # a subclass may have a way of its own to call what is in it
-        and ends_apart(stopping_criteria, is_batch)
-        and streamer is None
-        and not recorder.is_recording
+    processors, is_batch = request.logits_processor, len(request.input_ids) > 1
+    rows_are_independent = (
+        type(processors) is LogitsProcessorList  # a subclass may call its processors in another way
+        and all(map(is_row_wise, processors))
+        and rows_end_independently(request.stopping_criteria, is_batch)
+        and request.streamer is None
+        and not request.recorder.is_recording
         and not (is_batch and needs_equal_lengths)
     )
-    has_stop_strings = any(isinstance(criterion, StopStringCriteria) for criterion in stopping_criteria)
-    if rows_apart and not (logits_processor or generation_config.do_sample or has_stop_strings):
-        return GreedySelection
-    if rows_apart and all(map(is_row_wise, logits_processor)):
-        return PerRowSelection
-    return LockstepSelection
+    if not rows_are_independent:
+        return LockstepSelection
+    has_stop_strings = any(isinstance(criterion, StopStringCriteria) for criterion in request.stopping_criteria)
+    is_greedy = not (processors or request.generation_config.do_sample or has_stop_strings)
+    return GreedySelection if is_greedy else PerRowSelection
 
 
-def ends_apart(criteria: StoppingCriteriaList, is_batch: bool) -> bool:
-    """Whether each row ends by itself: padded where it ends early, so that nobody sees what it would have gone on with.
+def rows_end_independently(criteria: StoppingCriteriaList, is_batch: bool) -> bool:
+    """Whether each row ends independently, so that tokens after its end are never visible.
 
-    generate() pads if there are end-of-sequence ids; without them, a row that a stop string has ended goes on with the others.
+    generate() pads finished rows only if there are end-of-sequence ids. Without them, a row that a stop string has
+    ended goes on with the others.
     """
     kinds = {type(criterion) for criterion in criteria}
     is_padded = EosTokenCriteria in kinds or StopStringCriteria not in kinds or not is_batch
@@ -365,16 +367,16 @@ def ends_apart(criteria: StoppingCriteriaList, is_batch: bool) -> bool:
 
 
 def is_row_wise(processor: Callable[..., Tensor]) -> bool:
-    """Whether one row's scores depend on that row alone, however often other rows are asked about."""
+    """Whether one row's scores depend on that row alone, and calls leave no state behind."""
     if type(processor) is RepetitionPenaltyLogitsProcessor:
         return not isinstance(processor.prompt_ignore_length, Tensor)
     return type(processor) in ROW_WISE_PROCESSORS
 
 
-def first_to_arrive(probabilities: Tensor, draws: Tensor) -> list[int]:
-    """The tokens that `torch.multinomial` chooses with these exponential draws. Both: [R, V]. Returns [R]."""
-    arrivals = probabilities / draws  # by torch: numpy may have been told to raise on underflow
+def sample_with_draws(probabilities: Tensor, draws: Tensor) -> list[int]:
+    """The tokens that `torch.multinomial` samples with these draws. Both: [R, V]. Returns [R]."""
+    ratios = probabilities / draws  # by torch: numpy may be set to raise on underflow
     # numpy's argmax takes a fifth of torch's time.
-    first = arrivals.numpy().argmax(axis=-1) if arrivals.device.type == "cpu" else arrivals.argmax(dim=-1)
-    tokens: list[int] = first.tolist()
+    chosen = ratios.numpy().argmax(axis=-1) if ratios.device.type == "cpu" else ratios.argmax(dim=-1)
+    tokens: list[int] = chosen.tolist()
     return tokens

@@ -1,4 +1,4 @@
-"""The committed text: prompts and generated tokens of all rows."""
+"""The committed token sequences: prompts and generated tokens of all rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class TokenSequences:
-    """Prompts and committed tokens of B rows in one buffer that grows by doubling."""
+    """Prompts and committed tokens of B rows, in one buffer that grows by doubling."""
 
     def __init__(self, input_ids: Tensor, room: int) -> None:
-        """input_ids: [B, P] prompts, padded on the left. room: tokens per row to start with."""
+        """input_ids: [B, P] prompts, padded on the left. room: initial capacity in tokens per row."""
         batch_size, self.prompt_length = input_ids.shape
         self.ids = input_ids.new_empty(batch_size, max(room, self.prompt_length + 1), dtype=torch.long)
         self.ids[:, : self.prompt_length] = input_ids
@@ -18,14 +18,14 @@ class TokenSequences:
         self.generated: list[list[int]] = [[] for _ in input_ids]  # of each row, on the host
 
     def append(self, tokens: list[int], row: int) -> None:
-        """Append some tokens to one row."""
+        """Append tokens to one row."""
         length = self.lengths[row]
         self.lengths[row] = length + len(tokens)
         self._ensure_room(self.lengths[row])
         self._put(slice(row, row + 1), length, [tokens])
 
     def append_column(self, tokens: list[int]) -> None:
-        """Append one token to every row. tokens: [B]. All rows have the same length."""
+        """Append one token to every row. tokens: [B]. All rows must have the same length."""
         length = self.lengths[0]
         self.lengths = [length + 1] * len(self.lengths)
         self._ensure_room(length + 1)
@@ -36,15 +36,15 @@ class TokenSequences:
         return self.ids[row : row + 1, : self.lengths[row]]
 
     def all_rows(self) -> Tensor:
-        """Returns [B, length], where all rows have the same length; contiguous, as plain generate() passes it on."""
+        """Returns [B, length], contiguous as in plain generate(). All rows must have the same length."""
         return self.ids[:, : self.lengths[0]].contiguous()
 
     def roots(self) -> list[int]:
-        """The last token of each row; each must have got one. Returns [B]."""
+        """The last token of each row, which must be a generated one. Returns [B]."""
         return [tokens[-1] for tokens in self.generated]
 
     def padded(self, pad_token: int) -> Tensor:
-        """All rows, the shorter ones filled up with the pad token. Returns [B, longest]."""
+        """All rows, right-padded with the pad token. Returns [B, longest]."""
         longest = max(self.lengths)
         result = self.ids[:, :longest].clone()
         for row, length in enumerate(self.lengths):
@@ -53,9 +53,9 @@ class TokenSequences:
         return result
 
     def _put(self, rows: slice, start: int, tokens: list[list[int]]) -> None:
-        """Write equally many tokens, at least one, to some rows."""
+        """Write the same number of tokens, at least one, to some rows."""
         end = start + len(tokens[0])
-        if self.ids.device.type == "cpu":  # the same memory through numpy, which takes a list at a tenth of the time
+        if self.ids.device.type == "cpu":  # numpy writes a list to the same memory in a tenth of the time
             self.ids.numpy()[rows, start:end] = tokens
         else:
             self.ids[rows, start:end] = torch.tensor(tokens, device=self.ids.device)

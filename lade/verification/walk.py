@@ -1,4 +1,4 @@
-"""The walk over the token tree. Pure functions on Python integers; greedy and sampling differ only in `choose`."""
+"""The walk along the token tree, on Python integers. Greedy decoding and sampling differ only in `choose`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ Children = dict[tuple[int, int], int]
 
 
 def children_of(tokens: list[int], parents: list[int]) -> Children:
-    """Index of a tree: (parent node or -1 for the root, token) -> node."""
+    """Index of a tree: (parent node, -1 for the root; token) -> node."""
     return {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
 
 
 def walk(children: Children, choose: Callable[[int], int | None], commit: Callable[[int], bool]) -> list[int] | None:
-    """Follow the model's own choices through the tree until one was not guessed or the text ends.
+    """Follow the model's choices through the tree until one was not guessed or the row ends.
 
-    choose: node (-1 = root) -> the token the model puts after it, None where a guess has spoiled its logits. commit: stores a
-    chosen token, returns True when the text is finished. Returns the accepted nodes, root excluded; one more token than that has
-    been committed. None where the root has no token: then none has.
+    choose: node (-1 = root) -> the token chosen after it, None if a guess has spoiled its logits. commit: stores a
+    token, returns True when the row is finished. Returns the accepted nodes without the root; one more token than that
+    has been committed. None if the root's logits are spoiled; then nothing has been committed.
+
     Source: arXiv:2402.02057, verification branch.
     """
     accepted: list[int] = []
     node = -1
     while True:
         token = choose(node)
-        if token is None:  # the node was right, but its keys and values are spoiled like its logits
+        if token is None:  # the last node was right, but its keys/values are spoiled, too
             return accepted[:-1] if accepted else None
         if commit(token) or (node, token) not in children:
             return accepted
@@ -37,11 +38,11 @@ def walk_together(
     choose: Callable[[list[int], list[list[int]]], list[int] | None],
     commit: Callable[[list[int]], bool],
 ) -> list[list[int]] | None:
-    """`walk` for all rows of a batch at once: it goes on while every row's token was guessed.
+    """`walk` for all rows of a batch in lockstep, until any row's token was not guessed.
 
-    choose: (each row's node, each row's accepted nodes so far) -> each row's token, None where a guess has spoiled any row's
-    logits. commit: stores them, returns True when all texts are finished. Returns the accepted nodes of each row, equally many;
-    one more token has been committed. None where the roots have no tokens.
+    choose: (each row's node, each row's accepted nodes so far) -> each row's token, None if any row's logits are
+    spoiled. commit: stores them, returns True when all rows are finished. Returns the accepted nodes of each row, the
+    same number for all; one more token has been committed. None if a root's logits are spoiled.
     """
     accepted: list[list[int]] = [[] for _ in children]
     nodes = [-1] * len(children)

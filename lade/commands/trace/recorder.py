@@ -56,7 +56,7 @@ class StepRecorder:
                 "parents": list(tree.parents[0]),
                 "accepted": list(path),
                 "committed": texts.row(0)[0, -committed:].tolist() if committed else [],
-                "mask": self._mask_index(layout.visibility(tree)[0]),
+                "mask": self._mask_index(layout.offsets_and_visibility(tree)[1][0]),
                 "forward": self._forward_seconds,
                 "rest": now - self._step_began - self._forward_seconds,
             }

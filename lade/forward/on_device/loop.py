@@ -31,13 +31,13 @@ from lade.forward.static_shapes import (
     capture_failure,
     compile_copy,
     compiling,
-    disagreement,
     in_short,
     padded_capacity,
     remember_failure,
 )
 from lade.state import PerModel
 from lade.stats import GenerationStats
+from lade.tolerance import logits_error
 from lade.verification.selection import GreedySelection, Selection
 
 # Tokens of a block, those of all rows, for which a GPU takes hardly longer than for one, as it reads the weights for both.
@@ -183,7 +183,7 @@ class DeviceLoop:
     def run(self, cache: LookaheadCache, num_logits: int, witness: int | None) -> None:
         """Decode until all rows have ended, or until something fails: then the ordinary loop can go on.
 
-        cache: has the prompt, behind which each row has got one token. num_logits: V. witness: as for `lade.verification.logits.BlockLogits`.
+        cache: has the prompt, behind which each row has got one token. num_logits: V. witness: nan_column of `lade.verification.logits.BlockLogits`.
         """
         buffers = self._buffers
         if buffers is None or buffers.cache is not cache or all(self.selection.is_finished):
@@ -317,7 +317,7 @@ class DeviceLoop:
                 lay_out(state)[0], lengths=cache.lengths, key_mask=self.key_mask, capacity=None, start_slots=None
             )
             cache.begin_block(self.shape.block_tokens, self.shape.device)
-            error = disagreement(logits, self.runner.ordinary_forward(block, cache).logits)
+            error = logits_error(logits, self.runner.ordinary_forward(block, cache).logits)
         finally:
             state.restore(saved)
             cache.lengths = committed

@@ -57,7 +57,7 @@ def sampling_of(selection: Selection) -> Sampling | None:
     is_served = (
         type(selection) is PerRowSelection
         and selection.do_sample
-        and selection.announce is None
+        and selection.on_commit is None
         and not selection.stop_strings
         and type(selection.processor) is LogitsProcessorList
         and all(map(is_warper, selection.processor))

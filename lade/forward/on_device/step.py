@@ -92,7 +92,7 @@ class StepState:
 
         self.draws = draws
         self.is_refused = zeros((), dtype=torch.bool)  # a guess, or the text, is not a number: no row goes on
-        self.witness = zeros(1)  # a column that shows this, see `lade.verification.logits.witness_of`
+        self.witness = zeros(1)  # a column that shows this, see `lade.verification.logits.find_nan_column`
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
         self.levels = zeros(batch_size, shape.depth, shape.window_size)

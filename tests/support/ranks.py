@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import Recorder, generate_plain, prompt, tiny_llama
 from torch.distributed import run
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
@@ -26,11 +25,12 @@ from lade.block.kv_cache import LookaheadCache
 from lade.parallel import communicator as link
 from lade.parallel import partition as shares
 from lade.parallel.group import ProcessGroup
+from support.models import Recorder, generate_plain, prompt, tiny_llama
 
 # Children are forked from a process that has imported these once and does nothing else.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch.distributed.run", "transformers.models.llama.modeling_llama", "lade.augment", "conftest"]
+    ["torch.distributed.run", "transformers.models.llama.modeling_llama", "lade.augment", "support"]
 )
 PATIENCE = 300  # seconds that nothing takes unless it hangs, however busy the machine is
 
@@ -301,7 +301,7 @@ def result_of(generate, seed, arguments):
 
 def run_families(rank, names):
     """Models of other families: their own caches, masks and positions. Returns (name, case) -> equal to plain, reason."""
-    from families import FAMILIES
+    from support.families import FAMILIES
 
     found = {}
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, DIST_WORKERS=2)
@@ -436,16 +436,16 @@ def differ(rank, what):
     return None
 
 
-def wait_for_words_of(living):
+def wait_for_reasons_of(living):
     """The time in which ranks can say that they are still there begins when they have said so, however busy the machine is."""
     heard, seconds = set(), itertools.count()
 
-    def words(self, original=link.Communicator._words):
+    def reasons(self, original=link.Communicator._reasons):
         found = original(self)
         heard.update(found)
         return found
 
-    link.Communicator._words = words
+    link.Communicator._reasons = reasons
     link.time = SimpleNamespace(sleep=time.sleep, monotonic=lambda: next(seconds) if heard >= living else 0)
 
 
@@ -455,7 +455,7 @@ def fail(rank, culprit, how):
     own_group(seconds=10 if how == "hangs" else PATIENCE)
     store = torch.distributed.distributed_c10d._get_default_store()
     link.POLL = datetime.timedelta(seconds=0.2)
-    wait_for_words_of(set(range(3)) - {rank, culprit})
+    wait_for_reasons_of(set(range(3)) - {rank, culprit})
     is_armed = False
 
     def before_forward(*_):

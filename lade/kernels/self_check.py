@@ -1,64 +1,70 @@
-"""The Triton kernel's first use for each kind of call runs beside the definition; where they differ, the definition serves."""
+"""The Triton kernel's self-check: its first call of each kind is compared with the reference.
+
+Where they differ, or the kernel raises, the reference is used for that kind of call.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lade.kernels.reference import reference_block_attention
+from lade.tolerance import excess, largest_difference, largest_value
 
-# How far the kernel may be from the definition, relative to the largest value.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-MOST_ROWS, LEAST_ROWS = 128, 16  # of a tile
+MOST_ROWS, LEAST_ROWS = 128, 16  # query rows of a tile
 
-_problems: dict[tuple[torch.device, torch.dtype, Hashable], str | None] = {}  # None: the kernel was right
+_problems: dict[tuple[torch.device, torch.dtype, Hashable], str | None] = {}  # None: passed
 
 
 class _PerThread(threading.local):
-    is_trying = False
+    is_checking = False
 
 
 _per_thread = _PerThread()
 
 
-def is_trying() -> bool:
-    """Whether this thread is trying out the kernel, for which the host waits as it does at no other time."""
-    return _per_thread.is_trying
+def is_checking() -> bool:
+    """Whether this thread is running a self-check, which synchronises with the host."""
+    return _per_thread.is_checking
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What was wrong with the kernel in this process, as a sentence; None as long as nothing was."""
+    """What was wrong with the kernel in this process, as a sentence; None if nothing was."""
     found = list(_problems.items())
     return next((problem for key, problem in found if problem and key[:2] == (device, dtype)), None)
 
 
-def tried(
+def checked(
     kernel: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, packed: Tensor, **named: Any
 ) -> Tensor:
-    """What `kernel` returns, or the definition where the kernel failed at this kind of call. Arguments as `block_attention`'s."""
-    key = (query.device, query.dtype, kind_of(query, keys, values, **named))
+    """The kernel's output, or the reference's where the kernel failed its self-check.
+
+    Arguments as for `block_attention`.
+    """
+    key = (query.device, query.dtype, variant_of(query, keys, values, **named))
     if key not in _problems:
-        if is_capturing(query.device):  # nothing can be compared now
+        if is_capturing(query.device):  # nothing can be compared during capture
             return reference_block_attention(query, keys, values, packed, **named)
-        _per_thread.is_trying = True
+        _per_thread.is_checking = True
         try:
             _problems[key] = problem_of(
                 kernel(query, keys, values, packed, **named), query, keys, values, packed, **named
             )
-        except Exception as problem:  # whatever Triton raises
+        except Exception as problem:  # Triton raises many kinds
             first_line = str(problem).partition("\n")[0]
             _problems[key] = f"the kernel failed: {type(problem).__name__}: {first_line}"[:300]
         finally:
-            _per_thread.is_trying = False
+            _per_thread.is_checking = False
     serves = reference_block_attention if _problems[key] else kernel
     return serves(query, keys, values, packed, **named)
 
 
-def kind_of(
+def variant_of(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -68,7 +74,7 @@ def kind_of(
     window: int | None,
     **_: Any,
 ) -> Hashable:
-    """All by which Triton compiles another kernel: tiles follow from the rows, splits from the capacity."""
+    """Everything by which Triton compiles another kernel: tiles depend on the rows, splits on the capacity."""
     group = query.shape[1] // keys.shape[1]
     rows = min(max(power_of_2(group * query.shape[2]), LEAST_ROWS), MOST_ROWS)
     sizes = (keys.shape[0] * keys.shape[1], power_of_2(keys.shape[2]), keys.shape[3], values.shape[3])
@@ -82,10 +88,10 @@ def power_of_2(number: int) -> int:
 def problem_of(
     found: Tensor, query: Tensor, keys: Tensor, values: Tensor, packed: Tensor, sinks: Tensor | None, **named: Any
 ) -> str | None:
-    """How the kernel's output is wrong, as a sentence; None where it is right up to rounding.
+    """How the kernel's output is wrong, as a sentence; None if it is right up to rounding.
 
-    float32 is compared in float64, because its own products may be rounded to tf32. One key/value head at a time: the definition
-    takes memory for all of its scores.
+    float32 is compared in float64, because torch may round float32 products to tf32. One key/value head at a time, to
+    limit the memory for the reference's scores.
     """
     dtype, group = query.dtype, query.shape[1] // keys.shape[1]
     exact = torch.float64 if dtype.itemsize >= 4 else torch.float32
@@ -94,12 +100,12 @@ def problem_of(
         rows, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
         inputs = (query[:, rows].to(exact), keys[:, one].to(exact), values[:, one].to(exact), packed)
         expected = reference_block_attention(*inputs, sinks=None if sinks is None else sinks[rows], **named)
-        difference = (found[:, :, rows].to(exact) - expected).abs().max()
-        if not difference.isfinite():
+        difference = largest_difference(found[:, :, rows].to(exact), expected)
+        if not isfinite(difference):
             return "the kernel gave what is no number"
-        error, scale = max(error, float(difference)), max(scale, float(expected.abs().max()))
-    error /= max(scale, torch.finfo(torch.float32).tiny)
-    return None if error <= TOLERANCE[dtype] else f"the kernel was off by {error:.2g} of the largest value"
+        error, scale = max(error, difference), max(scale, largest_value(expected))
+    off = excess(error, scale, "attention", dtype)
+    return None if off is None else f"the kernel was off by {off:.2g} of the largest value"
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -1,0 +1,41 @@
+"""How far two computations of the same numbers may be apart: one table for all self-checks.
+
+Differences are relative to the largest expected value. The bounds lie well above what another order of summation changes, and well
+below what a wrong mask, position or cache slot changes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {
+    # The attention kernel's output, against its definition computed in a wider type.
+    "attention": {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2},
+    # Logits of a compiled or captured forward, against those of the ordinary one.
+    "logits": {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1},
+}
+# The trial block of an unknown model has no exact counterpart: its error must be so many times smaller than what an ignored mask
+# causes. In half precision rounding makes up a larger part of both.
+MASK_EFFECT_RATIO = {torch.float64: 1000.0, torch.float32: 1000.0, torch.float16: 10.0, torch.bfloat16: 10.0}
+
+
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference. Equal entries count as 0, infinite ones included: some models make a logit minus infinity."""
+    return float((found - expected).abs().masked_fill(found == expected, 0).max())
+
+
+def largest_value(expected: Tensor) -> float:
+    """The largest absolute value that is finite."""
+    return float(expected.abs().masked_fill(expected.isinf(), 0).max())
+
+
+def excess(difference: float, scale: float, what: str, dtype: torch.dtype) -> float | None:
+    """The relative error where it is more than rounding, NaN included; otherwise None. what: a key of `TOLERANCE`."""
+    error = difference / max(scale, torch.finfo(torch.float32).tiny)
+    return None if error <= TOLERANCE[what].get(dtype, 0.0) else error
+
+
+def logits_error(found: Tensor, expected: Tensor) -> float | None:
+    """How far logits are from the expected ones, relative to the largest; None where that is rounding."""
+    return excess(largest_difference(found, expected), largest_value(expected), "logits", expected.dtype)

@@ -1,0 +1,266 @@
+"""Do the tests notice when a line that matters is wrong? One mutation at a time, in a copy of the checkout.
+
+    python tests/mutants.py                      # all of them; a few seconds each
+    python tests/mutants.py mask walk            # those whose names hold one of these
+    python tests/mutants.py --list
+
+Each mutation names the tests that are to fail: few, so that a run says which test guards the line. They run with -x in a process of
+their own; `--control` first runs them all on the unchanged copy. Prints a table, and ends with 1 where a mutant has survived or its
+tests could not be run. Beside the tests that run by themselves: tests/test_mutants.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".*_cache")
+PATIENCE = 120  # seconds; a mutant that makes a loop endless counts as killed
+FAILED, HANGS = 1, 124  # what pytest and `run_tests` return
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """name: what is wrong with it. path: below lade/. old: occurs once in the file. tests: of which at least one is to fail."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def mutant(name: str, path: str, old: str, new: str, *tests: str) -> Mutant:
+    """tests: "file::test", with neither the folder nor "test_" before the file's name."""
+    return Mutant(name, path, old, new, tuple(f"tests/test_{test}" for test in tests))
+
+
+MUTANTS = [
+    # Masks and layout.
+    mutant("mask: a window cell sees one level too few", "block/layout.py",
+           "own_column = (level > 0) & (level <= level_q)", "own_column = (level > 0) & (level < level_q)",
+           "layout.py::test_layout_is_the_definition"),
+    mutant("mask: a tree node sees its parent alone", "block/token_tree.py",
+           "seen.append(seen[parent + 1] | 1 << node)", "seen.append(1 | 1 << parent + 1 | 1 << node)",
+           "token_tree.py"),
+    mutant("mask: a sliding window one token too wide", "block/mask.py",
+           "return places - limit + 1", "return places - limit",
+           "layout.py::test_mask_over_slots"),
+    mutant("mask: a prompt's padding is seen", "block/mask.py",
+           "is_prefix[:, : block.key_mask.shape[1]] &= block.key_mask", "is_prefix[:, : block.key_mask.shape[1]] &= True",
+           "layout.py::test_mask_over_slots", "contract.py::test_ragged_greedy_batches"),
+    mutant("mask: packed words lose a key", "kernels/packed_mask.py",
+           "bits[:, :, :num_queries] = visible", "bits[:, :, : num_queries - 1] = visible[..., :-1]",
+           "kernels.py::test_mask_round_trip"),
+    mutant("padding: rows of padded nodes are kept", "block/layout.py",
+           "return torch.cat([logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]], dim=1)", "return logits",
+           "static_shapes.py::test_trees_of_several_sizes"),
+    # The walk, and what ends a text.
+    mutant("walk: a guess is taken though the text has ended", "verification/walk.py",
+           "if commit(token) or (node, token) not in children:", "if commit(token) and (node, token) not in children:",
+           "walk.py::test_walk_ends_with_the_text"),
+    mutant("walk: a batch goes on where one row missed", "verification/walk.py",
+           "if None in found:", "if found[0] is None:",
+           "contract.py::test_batched_streams_and_sequences", "contract.py::test_dictionary_outputs",
+           "contract.py::test_batch"),
+    mutant("stop: one token too many", "verification/selection.py",
+           "token in self.eos_ids or len(committed) >= room", "token in self.eos_ids or len(committed) > room",
+           "exactness.py::test_length_cuts_inside_an_accepted_ngram"),
+    mutant("stop: an end of sequence inside a run", "verification/selection.py",
+           "self.is_finished[row] = token in self.eos_ids or len(committed)", "self.is_finished[row] = len(committed)",
+           "exactness.py::test_end_of_sequence_inside_an_accepted_ngram"),
+    mutant("stop: stop strings are not looked for", "verification/selection.py",
+           "or any(bool(criterion(self.sequences.row(row), None)) for criterion in self.stop_strings)", "or False",
+           "contract.py::test_stop_strings_end_each_row_by_itself"),
+    # Draws.
+    mutant("draws: the generator stays where it was", "verification/draws.py",
+           "set_generator_state(self._device, self._states[place + 1])", "set_generator_state(self._device, self._states[place])",
+           "draws.py::test_drawing_moves_the_generator_as_multinomial_does"),
+    mutant("draws: what others draw is not noticed", "verification/draws.py",
+           "if same_state(now, self._states[place]):", "if True:",
+           "draws.py::test_others_may_draw_in_between"),
+    mutant("draws: forgotten one token late", "verification/draws.py",
+           "while self._first < index and self._draws:", "while self._first < index - 1 and self._draws:",
+           "draws.py::test_draws_that_nobody_will_ask_for_are_dropped"),
+    # The cache.
+    mutant("cache: accepted keys move one slot too low", "block/kv_cache.py",
+           "storage.write(row, start + 1, storage.read(row, source))", "storage.write(row, start, storage.read(row, source))",
+           "kv_cache.py::test_blocks_and_compaction"),
+    mutant("cache: rows of different lengths share their slots", "block/kv_cache.py",
+           "is_ragged = min(self.lengths) != max(self.lengths)", "is_ragged = False",
+           "kv_cache.py::test_blocks_and_compaction", "contract.py::test_rows_accept_their_own_number_of_tokens"),
+    mutant("cache: growing loses what was there", "block/kv_cache.py",
+           "data[:, :, :, :old] = self.data", "data[:, :, :, : old - 1] = self.data[:, :, :, :-1]",
+           "kv_cache.py::test_growth_keeps_what_is_committed"),
+    mutant("cache: an earlier call's values stay", "block/kv_cache.py",
+           "storage.data.zero_()", "storage.data.nan_to_num_(0.0, 0.0, 0.0) if False else None",
+           "static_shapes.py::test_what_a_call_leaves_in_a_cache_is_gone"),
+    # Values that are no numbers.
+    mutant("NaN: a spoiled guess is believed", "verification/selection.py",
+           "self.next_is_plain |= not is_usable", "is_usable = True",
+           "spoiled.py::test_a_guess_that_is_no_number"),
+    mutant("NaN: the guess is made again", "verification/selection.py",
+           "self.avoided |= guesses", "self.avoided &= guesses",
+           "spoiled.py::test_a_guess_that_is_no_number"),
+    # Verdicts, hooks, refusals.
+    mutant("verdict: a wrong trial passes", "models/self_check.py",
+           "if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:", "if error != error:",
+           "models.py::test_an_unknown_family_is_tried_out", "foreign.py::test_a_hook_that_goes_by_position"),
+    mutant("verdict: missing memory is remembered as one", "models/self_check.py",
+           'return "there was no room for a trial block"', 'verdict = "there was no room for a trial block"',
+           "models.py::test_running_out_of_memory_is_not_remembered"),
+    mutant("hooks: nobody is asked for leave", "models/reasons.py",
+           "    return name and f", "    return name and None and f",
+           "foreign.py::test_an_allowed_hook_is_tried_out", "foreign.py::test_wherever_hooks_are_put_on"),
+    mutant("requests: an unknown argument of the model", "augment.py",
+           "if name not in known and value is not None)", "if name not in known and value is ...)",
+           "requests.py", "contract.py::test_fallbacks"),
+    mutant("requests: a boundary one token late", "models/limits.py",
+           "if length <= boundary < request.max_length - 1:", "if length <= boundary < request.max_length - 2:",
+           "contract.py::test_rope_boundaries"),
+    mutant("patch: an original is not put back", "augment.py",
+           "    for name, function in _originals.items():\n        setattr(_owner(name), name, function)\n    _originals.clear()",
+           "    _originals.clear()",
+           "augment.py::test_restored_by_identity"),
+    # Costs and sizes of blocks.
+    mutant("costs: a table is not rounded", "block_size/tables.py",
+           "return exp(round(log(value) / log(GRID)) * log(GRID)) if value > 0 else 0.0", "return value",
+           "step_cost_tables.py::test_what_a_calibration_finds"),
+    mutant("costs: a later process has its own way", "block_size/tables.py",
+           "                return found\n", "                return table\n",
+           "step_cost_tables.py::test_the_first_process_to_store_a_table_decides"),
+    mutant("costs: the worst rate wins", "block_size/policy.py",
+           "rates.index(max(rates))", "rates.index(min(rates))",
+           "block_size.py::test_the_best_rate_wins"),
+    mutant("costs: rests do not get longer", "block_size/policy.py",
+           "min(MAX_REST, 2 * self._rest)", "min(MAX_REST, self._rest)",
+           "drafting.py::test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely"),
+    # What guesses come from.
+    mutant("memory: a table grows beyond its bound", "drafting/top_k_table.py",
+           "if slot < self.capacity:", "if slot <= self.capacity:",
+           "memory.py::test_a_full_table_drops_what_was_written_longest_ago", "memory.py::test_tables_are_bounded"),
+    mutant("memory: a key of the pool keeps one tail too many", "drafting/ngram_pool.py",
+           "if len(tails) > self.num_guesses:", "if len(tails) > self.num_guesses + 1:",
+           "ngram_pool.py"),
+    mutant("memory: a file of another model is taken", "drafting/memory.py",
+           "if mine[name] != other[name]:", "if False:",
+           "memory.py::test_a_file_of_another_model_is_refused"),
+    mutant("window: columns lose their positions", "drafting/window.py",
+           "source = torch.where(moved < chosen.shape[1], moved, columns)", "source = columns.expand_as(moved)",
+           "window.py"),
+    # Several processes.
+    mutant("parallel: an answer in its neighbour's place", "parallel/group.py",
+           "table[row, 1 + node] = token", "table[row, node] = token",
+           "parallel.py::test_same_tokens_on_all_ranks[2-True]"),
+    mutant("parallel: a path is torn", "parallel/partition.py",
+           "parts[rank].update(path)", "parts[rank].add(path[-1])",
+           "partition.py"),
+    # Graphs and steps on the device.
+    mutant("graphs: new weights are not noticed", "forward/fingerprint.py",
+           "chain(model.parameters(), model.buffers())]", "()]",
+           "static_shapes.py::test_captured_anew_where_a_graph_would_not_notice"),
+    mutant("graphs: the mask of the capture stays", "forward/static_inputs.py",
+           "            self.masks.copy_(masks)", "            pass",
+           "static_shapes.py::test_captured"),
+    mutant("device: one token more than was agreed on", "forward/on_device/step.py",
+           "count, has_ended = stop(state, tokens, (num_agreed + 1) * is_active)",
+           "count, has_ended = stop(state, tokens, (num_agreed + 2) * is_active)",
+           "on_device_step.py::test_same_tokens_and_steps"),
+    mutant("device: draws of the next token", "forward/on_device/sampling.py",
+           "draws = state.draws[lengths % len(state.draws), state.rows]",
+           "draws = state.draws[(lengths + 1) % len(state.draws), state.rows]",
+           "on_device_sampling.py::test_other_sizes"),
+]  # fmt: skip
+
+
+def copy_of(root: Path, folder: Path) -> Path:
+    """A copy of the checkout to be changed."""
+    copy, checkpoints = folder / "copy", root / "models"
+
+    def left_out(path: str, names: list[str]) -> set[str]:
+        return LEFT_OUT(path, names) | ({checkpoints.name} if Path(path) == root else set())
+
+    shutil.copytree(root, copy, ignore=left_out)
+    if checkpoints.exists():
+        (copy / checkpoints.name).symlink_to(checkpoints)
+    return copy
+
+
+def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
+    """pytest's exit status and what it printed."""
+    # No bytecode: a changed file of the same size, written in the same second, would look unchanged.
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return HANGS, "it took too long"
+    return done.returncode, done.stdout + done.stderr
+
+
+def outcome(copy: Path, wrong: Mutant) -> str:
+    """ "killed", "survived", or why nothing can be said."""
+    path = copy / "lade" / wrong.path
+    original = path.read_text(encoding="utf-8")
+    if original.count(wrong.old) != 1:
+        return f"ERROR: lade/{wrong.path} holds the line {original.count(wrong.old)} times"
+    try:
+        path.write_text(original.replace(wrong.old, wrong.new), encoding="utf-8")
+        status, printed = run_tests(copy, list(wrong.tests))
+    finally:
+        path.write_text(original, encoding="utf-8")
+    if status in (FAILED, HANGS):
+        return "killed"
+    return "survived" if status == 0 else f"ERROR: pytest ended with {status}: {printed.strip()[-300:]}"
+
+
+def chosen(names: list[str]) -> list[Mutant]:
+    return [found for found in MUTANTS if not names or any(name in found.name for name in names)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="parts of the names of those to run")
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    parser.add_argument("--control", action="store_true", help="the tests have to pass on the unchanged copy first")
+    parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
+    options = parser.parse_args(arguments)
+    wrong_ones = chosen(options.names)
+    if options.list:
+        for wrong in wrong_ones:
+            print(f"{wrong.name}: {', '.join(wrong.tests)}")
+        return 0
+    if not wrong_ones:
+        parser.error(f"no mutant is called anything like {options.names}")
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of(options.root, Path(folder))
+        if options.control:
+            status, printed = run_tests(copy, sorted({test for wrong in wrong_ones for test in wrong.tests}))
+            if status:
+                print(printed)
+                print("the tests fail without a mutant")
+                return 1
+        print("| mutant | file | result | s |\n|---|---|---|--:|", flush=True)
+        for wrong in wrong_ones:
+            began = time.monotonic()
+            results.append(outcome(copy, wrong))
+            seconds = time.monotonic() - began
+            print(f"| {wrong.name} | {wrong.path} | {results[-1]} | {seconds:.0f} |", flush=True)
+    print(f"{results.count('killed')} of {len(results)} killed")
+    return int(results.count("killed") < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""What several test files share: models and prompts, processes, stand-ins for CUDA graphs. Test files import from here alone.
+
+`models` and `processes` are re-exported. `families` is the table of small random models, `ranks` the processes of tests/test_parallel.py,
+`graphs` the stand-ins for CUDA graphs, `static_shapes` and `device_steps` the comparisons that go with them. `guard_pages` and
+`compile_kernels` are programs. Fixtures that more than one file takes are in tests/conftest.py.
+"""
+
+from support.models import (
+    TOKENIZER,
+    VOCAB,
+    Recorder,
+    generate_plain,
+    inference_tensors,
+    padded_prompt,
+    prompt,
+    tiny,
+    tiny_llama,
+)
+from support.processes import ENVIRONMENT, ROOT, beside, python
+
+__all__ = [
+    "ENVIRONMENT",
+    "ROOT",
+    "TOKENIZER",
+    "VOCAB",
+    "Recorder",
+    "beside",
+    "generate_plain",
+    "inference_tensors",
+    "padded_prompt",
+    "prompt",
+    "python",
+    "tiny",
+    "tiny_llama",
+]

@@ -1,0 +1,118 @@
+"""Tiny random models, prompts for them, a tokenizer, and what generate() says without lade."""
+
+from __future__ import annotations
+
+import os
+import string
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
+
+torch.set_num_threads(1)  # tiny models gain nothing from more
+VOCAB = 61
+
+
+def tiny_llama(dtype: torch.dtype = torch.float64, attention: str = "sdpa", **changes) -> LlamaForCausalLM:
+    """A random Llama; hidden size, layers and heads of Llama-2-7B are 4096, 32 and 32."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    config = LlamaConfig(**settings | changes)
+    model = LlamaForCausalLM._from_config(config, attn_implementation=attention).to(dtype).eval()
+    model.generation_config.eos_token_id = None  # random models would stop anywhere; tests that need an end say so
+    return model
+
+
+def tiny(model_class, config_class, dtype=torch.float64, **settings):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48, "pad_token_id": 0}
+    model = model_class(config_class(**sizes | settings)).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompt(length: int = 24, batch_size: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random ids without special ones, and the mask that generate() would otherwise guess."""
+    ids = torch.randint(3, VOCAB, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def padded_prompt():
+    inputs = prompt(24, batch_size=3)
+    inputs["attention_mask"][0, :9] = 0
+    inputs["attention_mask"][2, :2] = 0
+    inputs["input_ids"][inputs["attention_mask"] == 0] = 0
+    return inputs
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; the streamers and stop strings of transformers need one that decodes to text."""
+    characters = [*string.ascii_letters, *string.digits[:5], "\u0120"]  # the last one stands for a space
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *characters])}
+    assert len(vocab) == VOCAB
+    backend = Tokenizer(models.BPE(vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+TOKENIZER = tokenizer()
+
+
+def generate_plain(model, inputs, **arguments):
+    """generate() with lade switched off; lade's own switch, so the patch stays where it is."""
+    before = os.environ.get("USE_LADE")
+    os.environ["USE_LADE"] = "0"
+    try:
+        return model.generate(**inputs, **arguments)
+    finally:
+        if before is None:
+            del os.environ["USE_LADE"]
+        else:
+            os.environ["USE_LADE"] = before
+
+
+def inference_tensors(model) -> list[str]:
+    """What a model or a part of it holds that was made in torch's inference mode, and could not be trained with."""
+
+    def tensors(value):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from tensors(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from tensors(item)
+
+    return [
+        f"{part}.{name}"
+        for part, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name != "_modules" and any(tensor.is_inference() for tensor in tensors(value))
+    ]
+
+
+class Recorder(BaseStreamer):
+    """Remembers what it is given, shapes included."""
+
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append(value.tolist())
+
+    def end(self):
+        self.calls.append("end")

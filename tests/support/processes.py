@@ -1,0 +1,44 @@
+"""Programs in processes of their own, beside the tests where that saves time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lade
+
+ROOT = Path(lade.__file__).parent.parent
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if not name.startswith(("USE_LADE", "LOAD_LADE", "LADE_"))
+}
+ENVIRONMENT["LADE_CACHE"] = "0"
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+programs, results = {}, {}  # by name; tests/conftest.py starts those that the chosen tests need
+
+
+def beside(program):
+    """A fixture: what program() returns. It runs in a thread, one after another, while the tests before it go on.
+
+    For programs in processes of their own, which take seconds to import torch and transformers. What they do in this process must
+    not depend on what a test has changed, nor change anything itself. A worker of pytest-xdist does not know which tests will be
+    its own: there they run when they are needed.
+    """
+    programs[program.__name__] = program
+
+    @pytest.fixture(name=program.__name__, scope="session")
+    def result():
+        return results[program.__name__].result() if program.__name__ in results else program()
+
+    return result
+
+
+def python(*arguments: str, folder: str | Path = "/", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python in a process of its own, without lade's variables."""
+    command, environment = [sys.executable, *arguments], ENVIRONMENT | environment
+    return subprocess.run(
+        command, input="typed", capture_output=True, text=True, check=False, env=environment, cwd=folder
+    )

@@ -1,0 +1,55 @@
+"""The table of tests/mutants.py is up to date, and its script tells a mutant that is noticed from one that is not."""
+
+import ast
+from dataclasses import replace
+
+import mutants
+import pytest
+from support import ROOT
+
+HALF_THE_WINDOW = next(wrong for wrong in mutants.MUTANTS if wrong.name.startswith("window:"))
+
+
+def functions_of(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("wrong", mutants.MUTANTS, ids=lambda wrong: wrong.name)
+def test_the_line_and_its_tests_exist(wrong):
+    """A line that has changed needs its mutant changed: to one that is as wrong, and that the tests notice."""
+    assert (ROOT / "lade" / wrong.path).read_text(encoding="utf-8").count(wrong.old) == 1
+    for test in wrong.tests:
+        file, _, function = test.partition("::")
+        assert not function or function.split("[")[0] in functions_of(ROOT / file)
+
+
+def test_names_are_different():
+    assert len({wrong.name for wrong in mutants.MUTANTS}) == len(mutants.MUTANTS) >= 30
+
+
+def test_one_mutant(tmp_path):
+    """The quickest: the whole table takes minutes, and is run by hand."""
+    copy = mutants.copy_of(ROOT, tmp_path)
+    assert mutants.outcome(copy, HALF_THE_WINDOW) == "killed"
+    changed = copy / "lade" / HALF_THE_WINDOW.path
+    assert changed.read_text() == (ROOT / "lade" / HALF_THE_WINDOW.path).read_text()
+
+
+@pytest.mark.parametrize(("status", "said"), [(0, "survived"), (1, "killed"), (124, "killed"), (5, "ERROR: pytest")])
+def test_what_is_said(status, said, tmp_path, monkeypatch):
+    """No test at all, or one that could not be run, is no test that noticed something."""
+    (tmp_path / "lade").mkdir()
+    (tmp_path / "lade" / "part.py").write_text("a line\n")
+    seen = []
+
+    def run_tests(copy, tests):
+        seen.append(((copy / "lade" / "part.py").read_text(), tests))
+        return status, "no tests ran"
+
+    monkeypatch.setattr(mutants, "run_tests", run_tests)
+    wrong = mutants.mutant("it", "part.py", "a line", "another", "part.py")
+    assert mutants.outcome(tmp_path, wrong).startswith(said)
+    assert seen == [("another\n", ["tests/test_part.py"])]
+    assert mutants.outcome(tmp_path, replace(wrong, old="no line")).startswith("ERROR: lade/part.py")
+    assert len(seen) == 1

@@ -1,0 +1,48 @@
+"""What is kept of models: made once, apart for each slot and model, gone with the model or with `restore_all()`."""
+
+import gc
+import weakref
+
+import pytest
+
+import lade
+from lade.state import PerModel, forget_all
+
+
+class Model:
+    """Anything that can be referred to weakly."""
+
+
+@pytest.fixture
+def slot():
+    return PerModel(list)
+
+
+def test_made_once_for_each_model_and_slot(slot):
+    first, second, other = Model(), Model(), PerModel(list)
+    slot.of(first).append(1)
+    assert (slot.of(first), slot.of(second), other.of(first)) == ([1], [], [])
+    slot.set(second, [2])
+    assert (slot.of(first), slot.of(second)) == ([1], [2])
+
+
+def test_gone_with_the_model(slot):
+    model = Model()
+    kept = weakref.ref(model)
+    value = weakref.WeakSet([Model()])
+    slot.set(model, value)
+    gone = weakref.ref(value)
+    del model, value
+    gc.collect()
+    assert (kept(), gone()) == (None, None)
+
+
+@pytest.mark.parametrize("forget", [forget_all, lade.restore_all])
+def test_forgotten(slot, forget):
+    """A call under way keeps what it has asked for."""
+    model = Model()
+    held = slot.of(model)
+    held.append(1)
+    forget()
+    assert slot.of(model) == []
+    assert held == [1]

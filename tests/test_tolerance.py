@@ -1,0 +1,31 @@
+"""The comparison behind all self-checks: rounding passes, anything else is told by its size."""
+
+import pytest
+import torch
+
+from lade.tolerance import TOLERANCE, excess, largest_difference, logits_error
+
+
+def test_logits_error():
+    expected = torch.tensor([[1.0, -4.0, -torch.inf]])
+    assert logits_error(expected.clone(), expected) is None
+    assert logits_error(expected + 1e-3, expected) is None
+    assert logits_error(expected + 0.4, expected) == pytest.approx(0.1)
+    assert logits_error(expected.nan_to_num(neginf=0), expected) == torch.inf
+    assert logits_error(expected * torch.nan, expected) is not None
+
+
+@pytest.mark.parametrize("what", TOLERANCE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_relative_to_the_largest_value(what, dtype):
+    bound = TOLERANCE[what][dtype]
+    assert excess(50 * bound, 100.0, what, dtype) is None
+    assert excess(200 * bound, 100.0, what, dtype) == pytest.approx(2 * bound)
+    assert excess(float("nan"), 100.0, what, dtype) is not None
+    assert excess(0.0, 0.0, what, dtype) is None
+
+
+def test_equal_infinities_are_no_difference():
+    found, expected = torch.tensor([1.0, -torch.inf, 3.0]), torch.tensor([1.5, -torch.inf, 3.0])
+    assert largest_difference(found, expected) == 0.5
+    assert largest_difference(expected.neg(), expected) == torch.inf
