@@ -1,18 +1,37 @@
 """The replay bench takes the very steps of the loop, from what was recorded alone."""
 
+import importlib
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from conftest import prompt, tiny_llama
-from test_benchmarks import command, module  # noqa: F401  fixtures
+from support import prompt, tiny_llama
 
 import lade
 from lade.config import current_config
 from lade.drafting.memory import Memory
 
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
 
 @pytest.fixture
-def bench(module):  # noqa: F811
-    return module("replay")
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("replay")
+
+
+@pytest.fixture
+def command(bench, lade_on, monkeypatch, capsys):
+    """Runs the bench's main() with arguments. Returns what its last line says."""
+
+    def run(*arguments: str) -> dict:
+        monkeypatch.setattr(sys, "argv", ["replay.py", *arguments])
+        bench.main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +91,12 @@ def test_a_drafter_with_a_window_is_refused(lade_on, bench, model):
         bench.replay(model, bench.record(model, prompt(20), None, 12), current_config())
 
 
-def test_command(command, tmp_path):  # noqa: F811
+def test_command(command, tmp_path):
     arguments = ("--limit", "2", "--max_new_tokens", "12", "--temperatures", "0.5", "--sizes", "6")
     out = tmp_path / "first.json"
-    first = command("replay", *arguments, "--records", str(tmp_path), "--out", str(out))
+    first = command(*arguments, "--records", str(tmp_path), "--out", str(out))
     assert len(first["replays"]) == 4  # two sets, cold and warm
-    again = command("replay", *arguments, "--records", str(tmp_path), "--against", str(out))
+    again = command(*arguments, "--records", str(tmp_path), "--against", str(out))
     for key, figures in again["replays"].items():
         assert figures["each"] == first["replays"][key]["each"]
         assert figures["prompts"] == figures["loops"] or figures["ratio"][0] == 1.0

@@ -5,7 +5,7 @@ import heapq
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, generate_plain, prompt, tiny_llama
+from support import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.drafting import vocabulary as vocabulary_module
