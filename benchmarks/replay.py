@@ -155,7 +155,7 @@ class Replay:
     num_tokens: int
     num_steps: int
     sources: dict[str, list[int]]
-    seconds: float  # of propose and learn
+    seconds: float  # of propose and learn, of this thread's processor time
 
     @property
     def tokens_per_step(self) -> float:
@@ -184,14 +184,14 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
     tree, num_steps, num_done, seconds = TokenTree.empty(1), 0, 0, 0.0
     while num_done < len(tokens):
         if num_steps:
-            began = time.perf_counter()
+            began = time.thread_time()
             draft = drafter.propose(sequences, [False], None)
             if draft.has_window:
                 raise SystemExit(
                     "a replay has no logits behind a window's cells: drafters of trees alone, got a window"
                 )
             tree = draft.tree
-            seconds += time.perf_counter() - began
+            seconds += time.thread_time() - began
         logits = oracle.logits(len(prompt) + num_done, tree)
         children, path, node, before = children_of(tree.tokens[0], tree.parents[0]), [], -1, num_done
         while True:
@@ -206,9 +206,9 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
             path.append(node)
         if draws is not None:
             draws.forget(before)
-        began = time.perf_counter()
+        began = time.thread_time()
         drafter.learn(Outcome(tree, logits, [path], None, sequences))
-        seconds += time.perf_counter() - began
+        seconds += time.thread_time() - began
         num_steps += 1
     drafter.finish()
     return Replay(len(tokens), num_steps, drafter.sources(), seconds)

@@ -296,7 +296,7 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
 
     def kinds(before, token, chance):
         grower = Grower(memory, Acceptance(False), vocabulary, 1.0, [7, before], lambda depth: None, (), ())
-        grower._pool.add(token, -1, PAIR, chance, 1)
+        grower._add(token, -1, PAIR, 1, chance)
         owners, firsts, found = grower._rows([0])
         assert len(owners) == len(firsts) == sum(len(ids) for ids, _ in found)
         return firsts

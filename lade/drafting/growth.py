@@ -7,7 +7,7 @@ behind yet; when there are none, these n are the tree. What a heap finds one nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,11 +21,10 @@ from lade.verification.draws import Draws, win_chances
 
 FOREIGN = -1  # in place of an id that no embedding exists for
 BOTH_ROWS = 0.3  # chance of a node from which on the row of its token is worth a look beside the row of its pair
-VOC_BOTH = False
-SAMPLED_LENGTH = 32
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
+Node = tuple[int, int, int, int]  # token, parent, kind, depth
 Source = tuple[RowArrays, int]  # rows and the kind of their rarest guess
 
 _EDGES = np.array(BIN_EDGES, dtype=np.float32)
@@ -93,81 +92,90 @@ class Grower:
         self._num_alone = 0 if vocabulary is None else len(vocabulary)  # tokens with such a row
         self._draws_at, self._sources, self._pointers = draws_at, sources, pointers
         self._chances = np.array(acceptance.chances)
-        self._pool = Growth()  # all nodes that may belong to the tree, in the order in which they were found
-        self._behind: dict[int, tuple[Pointer, ...]] = {-1: pointers}  # node -> pointers behind it
+        self._pool: list[Node] = []  # all that may belong to the tree, in the order in which they were found
+        self._odds: list[float] = []  # of each, its chance
+        self._behind: dict[int, tuple[Pointer, ...]] = {-1: pointers} if pointers else {}  # node -> pointers behind it
 
     def grow(self, max_depth: int, size: int, least: float, enough: Callable[[list[float]], int]) -> Growth:
         """The likeliest tree of at most `size` nodes, none of whose chance is below `least`.
 
         enough: how many of some nodes are worth having, by their chances, the likeliest first.
         """
-        growth, pool, seen = Growth(), self._pool, {-1}
-        limit, batch = size, [-1] if size > 0 else []
+        pool, odds, seen = self._pool, self._odds, {-1}
         order: list[int] = []
-        floor = least  # no rarer node can belong to the tree
+        limit, batch = size, [-1] if size > 0 else []
+        floor, depth = least, 0  # no rarer node can belong to the tree
         while batch:
-            self._look_behind(batch, floor, size)
+            for depth in sorted({self._depth(node) for node in batch}):
+                self._look_behind([node for node in batch if self._depth(node) == depth], depth + 1, floor, size)
             seen.update(batch)
-            chances = np.array(pool.chances)
-            order = np.argsort(-chances, kind="stable")[:size].tolist()
-            limit = min(size, enough([pool.chances[node] for node in order]))
-            floor = max(least, pool.chances[order[limit - 1]]) if len(order) >= limit > 0 else least
-            batch = [node for node in order[:limit] if node not in seen and pool.depths[node] < max_depth]
-        place = {node: index for index, node in enumerate(order[:limit])} | {-1: -1}
-        for node in order[:limit]:
-            parent = place[pool.parents[node]]
-            growth.add(pool.tokens[node], parent, pool.kinds[node], pool.chances[node], pool.depths[node])
-        return growth
+            order = sorted(range(len(odds)), key=odds.__getitem__, reverse=True)[:size]  # stable: parents stay in front
+            limit = min(size, enough([odds[node] for node in order]))
+            floor = max(least, odds[order[limit - 1]]) if len(order) >= limit > 0 else least
+            batch = [node for node in order[:limit] if node not in seen and pool[node][3] < max_depth]
+        kept = order[:limit]
+        place = {node: index for index, node in enumerate(kept)} | {-1: -1}
+        tokens, parents, kinds, depths = zip(*(pool[node] for node in kept), strict=True) if kept else ((), (), (), ())
+        return Growth(
+            list(tokens),
+            [place[parent] for parent in parents],
+            list(kinds),
+            [odds[node] for node in kept],
+            list(depths),
+        )
 
-    def _look_behind(self, nodes: list[int], floor: float, most: int) -> None:
-        """Put what may follow some nodes into the pool, at most the `most` likeliest of what is above `floor`."""
-        depths = [1 if node < 0 else self._pool.depths[node] + 1 for node in nodes]
-        for depth in sorted(set(depths)):
-            chosen = [node for node, d in zip(nodes, depths, strict=True) if d == depth]
-            found = self._likely(chosen, depth, floor, most)
-            for node in chosen:
-                if self._behind.get(node):
-                    self._follow_pointers(node, floor, found)
-            for (node, token), (kind, chance, pointers) in found.items():
-                if pointers:
-                    self._behind[len(self._pool.tokens)] = pointers
-                self._pool.add(token, node, kind, chance, depth)
+    def _depth(self, node: int) -> int:
+        return 0 if node < 0 else self._pool[node][3]
+
+    def _add(self, token: int, parent: int, kind: int, depth: int, chance: float) -> int:
+        self._pool.append((token, parent, kind, depth))
+        self._odds.append(chance)
+        return len(self._odds) - 1
+
+    def _look_behind(self, nodes: list[int], depth: int, floor: float, most: int) -> None:
+        """Put what may follow some nodes into the pool, about the `most` likeliest of what is above `floor`. depth: of what follows."""
+        owners, firsts, rows = self._rows(nodes)
+        known: dict[tuple[int, int], int] = {}  # (node, token) -> its place in the pool, where sources may agree
+        has_pointers = not self._behind.keys().isdisjoint(nodes)
+        is_simple = len(owners) == len(set(owners)) and not has_pointers
+        if owners:
+            for parent, token, kind, chance in self._likely(owners, firsts, rows, depth, floor, most):
+                if is_simple:
+                    self._add(token, parent, kind, depth, chance)
+                    continue
+                place = known.get((parent, token))
+                if place is None:
+                    known[parent, token] = self._add(token, parent, kind, depth, chance)
+                elif self._odds[place] < chance:  # each token by the source that is surest of it
+                    self._pool[place], self._odds[place] = (token, parent, kind, depth), chance
+        if has_pointers:
+            for node in nodes:
+                for pointer in self._behind.get(node, ()):
+                    self._follow(pointer, node, depth, floor, known)
 
     def _likely(
-        self, nodes: list[int], depth: int, floor: float, most: int
-    ) -> dict[tuple[int, int], tuple[int, float, tuple[Pointer, ...]]]:
-        """What the tables say: (node, token) -> kind, chance, no pointers; each token by the source that is surest of it."""
-        owners, firsts, rows = self._rows(nodes)
-        if not owners:
-            return {}
+        self, owners: list[int], firsts: list[int], rows: list[RowArrays], depth: int, floor: float, most: int
+    ) -> Iterator[tuple[int, int, int, float]]:
+        """What rows say: parent, token, kind and chance."""
         ids = rows[0][0] if len(rows) == 1 else np.concatenate([ids for ids, _ in rows])
         bins = rows[0][1] if len(rows) == 1 else np.concatenate([bins for _, bins in rows])
         draws = self._draws_at(depth)
         if draws is None:
             ids, bins = ids[:, :GREEDY_LENGTH], bins[:, :GREEDY_LENGTH]
         else:
-            ids, bins = ids[:, :SAMPLED_LENGTH], bins[:, :SAMPLED_LENGTH]
-            bins = _EDGES.searchsorted(win_chances(ids, _MIDDLES[bins], draws))
+            bins = _EDGES.searchsorted(win_chances(ids, _MIDDLES.take(bins), draws))
         kinds = bins + np.array(firsts)[:, None]
-        above = np.array([1.0 if node < 0 else self._pool.chances[node] for node in owners])
-        chances = self._chances[kinds] * above[:, None]
-        flat = chances.ravel()
-        if flat.size > 2 * most:  # the same token may come from two sources
-            floor = max(floor, float(np.partition(flat, flat.size - 2 * most)[flat.size - 2 * most]))
+        chances = self._chances.take(kinds)
+        chances *= np.array([1.0 if node < 0 else self._odds[node] for node in owners])[:, None]
+        flat, width = chances.ravel(), ids.shape[1]
+        spare = most + 8  # the same token may come from two sources
+        if flat.size > spare:
+            floor = max(floor, float(np.partition(flat, flat.size - spare)[flat.size - spare]))
         places = (flat >= floor).nonzero()[0]
-        width = ids.shape[1]
-        found: dict[tuple[int, int], tuple[int, float, tuple[Pointer, ...]]] = {}
-        for place, token, kind, chance in zip(
-            places.tolist(),
-            ids.ravel()[places].tolist(),
-            kinds.ravel()[places].tolist(),
-            flat[places].tolist(),
-            strict=True,
-        ):
-            key = owners[place // width], token
-            if key not in found or found[key][1] < chance:
-                found[key] = kind, chance, ()
-        return found
+        parents = [owners[place // width] for place in places.tolist()]
+        return zip(
+            parents, ids.ravel()[places].tolist(), kinds.ravel()[places].tolist(), flat[places].tolist(), strict=True
+        )
 
     def _rows(self, nodes: list[int]) -> tuple[list[int], list[int], list[RowArrays]]:
         """The rows behind some nodes: whose each one is, the kind of its rarest guess, and the rows."""
@@ -178,12 +186,8 @@ class Grower:
             if node < 0:
                 before, token, chance = text[-2] if len(text) > 1 else -1, text[-1], 1.0
             else:
-                parent = pool.parents[node]
-                before, token, chance = (
-                    text[-1] if parent < 0 else pool.tokens[parent],
-                    pool.tokens[node],
-                    pool.chances[node],
-                )
+                token, parent, _, _ = pool[node]
+                before, chance = text[-1] if parent < 0 else pool[parent][0], self._odds[node]
             pair = pairs.get(before << KEY_SHIFT | token)
             if pair is not None:
                 found[PAIR][0].append(node)
@@ -194,7 +198,7 @@ class Grower:
             if single is not None:
                 found[SINGLE][0].append(node)
                 found[SINGLE][1].append(single)
-            if (VOC_BOTH or (single is None and pair is None)) and 0 <= token < self._num_alone:
+            elif pair is None and 0 <= token < self._num_alone:
                 found[VOCABULARY][0].append(node)
                 found[VOCABULARY][1].append(token)
         owners: list[int] = []
@@ -215,19 +219,19 @@ class Grower:
                 rows.append(source)
         return owners, firsts, rows
 
-    def _follow_pointers(
-        self, node: int, floor: float, found: dict[tuple[int, int], tuple[int, float, tuple[Pointer, ...]]]
-    ) -> None:
-        text, above = self._text, 1.0 if node < 0 else self._pool.chances[node]
-        for place, length, first, start in self._behind[node]:
-            guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
-            chance = above * float(self._chances[kind])
-            if guess == FOREIGN:
-                continue
-            known = found.get((node, guess))
-            if known is not None and known[1] > chance:
-                kind, chance = known[:2]
-            if chance >= floor:
-                # At the text's end it goes on as if it were repeating itself.
-                following = (place + 1 if place + 1 < len(text) else start, length + 1, first, start)
-                found[node, guess] = kind, chance, (following,)
+    def _follow(self, pointer: Pointer, node: int, depth: int, floor: float, known: dict[tuple[int, int], int]) -> None:
+        """Put what followed an earlier occurrence into the pool. known: (node, token) -> place, of what is there."""
+        (place, length, first, start), text = pointer, self._text
+        guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
+        chance = (1.0 if node < 0 else self._odds[node]) * float(self._chances[kind])
+        if guess == FOREIGN:
+            return
+        found = known.get((node, guess))
+        if found is None:
+            if chance < floor:
+                return
+            found = known[node, guess] = self._add(guess, node, kind, depth, chance)
+        elif self._odds[found] <= chance:
+            self._pool[found], self._odds[found] = (guess, node, kind, depth), chance
+        # At the text's end it goes on as if it were repeating itself.
+        self._behind[found] = ((place + 1 if place + 1 < len(text) else start, length + 1, first, start),)

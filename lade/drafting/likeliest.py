@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH
 
-MAX_SORTED = 2**19  # probabilities that are sorted as they are: for so few of them nothing is faster
+MAX_SORTED = 2**15  # probabilities that are sorted as they are: for so few of them nothing is faster
 
 _BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
 
@@ -37,9 +37,12 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
 
 def likeliest(logits: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Probabilities and ids of the ROW_LENGTH most likely tokens of each row, or of all. logits: [M, V]."""
-    scores = logits.float()
+    scores = logits.detach().float()
     chances = (scores if temperature == 1.0 else scores / temperature).softmax(dim=-1)
-    return _top(chances) if chances.numel() > MAX_SORTED else chances.topk(min(ROW_LENGTH, chances.shape[1]))
+    if chances.numel() > MAX_SORTED:
+        return _top(chances)
+    values, ids = chances.topk(min(ROW_LENGTH, chances.shape[1]))
+    return values, ids
 
 
 def _cut(ids: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int, top_p: float) -> Rows:
@@ -61,7 +64,7 @@ def _top(chances: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, num_tokens = chances.shape
     if num_tokens < 16 * ROW_LENGTH:
         return chances.topk(min(ROW_LENGTH, num_tokens), dim=-1)
-    group_size = 32 if num_tokens <= 2**14 else 128
+    group_size = 8 if num_tokens <= 2**13 else 32 if num_tokens <= 2**15 else 64
     num_groups = -(-num_tokens // group_size)  # group g holds the ids g, g + num_groups, ...
     if num_groups * group_size > num_tokens:
         chances = torch.nn.functional.pad(chances, (0, num_groups * group_size - num_tokens), value=-1.0)

@@ -32,7 +32,7 @@ LEAST_LENGTH = 8  # ids of a row; where that is too much for all tokens, those w
 BYTES_PER_ID = 4 + 2
 # Floating-point operations up to which rows are made without being asked for, by kind of device: some tenths of a second.
 CHEAP = {"cpu": 1e11, "cuda": 2e13}
-PREFIX: list[int] = []
+MAX_TEMPERATURES = 4  # that bins are kept for
 MAX_LOGITS = 2**24  # of one forward
 MAX_BATCH = 256  # tokens of one forward
 NUM_SAMPLED = 64  # numbers of each parameter by which a model is known again
@@ -50,6 +50,7 @@ class Vocabulary:
         if ids.size and (ids.min() < 0 or not np.isfinite(logs).all() or logs.max() > 0):
             raise ValueError("its rows of tokens alone hold values out of range")
         self.ids, self.logs = ids, logs
+        self._bins: dict[float, npt.NDArray[np.int8]] = {}  # by temperature
         self.largest_id = int(ids.max(initial=-1))
 
     def __len__(self) -> int:
@@ -57,21 +58,29 @@ class Vocabulary:
 
     def rows(self, tokens: Sequence[int], temperature: float) -> RowArrays:
         """Ids and bins of some tokens' rows at a temperature, [R, ROW_LENGTH] each; short rows repeat their last id."""
-        weights = np.exp(self.logs[tokens].astype(np.float32))
-        rest = np.maximum(0.0, 1.0 - weights.sum(1))
-        if temperature != 1.0:
-            with np.errstate(under="ignore"):  # whatever numpy has been told to raise
-                rest = rest * weights[:, -1] ** (
-                    1 / temperature - 1
-                )  # no other token is likelier than the last one of the row
-                weights = weights ** (1 / temperature)
-        chances = weights / np.maximum(weights.sum(1) + rest, TINY)[:, None]
-        ids, bins = self.ids[tokens], _BIN_EDGES.searchsorted(chances)
+        bins = self._bins.get(temperature)
+        if bins is None:
+            if len(self._bins) >= MAX_TEMPERATURES:
+                self._bins = {}
+            bins = self._bins[temperature] = self._bins_at(temperature)
+        ids, bins = self.ids[tokens], bins[tokens]
         missing = ROW_LENGTH - ids.shape[1]
         if missing:
             ids = np.concatenate([ids, np.repeat(ids[:, -1:], missing, axis=1)], axis=1)
             bins = np.concatenate([bins, np.zeros((len(ids), missing), dtype=bins.dtype)], axis=1)
         return ids, bins
+
+    def _bins_at(self, temperature: float) -> npt.NDArray[np.int8]:
+        with np.errstate(under="ignore"):  # whatever numpy has been told to raise
+            weights = np.exp(self.logs.astype(np.float32))
+            rest = np.maximum(0.0, 1.0 - weights.sum(1))
+            if temperature != 1.0:
+                rest = rest * weights[:, -1] ** (
+                    1 / temperature - 1
+                )  # no other token is likelier than the row's last one
+                weights = weights ** (1 / temperature)
+            chances = weights / np.maximum(weights.sum(1) + rest, TINY)[:, None]
+        return _BIN_EDGES.searchsorted(chances).astype(np.int8)
 
     def as_arrays(self) -> dict[str, npt.NDArray[Any]]:
         return {"vocabulary_ids": self.ids, "vocabulary_logs": self.logs}
@@ -84,10 +93,7 @@ def size_of_rows(num_tokens: int) -> tuple[int, int]:
 
 
 def make_vocabulary(model: Any) -> Vocabulary:
-    """Run the model on each token alone, behind the token that begins its texts where it has one.
-
-    That one takes the place that trained models give the first token of a text, to which much of their attention goes.
-    """
+    """Run the model on each token alone: one text of one token, without a token that begins texts."""
     num_tokens = _num_tokens(model)
     num_rows, length = size_of_rows(num_tokens)
     batch = max(1, min(MAX_BATCH, MAX_LOGITS // num_tokens))
@@ -95,8 +101,6 @@ def make_vocabulary(model: Any) -> Vocabulary:
     logs: list[npt.NDArray[Any]] = []
     for start in range(0, num_rows, batch):
         tokens = torch.arange(start, min(num_rows, start + batch), device=model.device)[:, None]
-        if PREFIX:
-            tokens = torch.cat([torch.tensor([PREFIX]).expand(len(tokens), -1), tokens], 1)
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits[:, -1, :num_tokens]
         values, found = likeliest(logits)

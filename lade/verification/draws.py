@@ -152,14 +152,14 @@ def win_chances(
 ) -> npt.NDArray[Any]:
     """Probability that each of some tokens is sampled, given the draws.
 
-    ids: [..., K]. chances: [..., K] estimated probabilities of `ids`, 0 for never; the other tokens share the rest. draws: [V].
+    ids: [..., K]. chances: [..., K] estimated probabilities of `ids`; the other tokens share the rest. draws: [V].
     Returns [..., K].
     """
     chances = np.asarray(chances)
     with np.errstate(all="ignore"):  # whatever numpy has been told to raise
-        arrivals = chances / draws.take(ids)  # the larger, the sooner
-        weights = (arrivals / np.maximum(arrivals.max(axis=-1, keepdims=True), TINY)) ** SHARPNESS
+        times = np.maximum(draws.take(ids), TINY) / chances
+        weights = (times.min(axis=-1, keepdims=True) / times) ** SHARPNESS
         rest = np.maximum(0.0, 1.0 - chances.sum(axis=-1, keepdims=True))
-        others = np.exp(-rest / np.maximum(arrivals, TINY))  # that none of them comes first
-        found: npt.NDArray[Any] = weights / np.maximum(weights.sum(axis=-1, keepdims=True), TINY) * others
+        weights *= np.exp(-rest * times) / weights.sum(axis=-1, keepdims=True)
+    found: npt.NDArray[Any] = weights
     return found
