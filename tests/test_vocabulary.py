@@ -8,12 +8,13 @@ import torch
 from support import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
+from lade.drafting import growth as growth_module
 from lade.drafting import vocabulary as vocabulary_module
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, PAIR, VOCABULARY, Acceptance
 from lade.drafting.growth import Grower
 from lade.drafting.likeliest import likeliest, most_likely
 from lade.drafting.memory import KEY_SHIFT, Memory
-from lade.drafting.top_k_table import BIN_EDGES, NUM_BINS, ROW_LENGTH
+from lade.drafting.top_k_table import BIN_EDGES, NUM_BINS, ROW_LENGTH, unpacked
 from lade.drafting.vocabulary import MAX_BYTES, Vocabulary, make_vocabulary, size_of_rows, vocabulary_of
 
 
@@ -46,7 +47,7 @@ def test_rows_are_the_models(temperature):
     found = make_vocabulary(model)
     assert len(found) == VOCAB
     assert found.ids.shape[1] == ROW_LENGTH
-    ids, bins = found.rows([3, 40], temperature)
+    ids, bins = unpacked(found.rows([3, 40], temperature))
     logits = torch.stack([model(torch.tensor([[token]])).logits[0, -1] for token in (3, 40)])
     chances, expected = likeliest(logits, temperature)
     assert ids.tolist() == expected.tolist()
@@ -65,7 +66,7 @@ def test_memory_is_bounded(num_tokens):
 
 def test_short_rows_are_filled_up():
     found = Vocabulary(np.arange(24, dtype=np.int32).reshape(3, 8), np.full((3, 8), -3, dtype=np.float16))
-    ids, bins = found.rows([1], 1.0)
+    ids, bins = unpacked(found.rows([1], 1.0))
     assert ids.shape == bins.shape == (1, ROW_LENGTH)
     assert ids[0].tolist() == [*range(8, 16), *[15] * (ROW_LENGTH - 8)]
     assert not bins[0, 8:].any()
@@ -186,7 +187,7 @@ def test_a_file_of_the_last_format_loads(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 7, 40])
 @pytest.mark.parametrize("max_depth", [2, 32])
-def test_trees_are_the_likeliest_of_their_size(size, max_depth):
+def test_trees_are_the_likeliest_of_their_size(size, max_depth, monkeypatch):
     """As a heap finds them, one node after the other."""
     numbers = np.random.default_rng(size)
     memory, acceptance = Memory(), Acceptance(False)
@@ -194,6 +195,7 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth):
     rows = np.stack([numbers.permutation(VOCAB)[:ROW_LENGTH] for _ in range(VOCAB * VOCAB)])
     bins = numbers.integers(0, NUM_BINS, rows.shape)
     memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], rows, bins)
+    monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     grower = Grower(memory, acceptance, None, 1.0, [5, 6], lambda depth: None, (), ())
     grown = grower.grow(max_depth, size, 0.0, lambda chances: size)
     frontier, expected = [(-1.0, 5, 6, 0)], []

@@ -15,17 +15,20 @@ import numpy as np
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
 from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH
-from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, RowArrays
+from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, Packed, unpacked
 from lade.drafting.vocabulary import Vocabulary
 from lade.verification.draws import Draws, win_chances
 
 FOREIGN = -1  # in place of an id that no embedding exists for
 BOTH_ROWS = 0.3  # chance of a node from which on the row of its token is worth a look beside the row of its pair
+LIKELY_CHILD = (
+    0.6  # what no guess may follow with a larger chance than this, relative to its parent's, is not looked behind
+)
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
 Node = tuple[int, int, int, int]  # token, parent, kind, depth
-Source = tuple[RowArrays, int]  # rows and the kind of their rarest guess
+Source = tuple[Packed, int]  # rows and the kind of their rarest guess
 
 _EDGES = np.array(BIN_EDGES, dtype=np.float32)
 _MIDDLES = np.array(BIN_MIDDLES, dtype=np.float32)
@@ -112,7 +115,8 @@ class Grower:
             order = sorted(range(len(odds)), key=odds.__getitem__, reverse=True)[:size]  # stable: parents stay in front
             limit = min(size, enough([odds[node] for node in order]))
             floor = max(least, odds[order[limit - 1]]) if len(order) >= limit > 0 else least
-            batch = [node for node in order[:limit] if node not in seen and pool[node][3] < max_depth]
+            worth = floor / LIKELY_CHILD
+            batch = [n for n in order[:limit] if odds[n] >= worth and n not in seen and pool[n][3] < max_depth]
         kept = order[:limit]
         place = {node: index for index, node in enumerate(kept)} | {-1: -1}
         tokens, parents, kinds, depths = zip(*(pool[node] for node in kept), strict=True) if kept else ((), (), (), ())
@@ -154,30 +158,29 @@ class Grower:
                     self._follow(pointer, node, depth, floor, known)
 
     def _likely(
-        self, owners: list[int], firsts: list[int], rows: list[RowArrays], depth: int, floor: float, most: int
+        self, owners: list[int], firsts: list[int], rows: list[Packed], depth: int, floor: float, most: int
     ) -> Iterator[tuple[int, int, int, float]]:
         """What rows say: parent, token, kind and chance."""
-        ids = rows[0][0] if len(rows) == 1 else np.concatenate([ids for ids, _ in rows])
-        bins = rows[0][1] if len(rows) == 1 else np.concatenate([bins for _, bins in rows])
+        ids, bins = unpacked(rows[0] if len(rows) == 1 else np.concatenate(rows))
         draws = self._draws_at(depth)
         if draws is None:
             ids, bins = ids[:, :GREEDY_LENGTH], bins[:, :GREEDY_LENGTH]
         else:
-            bins = _EDGES.searchsorted(win_chances(ids, _MIDDLES.take(bins), draws))
+            bins = _EDGES.searchsorted(win_chances(ids, _MIDDLES.take(bins), draws)).astype(np.int32)
         kinds = bins + np.array(firsts)[:, None]
         chances = self._chances.take(kinds)
         chances *= np.array([1.0 if node < 0 else self._odds[node] for node in owners])[:, None]
         flat, width = chances.ravel(), ids.shape[1]
-        spare = most + 8  # the same token may come from two sources
-        if flat.size > spare:
-            floor = max(floor, float(np.partition(flat, flat.size - spare)[flat.size - spare]))
         places = (flat >= floor).nonzero()[0]
+        spare = most + 8  # the same token may come from two sources
+        if len(places) > spare:
+            places = (flat >= np.partition(flat, flat.size - spare)[flat.size - spare]).nonzero()[0]
         parents = [owners[place // width] for place in places.tolist()]
         return zip(
             parents, ids.ravel()[places].tolist(), kinds.ravel()[places].tolist(), flat[places].tolist(), strict=True
         )
 
-    def _rows(self, nodes: list[int]) -> tuple[list[int], list[int], list[RowArrays]]:
+    def _rows(self, nodes: list[int]) -> tuple[list[int], list[int], list[Packed]]:
         """The rows behind some nodes: whose each one is, the kind of its rarest guess, and the rows."""
         pool, text, memory = self._pool, self._text, self._memory
         pairs, singles = memory.pairs.slots, memory.singles.slots
@@ -203,7 +206,7 @@ class Grower:
                 found[VOCABULARY][1].append(token)
         owners: list[int] = []
         firsts: list[int] = []
-        rows: list[RowArrays] = []
+        rows: list[Packed] = []
         for first, (those, slots) in found.items():
             if those:
                 owners += those

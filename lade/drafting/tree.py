@@ -24,6 +24,7 @@ from lade.drafting.growth import FOREIGN, Grower, Growth, Source
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory, memory_for
 from lade.drafting.suffix_index import SuffixIndex
+from lade.drafting.top_k_table import packed
 from lade.drafting.vocabulary import Vocabulary, vocabulary_of
 from lade.verification.draws import Draws, ExponentialDraws
 from lade.verification.sequences import TokenSequences
@@ -296,7 +297,7 @@ class TreeDrafter:
         """Remember the rows seen, those of accepted tokens last: later ones count more."""
         logits = torch.cat([seen.logits for seen in self._seen]) if len(self._seen) > 1 else self._seen[0].logits
         ids, bins = most_likely(logits, *self._warping)
-        self._siblings = {row: ((ids[[i]], bins[[i]]), SIBLING) for row, i in self._wrong.items()}
+        self._siblings = {row: (packed(ids[[i]], bins[[i]]), SIBLING) for row, i in self._wrong.items()}
         previous = [token for seen in self._seen for token in seen.previous]
         tokens = [token for seen in self._seen for token in seen.tokens]
         is_accepted = [flag for seen in self._seen for flag in seen.is_accepted]

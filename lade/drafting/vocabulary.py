@@ -21,7 +21,7 @@ from lade.block_size.tables import can_store
 from lade.block_size.tables import folder as cache_folder
 from lade.drafting.likeliest import likeliest
 from lade.drafting.memory_file import read_arrays, write_arrays
-from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, RowArrays
+from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, ROW_LENGTH, Packed, packed
 from lade.state import PerModel
 from lade.verification.draws import TINY
 
@@ -32,7 +32,7 @@ LEAST_LENGTH = 8  # ids of a row; where that is too much for all tokens, those w
 BYTES_PER_ID = 4 + 2
 # Floating-point operations up to which rows are made without being asked for, by kind of device: some tenths of a second.
 CHEAP = {"cpu": 1e11, "cuda": 2e13}
-MAX_TEMPERATURES = 4  # that bins are kept for
+MAX_TEMPERATURES = 2  # that rows are kept ready for
 MAX_LOGITS = 2**24  # of one forward
 MAX_BATCH = 256  # tokens of one forward
 NUM_SAMPLED = 64  # numbers of each parameter by which a model is known again
@@ -50,25 +50,24 @@ class Vocabulary:
         if ids.size and (ids.min() < 0 or not np.isfinite(logs).all() or logs.max() > 0):
             raise ValueError("its rows of tokens alone hold values out of range")
         self.ids, self.logs = ids, logs
-        self._bins: dict[float, npt.NDArray[np.int8]] = {}  # by temperature
+        self._rows: dict[float, Packed] = {}  # by temperature
         self.largest_id = int(ids.max(initial=-1))
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def rows(self, tokens: Sequence[int], temperature: float) -> RowArrays:
-        """Ids and bins of some tokens' rows at a temperature, [R, ROW_LENGTH] each; short rows repeat their last id."""
-        bins = self._bins.get(temperature)
-        if bins is None:
-            if len(self._bins) >= MAX_TEMPERATURES:
-                self._bins = {}
-            bins = self._bins[temperature] = self._bins_at(temperature)
-        ids, bins = self.ids[tokens], bins[tokens]
-        missing = ROW_LENGTH - ids.shape[1]
+    def rows(self, tokens: Sequence[int], temperature: float) -> Packed:
+        """Some tokens' rows at a temperature, [R, ROW_LENGTH]; short rows repeat their last id."""
+        rows = self._rows.get(temperature)
+        if rows is None:
+            if len(self._rows) >= MAX_TEMPERATURES:
+                self._rows = {}
+            rows = self._rows[temperature] = packed(self.ids, self._bins_at(temperature))
+        found, missing = rows[tokens], ROW_LENGTH - rows.shape[1]
         if missing:
-            ids = np.concatenate([ids, np.repeat(ids[:, -1:], missing, axis=1)], axis=1)
-            bins = np.concatenate([bins, np.zeros((len(ids), missing), dtype=bins.dtype)], axis=1)
-        return ids, bins
+            last = found[:, -1:] >> BIN_BITS << BIN_BITS  # in the rarest bin
+            found = np.concatenate([found, np.repeat(last, missing, axis=1)], axis=1)
+        return found
 
     def _bins_at(self, temperature: float) -> npt.NDArray[np.int8]:
         with np.errstate(under="ignore"):  # whatever numpy has been told to raise

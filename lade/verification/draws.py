@@ -156,10 +156,10 @@ def win_chances(
     Returns [..., K].
     """
     chances = np.asarray(chances)
-    with np.errstate(all="ignore"):  # whatever numpy has been told to raise
-        times = np.maximum(draws.take(ids), TINY) / chances
-        weights = (times.min(axis=-1, keepdims=True) / times) ** SHARPNESS
-        rest = np.maximum(0.0, 1.0 - chances.sum(axis=-1, keepdims=True))
-        weights *= np.exp(-rest * times) / weights.sum(axis=-1, keepdims=True)
+    times = np.maximum(draws.take(ids), TINY) / chances
+    weights = (np.minimum.reduce(times, axis=-1, keepdims=True) / times) ** SHARPNESS
+    rest = np.maximum(0.0, 1.0 - np.add.reduce(chances, axis=-1, keepdims=True))
+    with np.errstate(under="ignore"):  # whatever numpy has been told to raise
+        weights *= np.exp(-rest * times) / np.add.reduce(weights, axis=-1, keepdims=True)
     found: npt.NDArray[Any] = weights
     return found
