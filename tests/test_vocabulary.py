@@ -15,7 +15,14 @@ from lade.drafting.growth import Grower
 from lade.drafting.likeliest import likeliest, most_likely
 from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.top_k_table import BIN_EDGES, NUM_BINS, ROW_LENGTH, unpacked
-from lade.drafting.vocabulary import MAX_BYTES, Vocabulary, make_vocabulary, size_of_rows, vocabulary_of
+from lade.drafting.vocabulary import (
+    MAX_BYTES,
+    Vocabulary,
+    make_vocabulary,
+    prepare_vocabulary,
+    size_of_rows,
+    vocabulary_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +111,18 @@ def test_a_model_is_run_unasked_only_where_nobody_notices(forwards, monkeypatch)
     Memory().warm_vocabulary(model)  # asked for
     assert calls
     assert vocabulary_of(model, may_make=True) is not None
+
+
+def test_prepared_for_later_processes_where_it_takes_seconds(tmp_path, monkeypatch):
+    """What `lade tune` does; with DETERMINISTIC=1 no text depends on it."""
+    monkeypatch.setenv("LADE_CACHE", str(tmp_path))
+    model = tiny_llama()
+    cost = 2 * sum(parameter.numel() for parameter in model.parameters()) * VOCAB
+    for share, is_made in [(0.001, False), (0.1, True)]:
+        monkeypatch.setattr(vocabulary_module, "CHEAP", {"cpu": share * cost})
+        assert prepare_vocabulary(tiny_llama()) is is_made
+        assert (vocabulary_of(tiny_llama(), may_make=True) is not None) is is_made
+        assert vocabulary_of(tiny_llama(), may_make=True, may_load=False) is None
 
 
 def test_a_model_that_cannot_be_run_so_is_left_alone(monkeypatch):

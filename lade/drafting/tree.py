@@ -61,7 +61,9 @@ def tree_drafter(request: DraftRequest) -> TreeDrafter:
     """MODE="tree"."""
     config = request.config
     memory = memory_for(request.model, config.share, request.cost_source)
-    vocabulary = memory.vocabulary or vocabulary_of(request.model, request.may_measure and not request.is_split)
+    may_load = request.cost_source != "assumed"  # no text is to depend on what earlier processes have stored
+    may_make = request.may_measure and not request.is_split
+    vocabulary = memory.vocabulary or vocabulary_of(request.model, may_make, may_load)
     if vocabulary is not None and vocabulary.largest_id >= request.num_tokens:
         vocabulary = None
     is_blind = config.adaptive and request.is_split

@@ -33,6 +33,7 @@ BYTES_PER_ID = 4 + 2
 # Floating-point operations up to which rows are made without being asked for, by kind of device: some tenths of a second.
 CHEAP = {"cpu": 1e11, "cuda": 2e13}
 MAX_TEMPERATURES = 2  # that rows are kept ready for
+AFFORDABLE = 100.0  # times as many where they are asked for beforehand
 MAX_LOGITS = 2**24  # of one forward
 MAX_BATCH = 256  # tokens of one forward
 NUM_SAMPLED = 64  # numbers of each parameter by which a model is known again
@@ -108,17 +109,27 @@ def make_vocabulary(model: Any) -> Vocabulary:
     return Vocabulary(np.concatenate(ids), np.concatenate(logs))
 
 
-def vocabulary_of(model: Any, may_make: bool) -> Vocabulary | None:
+def vocabulary_of(model: Any, may_make: bool, may_load: bool = True) -> Vocabulary | None:
     """The rows of a model: known to this process, or stored by an earlier one, or made now if they cost little.
 
-    may_make: whether the model may be run for them. None where there are none: a later call looks again only if it may make them.
+    may_make: whether the model may be run for them. may_load: whether what earlier processes have stored may decide. None where there
+    are none.
     """
     slot = _slot_of(model)
     with slot.lock:
         if slot.vocabulary is None and may_make and not slot.is_settled:
             slot.is_settled = True
-            slot.vocabulary = _load(model) or (_make_quietly(model) if _is_cheap(model) else None)
+            stored = _load(model) if may_load else None
+            slot.vocabulary = stored or (_make_quietly(model) if _is_unseen(model) and _is_within(model, 1) else None)
         return slot.vocabulary
+
+
+def prepare_vocabulary(model: Any) -> bool:
+    """Make and store the rows of a model on request, where that takes no more than some tens of seconds. Returns whether it did."""
+    vocabulary = _make_quietly(model) if _is_within(model, AFFORDABLE) else None
+    if vocabulary is not None:
+        keep_vocabulary(model, vocabulary)
+    return vocabulary is not None
 
 
 def keep_vocabulary(model: Any, vocabulary: Vocabulary) -> None:
@@ -147,17 +158,17 @@ def _slot_of(model: Any) -> _Slot:
     return _known.of(model).setdefault(_num_tokens(model), _Slot())
 
 
-def _is_cheap(model: Any) -> bool:
-    """Whether nobody notices that the model is run: it takes little time, and nothing of the user's looks on."""
-    if (
-        model.training
-        or "forward" in vars(model)
-        or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    ):
-        return False
+def _is_unseen(model: Any) -> bool:
+    """Whether nothing of the user's looks on when the model is run."""
+    is_watched = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return not (model.training or is_watched or "forward" in vars(model))
+
+
+def _is_within(model: Any, factor: float) -> bool:
+    """Whether making the rows takes at most so many times what is cheap on the model's device."""
     num_rows, _ = size_of_rows(_num_tokens(model))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return 2 * num_parameters * num_rows <= CHEAP.get(model.device.type, 0.0)
+    return 2 * num_parameters * num_rows <= factor * CHEAP.get(model.device.type, 0.0)
 
 
 def _make_quietly(model: Any) -> Vocabulary | None:

@@ -13,6 +13,7 @@ from lade.commands.progress import progress_bar
 from lade.commands.prompts import as_inputs, read_prompts
 from lade.commands.tune.report import as_text, settings_file
 from lade.commands.tune.search import PLAN, QUICK_PLAN, tune
+from lade.drafting.vocabulary import prepare_vocabulary
 
 
 def main(arguments: list[str]) -> int:
@@ -43,6 +44,7 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     os.environ.pop("LADE_CONFIG", None)  # candidates are tried on top of the defaults
     model, tokenizer = load(args)
+    prepare_vocabulary(model)  # later processes find it in the cache folder
     common = {"max_new_tokens": new_tokens, "seed": args.seed, **how_to_choose(args)}
     try:
         findings = tune(model, as_inputs(rows, tokenizer, args.device), common, plan, progress_bar)
