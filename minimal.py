@@ -6,6 +6,7 @@ python minimal.py --compare                    # both, in one process
 """
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -92,9 +93,29 @@ def compare(model, tokenizer, inputs, arguments):
         print(f"lookahead decoding:  {ahead:8.1f} tokens/s")
         print(f"ratio:               {ahead / plain:8.2f}")
         print(f"tokens per step:     {stats.tokens_per_step:8.2f}")
-        print(f"outputs identical:   {'yes' if torch.equal(outputs['0'], outputs['1']) else 'no':>8}")
+        is_same = torch.equal(outputs["0"], outputs["1"])
+        print(f"outputs identical:   {'yes' if is_same else 'no':>8}")
+        if not is_same:
+            print(difference(model, tokenizer, inputs, outputs["0"], outputs["1"]))
         if stats.fallback_reason:
             print(f"lookahead did not run: {stats.fallback_reason}")
+
+
+def difference(model, tokenizer, inputs, plain, ahead):
+    """Where two outputs part, and why. plain, ahead: new tokens [T]."""
+    place = next((i for i, (one, other) in enumerate(zip(plain, ahead, strict=False)) if one != other), None)
+    if model.dtype not in (torch.bfloat16, torch.float16) or place is None:
+        return f"This must not happen in {model.dtype}: please report it, with the output of `lade env`."
+    with torch.no_grad():
+        logits = model(torch.cat([inputs["input_ids"][0], plain[:place]])[None]).logits[0, -1].float()
+    one, other = (float(logits[tokens[place]]) for tokens in (plain, ahead))
+    unit = torch.finfo(model.dtype).eps * 2 ** math.floor(math.log2(max(abs(one), abs(other), 1e-6)))
+    words = " and ".join(repr(tokenizer.decode([int(tokens[place])])) for tokens in (plain, ahead))
+    return (
+        f"They part at token {place + 1}, {words}: logits {one:.3f} and {other:.3f}, {abs(one - other) / unit:.0f} units of rounding apart in "
+        f"{str(model.dtype).removeprefix('torch.')}.\nA block of tokens is rounded differently from a single one, so so close a choice may fall either way; "
+        "each choice is the model's own, and the same in every run."
+    )
 
 
 def main():

@@ -1,22 +1,67 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "lade/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "accelerate>=1.0"]
+# What tests/test_clients.py tries; with constraints for torch and transformers, or some of these choose others.
+CLIENTS = [
+    "accelerate",
+    "datasets",
+    "langchain-huggingface",
+    "lm-eval",
+    "lm-format-enforcer",
+    "optimum-quanto",
+    "outlines",
+    "peft",
+    "smolagents",
+    "torchao",
+    "transformers[serving]",
+    "trl",
+    "xgrammar",
+]
+
+
+def long_description() -> str:
+    """README for a package index, where neither pictures nor pages of the repository are at hand: their links become plain text."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!--.*?-->|<sub>.*?</sub>|!\[[^\]]*\]\((?!https?:)[^)]*\)", "", text, flags=re.DOTALL)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 setup(
     name="lade",
-    version="0.1.0",
-    description="Lookahead decoding: faster Hugging Face generate() with the same output",
-    long_description=Path("README.md").read_text(encoding="utf-8"),
+    version=VERSION,
+    description="Faster Hugging Face generate() with the same output: lookahead decoding and recycled guesses, no draft model",
+    long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords="transformers, generate, speculative decoding, lookahead decoding, LLM inference",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",  # where the tests run
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    project_urls={"Paper": "https://arxiv.org/abs/2402.02057"},
     python_requires=">=3.10",
     packages=find_packages(include=["lade", "lade.*"]),
-    package_data={"lade.commands": ["prompts.jsonl"], "lade.commands.trace": ["page.html"]},
+    package_data={"lade": ["py.typed"], "lade.commands": ["prompts.jsonl"], "lade.commands.trace": ["page.html"]},
     entry_points={"console_scripts": ["lade = lade.commands:main"]},
-    install_requires=["torch>=2.6", "transformers>=5.8,<6", "accelerate>=1.0", "packaging"],
+    install_requires=["torch>=2.6", "transformers>=5.8,<6", "numpy", "packaging"],
     extras_require={
         "triton": ["triton"],
         "eval": ["datasets", "rouge_score"],
-        "dev": ["pytest", "ruff", "mypy", "hypothesis"],
+        "plots": ["matplotlib"],
+        "test": TEST,
+        "clients": [*TEST, *CLIENTS],
+        "dev": [*TEST, "ruff", "mypy"],
     },
 )

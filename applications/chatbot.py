@@ -4,7 +4,8 @@ USE_LADE=1 python applications/chatbot.py --chat --debug --color      # with loo
 USE_LADE=0 python applications/chatbot.py --chat --debug              # plain generate()
 USE_LADE=1 python applications/chatbot.py --debug                     # one question
 
-It talks with the bundled checkpoint, which knows little; --model_path takes any hub name or folder. `lade chat` is the same.
+It talks with the bundled checkpoint, which knows little; --model_path takes any hub name or folder. `lade chat` is the
+same.
 """
 
 import sys

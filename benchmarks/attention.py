@@ -217,27 +217,25 @@ def main() -> None:
     print(
         f"{'shape':<14} {'context':>7} {'method':<6} {'ms':>9} {'p20':>9} {'p80':>9} {'to sdpa':>8} {'bandwidth':>10} {'error':>9}"
     )
-    rows = []
-    for label, shape in (GPU_SHAPES if on_gpu else CPU_SHAPES).items():
-        for context in map(int, args.contexts.split(",")):
-            with torch.no_grad():
-                problem = Problem(shape, context, args.block, device, dtype)
-                found = measure(problem, names, args.trials, bandwidth)
-            show(label, context, found)
-            heads = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
-            rows.append(heads | {"context": context, "bytes": problem.bytes, "methods": found})
-    harness.finish(
-        {
-            "benchmark": "attention",
-            "environment": harness.machine(torch.device(device), dtype),
-            "kernel": kernels.unavailable_reason() or "triton",
-            "bytes_per_second_of_a_copy": bandwidth,
-            "block": args.block,
-            "trials": args.trials,
-            "rows": rows,
-        },
-        args.out,
-    )
+    rows: list[dict[str, Any]] = []
+    figures = {
+        "benchmark": "attention",
+        "environment": harness.machine(torch.device(device), dtype),
+        "kernel": kernels.unavailable_reason() or "triton",
+        "bytes_per_second_of_a_copy": bandwidth,
+        "block": args.block,
+        "trials": args.trials,
+        "rows": rows,
+    }
+    with harness.reporting(figures, args.out):
+        for label, shape in (GPU_SHAPES if on_gpu else CPU_SHAPES).items():
+            for context in map(int, args.contexts.split(",")):
+                with torch.no_grad():
+                    problem = Problem(shape, context, args.block, device, dtype)
+                    found = measure(problem, names, args.trials, bandwidth)
+                show(label, context, found)
+                heads = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
+                rows.append(heads | {"context": context, "bytes": problem.bytes, "methods": found})
 
 
 if __name__ == "__main__":

@@ -28,18 +28,22 @@ from transformers import CompileConfig
 
 import lade
 from lade.config import current_config, temporary_settings
+from lade.forward.runner import BlockRunner
+from lade.models import adapter_for
 from lade.support import TOO_SHORT
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "plain_packed": {},  # the same on packed weights (PACK), on a CPU: what packing alone gives
     "static": {"cache_implementation": "static"},
     "prompt_lookup": {"prompt_lookup_num_tokens": 5},
     "lade": {},  # each call with an empty memory
+    "lade_unpacked": {},  # the same without packed weights
     "lade_kept": {},  # as by default: what one prompt has taught serves the next ones; forgotten before each trial
     "lookahead": {},  # lade with the paper's window and pool, of the sizes in --level --window --guess
 }
 # Settings of lade on top of the command line's, for the methods that are its own.
-OWN: dict[str, dict[str, Any]] = {"lade": {}, "lade_kept": {}, "lookahead": {}}
+OWN: dict[str, dict[str, Any]] = {"lade": {}, "lade_unpacked": {"PACK": 0}, "lade_kept": {}, "lookahead": {}}
 kept = lade.Memory()  # of "lade_kept"
 
 
@@ -65,6 +69,15 @@ class Trial:
         if not self.steps:
             return None
         return round(self.num_tokens(chosen) / sum(self.steps[i] * len(self.outputs[i]) for i in chosen), 4)
+
+
+def packed(model: Any) -> Any:
+    """A shadow of the model that multiplies with packed weights. Raises SystemExit where that is not possible."""
+    runner = BlockRunner(adapter_for(model))
+    reason = runner.use_packed_weights(0, is_asked=True)
+    if reason is not None:
+        raise SystemExit(f"--methods plain_packed cannot run here: {reason}")
+    return runner.model
 
 
 def batches(prompts: list[dict[str, torch.Tensor]], size: int, pad_token: int) -> list[dict[str, torch.Tensor]]:
@@ -97,6 +110,8 @@ def without_padding(tokens: list[int], ends: set[int]) -> list[int]:
 def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Trial, **arguments: Any) -> None:
     """One batch by one method; what came of it is added to the trial. lade is on for its own methods alone."""
     is_ahead = name in OWN
+    if name == "plain_packed":
+        model = packed(model)
     memory = kept.active() if name == "lade_kept" else nullcontext()
     with harness.use_lade(is_ahead), temporary_settings(**OWN.get(name, {})), memory:
         torch.manual_seed(0)
@@ -124,7 +139,10 @@ def run_methods(
     trials: int,
     common: dict[str, Any],
 ) -> dict[str, list[Trial]]:
-    """Each trial takes every batch through every method in turn. methods: name -> arguments of generate()."""
+    """Each trial takes every batch through every method in turn. methods: name -> arguments of generate().
+
+    A run that is stopped returns the trials that are complete, if there are any.
+    """
     kept.clear()
     warm_up(model, inputs, methods, common)
     if current_config().compile or model.device.type == "cuda":  # every shape that will come, compiled or captured
@@ -134,9 +152,15 @@ def run_methods(
     found: dict[str, list[Trial]] = {name: [Trial() for _ in range(trials)] for name in methods}
     for i in range(trials):
         kept.clear()  # no trial has seen the prompts before
-        for batch in inputs:
-            for name, arguments in methods.items():
-                generate(model, batch, name, found[name][i], **common, **arguments)
+        try:
+            for batch in inputs:
+                for name, arguments in methods.items():
+                    generate(model, batch, name, found[name][i], **common, **arguments)
+        except KeyboardInterrupt:
+            if not i:
+                raise
+            print(f"stopped: {i} of {trials} trials are complete")
+            return {name: complete[:i] for name, complete in found.items()}
     return found
 
 
@@ -151,7 +175,7 @@ def warm_up(model: Any, inputs: list[dict[str, torch.Tensor]], methods: dict[str
 def chosen_methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Name -> arguments of generate()."""
     on_gpu = torch.device(args.device).type == "cuda"
-    left_out = {None if on_gpu else "static", "lade_kept" if args.shape else None}
+    left_out = {None if on_gpu else "static", "lade_kept" if args.shape else None, "plain_packed", "lade_unpacked"}
     names = args.methods.split(",") if args.methods else [name for name in METHODS if name not in left_out]
     OWN["lookahead"] = {"MODE": "lookahead"} | harness.sizes(args)
     unknown = set(names) - set(METHODS)
@@ -297,7 +321,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="prompts decoded together, padded on the left")
     parser.add_argument("--sample", action="store_true", help="sample at --temperature instead of greedy")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--methods", help=f"of {','.join(METHODS)}; by default all that can run, static on a GPU only")
+    parser.add_argument(
+        "--methods",
+        help=f"of {','.join(METHODS)}; by default all that can run, static on a GPU only, neither plain_packed nor lade_unpacked",
+    )
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the JSON there as well")
     args = parser.parse_args()
@@ -323,14 +350,15 @@ def main() -> None:
         "prompts": len(inputs) * args.batch,
         "trials": args.trials,
     }
-    if args.shape:
-        figures |= {"shape": args.shape, "context": args.context}
-        figures |= compare_steps(model, inputs, methods, args.trials, common)
-    else:
-        figures["prompt_file"] = args.prompts.name
-        found = run_methods(model, inputs, methods, args.trials, common)
-        figures |= compare_speeds(model, inputs, found, common)
-    harness.finish(figures, args.out)
+    with harness.reporting(figures, args.out):
+        if args.shape:
+            figures |= {"shape": args.shape, "context": args.context}
+            figures |= compare_steps(model, inputs, methods, args.trials, common)
+        else:
+            figures["prompt_file"] = args.prompts.name
+            found = run_methods(model, inputs, methods, args.trials, common)
+            figures["trials"] = len(found["plain"])
+            figures |= compare_speeds(model, inputs, found, common)
 
 
 if __name__ == "__main__":

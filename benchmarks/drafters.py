@@ -136,8 +136,8 @@ def tokens_per_step(model, prompts, method: str, q: int, common: dict) -> tuple[
 METHODS = ("lookahead", "prompt lookup", "suffix", "recycling, static", "tree, cold", "tree, warm")
 
 
-def equal_sizes(model, prompts, args, common) -> dict:
-    figures: dict = {}
+def equal_sizes(model, prompts, args, common, figures: dict) -> None:
+    """Fills `figures`: tokens per step by method and size."""
     print(f"{'method':<20}" + "".join(f" q={q:<3} all  no loops |" for q in args.sizes))
     for method in METHODS:
         line = f"{method:<20}"
@@ -153,14 +153,12 @@ def equal_sizes(model, prompts, args, common) -> dict:
             }
             line += f"   {s_all:5.2f}  {s_varied:8.2f} |"
         print(line, flush=True)
-    return figures
 
 
-def speeds(model, groups, args) -> dict:
-    """Tokens per second as ratios to plain generate(), by prompt group and by how tokens are chosen."""
+def speeds(model, groups, args, figures: dict) -> None:
+    """Fills `figures`: tokens per second as ratios to plain generate(), by prompt group and by how tokens are chosen."""
     methods = {"plain": {}, "prompt_lookup": {"prompt_lookup_num_tokens": 5}, "lade": {}}
     lade.config_lade(MODE="auto", ADAPTIVE=1, MAX_BLOCK=64)
-    figures: dict = {}
     print(
         f"{'group':<8} {'temperature':>11} {'lade':>7} {'prompt lookup':>14} {'tokens/step':>12} {'slowest prompt':>15} {'(of plain)':>11} {'identical':>10}"
     )
@@ -186,7 +184,6 @@ def speeds(model, groups, args) -> dict:
                 f"{found['lade']['tokens_per_step']:>12.2f} {slowest:>14.2f}x {noise:>10.2f}x {same:>10.0%}",
                 flush=True,
             )
-    return figures
 
 
 def slowest_prompt(model, prompts, runs, args, common) -> tuple[float, float]:
@@ -239,12 +236,15 @@ def main() -> None:
             generator = torch.Generator().manual_seed(0)
             ids = torch.randint(0, len(tokenizer), (10, 1, 64), generator=generator).to(args.device)
             groups["random"] = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
-        figures |= {"trials": args.trials, "slowest_trials": args.slowest_trials, "speed": speeds(model, groups, args)}
+        figures |= {"trials": args.trials, "slowest_trials": args.slowest_trials, "speed": {}}
+        with harness.reporting(figures, args.out):
+            speeds(model, groups, args, figures["speed"])
     else:
         sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
         common = {"max_new_tokens": args.max_new_tokens, **sampling}
-        figures |= {"temperature": args.temperature, "methods": equal_sizes(model, prompts, args, common)}
-    harness.finish(figures, args.out)
+        figures |= {"temperature": args.temperature, "methods": {}}
+        with harness.reporting(figures, args.out):
+            equal_sizes(model, prompts, args, common, figures["methods"])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +102,41 @@ def synchronize(model: Any) -> None:
     cost.synchronize(model.device)
 
 
+@contextmanager
+def reporting(figures: dict[str, Any], path: Path | None) -> Iterator[None]:
+    """The closing JSON line, also of what there is by then where Ctrl-C or SIGTERM ends the run: `stopped` says so.
+
+    figures: is filled inside. The program then ends with status 130.
+    """
+    with stopping_like_ctrl_c():
+        try:
+            yield
+        except KeyboardInterrupt:
+            finish(figures | {"stopped": True}, path)
+            raise SystemExit(130) from None
+    finish(figures, path)
+
+
+@contextmanager
+def stopping_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def finish(figures: dict[str, Any], path: Path | None) -> None:
     """The closing JSON line, and the same in a file where one is asked for."""
+    figures["clock"] = "cpu" if time.perf_counter is time.process_time else "wall"  # cpu_time.py
     if path:
         path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(figures))

@@ -79,24 +79,23 @@ def main() -> None:
     args = parser.parse_args()
 
     capacity = args.max_bytes // (2 * BYTES_PER_ROW)
-    speeds, seconds = write_speeds(capacity, args), file_seconds(args)
-    print(f"a table of {capacity} rows, {args.batch} new ones a call: rows per microsecond")
-    for name, speed in speeds.items():
-        print(f"  {name:<30} {speed['median']:>7.3f}")
-    print(
-        f"a file of {seconds['rows']} rows: {seconds['save']['median']:.2f} s to save, {seconds['load']['median']:.2f} s to load"
-    )
-    figures = {
+    figures: dict[str, Any] = {
         "benchmark": "memory",
         "environment": harness.machine(torch.device("cpu"), torch.float32),
         "capacity": capacity,
         "batch": args.batch,
         "writes": args.writes,
         "trials": args.trials,
-        "rows_per_microsecond": speeds,
-        "file": seconds,
     }
-    harness.finish(figures, args.out)
+    with harness.reporting(figures, args.out):
+        speeds = figures["rows_per_microsecond"] = write_speeds(capacity, args)
+        print(f"a table of {capacity} rows, {args.batch} new ones a call: rows per microsecond")
+        for name, speed in speeds.items():
+            print(f"  {name:<30} {speed['median']:>7.3f}")
+        seconds = figures["file"] = file_seconds(args)
+        print(
+            f"a file of {seconds['rows']} rows: {seconds['save']['median']:.2f} s to save, {seconds['load']['median']:.2f} s to load"
+        )
 
 
 if __name__ == "__main__":

@@ -133,12 +133,15 @@ def add_forward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--use_flash", **choice, help="through lade's own attention (USE_FLASH)")
     parser.add_argument("--compile", action="store_true", help="compiled, in fixed shapes (COMPILE=1)")
     parser.add_argument("--cuda_graph", **choice, help="captured in CUDA graphs (CUDA_GRAPH)")
+    parser.add_argument("--pack", **choice, help="with packed weights, on a CPU (PACK)")
 
 
 def forward_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of config_lade."""
-    use_flash, cuda_graph = ("auto" if value == "auto" else int(value) for value in (args.use_flash, args.cuda_graph))
-    return {"USE_FLASH": use_flash, "COMPILE": int(args.compile), "CUDA_GRAPH": cuda_graph}
+    given = {"USE_FLASH": args.use_flash, "CUDA_GRAPH": args.cuda_graph, "PACK": args.pack}
+    return {name: "auto" if value == "auto" else int(value) for name, value in given.items()} | {
+        "COMPILE": int(args.compile)
+    }
 
 
 def set_up_forward(args: argparse.Namespace) -> None:
@@ -148,7 +151,13 @@ def set_up_forward(args: argparse.Namespace) -> None:
 
 def reasons(found: stats.GenerationStats) -> set[str]:
     """Why blocks did not go through the forward that was asked for, or that lade would have chosen."""
-    reasons = (found.kernel_reason, found.compile_reason, found.cuda_graph_reason, found.device_reason)
+    reasons = (
+        found.kernel_reason,
+        found.compile_reason,
+        found.cuda_graph_reason,
+        found.device_reason,
+        found.packing_reason,
+    )
     return {reason for reason in reasons if reason}
 
 
@@ -157,6 +166,7 @@ def broken_wishes(found: stats.GenerationStats) -> set[str]:
     config = current_config()
     left = {found.kernel_reason} if config.use_flash is None else set()
     left |= {found.cuda_graph_reason} if config.cuda_graph is None else set()
+    left |= {found.packing_reason} if config.pack is None else set()
     return reasons(found) - left
 
 

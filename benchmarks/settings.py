@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from pathlib import Path
+from typing import Any
 
 import harness
 
@@ -32,7 +33,22 @@ def main() -> None:
     prompts = harness.load_prompts(args, tokenizer)
     lade.augment_all()
     common = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    figures = {
+        "benchmark": "settings",
+        "environment": harness.environment(model),
+        "prompts": len(prompts),
+        "rows": rows,
+    }
+    with harness.reporting(figures, args.out):
+        measure_rows(model, prompts, args, common, rows)
+        rows.sort(key=lambda row: -row["ratio_to_plain"]["median"])
+
+
+def measure_rows(
+    model: Any, prompts: list[Any], args: argparse.Namespace, common: dict[str, Any], rows: list[dict[str, Any]]
+) -> None:
+    """A row for each setting, added to `rows`."""
     print(f"{'N':>3} {'W':>3} {'G':>3} {'block':>6} {'tokens/step':>12} {'ratio':>7}")
     for level, window, guess in itertools.product(args.levels, args.windows, args.guesses):
         lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guess)
@@ -53,11 +69,6 @@ def main() -> None:
             f"{ratio['median']:>7.3f}",
             flush=True,
         )
-    rows.sort(key=lambda row: -row["ratio_to_plain"]["median"])
-    harness.finish(
-        {"benchmark": "settings", "environment": harness.environment(model), "prompts": len(prompts), "rows": rows},
-        args.out,
-    )
 
 
 if __name__ == "__main__":

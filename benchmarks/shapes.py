@@ -15,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 256, True),  # nobody's: to see whether a command works
     "1b": (2048, 8192, 16, 32, 8, 128_256, True),  # Llama-3.2-1B
+    "1b6": (2048, 8192, 6, 32, 8, 32_000, True),  # six layers of that and a smaller vocabulary: 0.4 billion weights
     "7b": (4096, 11_008, 32, 32, 32, 32_000, False),  # Llama-2-7B
+    "8b": (4096, 14_336, 32, 32, 8, 128_256, False),  # Llama-3.1-8B
     "13b": (5120, 13_824, 40, 40, 40, 32_000, False),  # Llama-2-13B
     "70b": (8192, 28_672, 80, 64, 8, 32_000, False),  # Llama-2-70B
 }

@@ -3,7 +3,8 @@
     python benchmarks/step_cost.py
     python benchmarks/step_cost.py --shape 7b --contexts 1000,4000,16000 --mode lookahead --level 5 --window 7 --guess 7
 
-First table: milliseconds of the model's forward through lade's cache and masks, and their ratio to q = 1 at that length. Logits
+First table: milliseconds of the model's forward through lade's cache and masks, their ratio to q = 1 at that length, and their ratio
+to one token on the model as it is, without packed weights, compiled or captured forwards or lade's attention. Logits
 are computed for all q tokens; a step of lade needs fewer. Second table: real decoding with lade, its functions timed one by
 one; on a GPU the device is synchronised around each of them, so that the sum is more than an undisturbed step, whose time
 stands beside it. Ends with one JSON line.
@@ -89,10 +90,14 @@ def milliseconds(call: Callable[[], Any], synchronize: Callable[[], None], trial
 
 
 @torch.no_grad()
-def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[], None]) -> list[dict[str, Any]]:
-    """The first table."""
-    rows = []
-    print(f"{'context':>8} {'q':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'to q=1':>8}")
+def forward_costs(
+    model: Any,
+    args: argparse.Namespace,
+    synchronize: Callable[[], None],
+    note: Callable[[dict[str, Any]], None],
+) -> None:
+    """The first table. note: is given each row as soon as it is there."""
+    print(f"{'context':>8} {'q':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'to q=1':>8} {'to plain':>9}")
     for context in args.contexts:
         adapter = adapter_for(model)
         runner, told = BlockRunner(adapter), GenerationStats()
@@ -102,17 +107,22 @@ def forward_costs(model: Any, args: argparse.Namespace, synchronize: Callable[[]
         for num_tokens in args.tokens:
             block = make_block(adapter, cache, num_tokens, args.batch)
             times = milliseconds(partial(runner.forward, block, cache), synchronize, args.trials)
+            # One token on the model as it is, as plain generate() computes it, measured next to the block.
+            one = make_block(adapter, cache, 1, args.batch)
+            plain = milliseconds(partial(adapter.forward_block, one, cache), synchronize, args.trials)
+            to_plain = round(times["median"] / plain["median"], 3)
             if parts.broken_wishes(told):
                 raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.broken_wishes(told))}")
             first = first or (times["median"] if num_tokens == 1 else None)
             ratio = round(times["median"] / first, 3) if first else None
-            rows.append({"context": context, "tokens": num_tokens, "milliseconds": times, "ratio_to_one": ratio})
+            row = {"context": context, "tokens": num_tokens, "milliseconds": times, "ratio_to_one": ratio}
+            row |= {"ratio_to_plain_token": to_plain, "plain_token_milliseconds": plain}
+            note(row | {"packed_weights": told.packed_weights, "packed_bytes": told.packed_bytes})
             print(
                 f"{context:>8} {num_tokens:>5} {times['median']:>9.3f} {times['p20']:>9.3f} {times['p80']:>9.3f} "
-                f"{ratio or '-':>8}",
+                f"{ratio or '-':>8} {to_plain:>9}",
                 flush=True,
             )
-    return rows
 
 
 def part_costs(
@@ -239,9 +249,11 @@ def main() -> None:
         "prompts": len(prompts),
         "trials": args.trials,
     }
-    figures["forward"] = forward_costs(model, args, synchronize)
-    figures |= part_costs(model, prompts, args, synchronize)
-    harness.finish(figures, args.out)
+    rows: list[dict[str, Any]] = []
+    figures["forward"] = rows
+    with harness.reporting(figures, args.out):
+        forward_costs(model, args, synchronize, rows.append)
+        figures |= part_costs(model, prompts, args, synchronize)
 
 
 if __name__ == "__main__":

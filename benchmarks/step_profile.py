@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lade
 from lade.drafting import lookahead
 from lade.drafting.ngram_pool import NGramPool
+from lade.transfer import to_device
 from lade.verification import logits
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
@@ -68,12 +69,18 @@ class Waits:
         if self.is_counting:
             self.places[what, where] += 1
 
+    def take_back(self, what: str, where: str) -> None:
+        """It was no wait."""
+        if self.places[what, where] > 0:
+            self.places[what, where] -= 1
+
     def per_step(self) -> list[dict[str, Any]]:
         """The places, most frequent first."""
         steps = max(1, self.num_steps)
         return [
             {"what": what, "where": where, "per_step": round(count / steps, 3)}
             for (what, where), count in self.places.most_common()
+            if count
         ]
 
 
@@ -113,18 +120,29 @@ class CountReads(TorchDispatchMode):
 
 
 class CountCopies(TorchFunctionMode):
-    """Counts what passes by the dispatcher: lists made from tensors, and tensors made from lists."""
+    """Counts what passes by the dispatcher: lists made from tensors, and tensors made from lists.
+
+    Of these tensors, those that `lade.transfer.to_device` copies make nobody wait.
+    """
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
         self.waits = waits
+        self._made: dict[int, tuple[str, str]] = {}  # by the tensor's id, while a step goes on
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in READING_METHODS:
             self.waits.add(READING_METHODS[function], place(sys._getframe(1)))
         elif function in MAKING_FUNCTIONS and str(kwargs.get("device", "")) != "meta":
-            self.waits.add(MAKING_FUNCTIONS[function], place(sys._getframe(1)))
+            found = function(*args, **kwargs)
+            self._made[id(found)] = MAKING_FUNCTIONS[function], place(sys._getframe(1))
+            self.waits.add(*self._made[id(found)])
+            return found
+        if function is torch.Tensor.to and sys._getframe(1).f_code is to_device.__code__:
+            counted = self._made.pop(id(args[0]), None)
+            if counted is not None:
+                self.waits.take_back(*counted)
         return function(*args, **kwargs)
 
 
@@ -284,26 +302,27 @@ def main() -> None:
     on_gpu = model.device.type == "cuda"
     common = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
 
-    waits = count_waits(model, prompts, common)
-    found = profile_steps(model, prompts[0], args.steps, common)
-    rows = operators(found, on_gpu)
-    if args.trace:
-        found.profile.export_chrome_trace(str(args.trace))
-        print(f"trace of {found.num_profiled} steps: {args.trace}")
-    show(rows, waits, on_gpu)
-    figures = {
+    figures: dict[str, Any] = {
         "benchmark": "step_profile",
         "environment": harness.environment(model),
         "settings": harness.lookahead_settings(args) | common | parts.forward_settings(args),
         "model": args.shape or Path(args.model_path).name,
-        "profiled_steps": found.num_profiled,
-        "operators": rows,
-        "counted_steps": waits.num_steps,
         "waits_are_real": on_gpu,
-        "waits_per_step": round(sum(waits.places.values()) / max(1, waits.num_steps), 3),
-        "waits": waits.per_step(),
     }
-    harness.finish(figures, args.out)
+    with harness.reporting(figures, args.out):
+        waits = count_waits(model, prompts, common)
+        figures |= {
+            "counted_steps": waits.num_steps,
+            "waits_per_step": round(sum(waits.places.values()) / max(1, waits.num_steps), 3),
+            "waits": waits.per_step(),
+        }
+        found = profile_steps(model, prompts[0], args.steps, common)
+        rows = operators(found, on_gpu)
+        figures |= {"profiled_steps": found.num_profiled, "operators": rows}
+        if args.trace:
+            found.profile.export_chrome_trace(str(args.trace))
+            print(f"trace of {found.num_profiled} steps: {args.trace}")
+        show(rows, waits, on_gpu)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 import lade
 lade.augment_all()
-lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
 
-runs while the environment has USE_LADE=1. Importing lade changes nothing by itself, and imports neither torch nor
+runs while the environment has USE_LADE=1; `with lade.enabled():` switches it on for a block of code, and
+`model.generate(..., custom_generate=lade.generate)` for one call. Importing lade changes nothing by itself, and imports neither torch nor
 transformers: that happens when the first name that needs them is used.
 """
 
@@ -19,11 +19,14 @@ from lade.stats import GenerationStats, last_stats, log_history, save_log
 
 if TYPE_CHECKING:
     from lade.augment import augment_all, augment_generate, augment_llama, restore_all
+    from lade.drafting import register_drafter
     from lade.drafting.memory import Memory
     from lade.models import ModelAdapter, allow_hook, register_adapter
     from lade.parallel.group import distributed, get_device
+    from lade.preparation import warmup
+    from lade.switch import enabled, generate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GenerationStats",
@@ -37,12 +40,16 @@ __all__ = [
     "config_lade",
     "current_config",
     "distributed",
+    "enabled",
+    "generate",
     "get_device",
     "last_stats",
     "log_history",
     "register_adapter",
+    "register_drafter",
     "restore_all",
     "save_log",
+    "warmup",
 ]
 
 # Public names whose modules import torch and transformers -> those modules.
@@ -54,9 +61,13 @@ _LAZY = {
     "augment_generate": "lade.augment",
     "augment_llama": "lade.augment",
     "distributed": "lade.parallel.group",
+    "enabled": "lade.switch",
+    "generate": "lade.switch",
     "get_device": "lade.parallel.group",
     "register_adapter": "lade.models",
+    "register_drafter": "lade.drafting",
     "restore_all": "lade.augment",
+    "warmup": "lade.preparation",
 }
 
 

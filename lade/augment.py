@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, TextStreamer
 
 from lade.compat import CALLERS_CACHE_MARK, require_names, warn_if_newer
-from lade.config import apply_environment, current_config, is_enabled, one_at_a_time
+from lade.config import apply_environment, current_config, is_enabled, off_hint, off_reason, one_at_a_time
 from lade.decoding import lookahead_decode
 from lade.parallel.communicator import is_leader
 from lade.parallel.group import SingleProcess, process_group_for
@@ -26,7 +26,7 @@ from lade.support import TOO_SHORT, Call, adapter_or_reason
 
 logger = logging.getLogger("lade")
 
-NOT_ENABLED = "USE_LADE is not set to 1, true, yes or on"
+OFF_HINT = "off_hint"  # in _warned once the hint has been given
 NOT_BEGUN = "the call ended before decoding began"
 OTHER_LOOP = (
     "the request runs a decoding loop of its own (custom_generate, or a mode that lives outside of transformers)"
@@ -46,7 +46,7 @@ _warned: set[str] = set()
 def augment_all() -> None:
     """Put lookahead decoding behind `generate()` of all models, loaded before or later. Calling it twice changes nothing.
 
-    It runs while the environment says USE_LADE=1; otherwise every call is the original's.
+    It runs while the environment says USE_LADE=1, and inside of `with lade.enabled():`; otherwise every call is the original's.
     Raises ImportError when something that lade uses of the installed transformers or torch is missing or has changed, and ValueError
     when LADE_CONFIG names no file of settings.
     """
@@ -61,6 +61,13 @@ def augment_all() -> None:
     for name, function in wrapped.items():
         _originals[name] = vars(_owner(name))[name]
         setattr(_owner(name), name, function)
+
+
+def augment_quietly() -> None:
+    """`augment_all()` for code that switches lookahead on itself; other calls then get no hint that it is off."""
+    if not _originals:
+        augment_all()
+        _warned.add(OFF_HINT)
 
 
 # The original's names: one patch serves every model.
@@ -87,7 +94,8 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recording() as stats:
-            stats.fallback_reason = NOT_BEGUN if is_enabled() else NOT_ENABLED
+            stats.fallback_reason = NOT_BEGUN if is_enabled() else off_reason()
+            _hint_once()
             if is_enabled() and isinstance(kwargs.get("past_key_values"), Cache):
                 setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
             is_leading = not is_enabled() or is_leader(current_config())
@@ -98,9 +106,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             if stats.fallback_reason == NOT_BEGUN:
                 stats.fallback_reason = OTHER_LOOP
                 _warn_once(OTHER_LOOP)
-        config = current_config()
-        if config.debug and stats.fallback_reason is None and is_leading:
-            _print_summary(stats)
+        print_summary(stats)
         return result
 
     # generate.__wrapped__ is how one gets past its torch.no_grad(): that must lead where it led before.
@@ -149,6 +155,16 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
     return _sample
 
 
+def sample_with_lookahead(kind: Any) -> Callable[..., Any]:
+    """A model class's `_sample` with lookahead, patched or not. A class with a loop of its own keeps it."""
+    found = kind._sample
+    if found is not GenerationMixin._sample:
+        open_stats().fallback_reason = OTHER_LOOP
+        _warn_once(OTHER_LOOP)
+        return found
+    return found if _originals else _wrap_sample(found)
+
+
 def _wrap_other(original: Callable[..., Any], reason: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -166,11 +182,24 @@ def _warn_once(reason: str) -> None:
         logger.warning("lade: plain generate() runs instead of lookahead decoding: %s.", reason)
 
 
-def _print_summary(stats: GenerationStats) -> None:
+def _hint_once() -> None:
+    """Log one line at the first call if the patch is on and USE_LADE is neither on nor off."""
+    if OFF_HINT not in _warned and (hint := off_hint()):
+        _warned.add(OFF_HINT)
+        logger.warning("lade: %s.", hint)
+
+
+def print_summary(stats: GenerationStats) -> None:
+    """Print the figures of a lookahead call if DEBUG is set; of several processes only the leader does."""
+    config = current_config()
+    if not config.debug or stats.fallback_reason is not None or not is_leader(config):
+        return
+    num_rows = stats.batch_size  # num_return_sequences counted
     print(
         "==========================ACCELERATION===SUMMARY======================\n"
-        f"Generated tokens: {stats.generated_tokens} Total steps: {stats.steps} "
-        f"Compression ratio: {stats.tokens_per_step:.2f}\n"
+        f"Generated tokens: {stats.generated_tokens} {f'in {num_rows} sequences ' if num_rows > 1 else ''}"
+        f"Total steps: {stats.steps} "
+        f"Compression ratio: {stats.tokens_per_step:.2f}{' per sequence' if num_rows > 1 else ''}\n"
         "======================================================================",
         flush=True,
     )

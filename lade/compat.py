@@ -124,6 +124,12 @@ def check_own_methods(kind: Any) -> str | None:
     return true(not missing, f"does not itself define {', '.join(missing)}")
 
 
+def check_dropped_arguments(function: Any) -> str | None:
+    """What a function given as custom_generate looks up in the frame of generate(), parameters being local names."""
+    missing = {"streamer", "synced_gpus", "assistant_model", "kwargs"} - inspect.signature(function).parameters.keys()
+    return true(not missing, f"has no {', '.join(sorted(missing))}")
+
+
 def check_attention_name(_: Any) -> str | None:
     config = small_config(attn_implementation="eager")
     before, config._attn_implementation = config._attn_implementation, "sdpa"
@@ -228,6 +234,9 @@ NAMES = (
     # The decoding loop.
     Name("transformers.GenerationMixin", "augment.py", check_own_methods),
     Name(G + "generate", "augment.py", takes("self", "inputs")),
+    Name(G + "generate", "switch.py", check_dropped_arguments),
+    Name("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", "switch.py", takes(), is_late=True),
+    Name("transformers.integrations.fsdp.is_fsdp_managed_module", "switch.py", takes("module"), is_late=True),
     Name(G + "_sample", "augment.py", takes_just(*LOOP, "synced_gpus", "streamer", "model_kwargs")),
     Name(G + "_prefill", "decoding.py", takes("self", "input_ids", "generation_config", "model_kwargs")),
     Name(G + "_has_unfinished_sequences", "decoding.py", takes("self", "this_peer_finished", "synced_gpus", "device")),
@@ -284,6 +293,12 @@ NAMES = (
     Name("torch.utils._python_dispatch.TorchDispatchMode", "forward/graphs.py"),
     Name("torch.utils._pytree.tree_leaves", "forward/graphs.py"),
     *(Name(A + name, "forward/graphs.py") for name in ("_local_scalar_dense", "_unique2", "_to_copy")),
+    # Without them no weights are packed, and nothing else changes.
+    Name("torch.ops.mkldnn._linear_pointwise", "forward/packed.py", is_late=True),
+    Name("torch.ops.mkldnn._reorder_linear_weight", "forward/packed.py", is_late=True),
+    Name("torch._C._get_mkldnn_enabled", "forward/packed.py", is_late=True),
+    Name("torch.Tensor._version", "forward/packed.py", is_late=True),
+    Name("torch._C._cuda_clearCublasWorkspaces", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_endAllocateToPool", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_releasePool", "forward/graphs.py", is_here=has_cuda),
     Name(D + "_get_default_store", "parallel/communicator.py", takes(), is_here=has_processes),

@@ -17,6 +17,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -28,7 +29,9 @@ UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
 MODES: dict[str, None] = dict.fromkeys(("lookahead", "tree", "auto"))  # an ordered set; `register_drafter` adds to it
 MAX_WORKERS = 4096
+# Of USE_LADE, in any case.
 ON_VALUES = ("1", "true", "yes", "on")
+OFF_VALUES = ("0", "false", "no", "off")
 NO_SETTINGS = ("note", "measured")  # other keys of a settings file: a sentence, and measurements
 
 Check = Callable[[str, Any], Any]  # public keyword, value as given -> the field's value; raises ValueError
@@ -134,6 +137,13 @@ class LookaheadConfig:
     cuda_graph: bool | None = setting(
         None, "CUDA_GRAPH", flag_or_auto, "1 captures it in a CUDA graph. 'auto' does so on CUDA where it pays."
     )
+    pack: bool | None = setting(
+        None,
+        "PACK",
+        flag_or_auto,
+        "1 keeps a second copy of a CPU model's linear layers, laid out so that blocks cost less. 'auto' does so where memory is "
+        "free and the calls are long enough to pay for it.",
+    )
     deterministic: bool = setting(
         False,
         "DETERMINISTIC",
@@ -218,14 +228,66 @@ _environment_is_read = False
 _warned: set[str] = set()
 
 
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Replaces USE_LADE and the settings of the process for one thread or task."""
+
+    is_on: bool
+    config: LookaheadConfig
+
+
+_switch: ContextVar[Switch | None] = ContextVar("lade_switch", default=None)
+
+
 def current_config() -> LookaheadConfig:
-    """The settings that the next `generate()` will use."""
-    return _default
+    """The settings the next `generate()` of this thread or task will use."""
+    switch = _switch.get()
+    return _default if switch is None else switch.config
 
 
 def is_enabled() -> bool:
-    """Whether USE_LADE in the environment is 1, true, yes or on (any case)."""
-    return os.environ.get("USE_LADE", "").strip().lower() in ON_VALUES
+    """Whether lookahead is on: the innermost `lade.enabled()` decides, else USE_LADE (1, true, yes or on, any case)."""
+    switch = _switch.get()
+    return switch.is_on if switch is not None else environment_switch() in ON_VALUES
+
+
+def environment_switch() -> str:
+    """USE_LADE in lower case, without spaces; empty if it is not set."""
+    return os.environ.get("USE_LADE", "").strip().lower()
+
+
+def off_reason() -> str:
+    """Why lookahead is off, as the end of a sentence."""
+    return "USE_LADE is not set to 1, true, yes or on" if _switch.get() is None else "lade.enabled(False) is in force"
+
+
+def off_hint() -> str | None:
+    """How to switch lookahead on; None where it is on, or off on purpose."""
+    value = environment_switch()
+    if _switch.get() is not None or value in (*ON_VALUES, *OFF_VALUES):
+        return None
+    if value:
+        return (
+            f"USE_LADE={os.environ['USE_LADE']!r} means nothing: {', '.join(ON_VALUES)} switch lookahead on, "
+            f"{', '.join(OFF_VALUES)} off; plain generate() runs"
+        )
+    return (
+        "the patch is on and lookahead is off: set USE_LADE=1 in the environment, or call generate() in "
+        "`with lade.enabled():`; plain generate() runs (USE_LADE=0 says so without this line)"
+    )
+
+
+@contextmanager
+def switched(on: bool, **keywords: Any) -> Iterator[None]:
+    """Lookahead on or off for this thread or task, with settings on top of the current ones.
+
+    keywords: as for config_lade, which also says what is raised.
+    """
+    token = _switch.set(Switch(bool(on), changed_by(current_config(), keywords, "enabled()")))
+    try:
+        yield
+    finally:
+        _switch.reset(token)
 
 
 @one_at_a_time
@@ -236,14 +298,19 @@ def config_lade(**keywords: Any) -> None:
     has changed.
     """
     apply_environment()
+    global _default
+    # Assigned once, because other threads read it without the lock.
+    _default = changed_by(_default, keywords, "config_lade()")
+
+
+def changed_by(config: LookaheadConfig, keywords: dict[str, Any], function: str) -> LookaheadConfig:
+    """Settings with keywords of `config_lade` on top, CONFIG included. function: the name in a TypeError's message."""
     for name in keywords:
         if name not in KEYWORDS:
-            raise TypeError(f"config_lade() has no keyword {name!r}{suggestion(name)}")
+            raise TypeError(f"{function} has no keyword {name!r}{suggestion(name)}")
     given = {name: value for name, value in keywords.items() if value is not None}
     path = given.pop("CONFIG", None)
-    global _default
-    before = _default if path is None else _with_file(_default, path)
-    _default = _changed(before, given)  # assigned once, because other threads read it without the lock
+    return _changed(config if path is None else _with_file(config, path), given)
 
 
 def suggestion(name: str) -> str:

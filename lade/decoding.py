@@ -26,6 +26,7 @@ from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
 from lade.stats import GenerationStats
+from lade.transfer import to_device
 from lade.verification.outputs import OutputRecorder
 from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
 
@@ -127,7 +128,9 @@ class DecodingCall:
         self.positions: Tensor | None = model_kwargs.get("position_ids")
         num_new = max(1, (request.stopping_criteria.max_length or 0) - input_ids.shape[1])
         adapter.carry(model_kwargs)
-        choose_forward(self.runner, config, stats, self.key_mask, num_new, self.recorder.model_arguments)
+        num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
+        sizes = {"num_rows": len(input_ids), "num_slots": num_slots}
+        choose_forward(self.runner, config, stats, self.key_mask, num_new, self.recorder.model_arguments, **sizes)
         group.num_tokens = adapter.num_tokens
         self.drafter: Drafter = make_drafter(
             DraftRequest(
@@ -142,6 +145,7 @@ class DecodingCall:
                 draws=self.selection.draws,
                 forward_kind=self.runner.kind,
                 is_exact=adapter.is_exact,
+                block_sizes=self.runner.block_sizes(config),
                 may_measure=not is_synced,  # other processes' waits distort the times
             )
         )
@@ -149,7 +153,6 @@ class DecodingCall:
         is_alone = type(group) is SingleProcess and not is_synced and self.most_slots is None
         parts = (self.runner, config, self.selection, self.drafter, stats, self.key_mask, self.positions)
         self.on_device = device_loop(*parts) if is_alone else None
-        num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
         if self.on_device:
             self.cache = self.on_device.make_cache(num_slots)
         else:
@@ -202,7 +205,7 @@ class DecodingCall:
         if min(lengths) != max(lengths):
             # One less for a finished row: its output is not read, and its position must not exceed the model's limit.
             counted = [length - has_ended for length, has_ended in zip(lengths, selection.is_finished, strict=True)]
-            starts = torch.tensor(counted, device=self.device)[:, None]  # [B, 1]
+            starts = to_device(torch.tensor(counted, device="cpu"), self.device)[:, None]  # [B, 1]
         offsets, visible = layout.offsets_and_visibility(part.tree)
         block = Block(
             tokens=selection.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
@@ -256,6 +259,7 @@ class DecodingCall:
             self.on_device.release()
         self.runner.release()
         self.runner.check_kernel(self.stats)
+        self.runner.check_products(self.stats)
         return self.recorder.result(self.selection.sequences.padded(self.selection.pad_token), self.callers_cache)
 
     @contextmanager
@@ -295,7 +299,8 @@ class StepTimer:
         call, learning = self._call, perf_counter() - self._verified
         searching = self._drafted - self._began - self._drawing
         forward = self._forwarded - self._drafted
-        cost = forward - call.runner.preparing_seconds + learning
+        # What took no time counts for nothing.
+        cost = forward - call.runner.preparing_seconds + learning if call.runner.is_typical else 0.0
         call.drafter.spent(max(self._selection.sequences.lengths), num_tokens, cost, searching)
         call.stats.add_times(searching + learning, forward, self._verified - self._forwarded + self._drawing)
 

@@ -35,6 +35,11 @@ class PerModel(Generic[T]):
             found: T = state[self]
         return found
 
+    def all(self) -> list[T]:
+        """What the slots of all models hold, where there is anything."""
+        with _lock:
+            return [state[self] for state in _states.values() if self in state]
+
     def set(self, model: Any, value: T) -> None:
         """Replace the value for this model."""
         with _lock:

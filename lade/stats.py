@@ -36,6 +36,9 @@ class GenerationStats:
     compile_reason: str | None = None  # why compilation was requested but not used
     captured_steps: int = 0  # steps that replayed a CUDA graph (CUDA_GRAPH)
     cuda_graph_reason: str | None = None  # why a CUDA graph was requested but not used
+    packed_weights: int = 0  # weights whose packed copy the blocks used (PACK)
+    packed_bytes: int = 0  # of these copies, which stay with the model
+    packing_reason: str | None = None  # why some weights or all of them were not packed, or some products not used
     device_steps: int = 0  # steps that ran entirely on the device
     device_reason: str | None = None  # why the host loop took over from such steps
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
@@ -78,6 +81,9 @@ class GenerationStats:
             "compile_reason": self.compile_reason,
             "captured_steps": self.captured_steps,
             "cuda_graph_reason": self.cuda_graph_reason,
+            "packed_weights": self.packed_weights,
+            "packed_bytes": self.packed_bytes,
+            "packing_reason": self.packing_reason,
             "device_steps": self.device_steps,
             "device_reason": self.device_reason,
         }
@@ -125,6 +131,11 @@ def tracing(on_step: Callable[..., None]) -> Iterator[None]:
 def open_stats() -> GenerationStats:
     """Statistics of this thread's current call; a new object when `_sample` is called directly."""
     return _per_thread.open[-1] if _per_thread.open else GenerationStats()
+
+
+def has_open_stats() -> bool:
+    """Whether a call of this thread is being recorded."""
+    return bool(_per_thread.open)
 
 
 def last_stats() -> GenerationStats | None:

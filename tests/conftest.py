@@ -17,8 +17,8 @@ from support.graphs import captured, compiled, eager_steps, graphs, on_cuda, sta
 from transformers import LlamaForCausalLM
 
 import lade
-from lade import config as lade_config
 from lade import support as lade_support
+from lade.config import temporary_settings
 
 os.environ["LADE_CACHE"] = "0"  # no test depends on what this machine has measured before, nor leaves anything behind
 LEFT_OUT = pytest.StashKey[bool]()
@@ -38,7 +38,12 @@ def pytest_cmdline_main(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Long tests are chosen with LADE_LONG_TESTS=1: elsewhere they are not collected, and what is skipped is what cannot run here."""
+    """Long tests are chosen with LADE_LONG_TESTS=1, clients with -m: elsewhere they are not collected, and what is skipped is what
+    cannot run here."""
+    if "clients" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("clients")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("clients")]
     if os.environ.get("LADE_LONG_TESTS") != "1":
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
@@ -76,11 +81,10 @@ def model() -> LlamaForCausalLM:
 @pytest.fixture
 def lade_on(monkeypatch):
     """lade patched in and switched on; everything is put back afterwards."""
-    before = lade_config.current_config()
     monkeypatch.setenv("USE_LADE", "1")
     monkeypatch.setattr(lade_support, "LEAST_TOKENS", 1)  # the loop must be right at any length
-    lade.augment_all()
-    lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
-    yield
-    lade.restore_all()
-    lade_config._default = before
+    with temporary_settings():
+        lade.augment_all()
+        lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
+        yield
+        lade.restore_all()

@@ -87,8 +87,8 @@ MUTANTS = [
     mutant("draws: what others draw is not noticed", "verification/draws.py",
            "if same_state(now, self._states[place]):", "if True:",
            "draws.py::test_others_may_draw_in_between"),
-    mutant("draws: forgotten one token late", "verification/draws.py",
-           "while self._first < index and self._draws:", "while self._first < index - 1 and self._draws:",
+    mutant("draws: nothing is forgotten", "verification/draws.py",
+           "while self._first < index and self._draws:", "while self._first < 0 and self._draws:",
            "draws.py::test_draws_that_nobody_will_ask_for_are_dropped"),
     # The cache.
     mutant("cache: accepted keys move one slot too low", "block/kv_cache.py",
@@ -112,7 +112,7 @@ MUTANTS = [
            "spoiled.py::test_a_guess_that_is_no_number"),
     # Verdicts, hooks, refusals.
     mutant("verdict: a wrong trial passes", "models/self_check.py",
-           "if not error * SAFETY.get(adapter.dtype, SAFETY_IN_HALF_PRECISION) < effect:", "if error != error:",
+           "if not error * MASK_EFFECT_RATIO[adapter.dtype] < effect:", "if error != error:",
            "models.py::test_an_unknown_family_is_tried_out", "foreign.py::test_a_hook_that_goes_by_position"),
     mutant("verdict: missing memory is remembered as one", "models/self_check.py",
            'return "there was no room for a trial block"', 'verdict = "there was no room for a trial block"',
@@ -120,12 +120,12 @@ MUTANTS = [
     mutant("hooks: nobody is asked for leave", "models/reasons.py",
            "    return name and f", "    return name and None and f",
            "foreign.py::test_an_allowed_hook_is_tried_out", "foreign.py::test_wherever_hooks_are_put_on"),
-    mutant("requests: an unknown argument of the model", "augment.py",
+    mutant("requests: an unknown argument of the model", "support.py",
            "if name not in known and value is not None)", "if name not in known and value is ...)",
            "requests.py", "contract.py::test_fallbacks"),
-    mutant("requests: a boundary one token late", "models/limits.py",
+    mutant("requests: a boundary one token late", "models/phi3.py",
            "if length <= boundary < request.max_length - 1:", "if length <= boundary < request.max_length - 2:",
-           "contract.py::test_rope_boundaries"),
+           "phi3.py"),
     mutant("patch: an original is not put back", "augment.py",
            "    for name, function in _originals.items():\n        setattr(_owner(name), name, function)\n    _originals.clear()",
            "    _originals.clear()",
@@ -178,6 +178,16 @@ MUTANTS = [
            "draws = state.draws[lengths % len(state.draws), state.rows]",
            "draws = state.draws[(lengths + 1) % len(state.draws), state.rows]",
            "on_device_sampling.py::test_other_sizes"),
+    # Packed weights.
+    mutant("packed weights: writes through .data go unnoticed", "forward/packed.py",
+           "and torch.equal(checksums(weight), copy.checksums)", "and copy.checksums is not None",
+           "packed.py::test_changed_weights_are_packed_anew"),
+    mutant("packed weights: other bits are taken in half precision", "forward/packed.py",
+           "is_same = torch.equal(found.view(torch.int16), expected.view(torch.int16))", "is_same = True",
+           "packed.py::test_products_that_differ_are_not_used"),
+    mutant("packed weights: more memory is taken than is free", "forward/packed.py",
+           "if num_bytes > left:", "if num_bytes > 2 * left + 1:",
+           "packed.py::test_what_does_not_fit_is_not_packed"),
 ]  # fmt: skip
 
 

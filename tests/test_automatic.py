@@ -9,17 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import generate_plain, prompt, tiny, tiny_llama
-from support.graphs import NOT_HERE, is_wanted
+from support.graphs import NOT_HERE, is_wanted, kept_buffers
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
-from lade import kernels
+from lade import decoding, kernels
 from lade.block_size import LiveCosts
 from lade.commands.env import lade_lines
 from lade.config import LookaheadConfig, current_config
 from lade.drafting import make_drafter
 from lade.forward import buffer_pool as kept
 from lade.forward import choice as forward_choice
+from lade.forward import runner
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.choice import largest_head_dim, slow_kernel_reason
@@ -37,10 +38,17 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 AUTOMATIC = LookaheadConfig()
 
 
+@pytest.fixture(scope="module")
+def model():
+    """One layer is traced in half the time of two, which tests/test_static_shapes.py and tests/test_on_device_step.py take."""
+    return tiny_llama(num_hidden_layers=1)
+
+
 @pytest.fixture(autouse=True)
 def automatic(lade_on, monkeypatch):
     observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
     monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.2 * q))
+    monkeypatch.setattr(fixed, "MIN_NEW_TOKENS", 32)  # so that calls of these tests are long ones
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
     yield
     forget_all()
@@ -107,7 +115,7 @@ def test_nothing_changes_on_a_cpu(model, kernel):
         assert (stats.captured_steps, stats.device_steps, stats.cuda_graph_reason) == (0, 0, None)
         assert (stats.used_kernel, stats.kernel_reason) == (False, None)
     assert not kernel.calls
-    assert not kept._pool.of(model)
+    assert not kept_buffers(model)
 
 
 ONE_SHAPE = {"MODE": "tree", "MAX_BLOCK": 8, "ADAPTIVE": 0}
@@ -131,10 +139,41 @@ def test_captures_by_itself(settings, model, on_cuda):
 def test_not_for_a_short_call(model, on_cuda):
     stats = run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1)
     assert (stats.captured_steps, stats.device_steps, len(on_cuda)) == (0, 0, 0)
-    assert stats.cuda_graph_reason.startswith("a call for fewer than 32 tokens")
-    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS).captured_steps > 0
+    assert stats.cuda_graph_reason.startswith("a call for fewer than ")
     lade.config_lade(CUDA_GRAPH=1)
     assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1).captured_steps > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"MODE": "tree"}], ids=["lookahead", "tree"])
+def test_a_short_call_has_what_a_long_one_has_captured(settings, model, on_cuda):
+    """Where the batch has as many rows; with DETERMINISTIC=1 no call depends on another."""
+    short = fixed.MIN_NEW_TOKENS - 1
+    lade.config_lade(**settings)
+    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS).captured_steps > 0
+    assert run(model, max_new_tokens=short).captured_steps > 0
+    assert run(model, prompt(batch_size=2), max_new_tokens=short).captured_steps == 0
+    lade.config_lade(DETERMINISTIC=1)
+    assert run(model, max_new_tokens=short).captured_steps == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"MODE": "tree"}], ids=["lookahead", "tree"])
+def test_not_in_a_long_cache_without_the_kernel(settings, model, on_cuda, kernel, monkeypatch):
+    """Neither from the beginning nor when the cache grows. With the kernel a block reads what the text has."""
+    monkeypatch.setattr(fixed, "MOST_SLOTS_WITHOUT_KERNEL", 256)
+    monkeypatch.setattr(runner, "MOST_SLOTS_WITHOUT_KERNEL", 256)
+    lade.config_lade(**settings, USE_FLASH=0)
+    stats = run(model, prompt(300))
+    assert (stats.captured_steps, stats.cuda_graph_reason) == (0, fixed.TOO_MANY_SLOTS)
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
+    stats = run(model, prompt(150), max_new_tokens=150)
+    assert stats.cuda_graph_reason == fixed.TOO_MANY_SLOTS
+    assert 0 < stats.captured_steps < stats.steps - 1
+    lade.config_lade(CUDA_GRAPH=1)
+    stats = run(model, prompt(300))
+    assert stats.captured_steps == stats.steps - 1
+    lade.config_lade(USE_FLASH="auto", CUDA_GRAPH="auto")
+    stats = run(model, prompt(300))
+    assert (stats.used_kernel, stats.captured_steps) == (True, stats.steps - 1)
 
 
 def test_not_where_blocks_have_no_fixed_shapes(on_cuda):
@@ -144,7 +183,7 @@ def test_not_where_blocks_have_no_fixed_shapes(on_cuda):
 
 
 def test_not_where_another_process_might_fail(on_cuda, monkeypatch):
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     assert fixed.graph_refusal(AUTOMATIC, model, 100) is None
     model._tp_size = 2
     assert "several processes" in fixed.graph_refusal(AUTOMATIC, model, 100)
@@ -191,7 +230,7 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
         tried.append(forward)
         raise RuntimeError("operation not permitted")
 
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     monkeypatch.setattr(device_loop, "capture", refuse)
     stats = run(model)
     assert (stats.device_steps, len(tried)) == (0, 1)
@@ -200,7 +239,7 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
     assert len(tried) == 1
 
     monkeypatch.setattr(fixed, "capture", refuse)
-    kept._pool.of(model).clear()
+    kept_buffers(model).clear()
     for _ in range(2):
         stats = run(model)
         assert stats.captured_steps == 0
@@ -216,7 +255,7 @@ def test_memory_may_be_there_again(on_cuda, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     lade.config_lade(MODE="tree")
-    model = tiny_llama()
+    model = tiny_llama(num_hidden_layers=1)
     with monkeypatch.context() as patch:
         patch.setattr(fixed, "capture", refuse)
         assert "out of memory" in run(model).cuda_graph_reason
@@ -233,8 +272,8 @@ def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch
         return lambda: output.copy_(forward()) if next(count) < 2 * good_uses else output  # two replays a block
 
     monkeypatch.setattr(fixed, "capture", stale)
-    expected = generate_plain(tiny_llama(), prompt(), **NEW)
-    found = tiny_llama().generate(**prompt(), **NEW)
+    expected = generate_plain(tiny_llama(num_hidden_layers=1), prompt(), **NEW)
+    found = tiny_llama(num_hidden_layers=1).generate(**prompt(), **NEW)
     stats = lade.last_stats()
     if good_uses == 1:
         assert torch.equal(found, expected)
@@ -301,7 +340,7 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
     for module in (fixed, lade.decoding):
         monkeypatch.setattr(module, "perf_counter", clock)
     monkeypatch.setattr(lade.decoding, "make_drafter", lambda request: Spy(make_drafter(request)))
-    stats = run(tiny_llama())
+    stats = run(tiny_llama(num_hidden_layers=1))
     assert stats.forward_seconds == now[0] >= 5
     assert set(seen) == ({0.0, 5.0} if fails else {0.0})
     assert seen.count(5.0) == fails  # the step that failed had no other time
@@ -330,10 +369,11 @@ def test_a_cache_too_large_to_keep(mode, share, model, on_cuda, monkeypatch):
     monkeypatch.setattr(kept, "device_memory", lambda device: 2**30)
     stats = run(model)
     assert stats.captured_steps == stats.steps - 1
-    assert bool(kept._pool.of(model)) == (share == 1.0)
+    assert bool(kept_buffers(model)) == (share == 1.0)
 
 
-def test_bytes_of_a_cache(model):
+def test_bytes_of_a_cache():
+    model = tiny_llama()
     cache = base.ModelAdapter(model).make_cache(300)
     assert cache.num_bytes == 0
     with torch.no_grad():
@@ -400,8 +440,9 @@ def test_reasons_against_the_kernel(model, kernel, monkeypatch):
     assert largest_head_dim(SimpleNamespace(num_attention_heads=[4, 8])) == 0
 
 
-@pytest.mark.parametrize("mode", ["lookahead", "tree"])
-@pytest.mark.parametrize("wrong", [1.0, torch.nan, "fails"])
+@pytest.mark.parametrize(
+    ("wrong", "mode"), [(1.0, "lookahead"), (1.0, "tree"), (torch.nan, "tree"), ("fails", "lookahead")]
+)
 def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monkeypatch):
     """The text is plain generate()'s, the figures say why, and later calls do not try."""
     lade.config_lade(MODE=mode)
@@ -456,6 +497,15 @@ def test_tolerance(dtype):
     assert "off by" in self_check.problem_of(right, *inputs, sinks, **named)
     right = reference_block_attention(*inputs, **NAMED | {"sinks": sinks})
     assert self_check.problem_of(right, *inputs, sinks, **named) is None
+
+
+def test_the_capacity_of_a_cache_makes_no_other_kind(kernel):
+    """Nor the part of it that an ordinary forward sees: nothing is compiled or tried for them."""
+    query, keys, values, packed = attention_inputs()
+    for capacity in (64, 50, 35):
+        self_check.checked(kernel, query, keys[:, :, :capacity], values[:, :, :capacity], packed, **NAMED)
+    self_check.checked(kernel, query, keys.repeat(1, 1, 8, 1), values.repeat(1, 1, 8, 1), packed, **NAMED)
+    assert len(self_check._problems) == 1
 
 
 def test_each_kind_of_call_is_tried(kernel):

@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +60,36 @@ def test_decode(command, tmp_path):
     assert figures["methods"]["lade"]["tokens_per_step"] > 1
 
 
+def test_a_benchmark_that_is_stopped_tells_what_it_has(command, module, monkeypatch, tmp_path, capsys):
+    """By Ctrl-C or by SIGTERM: the rows that are complete are written, and the program ends with 130."""
+    out, step_cost = tmp_path / "figures.json", module("step_cost")
+    monkeypatch.setattr(step_cost, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(step_cost, "part_costs", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        command("step_cost", *SMALL, "--trials", "1", "--tokens", "1,4", "--contexts", "20", "--out", str(out))
+    assert ended.value.code == 130
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    assert figures == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["stopped"]
+    assert [row["tokens"] for row in figures["forward"]] == [1, 4]
+
+
+def test_only_complete_trials_count(command, module, monkeypatch):
+    decode, calls = module("decode"), []
+    generate = decode.generate
+
+    def stop_later(*args, **arguments):
+        calls.append(args[2])
+        if calls.count("lade") == 4:  # two to warm up, one of the first trial
+            raise KeyboardInterrupt
+        generate(*args, **arguments)
+
+    monkeypatch.setattr(decode, "generate", stop_later)
+    figures = command("decode", *SMALL, "--limit", "1", "--trials", "3", "--methods", "lade")
+    assert figures["trials"] == 1
+    assert figures["methods"]["lade"]["identical_outputs"] == 1.0
+
+
 def test_what_is_kept_is_forgotten_before_each_trial(command, module, monkeypatch):
     """Of the same memory all calls of a trial, and no trial knows what an earlier one has learned."""
     rows, decode = [], module("decode")
@@ -81,9 +113,14 @@ def test_the_forward_that_is_asked_for(module, monkeypatch):
     parts.add_forward_arguments(parser)
     found = GenerationStats(kernel_reason="no kernel", cuda_graph_reason="no graph", device_reason="no step")
     settings = {
-        "": {"USE_FLASH": "auto", "COMPILE": 0, "CUDA_GRAPH": "auto"},
-        "--use_flash 0 --cuda_graph 1": {"USE_FLASH": 0, "COMPILE": 0, "CUDA_GRAPH": 1},
-        "--use_flash 1 --cuda_graph auto --compile": {"USE_FLASH": 1, "COMPILE": 1, "CUDA_GRAPH": "auto"},
+        "": {"USE_FLASH": "auto", "COMPILE": 0, "CUDA_GRAPH": "auto", "PACK": "auto"},
+        "--use_flash 0 --cuda_graph 1 --pack 0": {"USE_FLASH": 0, "COMPILE": 0, "CUDA_GRAPH": 1, "PACK": 0},
+        "--use_flash 1 --cuda_graph auto --compile": {
+            "USE_FLASH": 1,
+            "COMPILE": 1,
+            "CUDA_GRAPH": "auto",
+            "PACK": "auto",
+        },
     }
     broken = [{"no step"}, {"no step", "no graph", "no kernel"}, {"no step", "no kernel"}]
     monkeypatch.setattr(config, "_default", config.current_config())  # and put it back
@@ -162,7 +199,13 @@ def test_decode_refuses(arguments, message, module, monkeypatch):
 
 @pytest.mark.parametrize(
     ("shape", "parameters"),
-    [("1b", 1_235_814_400), ("7b", 6_738_415_616), ("13b", 13_015_864_320), ("70b", 68_976_648_192)],
+    [
+        ("1b", 1_235_814_400),
+        ("7b", 6_738_415_616),
+        ("8b", 8_030_261_248),
+        ("13b", 13_015_864_320),
+        ("70b", 68_976_648_192),
+    ],
 )
 def test_shapes_are_the_real_ones(shape, parameters, module):
     model = module("shapes").random_model(shape, "meta", torch.bfloat16)

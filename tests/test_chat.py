@@ -1,10 +1,12 @@
 """The chatbot: what it shows and when, what it remembers and recomputes, and that Ctrl-C leaves both in order."""
 
+import json
 import os
 import random
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +18,8 @@ from support import generate_plain, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.commands.chat import chatbot
+from lade import commands
+from lade.commands.chat import chatbot, line_reader
 from lade.commands.chat.conversation import FALLBACK_STOP, Conversation, DoesNotFit, keeps_keys_only
 from lade.commands.chat.streaming import GUESSED, ORDINARY, AnswerStreamer, overlap
 from lade.commands.chat.terminal import Terminal, summary
@@ -247,7 +250,16 @@ def test_the_stream_is_the_text(tokenizer):
     cases += [[draw.randrange(4096) for _ in range(30)] for _ in range(200)]  # broken bytes and special tokens, too
     for tokens in cases:
         pieces, _ = stream(tokenizer, tokens)
-        assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True).lstrip()
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert "".join(pieces) == re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text).lstrip()
+
+
+def test_no_control_character_of_the_text_is_shown(tokenizer):
+    tokens = tokenizer("red \033[31m \033]0;title\007 \r over \x9b2J\tend\n")["input_ids"]
+    for guessed in ((), {1, 3}):
+        pieces, _ = stream(tokenizer, tokens, guessed=guessed)
+        text = "".join(pieces).replace(GUESSED, "").replace(ORDINARY, "")
+        assert text.replace(" ", "") in ("red[31m]0;titleover2J\tend\n", "red]0;titleover2J\tend\n")
 
 
 def test_guesses_are_coloured(tokenizer):
@@ -278,7 +290,13 @@ def test_models_that_remember_more_than_keys():
 
 def test_one_question_without_chat(capsys, lade_on, monkeypatch):
     monkeypatch.setenv("COLOR_PRINT", "1")
-    assert chatbot(["--dtype", "float32", "--debug", "--temperature", "0", "--window", "3"], "chatbot.py") == 0
+    arguments = ["--dtype", "float32", "--debug", "--temperature", "0", "--window", "3"]
+    assert chatbot([*arguments, "--question", "What does os.getcwd do?", "--max_new_tokens", "8"], "chatbot.py") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("What does os.getcwd do?\n\n")
+    assert "\033" not in out  # no terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert chatbot(arguments, "chatbot.py") == 0
     out = capsys.readouterr().out
     assert "shutil.copytree" in out.replace(GUESSED, "").replace(ORDINARY, "")
     assert GUESSED in out
@@ -292,6 +310,179 @@ def test_arguments_are_checked(capsys, lade_on):
     assert "LEVEL must be an integer from 2 to 64, got 1" in capsys.readouterr().err
     assert chatbot(["--max_new_tokens", "5000"], "chatbot.py") == 2
     assert "2048 positions" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        chatbot(["--temperature", "0", "--top_p", "0.5"], "chatbot.py")
+    assert "--top_p must come with sampling" in capsys.readouterr().err
+
+
+def test_a_bad_model_path_is_a_sentence(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    (tmp_path / "empty").mkdir()
+    for path, reason in (
+        ("./not/here", "found no folder './not/here'"),
+        (str(tmp_path / "empty"), "found no config.json"),
+        (str(tmp_path), "cannot be loaded"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            chatbot(["--model_path", path], "chatbot.py")
+        assert end.value.code == 2
+        err = capsys.readouterr().err.splitlines()
+        assert reason in err[-1]
+        assert len(err[-1]) < 300
+        assert "Traceback" not in "".join(err)
+
+
+def test_a_question_without_room_is_answered_by_lade_alone(tokenizer, capfd, lade_on):
+    shown = []
+    model = tiny_llama(vocab_size=4096, max_position_embeddings=128)
+    Terminal(Conversation(model, tokenizer, max_new_tokens=40), shown.append).answer("why " * 2000)
+    assert "".join(shown).startswith("[not asked: the question takes")
+    assert capfd.readouterr().err == ""
+    assert tokenizer.model_max_length < 10_000
+
+
+# Commands
+
+
+@pytest.fixture
+def terminal(random_model, tokenizer, lade_on):
+    """shown: what it has written."""
+    shown = []
+    found = Terminal(Conversation(random_model, tokenizer, max_new_tokens=6), shown.append)
+    found.shown = shown
+    return found
+
+
+def said(terminal, message):
+    terminal.shown.clear()
+    terminal.take(message)
+    return "".join(terminal.shown)
+
+
+def roles(terminal):
+    return [message["role"] for message in terminal.conversation.messages]
+
+
+def test_undo_and_retry(terminal):
+    assert "nothing was asked yet" in said(terminal, "/undo")
+    assert "nothing was asked yet" in said(terminal, "/retry")
+    terminal.answer("one")
+    first = list(terminal.conversation.messages)
+    second = terminal.answer("two")
+    assert "taken back: two" in said(terminal, "/undo")
+    assert terminal.conversation.messages == first
+    assert terminal.answer("two").text == second.text
+    said(terminal, "/retry")
+    assert terminal.answers[-1].text == second.text  # greedy
+    said(terminal, "/set temperature 2")
+    texts = {said(terminal, "/regen") for _ in range(3)}
+    assert len(texts) > 1
+    assert roles(terminal) == ["user", "assistant"] * 2
+    assert terminal.answers[-1].reused_tokens > 20  # the cache stays
+
+
+def test_the_system_message(terminal):
+    terminal.answer("one")
+    assert "no system message" in said(terminal, "/system")
+    assert "system message: Be brief." in said(terminal, "/system Be brief.")
+    assert roles(terminal) == ["system", "user", "assistant"]
+    expected = fresh_answer(terminal.conversation, "two")
+    assert terminal.answer("two").text == expected
+    said(terminal, "/clear")
+    assert terminal.conversation.messages == [{"role": "system", "content": "Be brief."}]
+    said(terminal, "/system -")
+    assert terminal.conversation.messages == []
+
+
+def test_settings_are_set(terminal):
+    said(terminal, "/set temperature 0.5")
+    assert terminal.choice == {"do_sample": True, "temperature": 0.5}
+    said(terminal, "/set top_p 0.9")
+    assert "top_k 7" in said(terminal, "/set top_k 7")
+    assert terminal.choice == {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 7}
+    said(terminal, "/set temperature 0")
+    assert terminal.choice == {"do_sample": False}
+    said(terminal, "/set max_new_tokens 3")
+    assert terminal.answer("one").new_tokens == 3
+    said(terminal, "/set seed 11")
+    assert torch.initial_seed() == 11
+    said(terminal, "/set debug on")
+    assert "tokens per step" in said(terminal, "two")
+    assert "temperature 0, top_p the model's" in said(terminal, "/set")
+    for words, message in (
+        ("temperature -1", "temperature must be 0, which is greedy, or above, got '-1'"),
+        ("top_p 2", "top_p must be above 0 and at most 1, got '2'"),
+        ("top_k x", "top_k must be an integer of 1 or more, got 'x'"),
+        ("max_new_tokens 9999", "max_new_tokens must be below the model's 512 positions, got 9999"),
+        ("color maybe", "color must be on or off, got 'maybe'"),
+        ("weather fine", "/set must be followed by one of temperature, "),
+    ):
+        assert message in said(terminal, "/set " + words)
+    assert terminal.conversation.max_new_tokens == 3
+
+
+def test_saved_and_loaded(terminal, tmp_path):
+    file = tmp_path / "talk.json"
+    said(terminal, "/system Be brief.")
+    terminal.answer("one")
+    messages = list(terminal.conversation.messages)
+    assert "1 turn saved" in said(terminal, f"/save {file}")
+    assert json.loads(file.read_text())["messages"] == messages
+    said(terminal, "/system -")
+    said(terminal, "/reset")
+    assert "1 turn loaded" in said(terminal, f"/load {file}")
+    assert terminal.conversation.messages == messages
+    assert terminal.conversation.system == "Be brief."
+    expected = fresh_answer(terminal.conversation, "two")
+    assert terminal.answer("two").text == expected
+    messages = list(terminal.conversation.messages)
+    for content in ("x", "[]", '{"messages": [{"role": "assistant", "content": "a"}]}', '{"messages": [1]}'):
+        file.write_text(content)
+        assert "holds no conversation" in said(terminal, f"/load {file}")
+    assert "cannot be read" in said(terminal, f"/load {tmp_path / 'none'}")
+    assert "cannot be written" in said(terminal, f"/save {tmp_path / 'no' / 'folder'}")
+    assert "name of a file" in said(terminal, "/save") + said(terminal, "/load")
+    assert terminal.conversation.messages == messages
+
+
+def test_what_is_a_command(terminal):
+    assert "unknown command /usr/bin" in said(terminal, "/usr/bin is what?")
+    assert said(terminal, "/usr/bin is what?\nAnd /etc?")  # pasted lines are a message
+    assert terminal.conversation.messages[0]["content"] == "/usr/bin is what?\nAnd /etc?"
+    assert "Alt-Enter" in said(terminal, "/?")
+    assert terminal.take("/bye")
+    assert terminal.take("/exit")
+
+
+def test_the_history_is_kept(tmp_path, monkeypatch):
+    path = tmp_path / "state" / "history.jsonl"
+    assert line_reader.read_history(path) == line_reader.read_history(None) == []
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    lines = iter(["one", '"""two', "three", 'four"""', "  "])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(line_reader, "readline", None)
+    reader = line_reader.LineReader(path)
+    assert [reader.read("You: ") for _ in range(3)] == ["one", "two\nthree\nfour", ""]
+    assert line_reader.read_history(path) == ["one", "two\nthree\nfour"]
+    assert path.stat().st_mode & 0o077 == 0
+    path.write_text("not JSON\n" + "".join(f'"{n}"\n' for n in range(3000)))
+    assert line_reader.read_history(path)[-1] == "2999"
+    assert len(path.read_text().splitlines()) == line_reader.HISTORY_LENGTH
+
+
+def test_the_editor(monkeypatch, terminal):
+    monkeypatch.setenv("VISUAL", "an editor --wait")
+    started = []
+
+    def run(command):
+        started.append(command[:-1])
+        Path(command[-1]).write_text(Path(command[-1]).read_text() + "\nsecond line\n")
+
+    assert line_reader.edited("first line", run) == "first line\nsecond line"
+    assert started == [["an", "editor", "--wait"]]
+    monkeypatch.setenv("VISUAL", "no-such-editor-here")
+    assert "no editor could be started" in said(terminal, "/edit hello")
+    assert terminal.conversation.messages == []
 
 
 class Child:
@@ -424,3 +615,51 @@ def test_at_a_terminal(tmp_path):
         assert "a new conversation" in child.read_until("You: ")
         child.type("/quit\n")
         assert child.wait() == 0
+
+
+@pytest.mark.skipif(
+    line_reader.readline is None or "libedit" in (line_reader.readline.__doc__ or ""), reason="needs readline"
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_messages_of_several_lines(tmp_path):
+    """Pasted lines, Alt-Enter, an editor, and a message of an earlier start, each of which is one message."""
+    history = tmp_path / "lade" / "chat_history.jsonl"
+    history.parent.mkdir()
+    history.write_text('"asked\\nearlier"\n')
+    editor = tmp_path / "editor.py"
+    editor.write_text("import sys; open(sys.argv[1], 'a').write('\\nwith an editor')")
+    saved = tmp_path / "saved.json"
+    with Child(
+        *(sys.executable, "-m", "lade", "chat", "--max_new_tokens", "4", "--question", "asked first"),
+        USE_LADE="1",
+        PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        TERM="xterm",
+        XDG_STATE_HOME=str(tmp_path),
+        VISUAL=f"{sys.executable} {editor}",
+    ) as child:
+        assert "asked first" in child.read_until("You: ")
+        for keys in (
+            "\033[200~pasted\nin two lines\033[201~\r",
+            "typed\033\rin two\r",
+            "begun\x18\x05",
+            "\033[A\033[A\033[A\033[A\r",
+        ):
+            child.type(keys)
+            child.read_until("You: ")
+        child.type(f"/save {saved}\r")
+        child.read_until("5 turns saved.*You: ")
+        child.type("/quit\r")
+        assert child.wait() == 0
+    asked = [message["content"] for message in json.loads(saved.read_text())["messages"] if message["role"] == "user"]
+    assert asked == ["asked first", "pasted\nin two lines", "typed\nin two", "begun\nwith an editor", "asked\nearlier"]
+    kept = line_reader.read_history(history)
+    assert kept[:3] == ["asked\nearlier", "pasted\nin two lines", "typed\nin two"]
+
+
+def test_the_command_line_answers_at_once():
+    """In what it imports: torch alone takes longer than a second."""
+    code = "import sys; from lade import commands\ntry: commands.main([{!r}, '--help'])\nexcept SystemExit: print(*sys.modules)"
+    for name in commands.COMMANDS:
+        done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=True)
+        assert "usage: lade " + name in done.stdout
+        assert not {"torch", "transformers", "numpy"} & set(done.stdout.splitlines()[-1].split())

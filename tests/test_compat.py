@@ -13,11 +13,11 @@ from contextlib import suppress
 import pytest
 import torch
 import transformers
-from support import ROOT, beside, generate_plain, prompt, python, tiny_llama
+from support import ROOT, beside, generate_plain, is_patched, prompt, python, tiny_llama
 from transformers import GenerationMixin, MptConfig, MptForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import lade
-from lade import augment, compat
+from lade import compat
 from lade.models import adapter_for, needs_self_check
 
 PACKAGES = ("transformers", "torch.nn.modules.module")
@@ -100,7 +100,7 @@ def refuses(*says):
         lade.augment_all()
     for text in (*says, transformers.__version__, torch.__version__, compat.TESTED, "nothing has been patched"):
         assert text in str(error.value)
-    assert not augment._originals
+    assert not is_patched()
     return {name: vars(GenerationMixin).get(name) for name in before} == before
 
 

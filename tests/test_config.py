@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support import beside, python
+from support import beside, is_patched, python
 from transformers import GenerationMixin
 
 import lade
@@ -252,7 +252,7 @@ def test_augment_all_reads_the_file_of_the_environment(settings_file, monkeypatc
     lade.restore_all()
     with pytest.raises(ValueError, match="LADE_CONFIG"):
         lade.augment_all()
-    assert not lade.augment._originals
+    assert not is_patched()
     settings_file({"LEVEL": 4})
     lade.augment_all()
     lade.restore_all()
@@ -302,7 +302,7 @@ def test_wrong_transformers_version(monkeypatch):
     with pytest.raises(ImportError, match=r">=5\.8,<6") as error:
         lade.augment_all()
     assert "4.57.0" in str(error.value)
-    assert not lade.augment._originals
+    assert not is_patched()
 
 
 @beside

@@ -15,7 +15,12 @@ from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
 
 ROOT = Path(lade.__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
@@ -37,8 +42,9 @@ def bundled():
     "page", [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))], ids=page_id
 )
 def test_python_blocks_run(page, bundled, lade_on, monkeypatch, tmp_path):
-    """The blocks of a page run one after the other in one namespace."""
+    """The blocks of a page run one after the other in one namespace, in a folder with the bundled model."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").symlink_to(ROOT / "models")
     names = {**bundled, "lade": lade, "os": os, "__name__": "__main__"}
     bundled["model"].generate(**bundled["inputs"], max_new_tokens=8)
     text = page.read_text(encoding="utf-8")

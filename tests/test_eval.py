@@ -11,6 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 from support import ENVIRONMENT, ROOT, beside, tiny_llama
@@ -159,7 +160,9 @@ def evaluate(tmp_path, lade_on, capsys, monkeypatch, random_model, template):
         common = ["--task", task, "--data", data, "--dtype", "float32", "--out", str(tmp_path / f"{task}.jsonl")]
         status = commands.main(["eval", *common, "--max_new_tokens", str(tokens), *arguments])
         out, err = capsys.readouterr()
-        return status, json.loads(out.splitlines()[-1]) if status == 0 else None, err
+        assert "{" not in out
+        figures = json.loads((tmp_path / f"{task}.json").read_text(encoding="utf-8")) if status == 0 else None
+        return status, figures, err
 
     return run
 
@@ -522,7 +525,7 @@ def test_a_run(task, evaluate, tmp_path):
     assert ahead["tokens_per_step"] > plain["tokens_per_step"] == 1
     assert figures == json.loads((tmp_path / f"{task}.json").read_text(encoding="utf-8"))
     table = (tmp_path / f"{task}.md").read_text(encoding="utf-8")
-    assert f"| lade | {ahead['tokens_per_second_mean']:.1f} | {ahead['tokens_per_second']:.1f} |" in table
+    assert f"|lade|{ahead['tokens_per_second_mean']:.1f}|{ahead['tokens_per_second']:.1f}|" in table.replace(" ", "")
     expected = {"pass@1": ["pass@1"], "exact match": ["exact match"]}.get(TASKS[task].quality)
     if expected:
         assert list(ahead["quality"]) == expected
@@ -652,7 +655,39 @@ def test_figures():
     assert alone["speed_ratio"] is alone["identical_outputs"] is None
     settings = dict.fromkeys(["task", "model", "data", "machine", "torch", "transformers", "version", "dtype"], "x")
     settings |= {"do_sample": False, "max_new_tokens": 4, "threads": 1, "lade": lade_eval.asdict(lade.current_config())}
-    assert "| lade | 3.0 | 3.0 | 2.50 | 2.00 | 50.0% | 50.0% |" in markdown(figures | {"settings": settings})
+    text = markdown(figures | {"settings": settings}, "x.svg")
+    assert "|lade|3.0|3.0|2.50|2.00|50.0%|50.0%|" in text.replace(" ", "")
+    assert "](x.svg)" in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(set(map(len, table))) == 1  # columns one below the other
+
+
+def test_the_picture(evaluate, tmp_path, capsys):
+    evaluate("specbench")
+    evaluate("gsm8k")
+    drawn = [ElementTree.parse(tmp_path / f"{task}.svg") for task in ("specbench", "gsm8k")]
+    labels = [[node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")] for tree in drawn]
+    assert {"specbench", "qa", "rag", "lade"} <= set(labels[0])
+    assert "specbench.svg" in (tmp_path / "specbench.md").read_text(encoding="utf-8")
+    ratio = json.loads((tmp_path / "gsm8k.json").read_text())["methods"]["lade"]["speed_ratio"]
+    assert f"{ratio:.2f}" in labels[1]
+    out, runs = tmp_path / "both.svg", [str(tmp_path / f"{task}.json") for task in ("specbench", "gsm8k")]
+    assert commands.main(["eval", "--plot", *runs, "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert "gsm8k, stdlib-9m" in out.read_text(encoding="utf-8")
+    _, figures, _ = evaluate("humaneval", "--lade", "on")
+    assert not (tmp_path / "humaneval.svg").exists()  # nothing to compare with
+    assert commands.main(["eval", "--plot", str(tmp_path / "humaneval.json")]) == 2
+    assert "no ratio to draw" in capsys.readouterr().err
+    assert commands.main(["eval", "--plot", str(tmp_path / "none.json")]) == 2
+    assert commands.main(["eval", "--task", "humaneval", "--lade", "on", "--json", *same_run(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out) == figures
+
+
+def same_run(folder: Path) -> list[str]:
+    """The arguments that `evaluate` has given for humaneval."""
+    paths = ["--data", str(folder / "humaneval-data.jsonl"), "--out", str(folder / "humaneval.jsonl")]
+    return [*paths, "--dtype", "float32", "--max_new_tokens", "12"]
 
 
 # That it can be stopped
@@ -702,6 +737,25 @@ def test_a_stopped_run_is_gone_on_with(evaluate, monkeypatch, tmp_path):
         status, again, _ = evaluate("specbench")
     assert status == 0
     assert again["methods"] == figures["methods"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.005, 0.3, 0.5, 0.62, 0.8, 0.999, 1.0])
+def test_a_file_cut_anywhere_is_gone_on_with(share, evaluate, tmp_path):
+    """As a full disk or a lost machine leaves it: within a line, between two, within the settings, or empty."""
+    file = tmp_path / "gsm8k.jsonl"
+    _, whole, _ = evaluate("gsm8k")
+    data = file.read_bytes()
+    found = Results(file, whole["settings"])
+    file.write_bytes(data[: int(share * len(data))])
+    kept = data[: data.rfind(b"\n", 0, int(share * len(data))) + 1]
+    status, figures, _ = evaluate("gsm8k")
+    again = Results(file, figures["settings"])
+    assert status == 0
+    assert file.read_bytes().startswith(kept)
+    assert file.read_bytes().count(b"\n") == data.count(b"\n")  # nothing is asked or scored twice
+    assert again.scores == found.scores
+    assert {key: a.tokens for key, a in again.answers.items()} == {key: a.tokens for key, a in found.answers.items()}
+    assert figures["methods"]["lade"]["new_tokens"] == whole["methods"]["lade"]["new_tokens"]
 
 
 def test_more_can_be_asked_of_a_run(evaluate, monkeypatch):

@@ -18,7 +18,7 @@ import lade
 from lade.models import REGULAR, SPECIAL, adapter_for
 from lade.models.self_check import probe
 
-PROMPT, NEW, FEW, TURN = 24, 20, 12, 6
+PROMPT, NEW, FEW, TURN = 24, 20, 8, 5
 TABLE = os.environ.get("LADE_MODELS_TABLE")
 FALLS_BACK = {
     "phi3-longrope-across": "whole cache change",

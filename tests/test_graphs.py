@@ -1,5 +1,8 @@
 """CUDA graphs are refused before a capture could fail, and one that fails all the same leaves torch usable."""
 
+import gc
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support import generate_plain, prompt, tiny_llama
@@ -85,6 +88,84 @@ def test_autocast_is_not_captured(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
     with pytest.raises(NotCompiled, match="autocast"):
         capture(lambda: ROW)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Captures on a CPU that note what they ask of CUDA, in order."""
+    calls = []
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode):
+            calls.append(("begin", capture_error_mode))
+
+        def capture_end(self):
+            calls.append("end")
+
+        def replay(self):
+            calls.append("replay")
+
+    class Stream:
+        def __init__(self, device=0):
+            calls.append("stream")
+
+        def wait_stream(self, other):
+            pass
+
+    current = Stream()
+    reserved = iter(range(0, 10_000, 1000))
+    fakes = {
+        "CUDAGraph": Graph,
+        "Stream": Stream,
+        "current_device": lambda: 0,
+        "current_stream": lambda: current,
+        "graph_pool_handle": lambda: (0, 7),
+        "stream": lambda stream: nullcontext(),
+        "memory_reserved": lambda device: next(reserved),
+        "mem_get_info": lambda device: (10, 100),
+        "synchronize": lambda *_: calls.append("synchronize"),
+        "empty_cache": lambda: calls.append("empty_cache"),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("clear"), raising=False)
+    ours.capture_stream.cache_clear()
+    yield calls
+    ours.capture_stream.cache_clear()
+
+
+def test_a_graph_has_workspaces_of_its_own(fake_cuda):
+    """They are cleared behind the warm-up, so that the capture takes one from its pool, and behind the capture."""
+    fake_cuda.clear()
+    replay = capture(lambda: fake_cuda.append("forward") or ROW)
+    order = ["forward", "forward", "clear", ("begin", "thread_local"), "forward", "end", "clear"]
+    assert fake_cuda == ["stream", *order]
+    assert replay.num_bytes == 1000
+    assert replay() is ROW
+    capture(lambda: fake_cuda.append("forward") or ROW)
+    assert fake_cuda == ["stream", *order, "replay", *order]  # one stream, and no wait for all of the device
+
+
+def test_memory_is_given_back_where_little_is_left(fake_cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 100))
+    capture(lambda: ROW)
+    assert fake_cuda.index("empty_cache") < fake_cuda.index("clear")
+
+
+def test_what_went_wrong_in_a_capture_is_told(fake_cuda, monkeypatch):
+    """Not what torch says when the broken capture ends."""
+    monkeypatch.setattr(ours, "repaired", lambda pool: nullcontext())
+    count = iter(range(10))
+
+    def forward():
+        if next(count) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return ROW
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        capture(forward)
+    assert fake_cuda[-2:] == ["end", "clear"]
+    assert gc.isenabled()
 
 
 def test_a_failed_capture_is_put_right(monkeypatch):

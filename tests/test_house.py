@@ -1,6 +1,7 @@
 """The house: each part imports from lower floors only, no two parts import each other, and no file lacks a place."""
 
 import ast
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -8,45 +9,28 @@ import lade
 
 ROOT = Path(lade.__file__).parent
 TESTS = Path(__file__).parent
-# Files and folders of lade/ by floor; docs/design.md says what each is for.
-FLOORS = (
-    {"config", "stats", "compat", "state", "tolerance"},
-    {"kernels"},
-    {"block", "block_size"},
-    {"verification"},
-    {"models", "drafting", "parallel"},
-    {"forward"},
-    {"decoding", "support"},
-    {"augment"},
-    {"__init__"},
-    {"commands"},
-    {"__main__"},
-)
 
 
-def imports() -> dict[str, set[str]]:
-    """What each module imports of lade, by dotted names without `lade.`."""
-    found = {}
-    for path in ROOT.rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        typing_only = {
-            inner
-            for node in ast.walk(tree)
-            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-            for inner in ast.walk(node)
-        }
-        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-        nodes = [node for node in nodes if node not in typing_only]
-        imported = {node.module for node in nodes} | {
-            f"lade.{alias.name}" for node in nodes if node.module == "lade" for alias in node.names
-        }
-        found[name] = {other.removeprefix("lade.") for other in imported if other.startswith("lade.")}
-    return found
+def house():
+    """docs/house.py, which knows the floors and draws them."""
+    spec = importlib.util.spec_from_file_location("house", ROOT.parent / "docs" / "house.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def part_of(name: str) -> str:
-    return name.split(".")[0]
+FLOORS, imports, part_of = house().FLOORS, house().imports, house().part_of
+
+
+def test_the_picture_is_the_one_drawn():
+    committed = ROOT.parent / "docs" / "img" / "house.svg"
+    assert committed.read_text(encoding="utf-8") == house().draw(), "run python docs/house.py"
+
+
+def test_the_table_names_every_part():
+    table = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8").partition("## The house")[2]
+    for part in set().union(*FLOORS) - {"__main__"}:
+        assert f"`{part}/`" in table or f"`{part}.py`" in table, f"docs/design.md does not say what {part} is for"
 
 
 def test_imports_go_down():
@@ -123,6 +107,7 @@ TESTED_IN = {
     "commands.tune": "tune",
     "decoding": "exactness",
     "drafting.acceptance": "drafting",
+    "drafting.checked": "registered_drafters",
     "drafting.base": "drafting",
     "drafting.lookahead": "walk",
     "drafting.memory_file": "memory",
@@ -137,6 +122,7 @@ TESTED_IN = {
     "forward.on_device.loop": "on_device_step",
     "forward.on_device.sampling": "on_device_sampling",
     "forward.on_device.step": "on_device_step",
+    "forward.free_memory": "packed",
     "forward.runner": "kernel_interface",
     "forward.static_inputs": "static_shapes",
     "kernels.interface": "kernel_interface",
@@ -147,7 +133,6 @@ TESTED_IN = {
     "models": "families",
     "models.base": "models",
     "models.compiled": "compiled_models",
-    "models.limits": "contract",
     "models.request": "requests",
     "models.self_check": "models",
     "models.shadow": "models",

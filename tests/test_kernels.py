@@ -290,6 +290,23 @@ def test_compiles_for_gpus_that_are_not_there(compiled_kernel):
         assert found["stack_bytes"] <= (32 if found["dtype"] == "fp32" else 0), found
 
 
+@needs_triton
+def test_few_kernels_for_one_model():
+    """Of a 7B model, with and without grouped heads, on 132 multiprocessors: what Triton compiles for blocks of 1 to 128 tokens."""
+    from lade.kernels import triton_attention as ours
+
+    for heads, kv_heads in ((32, 32), (32, 8)):
+        splits, merges = set(), set()
+        for block in range(1, 129):
+            num_rows = block * heads // kv_heads
+            tiles = ours.choose_tiles(num_rows, 128, 128, torch.bfloat16)
+            num_splits = ours.choose_splits(-(-num_rows // tiles.block_m) * kv_heads, tiles, 132)
+            splits.add(tiles)
+            merges.add(max(ours.MIN_SPLIT_BLOCK, self_check.power_of_2(num_splits)))
+        assert len(splits) <= 4
+        assert len(merges) <= 2
+
+
 def test_mask_round_trip():
     generator = torch.Generator().manual_seed(0)
     for num_queries in (1, 31, 32, 33, 64, 100):

@@ -48,15 +48,17 @@ def test_blocks_and_compaction(uniform):
     assert contents(cache, 1) == [expected[0], [*expected[1], 40, 41]]
 
 
-def test_growth_keeps_what_is_committed():
+@pytest.mark.parametrize("length", [250, 256])
+def test_growth_keeps_what_is_committed(length):
+    """Also of a cache that is full to its last slot."""
     cache = LookaheadCache(num_layers=1, capacity=256)
-    write(cache, [list(range(250))], layers=1)
+    write(cache, [list(range(length))], layers=1)
     cache.end_prefill(1)
     cache.begin_block(10, torch.device("cpu"))
     write(cache, [list(range(1000, 1010))], layers=1)
     assert cache.capacity == 512
     cache.commit([[4]])
-    assert contents(cache) == [[*range(250), 1000, 1004]]
+    assert contents(cache) == [[*range(length), 1000, 1004]]
 
 
 def test_chunked_prefill_appends():

@@ -78,13 +78,32 @@ def test_compare(run):
     assert "did not run" not in out
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_why_outputs_differ(run, dtype):
+    """Two texts that part at the third token, between the two likeliest ones."""
+    folder = ROOT / "models" / "stdlib-9m"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("import os", return_tensors="pt")
+    plain = torch.tensor([5, 6, 7, 8])
+    ahead = torch.tensor([5, 6, 9])
+    with torch.no_grad():
+        logits = model(torch.cat([inputs["input_ids"][0], plain[:2]])[None]).logits[0, -1].float()
+    text = run.module.difference(model, tokenizer, inputs, plain, ahead)
+    if dtype == torch.float32:
+        assert "must not happen" in text
+    else:
+        assert "part at token 3" in text
+        assert f"logits {logits[7]:.3f} and {logits[9]:.3f}" in text
+        assert run.module.difference(model, tokenizer, inputs, plain, plain[:2]).startswith("This must not happen")
+
+
 def test_any_model_folder(run, tmp_path):
     tiny_llama(torch.float32, vocab_size=4096).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m").save_pretrained(tmp_path)
     assert "sampled: " in run("--model_path", str(tmp_path), "--prompt", "import os")
 
 
-def test_three_lines_of_the_readme(monkeypatch):
+def test_two_lines_of_the_readme(monkeypatch):
     block = re.search(r"```python\n(import lade\n.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[
         1
     ]

@@ -72,10 +72,11 @@ def inputs_of(kind):
     return {"one": prompt, "padded": padded_prompt, "batch": lambda: prompt(batch_size=3)}[kind]()
 
 
-@pytest.mark.parametrize("kind", ["one", "padded"])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
-@pytest.mark.parametrize("arguments", WARPERS, ids=str)
-def test_same_tokens_and_steps(arguments, temperature, kind, model):
+@pytest.mark.parametrize("place", range(len(WARPERS)), ids=lambda place: str(WARPERS[place]))
+def test_same_tokens_and_steps(place, temperature, model):
+    """Warpers and temperatures take turns with one row and with several that are padded, which no warper tells apart."""
+    arguments, kind = WARPERS[place], ("one", "padded")[(place + int(2 * temperature)) % 2]
     stats = check(model, inputs_of(kind), **SAMPLED | arguments | {"temperature": temperature})
     if temperature < 1:
         assert stats.steps < 40
@@ -396,7 +397,7 @@ def test_captured_once_for_each_set_of_parameters(kind, model, captured):
 
 
 def test_a_graph_of_a_cache_that_has_grown(shallow, captured, small_cache, runs_ahead):
-    for max_new_tokens, num_graphs in [(80, 2), (80, 2), (10, 3)]:
+    for max_new_tokens, num_graphs in [(80, 2), (80, 2), (10, 2), (80, 2)]:
         check(shallow, prompt(batch_size=2), captured=True, **SAMPLED | {"max_new_tokens": max_new_tokens})
         assert len(captured) == num_graphs
 
@@ -499,7 +500,7 @@ def test_another_default_dtype(model):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("way", [{"ADAPTIVE": 0}, {"CUDA_GRAPH": 1}, {"COMPILE": 1, "CUDA_GRAPH": 1}], ids=str)
+@pytest.mark.parametrize("way", [{"CUDA_GRAPH": 0}, {"CUDA_GRAPH": 1}, {"COMPILE": 1, "CUDA_GRAPH": 1}], ids=str)
 def test_on_cuda(way, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
     lade.config_lade(**way)
@@ -507,5 +508,5 @@ def test_on_cuda(way, monkeypatch):
     for kind in ("one", "padded", "one"):
         inputs = {name: tensor.cuda() for name, tensor in inputs_of(kind).items()}
         for arguments in ({"top_k": 0}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}):
-            is_compiled, is_captured = "COMPILE" in way, "CUDA_GRAPH" in way
+            is_compiled, is_captured = "COMPILE" in way, way["CUDA_GRAPH"] == 1
             check(model, inputs, compiled=is_compiled, captured=is_captured, **SAMPLED | arguments)

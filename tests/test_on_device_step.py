@@ -15,7 +15,7 @@ import torch
 from support import generate_plain, padded_prompt, prompt, tiny, tiny_llama
 from support.device_steps import GREEDY, check, fake_step, ordinary_stats
 from support.families import FAMILIES
-from support.graphs import is_wanted
+from support.graphs import is_wanted, kept_buffers
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -23,7 +23,6 @@ import lade
 from lade import decoding
 from lade.block import kv_cache
 from lade.config import current_config
-from lade.forward import buffer_pool as kept
 from lade.forward import static_shapes as fixed
 from lade.forward.fingerprint import fingerprint
 from lade.forward.on_device import loop as device_loop
@@ -250,7 +249,7 @@ def test_captured_once_for_all_calls(inputs, model, captured):
         stats = check(model, inputs(), captured=True, max_new_tokens=max_new_tokens)
         assert stats.cuda_graph_reason is None
     assert len(captured) == 1
-    assert len(kept._pool.of(model)) == 1
+    assert len(kept_buffers(model)) == 1
 
 
 def test_one_graph_with_padding_and_without(shallow, captured):
@@ -268,7 +267,7 @@ def test_captured_anew_where_a_graph_would_not_notice(captured):
     model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.5
     check(model, prompt(), captured=True)
     assert len(captured) == 3
-    assert len(kept._pool.of(model)) == kept.KEPT
+    assert len(kept_buffers(model)) == len(captured)
 
 
 def test_fingerprint():
@@ -310,10 +309,10 @@ def test_a_graph_that_cannot_be_captured(shallow, captured, monkeypatch):
 
 
 def test_a_graph_of_a_cache_that_has_grown(shallow, captured, monkeypatch):
-    """The next call begins with that cache where it may need as much, and with a small one where it does not."""
+    """What read the smaller one serves calls that need no more, and the beginning of those that do."""
     monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
     monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
-    for max_new_tokens, count in [(80, 2), (80, 2), (10, 3), (10, 3)]:  # 64 and 128 slots; 64
+    for max_new_tokens, count in [(80, 2), (80, 2), (10, 2), (80, 2), (10, 2)]:  # 64 and 128 slots; 64
         check(shallow, prompt(), captured=True, max_new_tokens=max_new_tokens)
         assert len(captured) == count
 
@@ -331,14 +330,14 @@ def test_buffers_are_for_one_call_at_a_time(shallow, captured, monkeypatch):
 
     monkeypatch.setattr(shallow, "_prefill", interrupted, raising=False)
     outer = shallow.generate(**prompt(), **GREEDY)
-    assert len(kept._pool.of(shallow)) == 2
+    assert len(kept_buffers(shallow)) == 2
     for seed, output in enumerate((outer, inner[0])):
         assert torch.equal(output, generate_plain(shallow, prompt(seed=seed), **GREEDY))
 
 
 def test_what_a_call_leaves_in_a_cache_is_gone(shallow, captured):
     check(shallow, prompt(), captured=True)
-    kept._pool.of(shallow)[0].cache.layers[0].values.fill_(torch.nan)
+    kept_buffers(shallow)[0].cache.layers[0].values.fill_(torch.nan)
     check(shallow, prompt(seed=2), captured=True)
     assert len(captured) == 1
 
@@ -469,15 +468,28 @@ def test_family(family):
         assert stats.device_steps == (stats.steps - 1 if is_served else 0)
 
 
+WAYS = [{"CUDA_GRAPH": 0}, {"CUDA_GRAPH": 1}, {"CUDA_GRAPH": "auto"}, {"COMPILE": 1, "CUDA_GRAPH": 1}]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("uses_kernel", [False, True])
-@pytest.mark.parametrize("way", [{"ADAPTIVE": 0}, {"CUDA_GRAPH": 1}, {"COMPILE": 1, "CUDA_GRAPH": 1}], ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_on_cuda(way, uses_kernel, monkeypatch):
     monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
+    check_way(way, uses_kernel, tiny_llama(torch.float32).cuda(), monkeypatch)
+
+
+@pytest.mark.parametrize("way", WAYS[:3], ids=str)  # what is compiled cannot be traced
+def test_on_a_cpu_that_counts_as_cuda(way, shallow, captured, monkeypatch):
+    check_way(way, True, shallow, monkeypatch)
+
+
+def check_way(way, uses_kernel, model, monkeypatch):
+    monkeypatch.setattr(fixed, "MIN_NEW_TOKENS", 1)
+    lade.config_lade(COMPILE=0)
     lade.config_lade(**way, USE_FLASH=uses_kernel)
-    model = tiny_llama(torch.float32).cuda()
     for inputs in (prompt(), padded_prompt(), prompt()):
-        inputs = {name: tensor.cuda() for name, tensor in inputs.items()}
-        check(model, inputs, compiled="COMPILE" in way, captured="CUDA_GRAPH" in way)
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+        check(model, inputs, compiled="COMPILE" in way, captured=way["CUDA_GRAPH"] != 0)

@@ -8,7 +8,6 @@ import torch
 from support import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
-from lade import augment
 from lade.block.kv_cache import LookaheadCache
 from lade.forward.on_device import loop as device_loop
 from lade.forward.on_device.sampling import REFUSED
@@ -121,8 +120,7 @@ class Hidden(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
-def test_infinite_logits_are_no_reason_for_another_step(settings, clearings, request_, monkeypatch):
-    monkeypatch.setattr(augment, "needs_self_check", lambda adapter: False)  # of a layer that is not torch's own
+def test_infinite_logits_are_no_reason_for_another_step(settings, clearings, request_):
     model, inputs = tiny_llama(), prompt(24, 2)
     model.lm_head.__class__ = Hidden
     expected = seeded(generate_plain, model, inputs, **request_)

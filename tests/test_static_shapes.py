@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import generate_plain, padded_prompt, prompt, tiny, tiny_llama
 from support.families import FAMILIES
-from support.graphs import NOT_HERE
+from support.graphs import NOT_HERE, kept_buffers
 from support.static_shapes import NEW, both, check
 from transformers import (
     BloomConfig,
@@ -35,6 +35,7 @@ from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.fingerprint import fingerprint
 from lade.models import ModelAdapter
+from lade.state import forget_all
 
 pytestmark = pytest.mark.usefixtures("static_blocks")
 
@@ -78,7 +79,7 @@ def test_windows_by_layer():
 
 
 def test_learned_positions():
-    check(*both(tiny(GPT2LMHeadModel, GPT2Config, n_positions=128), prompt(), do_sample=False))
+    check(*both(tiny(GPT2LMHeadModel, GPT2Config, n_positions=128, num_hidden_layers=1), prompt(), do_sample=False))
 
 
 def test_nothing_is_compiled_anew_while_the_text_grows(model):
@@ -278,7 +279,7 @@ def test_captured_once_for_all_calls(make, arguments, settings, model, graphs):
         stats = check(expected, found, compiled=False, captured=True)
         assert stats.cuda_graph_reason is None
     assert len(graphs) == 1
-    assert len(kept._pool.of(model)) == 1
+    assert len(kept_buffers(model)) == 1
 
 
 def test_compiled_and_captured_once_for_all_calls(model, graphs, monkeypatch):
@@ -327,7 +328,7 @@ def test_only_so_many_shapes_are_kept(model, graphs, monkeypatch):
         captured=True,
     )
     assert len(graphs) > 1
-    (buffers,) = kept._pool.of(model)
+    (buffers,) = kept_buffers(model)
     (inputs,) = buffers.inputs.values()
     assert inputs.tokens.shape[1] == stats.block_tokens[-1]
 
@@ -340,11 +341,82 @@ def test_one_graph_with_padding_and_without(model, graphs):
     assert len(graphs) == 2  # each attention's
 
 
+LENGTHS = (10, 100, 30, 250)
+
+
+@pytest.mark.parametrize("mode", ["lookahead", "tree"])
+@pytest.mark.parametrize("uses_kernel", [False, True], ids=["masked", "kernel"])
+def test_mixed_lengths_are_captured_once(mode, uses_kernel, model, graphs, captured_at, monkeypatch):
+    """24 calls whose lengths alternate, some of which outgrow the cache that they began with."""
+    monkeypatch.setattr(decoding, "FIRST_CAPACITY", 16)
+    monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
+    lade.config_lade(MODE=mode, USE_FLASH=uses_kernel, ADAPTIVE=0, MAX_BLOCK=16)
+    for place in range(24):
+        inputs = prompt(LENGTHS[place % 4], seed=place % 5)
+        model.generate(**inputs, do_sample=False, max_new_tokens=(8, 60)[place % 3 == 0])
+        assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
+    assert len(graphs) == len(captured_at)
+    assert len(captured_at) == len(set(captured_at))
+    assert len({capacity for _, capacity in captured_at}) > 1
+
+
+@pytest.fixture
+def captured_at(monkeypatch, graphs):
+    """Of each capture the shape of the block and the capacity of the cache."""
+    found, capture = [], fixed.capture
+
+    def note(run):
+        inputs = run.args[0]
+        found.append((inputs.tokens.shape, inputs.cache.layers[0].get_max_length()))
+        return capture(run)
+
+    monkeypatch.setattr(fixed, "capture", note)
+    return found
+
+
+def test_what_is_kept_is_bounded_by_bytes(model, graphs, monkeypatch):
+    """The set used last stays, older ones go."""
+    sizes = []
+    for length in (10, 250, 10):
+        model.generate(**prompt(length), do_sample=False, **NEW)
+        sizes.append([buffers.num_bytes for buffers in kept_buffers(model)])
+    assert [len(found) for found in sizes] == [1, 2, 2]
+    small, large = sorted(sizes[-1])
+    forget_all()
+    captures = len(graphs)
+    monkeypatch.setattr(kept, "KEPT_BYTES", small + large - 1)
+    for length in (10, 250, 10):
+        model.generate(**prompt(length), do_sample=False, **NEW)
+        assert sum(buffers.num_bytes for buffers in kept_buffers(model)) < small + large
+    assert len(graphs) == captures + 3
+    monkeypatch.setattr(kept, "KEPT_BYTES", small - 1)
+    forget_all()
+    model.generate(**prompt(10), do_sample=False, **NEW)
+    assert not kept_buffers(model)
+
+
+def test_bytes_of_a_graph_count(model, graphs, monkeypatch):
+    capture = fixed.capture
+
+    class Large:
+        num_bytes = kept.KEPT_BYTES
+
+        def __init__(self, run):
+            self.replay = capture(run)
+
+        def __call__(self):
+            return self.replay()
+
+    monkeypatch.setattr(fixed, "capture", Large)
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    assert not kept_buffers(model)
+
+
 def test_nothing_is_kept_without_graphs(model):
     check(*both(model, prompt(), do_sample=False))
     lade.config_lade(COMPILE=0)
     check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert not kept._pool.of(model)
+    assert not kept_buffers(model)
 
 
 def test_captured_anew_where_a_graph_would_not_notice(graphs):
@@ -367,7 +439,7 @@ def test_captured_anew_where_a_graph_would_not_notice(graphs):
         for _ in range(2):
             check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
             assert len(graphs) == count
-    assert len(kept._pool.of(model)) == kept.KEPT
+    assert len(kept_buffers(model)) == len(graphs)  # what was changed may be put back, as an adapter is
 
 
 def test_fingerprint_of_code_and_settings(monkeypatch):
@@ -409,10 +481,10 @@ def test_other_settings_of_the_process_and_of_the_call(model, graphs):
 
 
 def test_a_graph_of_a_cache_that_has_grown(model, graphs, monkeypatch):
-    """A later call begins with that cache where it may need as much, and with a small one where it does not."""
+    """What read the smaller one serves calls that need no more, and the beginning of those that do."""
     monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
     monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
-    for max_new_tokens, count in [(80, 2), (80, 2), (10, 3), (10, 3)]:  # 64 and 128 slots; 64
+    for max_new_tokens, count in [(80, 2), (80, 2), (10, 2), (80, 2), (10, 2)]:  # 64 and 128 slots; 64
         check(*both(model, prompt(), do_sample=False, max_new_tokens=max_new_tokens), compiled=False, captured=True)
         assert len(graphs) == count
 
@@ -438,12 +510,12 @@ def test_a_cache_that_grows_behind_the_last_graph(model, graphs, monkeypatch):
     expected, found = both(model, prompt(), do_sample=False, max_new_tokens=80, stopping_criteria=[Off()])
     assert torch.equal(expected, found)
     assert 0 < lade.last_stats().captured_steps < lade.last_stats().steps - 1
-    assert not kept._pool.of(model)
+    assert not kept_buffers(model)
 
 
 def test_what_a_call_leaves_in_a_cache_is_gone(model, graphs):
     check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
-    kept._pool.of(model)[0].cache.layers[0].values.fill_(torch.nan)
+    kept_buffers(model)[0].cache.layers[0].values.fill_(torch.nan)
     check(*both(model, prompt(seed=2), do_sample=False), compiled=False, captured=True)
     assert len(graphs) == 1
 
@@ -458,7 +530,7 @@ def test_what_a_call_returns_is_not_overwritten(model, graphs):
 
     first = model.generate(**prompt(), **NEW, **wanted)
     before = [tensor.clone() for tensor in parts(first)]
-    own = {buffers.cache.layers[0].keys.untyped_storage().data_ptr() for buffers in kept._pool.of(model)}
+    own = {buffers.cache.layers[0].keys.untyped_storage().data_ptr() for buffers in kept_buffers(model)}
     model.generate(**prompt(seed=1), **NEW, **wanted)
     assert len(graphs) == 1
     assert all(torch.equal(*pair) for pair in zip(parts(first), before, strict=True))
@@ -493,7 +565,7 @@ def test_buffers_are_for_one_call_at_a_time(model, graphs, monkeypatch):
 
     monkeypatch.setattr(model, "_prefill", interrupted, raising=False)
     outer = model.generate(**prompt(), do_sample=False, **NEW)
-    assert len(kept._pool.of(model)) == 2
+    assert len(kept_buffers(model)) == 2
     assert len(graphs) == 2
     for seed, output in enumerate((outer, inner[0])):
         assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
@@ -525,8 +597,7 @@ def test_in_threads(model, graphs):
     assert len(outputs) == 4
     for seed, output in outputs.items():
         assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
-    assert len(kept._pool.of(model)) <= kept.KEPT
-    buffers = kept._pool.of(model)
+    buffers = kept_buffers(model)
     assert len({id(each.cache) for each in buffers}) == len(buffers)
 
 
@@ -542,7 +613,7 @@ def test_an_exception_keeps_nothing(model, graphs):
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
             model.generate(**prompt(), do_sample=False, **NEW, stopping_criteria=[Full()])
-        assert not kept._pool.of(model)
+        assert not kept_buffers(model)
         check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
     assert len(graphs) == 3  # the second of the two broken calls had what the first good one left
 
@@ -552,10 +623,10 @@ def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fixed, "capture", lambda forward: (lambda output: lambda: output)(forward() + 1))
         check(*both(model, prompt(), do_sample=False), compiled=False)
-        assert not kept._pool.of(model)
+        assert not kept_buffers(model)
 
     check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
-    (buffers,) = kept._pool.of(model)
+    (buffers,) = kept_buffers(model)
     (inputs,) = buffers.inputs.values()
     replay, count = inputs.replay, iter(range(100))
 
@@ -569,7 +640,7 @@ def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
     stats = lade.last_stats()
     assert torch.equal(expected, found)
     assert (stats.captured_steps, stats.cuda_graph_reason) == (3, "RuntimeError: device lost")
-    assert not kept._pool.of(model)
+    assert not kept_buffers(model)
 
 
 def test_graphs_outlive_a_call_that_cannot_use_them(model, graphs):
@@ -588,7 +659,7 @@ def test_a_model_is_let_go_by_its_graphs(uses_kernel, graphs):
     model = tiny_llama(num_hidden_layers=1)
     model.generate(**prompt(), do_sample=False, max_new_tokens=8)
     assert lade.last_stats().captured_steps > 0
-    gone, cache = weakref.ref(model), weakref.ref(kept._pool.of(model)[0].cache)
+    gone, cache = weakref.ref(model), weakref.ref(kept_buffers(model)[0].cache)
     del model
     gc.collect()
     assert gone() is None

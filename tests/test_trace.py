@@ -17,8 +17,12 @@ import lade
 from lade import commands
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
-from lade.commands.trace import page, record, replay
-from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN
+from lade.commands.trace import page
+from lade.commands.trace.recorder import record, warm_up
+from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN, bin_of, replay
+from lade.config import MODES
+from lade.drafting import Draft, register_drafter
+from lade.drafting.base import ROOT_ALONE
 from lade.stats import open_stats, tracing
 
 BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
@@ -54,7 +58,8 @@ def test_a_trace_is_what_happened(trace, random_model, tokenizer):
     assert [len(trace["masks"][step["mask"]]) for step in steps] == stats.block_tokens
     committed = trace["ids"][:1]
     for step in steps:
-        assert step["window"][0][0] == committed[-1]  # the root
+        assert step["root"] == step["window"][0][0] == committed[-1]
+        assert step["sources"] == ["pool"] * len(step["tokens"])
         assert [len(row) for row in step["window"]] == [3, 3, 3]
         assert [step["tokens"][node] for node in step["accepted"]] == step["committed"][:-1]
         assert [step["parents"][node] for node in step["accepted"]] == [-1, *step["accepted"]][: len(step["accepted"])]
@@ -89,6 +94,90 @@ def test_tracing_is_off_outside_of_it(random_model, lade_on):
     assert not random_model._forward_hooks
 
 
+@pytest.fixture
+def tree_trace(tokenizer, lade_on):
+    """What generate() does by default, on costs that no clock changes."""
+    lade.config_lade(MODE="auto", ADAPTIVE=1, DETERMINISTIC=1)
+    model, ids = tiny_llama(torch.bfloat16, vocab_size=4096), tokenizer("a = a + 1 # a = a + 1 # a")["input_ids"]
+    return record(model, tokenizer, ids, max_new_tokens=80)
+
+
+def test_the_default_drafter_explains_itself(tree_trace):
+    steps, stats = tree_trace["steps"], lade.last_stats()
+    assert (tree_trace["mode"], tree_trace["headline"]) == ("auto", f"{stats.steps} forward passes instead of 80")
+    assert [step["window"] for step in steps] == [[]] * len(steps)
+    guessed = [step for step in steps if step["tokens"]]
+    assert guessed
+    for step in steps:
+        assert step["reason"]
+        assert len(step["sources"]) == len(step["chances"]) == len(step["tokens"])
+        for parent, chance in zip(step["parents"], step["chances"], strict=True):
+            assert 0 <= chance <= (1 if parent < 0 else step["chances"][parent])
+        sizes = [size for size, _, _ in step["offers"]]
+        if sizes:
+            assert 1 + len(step["tokens"]) in sizes
+            assert step["offers"][0] == [1, 1, 1]
+            rates = {size: tokens / cost for size, tokens, cost in step["offers"]}
+            assert "most tokens" in step["reason"]
+            assert rates[1 + len(step["tokens"])] == pytest.approx(max(rates.values()), rel=0.01)  # they are rounded
+        else:
+            assert "a few steps go without" in step["reason"]
+    found = {}
+    for step in guessed:
+        for node, source in enumerate(step["sources"]):
+            counts = found.setdefault(source, [0, 0])
+            counts[0] += 1
+            counts[1] += node in step["accepted"]
+    assert found == stats.sources
+
+
+def test_the_warm_up_teaches_no_text(random_model, tokenizer, lade_on):
+    lade.config_lade(MODE="auto")
+    ids = tokenizer("def main(): return")["input_ids"]
+    cold = record(random_model, tokenizer, ids, max_new_tokens=40)
+    with lade.Memory().active():
+        warm_up(random_model, ids, max_new_tokens=40)
+        warm = record(random_model, tokenizer, ids, max_new_tokens=40)
+        again = record(random_model, tokenizer, ids, max_new_tokens=40)
+    assert [step["tokens"] for step in warm["steps"]] == [step["tokens"] for step in cold["steps"]]
+    assert len(again["steps"]) < len(warm["steps"])  # a text that was remembered would show
+
+
+class Echo:
+    """A drafter that says nothing of itself: the root once more."""
+
+    def propose(self, sequences, is_finished, max_offset):
+        tree = TokenTree([[root] for root in sequences.roots()], [[-1] for _ in is_finished])
+        return Draft(tree, 1, ROOT_ALONE, torch.empty(len(is_finished), 0, dtype=torch.long))
+
+    def learn(self, outcome):
+        pass
+
+    finish = sources = lambda self: {}
+
+    def spent(self, *costs):
+        pass
+
+
+@pytest.fixture
+def echo_trace(random_model, tokenizer, lade_on):
+    register_drafter("echo", lambda request: Echo())
+    try:
+        lade.config_lade(MODE="echo")
+        return record(random_model, tokenizer, [5, 6, 7], max_new_tokens=20)
+    finally:
+        del MODES["echo"]
+
+
+def test_a_new_drafter_has_a_trace(echo_trace):
+    for step in echo_trace["steps"]:
+        assert step["tokens"] == [step["root"]]
+        assert step["sources"] == step["chances"] == step["offers"] == step["window"] == []
+    shown = []
+    replay(echo_trace, shown.append, speed=0)
+    assert "20 tokens in" in "".join(shown)
+
+
 def test_what_falls_back_has_no_trace(random_model, tokenizer, lade_on, capsys):
     with pytest.raises(RuntimeError, match="beam search"):
         record(random_model, tokenizer, [5, 6, 7], max_new_tokens=5, num_beams=2)
@@ -104,6 +193,10 @@ def test_in_the_terminal(trace):
     assert guessed == sum(len(step["accepted"]) for step in trace["steps"]) > 3
     bars = re.findall(r"(\d+) tokens? +█* (\d+)\n", text)
     assert sum(int(size) * int(count) for size, count in bars) == 80
+
+
+def test_bins():
+    assert [bin_of(size) for size in (1, 8, 9, 16, 17, 33)] == [(1, 1), (8, 8), (9, 16), (9, 16), (17, 32), (33, 64)]
 
 
 def test_the_terminal_sees_no_escape_sequence_of_the_text(trace):
@@ -135,7 +228,7 @@ def test_the_command(tmp_path, capsys, lade_on):
     out = tmp_path / "t.html"
     question = ["--question", "What does os.path.join do?", "--max_new_tokens", "12", "--dtype", "float32"]
     assert commands.main(["trace", "--out", str(out), *question]) == 0
-    assert re.search(r"t\.html: \d+ tokens in \d+ steps", capsys.readouterr().out)
+    assert re.search(r"t\.html: \d+ forward passes instead of 12\n", capsys.readouterr().out)
     data = json.loads(re.search(r"const trace = (.*);\n", out.read_text(encoding="utf-8"))[1])
     assert "os.path.join" in "".join(data["prompt"])
     assert data["model"] == "stdlib-9m"
@@ -143,22 +236,51 @@ def test_the_command(tmp_path, capsys, lade_on):
     assert "per step" in capsys.readouterr().out
 
 
+def dump(folder: Path, address: str, theme: str = "light") -> str:
+    """What a browser has made of a page."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    options += ["--force-dark-mode"] if theme == "dark" else []
+    command = [BROWSER, *options, "--dump-dom", f"file://{folder / address}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_in_a_browser(trace, tmp_path, theme):
     (tmp_path / "t.html").write_text(page(trace), encoding="utf-8")
     number = next(index for index, step in enumerate(trace["steps"], 1) if step["accepted"])
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    options += ["--force-dark-mode"] if theme == "dark" else []
-    command = [BROWSER, *options, "--dump-dom", f"file://{tmp_path / 't.html'}#step={number}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    dom = done.stdout
+    dom = dump(tmp_path, f"t.html#pass={number}", theme)
     assert f'data-theme="{theme}"' in dom
-    assert f"step {number} of {len(trace['steps'])}" in dom
+    assert f"pass {number} of {len(trace['steps'])}" in dom
+    assert f">{trace['headline']}</h1>" in dom
     step = trace["steps"][number - 1]
-    assert f"{len(step['committed'])} tokens in" in dom
+    assert f"Out: {len(step['committed'])} tokens" in dom
     assert dom.count('class="chip yes"') == len(step["accepted"])
+    assert dom.count('class="chip cell"') == 8
     assert len(re.findall(r'class="(?:own|guess) now"', dom)) == len(step["committed"])
     later = sum(len(later["committed"]) for later in trace["steps"][number:])
     assert len(re.findall(r'class="(?:own|guess) later"', dom)) == later
     assert dom.count('class="bar"') == len(trace["steps"]) + 1
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+@pytest.mark.parametrize("name", ["trace", "tree_trace", "echo_trace"])
+def test_panels_and_width(name, request, tmp_path):
+    """Every pass at 390 pixels: nothing reaches beyond the page, and only panels are there that the trace has something for."""
+    trace = request.getfixturevalue(name)
+    script = """<script>
+      let widest = 0;
+      for (let pass = 0; pass <= last; pass++) { show(pass); widest = Math.max(widest, document.documentElement.scrollWidth); }
+      const titles = [...document.querySelectorAll("h2")].map(title => title.textContent.replace(/ a block.*/, " this size"));
+      parent.postMessage(JSON.stringify([innerWidth, widest, titles, document.querySelectorAll(".chip").length]), "*");
+    </script>"""
+    (tmp_path / "t.html").write_text(page(trace).replace("</body>", script + "</body>"), encoding="utf-8")
+    frame = '<iframe src="t.html" style="width:390px;height:800px;border:0"></iframe><p id="said"></p>'
+    frame += '<script>addEventListener("message", event => { document.getElementById("said").textContent = event.data; });</script>'
+    (tmp_path / "frame.html").write_text(frame, encoding="utf-8")
+    width, widest, titles, num_chips = json.loads(re.search(r'<p id="said">(.+?)</p>', dump(tmp_path, "frame.html"))[1])
+    assert widest <= width == 390
+    assert num_chips > 1
+    assert ("Window" in titles) == (name == "trace")
+    assert ("Why this size" in titles) == (name != "echo_trace")
+    assert {"Text", "Guesses", "Attention mask", "Tokens per pass"} <= set(titles)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache, StaticCache
 
 from lade.compat import CacheLayer, StaticLayer, is_out_of_memory
+from lade.transfer import to_device
 
 MIN_CAPACITY = 256  # slots
 
@@ -120,6 +121,32 @@ class LookaheadCache(Cache):
         """Size of all allocated keys and values."""
         return sum(storage.data.nbytes for storage in self._storages)
 
+    @property
+    def num_rows(self) -> int:
+        """B; 0 before the first prompt."""
+        return self._storages[0].data.shape[1] if self._storages else 0
+
+    def like(self, capacity: int) -> LookaheadCache:
+        """An empty cache of other capacity, with memory for the same layers."""
+        other = LookaheadCache(len(self._slot_layers), capacity, self._uniform)
+        for storage in self._storages:
+            twin = storage.like(other.capacity)
+            other._storages.append(twin)
+            for layer, name in storage.owners:
+                place = self._slot_layers.index(layer)
+                twin.give(other._slot_layers[place], name)
+                other._slot_layers[place].is_initialized = True
+        return other
+
+    def exchange(self, other: LookaheadCache) -> None:
+        """Go on with the text in another cache's memory, in which it has to fit, and leave one's own to that cache."""
+        for mine, theirs in zip(self._storages, other._storages, strict=True):
+            theirs.data[:, :, :, : max(self.lengths)] = mine.data[:, :, :, : max(self.lengths)]
+            mine.data, theirs.data = theirs.data, mine.data
+            mine.place_owners()
+            theirs.place_owners()
+        self.capacity, other.capacity = other.capacity, self.capacity
+
     def clear(self) -> None:
         """Remove all tokens but keep the memory, for another call with the same batch size."""
         for storage in self._storages:
@@ -171,7 +198,7 @@ class LookaheadCache(Cache):
 
     def block_slots(self, num_tokens: int, device: torch.device) -> Tensor:
         """Slots of the next block. Returns [B, q]."""
-        starts = torch.tensor(self.lengths, device=device)
+        starts = to_device(torch.tensor(self.lengths, device="cpu"), device)
         return starts[:, None] + torch.arange(num_tokens, device=device)
 
     def commit(self, accepted: list[list[int] | None]) -> None:
@@ -181,7 +208,7 @@ class LookaheadCache(Cache):
         """
         for row, (path, start) in enumerate(zip(accepted, self.lengths, strict=True)):
             if path and path != list(range(1, len(path) + 1)):
-                source = torch.tensor(path, device="cpu") + start  # independent of the default device
+                source = torch.tensor([start + index for index in path], device="cpu")  # whatever the default device
                 for storage in self._storages:
                     storage.write(row, start + 1, storage.read(row, source))
         num_kept = [0 if path is None else 1 + len(path) for path in accepted]
@@ -226,7 +253,7 @@ class LookaheadCache(Cache):
 
     def read(self, row: int, block_indices: list[int]) -> list[Tensor]:
         """Copy the keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] per storage."""
-        slots = torch.tensor(block_indices, device="cpu") + self.lengths[row]
+        slots = torch.tensor([self.lengths[row] + index for index in block_indices], device="cpu")
         return [storage.read(row, slots) for storage in self._storages]
 
     def write(self, row: int, start: int, parts: list[Tensor]) -> None:
@@ -304,15 +331,24 @@ class _Storage:
         data = _zeros(self.data, size, batch_size, num_heads, capacity, head_dim)
         data[:, :, :, :old] = self.data
         self.data = data
+        self.place_owners()
+
+    def like(self, capacity: int) -> _Storage:
+        """Zeros of other capacity, that belong to nobody yet."""
+        size, batch_size, num_heads, _, head_dim = self.data.shape
+        return _Storage(self.data.new_empty((batch_size, num_heads, 0, head_dim)), size, capacity)
+
+    def place_owners(self) -> None:
+        """Let the layers know where `data` lies now."""
         for index, (layer, name) in enumerate(self.owners):
-            setattr(layer, name, data[index])
+            setattr(layer, name, self.data[index])
             layer.block_views.pop(name, None)  # they would keep the old storage alive
             layer.prefix_views.pop(name, None)
 
     def read(self, row: int, slots: Tensor) -> Tensor:
         """slots: [k]. Returns [S, H, k, D]."""
         # index_select, because gather on a CPU takes a hundred times as long in half precision.
-        return self.data[: len(self.owners), row].index_select(2, slots.to(self.data.device))
+        return self.data[: len(self.owners), row].index_select(2, to_device(slots, self.data.device))
 
     def write(self, row: int, start: int, part: Tensor) -> None:
         """part: [S, H, k, D]."""

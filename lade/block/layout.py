@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
+from lade.transfer import to_device
 
 MAX_CACHED = 64  # largest block whose offsets and visibility are cached: shapes of small trees recur
 
@@ -45,7 +46,7 @@ class BlockLayout:
         """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids, on the device of window_cells."""
         rows = [[root, *nodes] for root, nodes in zip(roots, tree.padded_tokens(self.num_nodes), strict=True)]
         # numpy converts a list faster than torch does.
-        tokens = torch.from_numpy(np.array(rows, dtype=np.int64)).to(window_cells.device)
+        tokens = to_device(torch.from_numpy(np.array(rows, dtype=np.int64)), window_cells.device)
         if not self.has_window:
             return tokens
         return torch.cat([tokens, window_cells if self.cells is None else window_cells[:, self.cells]], dim=1)
@@ -61,7 +62,9 @@ class BlockLayout:
 
         Both are shared between calls: do not write to them.
         """
-        compute = _cached_for_shape if self.num_tokens <= MAX_CACHED else _for_shape
+        # What CUDA copies without a wait may not be there yet for another thread's stream.
+        is_cached = self.num_tokens <= MAX_CACHED and self.offsets.device.type != "cuda"
+        compute = _cached_for_shape if is_cached else _for_shape
         return compute(self, tuple(map(tuple, tree.parents)))
 
 
@@ -70,8 +73,8 @@ def _for_shape(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
     tree, device = TokenTree([[0] * len(row) for row in shape], [list(row) for row in shape]), layout.offsets.device
     num_rows, nodes = len(shape), slice(1 + layout.num_nodes)
     depths = [[0, *row] for row in tree.padded_depths(layout.num_nodes)]  # [B, 1 + n]
-    tree_offsets = torch.tensor(depths, dtype=torch.long, device=device)
-    tree_visible = torch.from_numpy(tree.visibility(layout.num_nodes)).to(device)  # [B, 1 + n, 1 + n]
+    tree_offsets = to_device(torch.tensor(depths, dtype=torch.long, device="cpu"), device)
+    tree_visible = to_device(torch.from_numpy(tree.visibility(layout.num_nodes)), device)  # [B, 1 + n, 1 + n]
     if not layout.has_window:
         return tree_offsets, tree_visible
     offsets, visible = layout.offsets.repeat(num_rows, 1), layout.visible.repeat(num_rows, 1, 1)

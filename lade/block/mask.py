@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lade.kernels import pack_mask
+from lade.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Block:
         """Slot of each row's root. Returns [B, 1]."""
         if self.start_slots is not None:
             return self.start_slots
-        return torch.tensor(self.lengths, device=self.offsets.device)[:, None]
+        return to_device(torch.tensor(self.lengths, device="cpu"), self.offsets.device)[:, None]
 
     def key_positions(self) -> Tensor:
         """Position of the token in each slot, counted from the row's first slot. Returns [B, K].

@@ -56,7 +56,9 @@ class Offers:
 class StepCosts:
     """Cost of a step of q tokens. The unit is arbitrary; only ratios matter."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: tuple[int, ...] = SIZES) -> None:
+        """sizes: the sizes to choose from, rising; a step without guesses costs as much as the first."""
+        self.sizes = sizes
         self._offers: dict[int, Offers] = {}  # by limit; cleared when costs change
 
     def cost(self, num_tokens: int) -> float:
@@ -71,6 +73,11 @@ class StepCosts:
     def largest_known(self) -> int:
         """The largest measured size."""
         raise NotImplementedError
+
+    @property
+    def plain_cost(self) -> float:
+        """Of a step without guesses."""
+        return self.cost(self.sizes[0])
 
     def search_cost(self, seconds: float) -> float:
         """Cost in plain steps, at most 1, of a search for guesses that took `seconds`."""
@@ -106,14 +113,16 @@ class StepCosts:
         found = known.get(limit)
         if found is None:
             reach = self.largest_size
-            sizes = [size for size in SIZES if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
+            sizes = [size for size in self.sizes if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
             costs = [self.cost(size) for size in sizes]
             found = known[limit] = Offers(tuple(sizes), costs, self._least_chance())
         return found
 
     def _least_chance(self) -> float:
-        plain, sizes = self.cost(1), [size for size in SIZES[1:] if size <= max(2, self.largest_known)]
-        slope = min((self.cost(size) / plain - 1) / (size - 1) for size in sizes)
+        first, *others = self.sizes
+        plain, largest = self.plain_cost, max([*others[:1], self.largest_known])
+        slopes = [(self.cost(size) / plain - 1) / (size - first) for size in others if size <= largest]
+        slope = min(slopes, default=0.0)
         return min(MAX_LEAST_CHANCE, max(0.0, slope / 2))  # half, because measured slopes are inexact
 
 
@@ -125,15 +134,15 @@ class FixedCosts(StepCosts):
     schedule does not depend on the times, so runs agree until the table is stored, and again after that.
     """
 
-    def __init__(self, name: str | None, device_type: str, batch_size: int) -> None:
-        """name: under which the table is stored; None to use the default table and measure nothing."""
-        super().__init__()
+    def __init__(self, name: str | None, device_type: str, batch_size: int, sizes: tuple[int, ...] = SIZES) -> None:
+        """name: under which the table is stored; None to use the default table and measure nothing. sizes: see `StepCosts`."""
+        super().__init__(sizes)
         self._name, self._batch_size = name, batch_size
         self._lock = threading.Lock()
         found = None if name is None else load(name)
         self._assumed = default_costs(device_type, batch_size, SIZES)
         self._table = found or self._assumed
-        self._calibration = Calibration(batch_size) if found is None and name is not None else None
+        self._calibration = Calibration(batch_size, sizes[0]) if found is None and name is not None else None
 
     def cost(self, num_tokens: int) -> float:
         costs, assumed = self._table.costs, self._assumed.costs
@@ -189,9 +198,9 @@ class LiveCosts(StepCosts):
     fall with the size (isotonic regression).
     """
 
-    def __init__(self, similar: LiveCosts | None = None) -> None:
-        """similar: costs for a shorter or longer context, used for sizes that were not measured here."""
-        super().__init__()
+    def __init__(self, similar: LiveCosts | None = None, sizes: tuple[int, ...] = SIZES) -> None:
+        """similar: costs for a shorter or longer context, used for sizes that were not measured here. sizes: see `StepCosts`."""
+        super().__init__(sizes)
         self._similar = similar
         self._seen: dict[int, deque[float]] = {}  # size -> its latest costs
         self._lock = threading.Lock()
@@ -216,13 +225,13 @@ class LiveCosts(StepCosts):
         if seconds <= 0:
             return
         size = num_tokens
-        if size not in SIZES:
-            size = min(SIZES, key=lambda size: abs(size - num_tokens))
+        if size not in self.sizes:
+            size = min(self.sizes, key=lambda size: abs(size - num_tokens))
             seconds *= self.cost(size) / self.cost(num_tokens)
         paid = seconds / self._seconds_per_unit
         self._spent += paid
         if size not in self._measured:
-            self._lost += max(0.0, paid - self._costs.get(1, paid))
+            self._lost += max(0.0, paid - self._costs.get(self.sizes[0], paid))
         with self._lock:  # calls in several threads share the costs
             if size not in self._seen:
                 self._seen[size] = deque(maxlen=OBSERVATIONS)
@@ -270,7 +279,7 @@ class LiveCosts(StepCosts):
         return self._seconds_per_unit * self.cost(num_tokens)
 
     def search_cost(self, seconds: float) -> float:
-        return min(1.0, seconds / self.seconds(1))  # capped: an interruption says nothing about the search
+        return min(1.0, seconds / self.seconds(self.sizes[0]))  # capped: an interruption says nothing about the search
 
     def cost(self, num_tokens: int) -> float:
         measured = self._costs
@@ -296,7 +305,7 @@ class LiveCosts(StepCosts):
     @property
     def _may_try(self) -> bool:
         """Whether trying unmeasured sizes has cost little so far."""
-        return self._lost <= FREE_TRIALS * self._costs.get(1, 0.0) + TRIAL_SHARE * self._spent
+        return self._lost <= FREE_TRIALS * self._costs.get(self.sizes[0], 0.0) + TRIAL_SHARE * self._spent
 
     @classmethod
     def of(cls, seconds: dict[int, float]) -> LiveCosts:
@@ -318,7 +327,7 @@ class LiveCosts(StepCosts):
 
     @property
     def largest_size(self) -> int:
-        return max(1, 2 * self.largest_known)  # unmeasured sizes are tried gradually
+        return max(self.sizes[0], 2 * self.largest_known)  # unmeasured sizes are tried gradually
 
     def explored_place(self, sizes: list[int], best: int) -> int:
         self._num_chosen += 1
@@ -355,19 +364,21 @@ class StepCostsByLength:
         fixed_for: int | None = None,
         may_measure: bool = True,
         limit: int = 64,
+        sizes: tuple[int, ...] | None = None,
     ) -> None:
         """kind: everything else that changes a step's cost, such as dtype, device and batch size.
 
         saved: `saved_costs` of an earlier process, as live costs to start with. fixed_for: the batch size where no
         clock may change a choice; None for live costs. may_measure: whether fixed costs may come from a table measured
-        on this machine. limit: the largest block, up to which that table is measured.
+        on this machine. limit: the largest block, up to which that table is measured. sizes: the sizes that blocks are
+        padded to; None where they are not padded.
         """
         self._model, self._saved = weakref.ref(model), saved or {}
         # Live and fixed costs of one kind coexist: whether outputs are exact may change between calls.
         way = "measured" if may_measure else "assumed"
         self.kind = kind if fixed_for is None else (*kind, way, limit)
         self._all = _costs.of(model)
-        self._fixed_for, self._may_measure = fixed_for, may_measure
+        self._fixed_for, self._may_measure, self._sizes = fixed_for, may_measure, sizes or SIZES
         self._latest: StepCosts | None = None
 
     def at(self, num_slots: int) -> StepCosts:
@@ -384,7 +395,7 @@ class StepCostsByLength:
         model = self._model()
         assert model is not None  # the current call holds a reference
         name = table_name(model, key) if self._may_measure and can_store() else None
-        return FixedCosts(name, model.device.type, batch_size)
+        return FixedCosts(name, model.device.type, batch_size, self._sizes)
 
     def _live(self, key: tuple[Any, ...]) -> LiveCosts:
         bucket = key[-1]
@@ -393,9 +404,10 @@ class StepCostsByLength:
         if nearest is not None:
             similar = self._all[(*self.kind, nearest)]
             assert isinstance(similar, LiveCosts)
-            return LiveCosts(similar)
+            return LiveCosts(similar, self._sizes)
         saved = self._saved.get(_name_of(key))
-        return LiveCosts(LiveCosts.of({int(size): seconds for size, seconds in saved.items()}) if saved else None)
+        earlier = LiveCosts.of({int(size): seconds for size, seconds in saved.items()}) if saved else None
+        return LiveCosts(earlier, self._sizes)
 
 
 def saved_costs(model: Any) -> SavedCosts:

@@ -21,8 +21,13 @@ def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limi
     limit: the largest block allowed. Returns q, 1 for a plain step.
     """
     offers = costs.offers(limit)
-    sizes = [size for size in offers.sizes if size <= len(expected)]
-    rates = [(num_rows + expected[size - 1]) / cost for size, cost in zip(sizes, offers.costs, strict=False)]
+    num_filled = sum(size <= len(expected) for size in offers.sizes)
+    is_padded = offers.sizes[0] > 1
+    if is_padded and (not num_filled or offers.sizes[num_filled - 1] < len(expected)):
+        num_filled += 1  # guesses that fill no size go into the next
+    sizes = list(offers.sizes[:num_filled])
+    gains = [expected[min(size, len(expected)) - 1] for size in sizes]
+    rates = [(num_rows + gain) / cost for gain, cost in zip(gains, offers.costs, strict=False)]
     return sizes[costs.explored_place(sizes, rates.index(max(rates)))]
 
 

@@ -49,8 +49,9 @@ class CostTable:
 class Calibration:
     """Times steps of scheduled sizes, each beside the nearest plain step. The schedule does not depend on the times."""
 
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
+    def __init__(self, batch_size: int, plain_size: int = 1) -> None:
+        """plain_size: of a step without guesses, more than 1 where blocks are padded."""
+        self._batch_size, self._plain_size = batch_size, plain_size
         self._num_steps = 0
         self._runs: list[list[tuple[int, float]]] = [[]]  # (size, seconds) of steps in a row
         self._seen: set[int] = set()
@@ -69,7 +70,7 @@ class Calibration:
         else:  # the first step of a size also pays for setting kernels up
             self._seen.add(num_tokens)
             self.begin()
-        if num_tokens > 1:
+        if num_tokens > self._plain_size:
             self._searches.append(search_seconds)
         return self._num_steps == NUM_ROUNDS * len(ROUND)
 
@@ -79,25 +80,28 @@ class Calibration:
 
     def table(self) -> CostTable | None:
         """The measured table; None if there are too few measurements."""
-        ratios: dict[int, list[float]] = {1: [1.0]}
+        plain_size = self._plain_size
+        ratios: dict[int, list[float]] = {1: [1.0], plain_size: [1.0]}
+        num_given = len(ratios)
         plain: list[float] = []
         for run in self._runs:
-            places = [place for place, (size, seconds) in enumerate(run) if size == 1 and seconds > 0]
+            places = [place for place, (size, seconds) in enumerate(run) if size == plain_size and seconds > 0]
             plain += [run[place][1] for place in places]
             for place, (size, seconds) in enumerate(run):
-                if size > 1 and places and seconds > 0:
+                if size > plain_size and places and seconds > 0:
                     nearest = min(places, key=lambda other: abs(other - place))
                     ratios.setdefault(size, []).append(seconds / run[nearest][1])
-        if len(ratios) < 2:
+        if len(ratios) == num_given:
             return None
-        weights = {size: NUM_ROUNDS if size == 1 else len(found) for size, found in ratios.items()}
+        weights = {size: NUM_ROUNDS if size <= plain_size else len(found) for size, found in ratios.items()}
         costs = isotonic({size: median(found) for size, found in ratios.items()}, weights)
         search = median(self._searches) / median(plain)
         return CostTable({size: rounded(cost / costs[1]) for size, cost in costs.items()}, min(1.0, rounded(search)))
 
     def _round(self, limit: int) -> list[int]:
         most = min(limit, max(4, MAX_BATCH_TOKENS // self._batch_size))
-        return [size for size in ROUND if size <= most] if most >= 4 else [1, most]
+        sizes = [size for size in ROUND if size <= most] if most >= 4 else [1, most]
+        return [max(size, self._plain_size) for size in sizes]
 
 
 def rounded(value: float) -> float:

@@ -13,6 +13,7 @@ COMMANDS = {
     "eval": "speed and quality on a published task, with lookahead and without",
     "trace": "watch one generation step by step, in a page or in the terminal",
     "tune": "find the settings that pay for a model on this device",
+    "warmup": "compile ahead what a model's calls need",
 }
 LAUNCHER = "run"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def call_after_import(names: Iterable[str], action: Callable[[], None]) -> None:
-    """Call `action` once, as soon as all the modules `names` have run to their ends; at once if they have already."""
+    """Call `action` once, as soon as all modules `names` are fully imported; at once if they are already."""
     pending = {name for name in names if name not in sys.modules}
     if pending:
         sys.meta_path.insert(0, _Watcher(pending, action))
@@ -20,7 +20,7 @@ def call_after_import(names: Iterable[str], action: Callable[[], None]) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds modules as the other finders do, and learns when those it waits for have run."""
+    """Delegates to the other finders, and notices when the modules it waits for have been executed."""
 
     def __init__(self, pending: set[str], action: Callable[[], None]) -> None:
         self._pending, self._action = pending, action
@@ -35,7 +35,7 @@ class _Watcher(MetaPathFinder):
         return spec
 
     def _report_end(self, loader: Any, name: str) -> None:
-        """Let this one loader say when it has run its module; it stays what the module sees as `__loader__`."""
+        """Wrap this loader's exec_module once; the module still sees the same `__loader__`."""
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

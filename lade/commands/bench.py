@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 
 def chosen_methods(names: str) -> dict[str, Method]:
-    """names: of METHODS, with commas between them. Plain generate() comes first, as what the others are compared with."""
+    """names: of METHODS, separated by commas. Plain generate() is always among them, as the baseline."""
     chosen = list(dict.fromkeys(["plain", *names.split(",")]))
     unknown = [name for name in chosen if name not in METHODS]
     if unknown:
@@ -83,13 +83,13 @@ def chosen_methods(names: str) -> dict[str, Method]:
 
 
 def refusals(model: Any, inputs: Inputs, methods: dict[str, Method], common: dict[str, Any]) -> dict[str, str]:
-    """Which of transformers' own ways to be faster do not work with a model -> what they raised."""
+    """Methods of transformers that do not work with this model -> what they raised."""
     found = {}
     for name, method in methods.items():
         if method.arguments:
             try:
                 run_once(model, inputs, method, Run(), common)
-            except Exception as error:  # whatever a model's code makes of it; plain generate() is not asked
+            except Exception as error:  # a model's own code may raise anything
                 found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return found
 

@@ -1,4 +1,4 @@
-"""The text of tokens that come one by one, and what of it a terminal may see."""
+"""Incremental detokenization, and text that is safe to print to a terminal."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def for_terminal(text: str) -> str:
-    """Text without what would move the cursor, set colours or titles, or clear the screen.
+    """Text without escape sequences and control characters, which could move the cursor or change the terminal's title.
 
-    Of a sequence in several pieces, or of another kind, what can be printed stays: nothing is hidden.
+    The printable characters of an incomplete or other sequence stay visible.
     """
     return CONTROL.sub("", text)
 
 
 class Detokenizer:
-    """Gives each token its part of the text, so that the parts make up the whole, characters of several tokens included."""
+    """Splits a text into the parts that each token completes; a character of several tokens belongs to the last."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._tokens: list[
-            int
-        ] = []  # the last one that was given out, whose neighbour decides on spaces, and all since
+        self._tokens: list[int] = []  # the last one given out, which decides on spaces, and all since
         self._given = ""  # their text as far as it was given out
 
     def add(self, token: int) -> str:

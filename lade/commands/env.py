@@ -1,4 +1,4 @@
-"""`lade env`: versions, devices and settings as plain text. Imports torch, but not transformers, which takes long."""
+"""`lade env`: versions, devices and settings as plain text. Reads transformers' source; importing it is slow."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 import lade
-from lade.block_size.tables import can_store, cpu_name, folder, stored
 from lade.compat import TESTED, is_newer_than_tested, version_problem
 from lade.config import apply_environment, current_config
+from lade.forward.free_memory import free_bytes
 
 PACKAGES = (
     "torch",
@@ -55,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def report() -> str:
-    """What `lade env` prints; of this process, so that it can be called from a program that misbehaves."""
+    """The text of `lade env`. It describes this process, so a program can call it too."""
     sections = {
         "lade": lade_lines(),
         "packages": package_lines(),
@@ -67,6 +65,8 @@ def report() -> str:
 
 
 def lade_lines() -> Iterable[str]:
+    from lade.block_size.tables import can_store, folder, stored
+
     yield f"version: {lade.__version__}"
     yield f"python: {platform.python_version()} ({platform.python_implementation()}), {platform.platform()}"
     try:
@@ -74,10 +74,24 @@ def lade_lines() -> Iterable[str]:
     except ValueError as error:
         yield f"WRONG: {error}"
     settings = asdict(current_config())
-    settings |= {name: "auto" for name in ("use_flash", "cuda_graph") if settings[name] is None}
+    settings |= {name: "auto" for name in ("use_flash", "cuda_graph", "pack") if settings[name] is None}
     yield "settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())
+    yield f"packed weights: {packing_line()}"
     where = f"{len(stored())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
     yield f"step costs in half precision: {where}"
+
+
+def packing_line() -> str:
+    """What blocks on a CPU have to do with: oneDNN, free memory, and what this process has packed."""
+    import torch
+
+    free, packed = free_bytes(), sys.modules.get("lade.forward.packed")
+    held = packed.held_bytes() if packed else (0, 0)
+    return (
+        f"oneDNN {'is' if torch.backends.mkldnn.is_available() else 'is not'} in this build of torch, "
+        f"{'unknown' if free is None else f'{free >> 20} MiB'} free, "
+        f"{held[0]} weights packed in this process ({held[1] >> 20} MiB)"
+    )
 
 
 def package_lines() -> Iterable[str]:
@@ -86,6 +100,10 @@ def package_lines() -> Iterable[str]:
 
 
 def device_lines() -> Iterable[str]:
+    import torch
+
+    from lade.block_size.tables import cpu_name
+
     capability = torch.backends.cpu.get_cpu_capability()
     yield f"cpu: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"
     yield f"cuda: {torch.version.cuda or torch.version.hip or 'not in this build of torch'}, {torch.cuda.device_count()} devices"
@@ -98,7 +116,7 @@ def device_lines() -> Iterable[str]:
 
 
 def patch_lines() -> Iterable[str]:
-    """Whether lade fits the installed transformers, read from its source, and whether it is patched in this process."""
+    """Whether lade fits the installed transformers, by its source, and whether it is patched in this process."""
     version = installed_version("transformers")
     if version is None:
         yield "transformers is not installed"
@@ -123,7 +141,7 @@ def environment_lines() -> Iterable[str]:
 
 
 def methods_of_generation_mixin() -> set[str]:
-    """Its own, and those that it has from continuous batching."""
+    """Names of its own methods and of those from continuous batching."""
     spec, found = importlib.util.find_spec("transformers"), set()
     for place in (spec and spec.submodule_search_locations) or ():
         for path in ("utils.py", "continuous_batching/continuous_api.py"):

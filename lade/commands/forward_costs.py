@@ -1,4 +1,4 @@
-"""How much longer a forward pass over a block of tokens takes than one over a single token, on this device."""
+"""The cost of a forward pass over a block of tokens relative to one over a single token, on this device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
+from lade.commands.measure import synchronize
+from lade.config import current_config
+from lade.forward.choice import choose_packing
+from lade.forward.packed import TOKENS_BEFORE_PACKING
+from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter
+from lade.stats import GenerationStats
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 WARM_UP = 2  # rounds that do not count
@@ -26,11 +32,13 @@ def step_costs(
     trials: int = 11,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> dict[int, float]:
-    """Median seconds of one forward pass, batch size 1, over each number of tokens q in `sizes`, behind `context` committed ones.
+    """Median seconds of one forward pass, batch size 1, for each block size q in `sizes`, behind `context` committed
+    tokens.
 
-    The sizes take turns, so that they share whatever else the machine is doing; each block runs as the loop runs it, with
-    the logits of all its rows. progress: wraps the rounds, for a progress bar. Sizes that would pass the model's last
-    position are left out. Raises ValueError when lookahead cannot run on the model.
+    The sizes take turns, so that other load on the machine affects all alike. Each block runs as in the loop, with the
+    logits of all rows, and with packed weights where PACK allows. One token is the exception: it is what plain
+    generate() steps over, on the model as it is. progress: wraps the rounds, for a progress bar. Sizes beyond the
+    model's last position are left out. Raises ValueError when lookahead cannot run on the model.
     """
     reason = adapter.unsupported_reason()
     if reason is not None:
@@ -42,10 +50,12 @@ def step_costs(
     sizes = [size for size in sizes if reach is None or size <= reach + 1]
     cache = filled_cache(adapter, context, max(sizes))
     blocks = {size: causal_block(adapter, cache, size) for size in sizes}
+    runner = BlockRunner(adapter)
+    choose_packing(runner, current_config(), GenerationStats(), TOKENS_BEFORE_PACKING)
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in progress(range(WARM_UP + trials)):
         for size, block in blocks.items():
-            seconds[size].append(_timed(adapter, block, cache))
+            seconds[size].append(_timed(adapter.forward_block if size == 1 else runner.forward, block, cache))
     return {size: statistics.median(times[WARM_UP:]) for size, times in seconds.items()}
 
 
@@ -61,7 +71,7 @@ def filled_cache(adapter: ModelAdapter, context: int, room: int) -> LookaheadCac
 
 
 def causal_block(adapter: ModelAdapter, cache: LookaheadCache, size: int) -> Block:
-    """A block of `size` random tokens, each of which sees those before it: what is visible does not change the cost."""
+    """A block of `size` random tokens under a causal mask: the mask's content does not change the cost."""
     device = _device(adapter)
     numbers = torch.Generator().manual_seed(size)
     offsets = torch.arange(size, device=device)[None]
@@ -77,7 +87,7 @@ def causal_block(adapter: ModelAdapter, cache: LookaheadCache, size: int) -> Blo
 
 
 def cost_at(seconds: dict[int, float], size: float) -> float:
-    """Cost of a block relative to one token, between measured sizes on a straight line; beyond the last one, along its end.
+    """Cost of a block relative to one token, interpolated linearly and extrapolated beyond the largest measured size.
 
     seconds: of `step_costs`, with the size 1 among them.
     """
@@ -90,17 +100,11 @@ def cost_at(seconds: dict[int, float], size: float) -> float:
     return (seconds[low] + slope * (size - low)) / seconds[1]
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _timed(adapter: ModelAdapter, block: Block, cache: LookaheadCache) -> float:
-    device = _device(adapter)
+def _timed(forward: Callable[[Block, LookaheadCache], Any], block: Block, cache: LookaheadCache) -> float:
+    device = block.tokens.device
     synchronize(device)
     started = time.perf_counter()
-    adapter.forward_block(block, cache)
+    forward(block, cache)
     synchronize(device)
     return time.perf_counter() - started
 

@@ -1,6 +1,6 @@
-"""Timing `generate()`: several methods in turn on the same prompts, in one process, after a warm-up that does not count.
+"""Times `generate()`: several methods take turns on the same prompts, in one process, after a warm-up.
 
-What `lade bench`, `lade tune` and the benchmarks share.
+`lade bench`, `lade tune` and the benchmarks share it. Imports torch and transformers only when something is timed.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ import os
 import platform
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-import transformers
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 import lade
-from lade.block_size.tables import cpu_name
-from lade.commands.forward_costs import synchronize
 from lade.config import temporary_settings
 
-Inputs = dict[str, Tensor]  # one prompt: ids and mask, [1, P]
-# The same prompts come again and again: no run may profit from what another has said.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Inputs = dict[str, "Tensor"]  # one prompt: ids and mask, [1, P]
+# The same prompts come repeatedly: no run may learn from another.
 NOT_SHARED = {"SHARE": 0}
 MEMORY_NOTE = "each call of lade begins with an empty memory (SHARE=0); by default later calls profit from earlier ones"
+MAX_WARM_UPS = 8
+ENOUGH_STEPS = 256  # of a warm-up: costs have then been compared, or timed by schedule and stored
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Run:
 
 @contextmanager
 def use_lade(on: bool) -> Iterator[None]:
-    """USE_LADE as said, for a while."""
+    """Set USE_LADE inside the block."""
     before = os.environ.get("USE_LADE")
     os.environ["USE_LADE"] = "1" if on else "0"
     try:
@@ -79,6 +79,8 @@ def use_lade(on: bool) -> Iterator[None]:
 
 def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) -> tuple[list[int], float]:
     """New token ids of one prompt, and seconds. arguments: of generate()."""
+    import torch
+
     torch.manual_seed(seed)
     synchronize(model.device)
     started = time.perf_counter()
@@ -88,7 +90,7 @@ def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) 
 
 
 def run_once(model: Any, inputs: Inputs, method: Method, run: Run, common: dict[str, Any]) -> None:
-    """One prompt through one method, noted in `run`. Raises RuntimeError where lookahead was to run and did not."""
+    """Run one prompt through one method and record it in `run`. Raises RuntimeError when lookahead did not run."""
     is_ahead = method.settings is not None
     with use_lade(is_ahead), temporary_settings(**(method.settings or {}) | NOT_SHARED):
         tokens, seconds = generate_timed(model, inputs, **common, **method.arguments)
@@ -109,24 +111,38 @@ def run_methods(
     trials: int,
     common: dict[str, Any],
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    runs: dict[str, list[Run]] | None = None,
 ) -> dict[str, list[Run]]:
     """Each trial takes every prompt through every method in turn, so that each is compared with its neighbours in time.
 
-    common: arguments of `generate_timed` for all methods. progress: wraps the list of (trial, prompt), for a progress bar.
-    Returns `trials` runs of each method.
+    The order rotates from prompt to prompt, since a method's place in it affects its time.
+
+    common: arguments of `generate_timed` for all methods. progress: wraps the list of (trial, prompt), for a progress
+    bar. runs: an empty dictionary to fill, which holds the runs made so far after an interrupt. Returns `trials` runs
+    of each method.
     """
     for method in methods.values():
         for inputs in for_warm_up(prompts):
             run_once(model, inputs, method, Run(), common)
-    runs: dict[str, list[Run]] = {name: [Run() for _ in range(trials)] for name in methods}
+    runs = {} if runs is None else runs
+    runs |= {name: [Run() for _ in range(trials)] for name in methods}
+    order = deque(methods)
     for trial, inputs in progress([(trial, inputs) for trial in range(trials) for inputs in prompts]):
-        for name, method in methods.items():
-            run_once(model, inputs, method, runs[name][trial], common)
+        for name in order:
+            run_once(model, inputs, methods[name], runs[name][trial], common)
+        order.rotate(-1)
     return runs
 
 
+def settle(model: Any, inputs: Inputs, method: Method, common: dict[str, Any], num_steps: int = ENOUGH_STEPS) -> None:
+    """Run one prompt until the step costs are calibrated, as in a process that has been running for a while."""
+    run = Run()
+    while len(run.steps) < MAX_WARM_UPS and sum(run.steps) < num_steps:
+        run_once(model, inputs, method, run, common)
+
+
 def for_warm_up(prompts: list[Inputs]) -> list[Inputs]:
-    """The longest prompt, for which a static cache is made as large as it will get, and two more."""
+    """The longest prompt, which makes a static cache as large as it will get, and two more."""
     longest = max(prompts, key=lambda inputs: inputs["input_ids"].shape[1])
     return [longest, *prompts[:2]]
 
@@ -172,12 +188,26 @@ def is_looping(tokens: list[int], last: int = 64, share: float = 0.3) -> bool:
     return False
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def environment(model: Any) -> dict[str, Any]:
-    """What the figures of a model depend on."""
+    """Hardware, versions and model size, for a record of figures."""
     return machine(model.device, model.dtype) | {"parameters": sum(p.numel() for p in model.parameters())}
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Hardware and versions, for a record of figures."""
+    import torch
+    import transformers
+
+    from lade.block_size.tables import cpu_name
+
     is_cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else f"{cpu_name()}, {os.cpu_count()} cores",

@@ -1,13 +1,15 @@
-"""What sub-commands that load a model share: its arguments, the settings of lade, and the bundled checkpoint."""
+"""What commands that load a model share: arguments, the settings of lade, and the bundled checkpoint.
+
+Imports torch and transformers only to load a model, so that `--help` and wrong arguments are answered at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.config import MODES
@@ -15,7 +17,7 @@ from lade.config import MODES
 BUNDLED = Path(lade.__file__).resolve().parents[1] / "models" / "stdlib-9m"
 DTYPES = ["auto", "float16", "bfloat16", "float32", "float64"]
 
-# For a tokenizer without a chat template; an answer ends where the model goes on to speak for the user.
+# For a tokenizer without a chat template. An answer ends where the model begins the next user turn.
 FALLBACK_TEMPLATE = (
     "{{ bos_token or '' }}"
     "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -25,33 +27,37 @@ FALLBACK_STOP = "\nUser:"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """The model, how it chooses tokens, and the settings of lade."""
+    """Arguments for the model, the selection of tokens, and the settings of lade."""
     add_decoding_arguments(parser, max_new_tokens)
     add = parser.add_argument
     add("--config", metavar="FILE", help="settings of lade in JSON, such as lade tune writes")
-    add("--mode", choices=MODES, help="who guesses; default: lookahead where N, W or G is given, else auto")
+    add(
+        "--mode",
+        choices=MODES,
+        help="who guesses; default: lookahead where --level, --window or --guess is given, else auto",
+    )
     add("--level", type=int, metavar="N", help="length of an n-gram")
     add("--window", type=int, metavar="W", help="columns of the window")
     add("--guess", type=int, metavar="G", help="candidates per step")
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """The model, and how it chooses tokens."""
+    """Arguments for the model and the selection of tokens."""
     add = parser.add_argument
     add("--model_path", default=str(BUNDLED), help="a hub name or a folder; default: the bundled checkpoint")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", help="default: cuda where there is one, else cpu")
     add("--dtype", default="auto", choices=DTYPES, help="default: the checkpoint's")
-    add("--cache_dir", help="where downloads are kept")
-    add("--max_new_tokens", type=int, default=max_new_tokens)
+    add("--cache_dir", metavar="FOLDER", help="where downloads are kept")
+    add("--max_new_tokens", type=int, default=max_new_tokens, metavar="TOKENS", help="default: %(default)s")
     add("--temperature", type=float, help="0 is greedy; default: what the checkpoint's generation_config says")
-    add("--top_p", type=float)
-    add("--seed", type=int, default=0)
+    add("--top_p", type=float, help="sample from the likeliest tokens that together have this probability")
+    add("--seed", type=int, default=0, help="of sampling; default: %(default)s")
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
     """The arguments of `add_model_arguments`; the settings of lade among them are applied."""
     args = parser.parse_args(arguments)
-    check_model_path(parser, args)
+    check_decoding_arguments(parser, args)
     try:
         lade.config_lade(
             CONFIG=args.config, MODE=args.mode, LEVEL=args.level, WINDOW_SIZE=args.window, GUESS_SET_SIZE=args.guess
@@ -61,19 +67,57 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
     return args
 
 
-def check_model_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the program where the model is the bundled one and that is not there."""
-    if args.model_path == str(BUNDLED) and not BUNDLED.is_dir():
-        parser.error("--model_path must be given: the bundled checkpoint comes only with the source of lade")
+def check_decoding_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program when --model_path or the sampling arguments are wrong; fill in the device."""
+    path, is_bundled = Path(args.model_path).expanduser(), args.model_path == str(BUNDLED)
+    is_folder = path.is_absolute() or args.model_path.startswith((".", "~")) or args.model_path.count("/") > 1
+    problem = None
+    if is_bundled and not path.is_dir():
+        problem = "must be given: the bundled checkpoint comes only with the source of lade"
+    elif is_folder and not path.is_dir():
+        problem = f"must be a folder with a checkpoint or a hub name, found no folder {args.model_path!r}"
+    elif path.is_dir():
+        args.model_path = str(path)
+        if not (path / "config.json").is_file():
+            problem = f"must be a folder with a checkpoint, found no config.json in {args.model_path!r}"
+    if problem:  # without the usage, which says nothing about it
+        parser.exit(2, f"{parser.prog}: --model_path {problem}\n")
+    if args.top_p is not None and args.temperature == 0:
+        parser.error("--top_p must come with sampling: --temperature 0 is greedy")
+    if args.device is None:
+        args.device = default_device()
+
+
+def default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Model and tokenizer; lade is patched in and torch's generator seeded."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model_path, cache_dir=args.cache_dir)
-    model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=args.dtype, cache_dir=args.cache_dir)
+    """Returns model and tokenizer, with lade patched in and torch seeded. Ends the program when loading fails."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # of loading, which would fill a log
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model_path, cache_dir=args.cache_dir)
+        model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=args.dtype, cache_dir=args.cache_dir)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        # transformers' messages have up to a page; their first sentence says what is wrong.
+        reason = re.split(r"(?<=[^.]{2}[.:])\s|\n", str(error).strip())[0].rstrip(".:")
+        sys.stderr.write(f"lade: --model_path {args.model_path!r} cannot be loaded: {reason}.\n")
+        sys.exit(2)
     lade.augment_all()
     torch.manual_seed(args.seed)
-    return model.to(args.device).eval(), tokenizer
+    try:
+        model = model.to(args.device).eval()
+    except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device, or no room on it
+        sys.stderr.write(f"lade: --device {args.device!r} cannot be used: {str(error).splitlines()[0]}\n")
+        sys.exit(2)
+    return model, tokenizer
 
 
 def how_to_choose(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,5 +128,5 @@ def how_to_choose(args: argparse.Namespace) -> dict[str, Any]:
         if args.temperature > 0:
             choice["temperature"] = args.temperature
     if args.top_p is not None:
-        choice["top_p"] = args.top_p
+        choice |= {"do_sample": True, "top_p": args.top_p}
     return choice

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 KEYS = ("prompt", "turns", "question")
@@ -51,7 +52,7 @@ def _text(row: dict[str, Any]) -> str:
 
 
 def as_inputs(rows: list[dict[str, Any]], tokenizer: Any, device: Any) -> list[dict[str, Tensor]]:
-    """What generate() takes for each: ids and mask, [1, P]. Questions go through the chat template where there is one."""
+    """The inputs of generate() for each row: ids and mask, [1, P]. Questions go through the chat template, if any."""
     inputs = []
     for row in rows:
         text, is_chat = _text(row), "prompt" not in row and bool(tokenizer.chat_template)

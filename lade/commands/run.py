@@ -27,7 +27,7 @@ PATCHED_MODULES = ("transformers.generation.utils", "transformers.modeling_utils
 USAGE = f"""lade [options] script.py [arguments]
        lade [options] -m package [arguments]
        lade {{{",".join(COMMANDS)}}} [arguments]"""
-EPILOG = """The program runs with USE_LADE=1 unless the environment says otherwise: USE_LADE=0 lade script.py is plain generate().
+EPILOG = """The program runs with USE_LADE=1 unless the environment sets it; USE_LADE=0 lade script.py runs plain.
 Processes that it starts inherit the environment, but not the patch unless they are forks; to start several workers, let
 their launcher start lade: torchrun -m lade script.py.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from lade.config import MODES
-from lade.drafting.base import Draft, Drafter, DraftRequest, Outcome
+from lade.drafting.base import Draft, Drafter, DraftRequest, Explanation, Outcome
+from lade.drafting.checked import CheckedDrafter
 from lade.drafting.lookahead import LookaheadDrafter, lookahead_drafter
 from lade.drafting.tree import TreeDrafter, tree_drafter
 
@@ -13,32 +16,52 @@ __all__ = [
     "Draft",
     "DraftRequest",
     "Drafter",
+    "Explanation",
     "LookaheadDrafter",
     "Outcome",
     "TreeDrafter",
+    "drafts_from",
     "make_drafter",
     "register_drafter",
 ]
 
-_drafters: dict[str, Callable[[DraftRequest], Drafter]] = {}
+Maker = Callable[[DraftRequest], Drafter]
+BUILT_IN: dict[str, Maker] = {"lookahead": lookahead_drafter, "tree": tree_drafter, "auto": tree_drafter}
+_drafters: dict[str, Maker] = {}  # of users
+_instead: ContextVar[Maker | None] = ContextVar("_instead", default=None)
 
 
-def register_drafter(mode: str, make: Callable[[DraftRequest], Drafter]) -> None:
-    """Let `config_lade(MODE=mode)` choose a drafter. make: called once for each call of generate().
+def register_drafter(mode: str, make: Maker) -> None:
+    """Let `config_lade(MODE=mode)` choose a drafter of yours.
 
-    A drafter may propose any tokens: wrong ones cost time and never change an output. Raises TypeError for a mode that is no string.
+    make: called once for each call of generate(); returns a `Drafter`. A drafter may propose any tokens that the model knows: wrong
+    ones cost time and never change the output. In half precision what it proposes must follow from the call alone, not from a clock,
+    or the text may differ between runs. Raises TypeError for a mode that is no string or a `make` that cannot be called, and
+    ValueError for a mode of lade's own.
     """
     if not isinstance(mode, str):
         raise TypeError(f"mode must be a string, got {mode!r}")
+    if not callable(make):
+        raise TypeError(f"make must be callable, got {make!r}")
+    if mode in BUILT_IN:
+        raise ValueError(f"mode must not be one of {', '.join(map(repr, BUILT_IN))}, got {mode!r}")
     MODES[mode] = None
     _drafters[mode] = make
 
 
-register_drafter("lookahead", lookahead_drafter)
-register_drafter("tree", tree_drafter)
-register_drafter("auto", tree_drafter)
+@contextmanager
+def drafts_from(make: Maker) -> Iterator[None]:
+    """Let this thread's calls have a drafter of `make` in place of the one that the settings ask for."""
+    token = _instead.set(make)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
 
 
 def make_drafter(request: DraftRequest) -> Drafter:
-    """The drafter that the settings ask for."""
-    return _drafters[request.config.mode](request)
+    """The drafter that the settings ask for. Drafts of users' drafters are checked."""
+    make, mode = _instead.get(), request.config.mode
+    if make is not None:
+        return make(request)
+    return BUILT_IN[mode](request) if mode in BUILT_IN else CheckedDrafter(_drafters[mode](request), request)

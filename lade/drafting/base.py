@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +19,32 @@ ROOT_ALONE = (2, 1)  # the (N, W) of a block without a window
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why the guesses for one row are what they are, for tools such as `lade trace`. What is not known stays empty.
+
+    sources, chances: of each node of the tree, where the guess came from, and its estimated probability of being
+    accepted together with all its ancestors. reason: why the block has its size, as a sentence. offers: the sizes that
+    were compared, each as tokens of the block, tokens that the step is expected to commit, and cost in plain steps.
+    """
+
+    sources: tuple[str, ...] = ()
+    chances: tuple[float, ...] = ()
+    reason: str = ""
+    offers: tuple[tuple[int, float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
-    """The guesses of one step."""
+    """The guesses of one step.
+
+    explain: row -> why they are what they are, to be asked before the next `propose`; None for a drafter that does not say.
+    """
 
     tree: TokenTree
     max_depth: int  # of the tree
     window_shape: tuple[int, int]  # (N, W) of the window's part of the block; ROOT_ALONE without one
     window_cells: Tensor  # [B, (N-1)*W - 1] ids
+    explain: Callable[[int], Explanation] | None = None
 
     @property
     def has_window(self) -> bool:
@@ -60,7 +80,7 @@ class DraftRequest:
     False for padding; None without. temperature, top_k, top_p: of sampling, None for greedy, or where nothing is cut off. draws: what
     sampling draws; None for greedy.
     forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow live costs.
-    may_measure: step costs may be measured on this machine.
+    may_measure: step costs may be measured on this machine. block_sizes: to which blocks of trees are padded, None where they are not.
     """
 
     config: LookaheadConfig
@@ -75,6 +95,7 @@ class DraftRequest:
     forward_kind: tuple[str, ...] = ()
     is_exact: bool = True
     may_measure: bool = True
+    block_sizes: tuple[int, ...] | None = None
 
     @property
     def is_split(self) -> bool:
@@ -105,11 +126,14 @@ class DraftRequest:
         )
         source, limit = self.cost_source, self.config.max_block_tokens
         fixed_for = None if source == "live" else batch_size
-        return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit)
+        return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit, self.block_sizes)
 
 
 class Drafter(Protocol):
-    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted."""
+    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted.
+
+    A class that inherits from it needs only `propose`.
+    """
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """sequences: the committed text, whose last tokens are the roots. is_finished: rows that need no guesses.
@@ -119,15 +143,19 @@ class Drafter(Protocol):
 
     def learn(self, outcome: Outcome) -> None:
         """Called once after each forward, the prompt's included."""
+        return
 
     def finish(self) -> None:
         """The call is over: what has waited is learned from."""
+        return
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
         """What a step has cost. num_slots: tokens of the longest row. num_tokens: q.
 
         seconds: of all but `propose` and the user's own code. search_seconds: of `propose`, without the draws of sampling.
         """
+        return
 
     def sources(self) -> dict[str, list[int]]:
         """Guesses proposed and guesses accepted during the call, by where they came from."""
+        return {}

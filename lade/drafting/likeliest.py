@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH
+from lade.verification import logits as logits_module
 
 MAX_SORTED = 2**15  # probabilities that are sorted as they are: for so few of them nothing is faster
 
@@ -24,7 +25,11 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
     top_k, top_p: of sampling, None for all. What they rule out is replaced by the likeliest token, in the rarest bin.
     """
     values, ids = likeliest(logits, temperature)
-    found, chances = ids.cpu().numpy(), values.cpu().numpy()
+    if ids.device.type in logits_module.ON_HOST:
+        found, chances = ids.numpy(), values.numpy()
+    else:  # both in one copy to the host, which would wait for each
+        found, bits = torch.stack([ids, values.view(torch.int32).long()]).cpu().numpy()
+        chances = bits.astype(np.int32).view(np.float32)
     if (top_k and top_k < ROW_LENGTH) or (top_p and top_p < 1.0):
         found, chances = _cut(found, chances, top_k or ROW_LENGTH, top_p or 1.0)
     bins = np.searchsorted(_BIN_EDGES, chances)

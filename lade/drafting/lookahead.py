@@ -10,7 +10,7 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree, merge_candidates
 from lade.block_size import BlockMode, BlockModePolicy, StepCostsByLength
 from lade.config import LookaheadConfig
-from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Outcome
+from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.ngram_pool import Pool, pool_for
 from lade.drafting.window import JacobiWindow
 from lade.state import PerModel
@@ -18,6 +18,12 @@ from lade.verification.sequences import TokenSequences
 
 # What the modes of blocks have been worth, by settings and what else changes a step's cost.
 _mode_policies: PerModel[dict[tuple[Any, ...], BlockModePolicy]] = PerModel(dict)
+
+REASONS = {
+    BlockMode.PLAIN: "Neither candidates nor the window: a plain step is being measured, or pays most.",
+    BlockMode.CANDIDATES: "Candidates without the window: it would cost more than it yields, or is being compared.",
+    BlockMode.WINDOW: "The window, which makes new n-grams, and candidates from the pool.",
+}
 
 
 def lookahead_drafter(request: DraftRequest) -> LookaheadDrafter:
@@ -49,6 +55,7 @@ class LookaheadDrafter:
         """
         self.config, self.costs, self.policy = config, costs, policy
         self._mode = BlockMode.WINDOW
+        self._num_nodes = [0] * len(prompt_ids)  # of the latest tree, by row
         self._num_proposed = self._num_accepted = 0
         prompt_ids = prompt_ids.long()
         # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
@@ -87,7 +94,8 @@ class LookaheadDrafter:
             tree = TokenTree.empty(len(roots))
         else:
             tree = merge_candidates([[tail[:max_depth] for tail in tails] for tails in self.pool.lookup(roots)])
-        return Draft(tree, max_depth, shape, cells)
+        self._num_nodes = [len(tokens) for tokens in tree.tokens]
+        return Draft(tree, max_depth, shape, cells, self.explain)
 
     def learn(self, outcome: Outcome) -> None:
         chosen, num_committed = outcome.choices, outcome.num_committed
@@ -120,6 +128,10 @@ class LookaheadDrafter:
 
     def sources(self) -> dict[str, list[int]]:
         return {"pool": [self._num_proposed, self._num_accepted]}
+
+    def explain(self, row: int) -> Explanation:
+        """For `Draft.explain`."""
+        return Explanation(sources=("pool",) * self._num_nodes[row], reason=REASONS[self._mode])
 
     def take_over(self, levels: Tensor, num_updates: int, num_proposed: int, num_accepted: int) -> None:
         """Go on from where steps that ran elsewhere have got. levels: [B, N-1, W]. num_updates: such steps. The pool is shared."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree
 from lade.block_size import EarlyStop, Offers, SpeculationBackoff, StepCostsByLength, choose_size
 from lade.drafting.acceptance import PROBE, SECOND_SUFFIX, SIBLING, SUFFIX, name_of
-from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Outcome
+from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.growth import FOREIGN, Grower, Growth, Source
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory, memory_for
@@ -33,6 +33,13 @@ MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
 
+# Why a block has its size.
+RESTS = "No guesses: they have cost more than they gained lately, so a few steps go without."
+NO_ROOM = "No guesses: there is no room for them behind the root."
+WHOLE = "As many guesses as there is room for: sizes do not follow costs (ADAPTIVE=0)."
+SCHEDULED = "A size from a schedule: what blocks cost on this machine is being measured."
+BEST = "The size that is expected to commit most tokens per unit of time."
+COMPARED = "Not the best size by what is known: it is tried now and then to keep its cost up to date."
 BLIND_BLOCK = 16  # tokens of a block whose cost cannot be known: they pay on most devices
 
 
@@ -124,6 +131,9 @@ class TreeDrafter:
         self._seen: list[Seen] = []  # not yet learned from
         self._backoff = SpeculationBackoff()
         self._has_searched = False  # for guesses of this step
+        self._reason = ""  # for the size of its block
+        # The offers of this step, what is expected of k guesses per row at index k, and the number of rows.
+        self._compared: tuple[Offers, list[float], int] | None = None
         self._mean_accepted = 0.0  # guesses per row of the last step
         self._proposed: Counter[int] = Counter()  # by kind
         self._accepted: Counter[int] = Counter()
@@ -135,12 +145,13 @@ class TreeDrafter:
         unfinished = [row for row, done in enumerate(is_finished) if not done]
         if self._sampling_draws is not None:
             self._sampling_draws.forget(min((self._num_generated[row] for row in unfinished), default=0))
+        self._reason, self._compared = RESTS if max_depth > 0 else NO_ROOM, None
         self._has_searched = max_depth > 0 and not self._takes_rest(unfinished)
         if self._has_searched:
             self._grow_all(unfinished, max_depth, max(sequences.lengths))
         tree = TokenTree([growth.tokens for growth in self._growths], [growth.parents for growth in self._growths])
         depth = max((max(growth.depths, default=0) for growth in self._growths), default=0)
-        return Draft(tree, depth, ROOT_ALONE, self._cells)
+        return Draft(tree, depth, ROOT_ALONE, self._cells, self.explain)
 
     def learn(self, outcome: Outcome) -> None:
         is_first, self._vocab_size = not self._vocab_size, outcome.logits.shape[-1]
@@ -186,8 +197,24 @@ class TreeDrafter:
         is_scheduled = costs.is_scheduled
         costs.observe(num_tokens, seconds, search_seconds)
         if self._has_searched and not is_scheduled:
-            lost = costs.cost(num_tokens) / costs.cost(1) - 1 + costs.search_cost(search_seconds)
+            lost = costs.cost(num_tokens) / costs.plain_cost - 1 + costs.search_cost(search_seconds)
             self._backoff.learn(self._mean_accepted - lost, self.acceptance.promise)
+
+    def explain(self, row: int) -> Explanation:
+        """For `Draft.explain`."""
+        growth, reason = self._growths[row], self._reason
+        offers: list[tuple[int, float, float]] = []
+        if self._compared is not None:
+            compared, expected, num_rows = self._compared
+            offers = [
+                (size, 1 + expected[size - 1] / num_rows, cost / compared.costs[0])
+                for size, cost in zip(compared.sizes, compared.costs, strict=True)
+                if size <= len(expected)
+            ]
+            best, *_ = max(offers, key=lambda offer: offer[1] / offer[2])
+            reason = BEST if max(len(g.tokens) for g in self._growths) + 1 == best else COMPARED
+        sources = tuple(name_of(kind) for kind in growth.kinds)
+        return Explanation(sources, tuple(growth.chances), reason, tuple(offers))
 
     def sources(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -206,12 +233,14 @@ class TreeDrafter:
     def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
         """Trees for some rows, all of the size that pays."""
         if self.costs is None:
+            self._reason = WHOLE
             for row in rows:
                 self._growths[row] = self._grow(row, max_depth, self.max_block - 1, 0.0, None)
             return
         costs, trust = self.costs.at(num_slots), self.acceptance.trust
         scheduled = costs.scheduled_size(len(rows), self.max_block)
         if scheduled is not None:
+            self._reason = SCHEDULED
             for row in rows:
                 self._growths[row] = self._grow(row, max_depth, scheduled - 1, 0.0, None)
                 self._fill(self._growths[row], scheduled - 1)
@@ -227,6 +256,7 @@ class TreeDrafter:
             for total in accumulate(map(sum, zip_longest(*(g.chances for g in grown), fillvalue=0.0)), initial=0.0)
         ]
         size = choose_size(costs, expected, len(rows), self.max_block)
+        self._compared = offers, expected, len(rows)
         for growth in grown:
             growth.cut(size - 1)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from lade.block.kv_cache import LookaheadCache
 from lade.state import PerModel
 
-KEPT = 2  # sets of buffers per model, caches included, that wait for another call
-KEPT_SHARE = 1 / 16  # of the device's memory: nothing is kept whose cache takes more
+KEPT_SHARE = 1 / 8  # of the device's memory, for all that waits for later calls of one model
+KEPT_BYTES = 2**28  # the same where graphs are stood in for
 
 
 @dataclass(slots=True, eq=False)
@@ -25,23 +25,41 @@ class PooledBuffers:
     cache: LookaheadCache
     released: torch.cuda.Event | None = None  # when the device is done with what the last call asked of it
 
+    def replays(self) -> Iterable[Any]:
+        """The captured graphs."""
+        return ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the cache and of what the graphs took when they were captured."""
+        return self.cache.num_bytes + sum(getattr(replay, "num_bytes", 0) for replay in self.replays())
+
 
 B = TypeVar("B", bound=PooledBuffers)
 _lock = threading.Lock()
 _pool: PerModel[list[PooledBuffers]] = PerModel(list)  # the oldest come first
+_captured_rows: PerModel[set[int]] = PerModel(set)
 
 
-def acquire(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, most: int) -> B | None:
-    """An earlier call's buffers with an empty cache of `least` to `most` slots, now the caller's alone; None where none fit."""
+def acquire(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, most: int | None) -> B | None:
+    """An earlier call's buffers with an empty cache of `least` to `most` slots, now the caller's alone; None where none fit.
+
+    most: None where the cost of a step does not follow the capacity. The smallest that fit are chosen.
+    """
     with _lock:
         pool = _pool.of(model)
         fitting = [
             buffers
             for buffers in pool
-            if isinstance(buffers, kind) and buffers.key == key and least <= buffers.cache.capacity <= most
+            if isinstance(buffers, kind)
+            and buffers.key == key
+            and least <= buffers.cache.capacity
+            and (most is None or buffers.cache.capacity <= most)
         ]
         if not fitting:
-            del pool[: max(0, len(pool) + 1 - KEPT)]  # make room first: the oldest goes
+            # Make room first. A new cache takes about as many bytes a slot as those that are there.
+            expected = least * max((buffers.cache.num_bytes // buffers.cache.capacity for buffers in pool), default=0)
+            _trim(pool, kept_bytes(model.device) - expected)
             return None
         found = min(fitting, key=lambda buffers: buffers.cache.capacity)
         pool.remove(found)
@@ -53,17 +71,35 @@ def acquire(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, mo
 
 def release(model: PreTrainedModel, buffers: PooledBuffers) -> None:
     """Let a later call of the model have what this one worked on, and no longer does, unless it takes too much memory."""
-    memory = device_memory(model.device)
-    if memory is not None and buffers.cache.num_bytes > KEPT_SHARE * memory:
+    _captured_rows.of(model).add(buffers.cache.num_rows)
+    room = kept_bytes(model.device)
+    if buffers.num_bytes > room:
         return
     if model.device.type == "cuda":
         buffers.released = torch.cuda.current_stream(model.device).record_event()
     with _lock:
         pool = _pool.of(model)
         pool.append(buffers)
-        del pool[:-KEPT]
+        _trim(pool, room)
+
+
+def has_captured(model: PreTrainedModel, num_rows: int) -> bool:
+    """Whether a call of so many rows has captured graphs before. Follows from the calls so far, and from no clock."""
+    return num_rows in _captured_rows.of(model)
+
+
+def _trim(pool: list[PooledBuffers], room: int) -> None:
+    """Drop the oldest until what is left takes `room` bytes at most."""
+    while pool and sum(buffers.num_bytes for buffers in pool) > room:
+        del pool[0]
+
+
+def kept_bytes(device: torch.device) -> int:
+    """What may wait for later calls of one model."""
+    memory = device_memory(device)
+    return KEPT_BYTES if memory is None else int(KEPT_SHARE * memory)
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes that the device has, None where keeping a cache is no matter of its memory."""
+    """Bytes that the device has, None where graphs are stood in for."""
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

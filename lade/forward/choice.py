@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lade.config import LookaheadConfig
 from lade.forward.runner import BlockRunner
-from lade.forward.static_shapes import asks_for_graphs, can_capture, graph_refusal
+from lade.forward.static_shapes import TOO_MANY_SLOTS, asks_for_graphs, can_capture, graph_refusal, padded_capacity
 from lade.kernels import MAX_HEAD_DIM, kernel_problem, unavailable_reason
 from lade.models.base import ModelAdapter
 from lade.stats import GenerationStats
@@ -26,11 +26,13 @@ def choose_forward(
     key_mask: Tensor | None,
     num_new: int,
     wanted: Collection[str],
+    num_rows: int = 1,
+    num_slots: int = 0,
 ) -> None:
     """Settle how this call's blocks go through the model: what the settings ask for, and what they leave to lade.
 
     key_mask: as in `Block`, for the whole call. num_new: tokens that it may generate. wanted: what it records of the model
-    besides logits, such as "output_attentions". `stats` says what was not possible.
+    besides logits, such as "output_attentions". num_rows: B. num_slots: that its cache begins with. `stats` says what was not possible.
     """
     model = runner.adapter.model
     compiles, captures = config.compile, asks_for_graphs(config, model.device)
@@ -38,11 +40,26 @@ def choose_forward(
     if compiles:
         stats.compile_reason = reason
     if captures:
-        stats.cuda_graph_reason = reason or graph_refusal(config, model, num_new)
+        stats.cuda_graph_reason = reason or graph_refusal(config, model, num_new, num_rows)
         captures = stats.cuda_graph_reason is None
     choose_attention(runner, config, stats, key_mask, wanted, captures)
+    most_slots = runner.most_captured_slots(config)
+    if captures and most_slots is not None and padded_capacity(num_slots) > most_slots:
+        captures, stats.cuda_graph_reason = False, TOO_MANY_SLOTS
     if reason is None and (compiles or captures):
         runner.use_static_shapes(config, stats, compiles, captures)
+    choose_packing(runner, config, stats, num_new)
+
+
+def choose_packing(runner: BlockRunner, config: LookaheadConfig, stats: GenerationStats, num_new: int) -> None:
+    """Let blocks multiply with packed weights, where the settings ask for it or, on a CPU, leave it to lade."""
+    model, is_automatic = runner.adapter.model, config.pack is None
+    if config.pack is False or (is_automatic and model.device.type != "cpu"):
+        return
+    is_one_of_many = is_automatic and config.num_workers > 1
+    reason = "each of several processes would keep a copy (PACK=1 does)" if is_one_of_many else None
+    stats.packing_reason = reason or runner.use_packed_weights(num_new, is_asked=not is_automatic)
+    stats.packed_weights, stats.packed_bytes = runner.num_packed
 
 
 def choose_attention(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ WAITING = frozenset(
         "unique_dim",
     )
 )
+LEAST_FREE = 1 / 32  # of a device's memory, below which what torch keeps is given back before a capture
 COPYING, INDEXING = (ATEN._to_copy, ATEN.copy_), (ATEN.index, ATEN.index_put, ATEN.index_put_)
 
 
@@ -83,31 +86,88 @@ def waits(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], device_ty
     return operation in WAITING
 
 
-def capture(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of `forward`, on the current device. Returns what replays it, always with the same tensor as its result.
+class CapturedGraph:
+    """A CUDA graph. Called, it runs on the current stream and returns always the same tensor."""
 
-    Nobody in lade draws random numbers meanwhile: torch's generator refuses to while a capture is under way.
+    def __init__(self, graph: Any, output: Tensor, num_bytes: int) -> None:
+        """num_bytes: what the capture took from the device, for as long as the graph lives."""
+        self._graph, self._output, self.num_bytes = graph, output, num_bytes
+
+    def __call__(self) -> Tensor:
+        # Some versions of torch advance the generator in a replay, which they refuse while another thread captures.
+        with drawing:
+            self._graph.replay()
+        return self._output
+
+
+def capture(forward: Callable[[], Tensor]) -> CapturedGraph:
+    """A CUDA graph of `forward`, on the current device.
+
+    Nobody in lade draws random numbers meanwhile: torch's generator refuses to while a capture is under way. Other threads decode on:
+    unlike `torch.cuda.graph`, this does not wait for the whole device, and gives memory back to it only where little is left.
     """
     if torch.is_autocast_enabled("cuda"):
         raise NotCompiled(
             "autocast drops its casts of the weights when it ends, and a CUDA graph would go on reading them"
         )
-    graph, stream, pool = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-    stream.wait_stream(torch.cuda.current_stream())
-    # The stream is ours, and set once more around the capture: torch leaves its own one set where a capture fails.
+    device, current = torch.cuda.current_device(), torch.cuda.current_stream()
+    graph, stream, pool = torch.cuda.CUDAGraph(), capture_stream(device), torch.cuda.graph_pool_handle()
     with drawing, torch.cuda.stream(stream), repaired(pool):
+        stream.wait_stream(current)
         for _ in range(2):  # libraries set themselves up in the first calls, which cannot be captured
             forward()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            output = forward()
-    torch.cuda.current_stream().wait_stream(stream)
+        make_room(device)
+        reserved = torch.cuda.memory_reserved(device)
+        with own_workspaces(), without_garbage_collection():
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = forward()
+            except BaseException:
+                with suppress(Exception):  # it says only that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    current.wait_stream(stream)
+    return CapturedGraph(graph, output, max(0, torch.cuda.memory_reserved(device) - reserved))
 
-    def replay() -> Tensor:
-        with drawing:
-            graph.replay()
-        return output
 
-    return replay
+@cache
+def capture_stream(device: int) -> Any:
+    """The one stream on which a device's graphs are captured: for each stream cuBLAS would set up a workspace of its own."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Let a capture take cuBLAS's workspaces from the graph's own pool.
+
+    One that the warm-up has set up lies outside of it: whoever clears the workspaces later, as torch's own graphs do when they record,
+    would free memory that the graph goes on writing to. Afterwards no forward outside of the graph may find the pool's.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """What a collection frees may call CUDA in ways that end a capture in this thread."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def make_room(device: int) -> None:
+    """Where little memory is left, give back what torch keeps for later: a capture cannot. All of the device waits for that."""
+    free, total = torch.cuda.mem_get_info(device)
+    if free < LEAST_FREE * total:
+        torch.cuda.empty_cache()
 
 
 @contextmanager

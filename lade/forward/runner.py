@@ -15,7 +15,8 @@ from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block, masks_by_layer, packed_block_mask
 from lade.compat import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
-from lade.forward.static_shapes import StaticForward, padded_capacity
+from lade.forward.packed import PackedProducts, packed_model, packed_weights, packing_reason, weights_to_pack
+from lade.forward.static_shapes import MOST_SLOTS_WITHOUT_KERNEL, StaticForward, padded_capacity, padded_nodes
 from lade.kernels import kernel_problem, left_padding
 from lade.kernels.interface import NAME as KERNEL
 from lade.kernels.interface import unsupported_reason as kernel_unsupported_reason
@@ -32,8 +33,12 @@ class BlockRunner:
     def __init__(self, adapter: ModelAdapter) -> None:
         self.adapter = adapter
         self.uses_kernel = False  # whether blocks go through lade's own attention
+        self.is_typical = True  # whether the time of a block is that of its `kind`, and may be learned from
         self.padding: Tensor | None = None  # [B] slots before each row's text, for the kernel
         self._static: StaticForward | None = None
+        self._products: PackedProducts | None = None  # of packed weights
+        # Whether the call's costs are those of packed weights, though memory may do without.
+        self._counts_as_packed = False
 
     # What is chosen before the call begins.
 
@@ -91,7 +96,38 @@ class BlockRunner:
             full_tree=full_tree,
             compiles=compiles,
             captures=captures,
+            follows_length=self.uses_kernel,
+            most_slots=self.most_captured_slots(config),
         )
+
+    def use_packed_weights(self, num_new: int, is_asked: bool) -> str | None:
+        """Let blocks multiply with packed weights, where that is possible and pays. Returns a sentence where some or all cannot.
+
+        num_new: tokens that the call may generate. is_asked: pack whatever that number, as far as there is memory.
+        """
+        adapter = self.adapter
+        shared = packed_weights(adapter.model)
+        reason = "blocks have static shapes" if self._static is not None else packing_reason(adapter)
+        weights = [] if reason is not None else weights_to_pack(adapter)
+        if not weights:
+            shared.drop()
+            return reason or "the model has no linear layers that gain by it"
+        is_due, copies, reason = shared.prepare(weights, num_new, is_asked)
+        if copies:
+            self._products = PackedProducts(copies, shared.agreements, adapter.is_exact)
+        # No text in half precision may depend on how much memory happens to be free.
+        self._counts_as_packed = bool(copies) if adapter.is_exact else is_due
+        self.is_typical = adapter.is_exact or not is_due or reason is None
+        return reason
+
+    @property
+    def num_packed(self) -> tuple[int, int]:
+        """Weights with a packed copy, and the bytes of these copies."""
+        return (0, 0) if self._products is None else (len(self._products.copies), self._products.num_bytes)
+
+    def most_captured_slots(self, config: LookaheadConfig) -> int | None:
+        """Of a cache, beyond which nothing is captured; None for no limit."""
+        return None if self.uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
 
     @property
     def captures(self) -> bool:
@@ -101,12 +137,14 @@ class BlockRunner:
     @property
     def kind(self) -> tuple[str, ...]:
         """What the forward of a block has besides the ordinary one, which changes its cost."""
-        return ("kernel",) * self.uses_kernel + ("graph",) * self.captures
+        return ("kernel",) * self.uses_kernel + ("graph",) * self.captures + ("packed",) * self._counts_as_packed
 
     @cached_property
     def model(self) -> Any:
-        """What runs the blocks: the adapter's, or a shadow of it with lade's own attention."""
-        return shadow_model(self.adapter.model, attention=KERNEL) if self.uses_kernel else self.adapter.block_model
+        """What runs the blocks: the adapter's, or a shadow of it with lade's own attention or packed weights."""
+        adapter = self.adapter
+        model = shadow_model(adapter.model, attention=KERNEL) if self.uses_kernel else adapter.block_model
+        return model if self._products is None else packed_model(model, self._products)
 
     # The cache.
 
@@ -115,7 +153,7 @@ class BlockRunner:
         return self.adapter.make_cache(capacity if self._static is None else padded_capacity(capacity))
 
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
-        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `give_back`; a new one otherwise.
+        """A call's cache: an earlier call's, where CUDA graphs read it and it fits, see `release`; a new one otherwise.
 
         num_slots, most_slots: what the call begins with, and may come to need.
         """
@@ -138,8 +176,12 @@ class BlockRunner:
 
         wanted: more of the model's own arguments, such as output_hidden_states. Returns the model's output, logits [B, R, V].
         """
-        block = self.adapter.begin_block(block, cache)
+        if self._products is not None:
+            self._products.seconds = 0.0
         static = self._static
+        if static is not None and static.is_on and not wanted:
+            static.make_room(cache, max(cache.lengths) + block.tokens.shape[1])
+        block = self.adapter.begin_block(block, cache)
         if static is not None and wanted:
             static.turn_off(f"{min(wanted)} asks for more than the compiled forward returns")
         if static is not None and static.is_on:
@@ -163,10 +205,24 @@ class BlockRunner:
         """How many nodes a token tree takes up in the block."""
         return num_nodes if self._static is None else self._static.padded_nodes(num_nodes)
 
+    def block_sizes(self, config: LookaheadConfig) -> tuple[int, ...] | None:
+        """Tokens of the blocks that trees are padded to; None where none are."""
+        if self._static is None or config.uses_window:
+            return None
+        full = config.max_block - 1
+        return tuple(sorted({1 + padded_nodes(num_nodes, full) for num_nodes in range(1 + full)}))
+
     @property
     def preparing_seconds(self) -> float:
         """Of the latest block's time: what was spent once, for later blocks of its shape."""
+        if self._products is not None:
+            return self._products.seconds
         return 0.0 if self._static is None or not self._static.is_on else self._static.preparing_seconds
+
+    def check_products(self, stats: GenerationStats) -> None:
+        """Say in the call's figures where packed products, compared when a shape was first met, were not fit to serve."""
+        if self._products is not None and stats.packing_reason is None:
+            stats.packing_reason = self._products.refusal
 
     def check_kernel(self, stats: GenerationStats) -> None:
         """Say in the call's figures where the kernel, tried on the blocks themselves, was not fit to serve them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -23,7 +23,7 @@ from lade.block.kv_cache import LookaheadCache, least_capacity
 from lade.block.mask import Block
 from lade.compat import is_out_of_memory
 from lade.config import LookaheadConfig
-from lade.forward.buffer_pool import PooledBuffers, acquire, release
+from lade.forward.buffer_pool import PooledBuffers, acquire, has_captured, release
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
 from lade.forward.static_inputs import Forward, Masks, StaticInputs, mask_shapes, plain_forward
@@ -33,8 +33,16 @@ from lade.tolerance import logits_error
 
 BACKEND: Any = "inductor"  # of torch.compile
 GRAPH_DEVICES = ("cuda",)  # whose forwards can be captured
-# Fewer tokens than these do not pay for capturing, unless CUDA_GRAPH=1: a few shapes cost a few dozen forwards.
-MIN_NEW_TOKENS = 32
+# Fewer tokens than these do not pay for capturing what has not been captured yet, unless CUDA_GRAPH=1: a graph costs some eight forwards,
+# a tree has up to four shapes, and the first call also compiles the kernel. Estimated, not measured.
+MIN_NEW_TOKENS = 128
+# Without lade's own attention a captured block attends to the cache's whole capacity, and sdpa copies the keys and values of grouped heads
+# for it. Beyond so many slots that is taken to cost more than launching each operation from Python. Estimated, not measured.
+MOST_SLOTS_WITHOUT_KERNEL = 8192
+TOO_MANY_SLOTS = (
+    f"without the kernel a captured block reads all slots of the cache, here more than {MOST_SLOTS_WITHOUT_KERNEL} "
+    "(CUDA_GRAPH=1 captures all the same)"
+)
 KEPT_SHAPES = 8  # graphs of one cache that wait for another call, those used last
 SMALLEST_TREE = 8  # nodes, the root included, that a smaller tree is padded to; larger ones to the next power of two
 
@@ -67,16 +75,18 @@ def asks_for_graphs(config: LookaheadConfig, device: torch.device) -> bool:
     return can_capture(device) if config.cuda_graph is None else config.cuda_graph
 
 
-def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int) -> str | None:
+def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int, num_rows: int = 1) -> str | None:
     """Why forwards that `asks_for_graphs` holds for are not captured, as a sentence; None where they are.
 
-    num_new: tokens that the call may generate. Whether blocks can have fixed shapes is another question.
+    num_new: tokens that the call may generate. num_rows: B. Whether blocks can have fixed shapes is another question.
     """
     if not can_capture(model.device):
         return "CUDA graphs need a model on a CUDA device"
     if config.cuda_graph:
         return None
-    if num_new < MIN_NEW_TOKENS:
+    # With DETERMINISTIC=1 a text must not depend on earlier calls.
+    is_cold = config.deterministic or not has_captured(model, num_rows)
+    if num_new < MIN_NEW_TOKENS and is_cold:
         return f"a call for fewer than {MIN_NEW_TOKENS} tokens does not pay for capturing (CUDA_GRAPH=1 captures all the same)"
     if (model.tp_size or 1) > 1:
         return "the model is split over several processes, one of which might fail to capture (CUDA_GRAPH=1 tries it)"
@@ -103,6 +113,9 @@ class Buffers(PooledBuffers):
     capacity: int = 0
     inputs: dict[Hashable, StaticInputs] = field(default_factory=dict)
 
+    def replays(self) -> Iterable[Any]:
+        return [inputs.replay for inputs in self.inputs.values() if inputs.replay is not None]
+
     def drop_stale(self) -> None:
         """A cache that has grown lies elsewhere, and what reads the old storage holds on to it."""
         if self.capacity != self.cache.capacity:
@@ -123,16 +136,21 @@ class StaticForward:
         full_tree: int,
         compiles: bool,
         captures: bool,
+        follows_length: bool = False,
+        most_slots: int | None = None,
     ) -> None:
         """owner: the user's model. model: what runs the blocks, that one or a view of it. stats: are told what happened.
 
-        keeps_rows: whether the model takes `logits_to_keep`. full_tree: nodes that a tree has at most, as a rule.
+        keeps_rows: whether the model takes `logits_to_keep`. full_tree: nodes that a tree has at most, as a rule. follows_length: whether
+        a block's cost follows the length of the text and not the cache's capacity. most_slots: of a cache, beyond which nothing is captured.
         """
         self.owner, self.model, self.stats = owner, model, stats
         self.keeps_rows, self.full_tree = keeps_rows, full_tree
         self.compiles, self.captures = compiles, captures
+        self.follows_length, self.most_slots = follows_length, most_slots
         self.preparing_seconds = 0.0  # of the latest block's time: what capturing and comparing took
         self._buffers: Buffers | None = None
+        self._most_capacity: int | None = None
 
     @property
     def is_on(self) -> bool:
@@ -160,16 +178,37 @@ class StaticForward:
         attention = model.config._attn_implementation
         code = (self.keeps_rows, model.dtype, attention, self.compiles, BACKEND if self.compiles else None)
         key = (traits, *code, device, numerics(device), fingerprint(self.owner))
-        self._buffers = acquire(Buffers, self.owner, key, least, most)
+        self._most_capacity = None if self.follows_length else most
+        self._buffers = acquire(Buffers, self.owner, key, least, self._most_capacity)
         if self._buffers is None:
             self._buffers = Buffers(key, new_cache(least))
         return self._buffers.cache
 
+    def make_room(self, cache: LookaheadCache, num_slots: int) -> None:
+        """Before `cache` grows: its memory and the graphs that read it are left to calls that need no more, and this one goes on in other
+        memory, that of an earlier call if there is one. num_slots: what the next block needs.
+        """
+        buffers = self._buffers
+        if num_slots <= cache.capacity or buffers is None or buffers.cache is not cache:
+            return
+        if buffers.key is None or not buffers.replays():
+            return
+        capacity = padded_capacity(num_slots)
+        larger = acquire(Buffers, self.owner, buffers.key, capacity, self._most_capacity)
+        if larger is None:
+            larger = Buffers(buffers.key, cache.like(capacity), capacity=capacity)
+        cache.exchange(larger.cache)
+        buffers.inputs, larger.inputs = larger.inputs, buffers.inputs
+        buffers.capacity, larger.capacity = cache.capacity, larger.cache.capacity
+        self._keep(larger)
+
     def release(self) -> None:
         """The call is over: a later one may have its graphs, and the cache and the inputs that they read."""
         buffers, self._buffers = self._buffers, None
-        if buffers is None or buffers.key is None:
-            return
+        if buffers is not None and buffers.key is not None:
+            self._keep(buffers)
+
+    def _keep(self, buffers: Buffers) -> None:
         buffers.drop_stale()
         captured = [(shape, inputs) for shape, inputs in buffers.inputs.items() if inputs.replay is not None]
         buffers.inputs = dict(captured[-KEPT_SHAPES:])
@@ -188,6 +227,10 @@ class StaticForward:
         masks: over all of the cache's slots. ordinary: that forward; run beside the first blocks of each new shape, to compare.
         """
         self.preparing_seconds = 0.0
+        if self.captures and self.most_slots is not None and cache.capacity > self.most_slots:
+            self.captures, self.stats.cuda_graph_reason = False, TOO_MANY_SLOTS
+        if not self.is_on:
+            return None
         inputs = self._fixed_inputs(block, cache, masks)
         forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
         logits = self._captured(inputs, forward, ordinary) if self.captures else None

@@ -74,10 +74,10 @@ def variant_of(
     window: int | None,
     **_: Any,
 ) -> Hashable:
-    """Everything by which Triton compiles another kernel: tiles depend on the rows, splits on the capacity."""
+    """Everything by which Triton compiles another kernel, and the number of splits; the cache's capacity is no part of it."""
     group = query.shape[1] // keys.shape[1]
     rows = min(max(power_of_2(group * query.shape[2]), LEAST_ROWS), MOST_ROWS)
-    sizes = (keys.shape[0] * keys.shape[1], power_of_2(keys.shape[2]), keys.shape[3], values.shape[3])
+    sizes = (keys.shape[0] * keys.shape[1], keys.shape[3], values.shape[3])
     return (group, rows, *sizes, softcap is None, sinks is None, window is None)
 
 

@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634
 _FIRST, _OFFSET, _WORDS, _WORD_BITS, _LOG2_E = map(tl.constexpr, (FIRST, OFFSET, WORDS, WORD_BITS, LOG2_E))
 
 NO_WINDOW = 2**31 - 1
-MAX_SPLITS = 64
+MAX_SPLITS, MIN_SPLIT_BLOCK = 64, 16
 WARPS_PER_SM = 8  # limit of the split kernel's registers and shared memory
 MERGE_TILE = 8192  # values per program of the merge: 64 registers in each of 128 threads
 
@@ -278,13 +278,13 @@ def choose_tiles(num_rows: int, key_dim: int, value_dim: int, dtype: torch.dtype
     return Tiles(block_m, block_n=64, num_warps=8 if block_m == 128 else 4, num_stages=num_stages)
 
 
-def choose_splits(num_programs: int, capacity: int, tiles: Tiles, num_sms: int) -> int:
-    """Number of splits that fills the device once. Depends on the capacity only: under a CUDA graph, lengths change.
+def choose_splits(num_programs: int, tiles: Tiles, num_sms: int) -> int:
+    """Number of splits that fills the device once, whatever the length, which changes under a CUDA graph: splits without keys exit.
 
     num_programs: programs without splits.
     """
     fill = num_sms * WARPS_PER_SM // (tiles.num_warps * num_programs)
-    return max(1, min(fill, triton.cdiv(capacity, tiles.block_n), MAX_SPLITS))
+    return max(1, min(fill, MAX_SPLITS))
 
 
 @lru_cache(maxsize=16)
@@ -307,18 +307,19 @@ def triton_block_attention(
     """As `lade.kernels.block_attention`, without float64. num_splits: None for `choose_splits`."""
     query, keys, values, packed = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values, packed))
     batch_size, num_heads, num_queries, key_dim = query.shape
-    num_kv_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
+    num_kv_heads, value_dim = keys.shape[1], values.shape[3]
     group, num_programs = num_heads // num_kv_heads, batch_size * num_kv_heads
     num_rows = num_queries * group
 
     tiles = choose_tiles(num_rows, key_dim, value_dim, query.dtype)
     row_tiles = triton.cdiv(num_rows, tiles.block_m)
     if num_splits is None:
-        num_splits = choose_splits(row_tiles * num_programs, capacity, tiles, _num_sms(query.device))
+        num_splits = choose_splits(row_tiles * num_programs, tiles, _num_sms(query.device))
     partial = query.new_empty((num_programs, num_splits, num_rows, value_dim), dtype=torch.float32)
     log_sums = query.new_empty((num_programs, num_splits, num_rows), dtype=torch.float32)
     output = query.new_empty((batch_size, num_queries, num_heads, value_dim))
-    value_block, split_block = block_size(value_dim), triton.next_power_of_2(num_splits)
+    # Few kinds of the merge: one more for each size of block would have to be compiled.
+    value_block, split_block = block_size(value_dim), max(MIN_SPLIT_BLOCK, triton.next_power_of_2(num_splits))
     merge_rows = max(1, MERGE_TILE // (split_block * value_block))
 
     with torch.cuda.device_of(query):  # the model may span several GPUs

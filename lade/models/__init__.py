@@ -8,14 +8,16 @@ from transformers import PreTrainedModel
 from lade.compat import is_newer_than_tested
 from lade.models.alibi import BloomAdapter, FalconAdapter, MptAdapter
 from lade.models.base import ModelAdapter
+from lade.models.doge import DogeAdapter
 from lade.models.foreign import allow_hook
 from lade.models.gpt2 import GPT2Adapter
 from lade.models.gpt_neo import GPTNeoAdapter
 from lade.models.lfm2 import Lfm2Adapter
-from lade.models.limits import DogeAdapter, Phi3Adapter, PhimoeAdapter, XGLMAdapter
 from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
+from lade.models.phi3 import Phi3Adapter, PhimoeAdapter
 from lade.models.vision import GemmaVisionAdapter, QwenVisionAdapter
+from lade.models.xglm import XGLMAdapter
 
 __all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
 

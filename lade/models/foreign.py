@@ -1,7 +1,7 @@
 """Foreign code: what runs inside a model's forward and neither torch, transformers nor accelerate wrote.
 
 Classes of modules, functions in place of a forward or of an attention, and hooks. Callables are judged by where their code is
-written, never by a name. What is foreign is tried out before it is trusted (`probe.py`). A hook may also keep what it sees, which no
+written, never by a name. What is foreign is tried out before it is trusted (`self_check.py`). A hook may also keep what it sees, which no
 trial can find out: so it meets neither trials nor guesses before its owner allows it.
 """
 

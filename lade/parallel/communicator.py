@@ -234,6 +234,11 @@ def forget(communicator: Communicator) -> None:
         del _communicators[key]
 
 
+def num_processes() -> int:
+    """Of the program's process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def world_store(size: int) -> Any:
     """torch.distributed's store. Initialises it if needed, with a number of processes that `size` divides."""
     if not dist.is_available():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lade.transfer import to_device
+
 
 class TokenSequences:
     """Prompts and committed tokens of B rows, in one buffer that grows by doubling."""
@@ -58,7 +60,7 @@ class TokenSequences:
         if self.ids.device.type == "cpu":  # numpy writes a list to the same memory in a tenth of the time
             self.ids.numpy()[rows, start:end] = tokens
         else:
-            self.ids[rows, start:end] = torch.tensor(tokens, device=self.ids.device)
+            self.ids[rows, start:end] = to_device(torch.tensor(tokens, device="cpu"), self.ids.device)
         for generated, new in zip(self.generated[rows], tokens, strict=True):
             generated.extend(new)
 

@@ -65,7 +65,12 @@ def compile_pair(dtype: str, dim: int, rows: int, capability: int) -> list[dict]
         "HAS_SOFTCAP": rows > 64,
         "UPCAST": False,
     }
-    merge_constants = shared | {"BLOCK_M": max(1, ours.MERGE_TILE // (8 * block)), "BLOCK_S": 8, "HAS_SINKS": rows > 64}
+    splits = ours.MIN_SPLIT_BLOCK
+    merge_constants = shared | {
+        "BLOCK_M": max(1, ours.MERGE_TILE // (splits * block)),
+        "BLOCK_S": splits,
+        "HAS_SINKS": rows > 64,
+    }
     split_options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     results = []
     for kernel, constants, options in (
@@ -83,7 +88,7 @@ def compile_pair(dtype: str, dim: int, rows: int, capability: int) -> list[dict]
                 "head_dim": dim,
                 "rows": rows,
                 "sm": capability,
-                "block": [constants["BLOCK_M"], constants.get("BLOCK_N", 8)],
+                "block": [constants["BLOCK_M"], constants.get("BLOCK_N", constants.get("BLOCK_S"))],
                 "shared_bytes": compiled.metadata.shared,
                 "registers": registers,
                 "stack_bytes": stack,

@@ -10,12 +10,18 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lade
+from lade.forward import buffer_pool
 from lade.forward import static_shapes as fixed
 from lade.forward.on_device import loop as device_loop
 from lade.state import forget_all
 
 NOT_HERE = "CUDA graphs need a model on a CUDA device"
 is_wanted = device_loop.is_wanted
+
+
+def kept_buffers(model):
+    """What waits for another call of the model, the oldest first: the list itself."""
+    return buffer_pool._pool.of(model)
 
 
 @pytest.fixture

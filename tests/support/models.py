@@ -7,7 +7,7 @@ import string
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 torch.set_num_threads(1)  # tiny models gain nothing from more
@@ -82,6 +82,11 @@ def generate_plain(model, inputs, **arguments):
             del os.environ["USE_LADE"]
         else:
             os.environ["USE_LADE"] = before
+
+
+def is_patched() -> bool:
+    """Whether lade is behind generate()."""
+    return hasattr(getattr(GenerationMixin, "_sample", None), "__wrapped__")
 
 
 def inference_tensors(model) -> list[str]:

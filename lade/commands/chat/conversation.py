@@ -6,7 +6,8 @@ Knows nothing about terminals.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,24 +60,62 @@ class Conversation:
         system: str | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """system: the system message, which stays when old turns are cut. note: is told what the user should know."""
+        """system: the system message, which stays when old turns are cut. note: called with messages for the user."""
         self.model, self.tokenizer, self.note = model, tokenizer, note
-        self.max_new_tokens = max_new_tokens
         self.template, self.stop_string = (
             (None, None) if tokenizer.chat_template else (FALLBACK_TEMPLATE, FALLBACK_STOP)
         )
-        context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self.max_prompt_tokens = context - max_new_tokens if context else None
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"max_new_tokens must be below the model's {context} positions, got {max_new_tokens}")
+        self.set_max_new_tokens(max_new_tokens)
         self._seen: set[str] = set()  # questions that lade's memory has seen an answer to
-        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages = []
+        self.set_system(system)
         self.reset()
 
     def reset(self) -> None:
         """Forget all turns."""
         self.messages = [*self._system]
         self._start_cache()
+
+    def set_max_new_tokens(self, count: int) -> None:
+        """How long later answers may be. Raises ValueError where that leaves no room for a question."""
+        context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if count < 1 or (context and count >= context):
+            limit = f"below the model's {context} positions" if context and count >= context else "1 or more"
+            raise ValueError(f"max_new_tokens must be {limit}, got {count}")
+        self.max_new_tokens = count
+        self.max_prompt_tokens = context - count if context else None
+
+    @property
+    def system(self) -> str | None:
+        """The system message."""
+        return self._system[0]["content"] if self._system else None
+
+    def set_system(self, text: str | None) -> None:
+        """Put another system message in front of the turns so far; None for none."""
+        self._system: list[Message] = [{"role": "system", "content": text}] if text else []
+        self.messages = self._system + [message for message in self.messages if message["role"] != "system"]
+
+    def undo(self) -> str | None:
+        """Take back the latest question and its answer. Returns the question, None where there is none."""
+        places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        if not places:
+            return None
+        question = self.messages[places[-1]]["content"]
+        self.messages = self.messages[: places[-1]]
+        return question
+
+    def restore(self, messages: list[Message]) -> None:
+        """Go on with a conversation that was saved. Raises ValueError for what is none."""
+        is_system = bool(messages) and messages[0].get("role") == "system"
+        roles = [message.get("role") for message in messages[is_system:]]
+        if roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ValueError(
+                f"messages must be of user and assistant in turn, got {', '.join(map(str, roles)) or 'nothing'}"
+            )
+        if not all(isinstance(message.get("content"), str) for message in messages):
+            raise ValueError("messages must have a text as content")
+        self._system = [dict(messages[0])] if is_system else []
+        self.messages = [dict(message) for message in messages]
 
     @property
     def num_turns(self) -> int:
@@ -85,8 +124,9 @@ class Conversation:
     def ask(self, question: str, streamer: Any = None, stopping_criteria: Any = (), **choice: Any) -> Answer:
         """The model's answer, which becomes part of the conversation together with the question.
 
-        choice: arguments of generate() that say how tokens are chosen. After an exception, KeyboardInterrupt included, the
-        conversation is as it was before. Raises DoesNotFit for a question that leaves no room for an answer.
+        choice: arguments of generate() that say how tokens are chosen. After an exception, including
+        KeyboardInterrupt, the conversation is unchanged. Raises DoesNotFit for a question that leaves no room for an
+        answer.
         """
         messages, ids = self._fit([*self.messages, {"role": "user", "content": question}])
         reused = self._keep_common_prefix(ids)
@@ -126,7 +166,7 @@ class Conversation:
         )
 
     def _is_seen(self, question: str) -> bool:
-        """Whether lade's memory knows what was said to this question before; from now on it does."""
+        """Whether lade's memory has an answer to this question already; records that it has one now."""
         config = lade.current_config()
         if not is_enabled() or not config.share or config.uses_window:
             return False
@@ -139,9 +179,10 @@ class Conversation:
         return (text.split(self.stop_string)[0] if self.stop_string else text).strip()
 
     def _ids_of(self, messages: list[Message]) -> list[int]:
-        encoded = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, add_generation_prompt=True, return_dict=True
-        )
+        with without_length_warning(self.tokenizer):
+            encoded = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.template, add_generation_prompt=True, return_dict=True
+            )
         return list(encoded["input_ids"])
 
     def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
@@ -165,14 +206,14 @@ class Conversation:
         return messages, ids
 
     def _start_cache(self) -> None:
-        # Without a configuration every layer keeps every token, also where the model's attention looks through a window.
+        # Without a configuration every layer keeps all tokens, so that a sliding window can be cut anywhere too.
         self._cache = DynamicCache() if keeps_keys_only(self.model) else None
         self._cached_ids = []
 
     def _keep_common_prefix(self, ids: list[int]) -> int:
-        """Let the cache hold what it has in common with `ids`, and return how many tokens that are.
+        """Cut the cache to its longest common prefix with `ids` and return the prefix's length in tokens.
 
-        Mostly all it has; less when an answer, read as text, is split into other tokens than the model wrote.
+        Usually all of the cache; less when an answer's text is tokenized otherwise than the model generated it.
         """
         pairs = zip(self._cached_ids, ids[:-1], strict=False)  # at least one token must be left to feed
         common = next((index for index, (cached, wanted) in enumerate(pairs) if cached != wanted), None)
@@ -192,8 +233,18 @@ class Conversation:
         self._cached_ids = self._cached_ids[:length]
 
 
+@contextmanager
+def without_length_warning(tokenizer: Any) -> Iterator[None]:
+    """Silence the tokenizer's warning about texts longer than the context: `DoesNotFit` reports them."""
+    before, tokenizer.model_max_length = tokenizer.model_max_length, int(1e30)
+    try:
+        yield
+    finally:
+        tokenizer.model_max_length = before
+
+
 def keeps_keys_only(model: Any) -> bool:
-    """Whether keys and values are all that a model remembers of its text, so that they can be cut anywhere."""
+    """Whether keys and values are the model's only state, so that its cache can be cut anywhere."""
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ())
     return not model._is_stateful and kinds <= ATTENTION_KINDS

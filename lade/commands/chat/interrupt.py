@@ -1,4 +1,4 @@
-"""Ctrl-C that ends an answer and not the program."""
+"""Ctrl-C ends an answer, not the program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import StoppingCriteria
 class StopOnInterrupt(StoppingCriteria):
     """While entered, the first SIGINT ends generate() after the token under way; a second one raises KeyboardInterrupt.
 
-    Has to be entered in the main thread, the only one that Python lets handle signals.
+    Must be entered in the main thread, the only one that may handle signals.
     """
 
     def __init__(self) -> None:

@@ -1,18 +1,21 @@
-"""Text as it is generated: each token's own characters at once, guessed ones in another colour."""
+"""Streams an answer token by token, with accepted guesses in another colour.
+
+Control characters in the model's text are left out: they could move the cursor or change the terminal's title.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from lade.commands.detokenize import Detokenizer
+from lade.commands.detokenize import Detokenizer, for_terminal
 from lade.compat import BaseStreamer
 
 GUESSED, ORDINARY = "\033[32m", "\033[0m"  # green, and back
 
 
 class AnswerStreamer(BaseStreamer):
-    """Hands the text of each token to `write` when it comes; lade calls `put_guess` for tokens that had been guessed."""
+    """Passes the text of each token to `write` as it arrives; lade calls `put_guess` for accepted guesses."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], Any], color: bool, stop_string: str | None) -> None:
         """stop_string: what ends the answer and is not shown; it may come in several tokens."""
@@ -49,6 +52,7 @@ class AnswerStreamer(BaseStreamer):
         self._paint(before[: len(before) - keep], is_guess)
 
     def _paint(self, text: str, is_guess: bool) -> None:
+        text = for_terminal(text)
         text = text if self._is_begun else text.lstrip()  # an answer's leading blanks are left out
         if text:
             self._is_begun = True

@@ -1,31 +1,25 @@
-"""`lade eval`, and what `applications/eval.py` runs: the speed of several methods on a published task, and the quality of
-their answers.
-"""
+"""`lade eval` and `applications/eval.py`: speed of several methods on a task, and quality of their answers."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 import lade
-from lade.block_size.tables import cpu_name
+from lade.commands.eval.answers import LADE, METHODS, PLAIN
 from lade.commands.eval.data import BadData, load_questions
-from lade.commands.eval.methods import LADE, METHODS, PLAIN, Answerer
+from lade.commands.eval.picture import picture
 from lade.commands.eval.programs import WARNING, Limits
 from lade.commands.eval.quality import NoQuality, scorer_for
 from lade.commands.eval.report import markdown, summarize
 from lade.commands.eval.results import BadResults, Results
 from lade.commands.eval.tasks import PASS_AT_1, TASKS, Question
 from lade.commands.model import BUNDLED, add_model_arguments, load, parse
+from lade.commands.progress import progress
 
 COMPARED = {"on": [LADE], "off": [PLAIN], "both": [PLAIN, LADE]}
 BASELINES = [name for name in METHODS if name not in (PLAIN, LADE)]
@@ -39,6 +33,8 @@ def evaluate(arguments: list[str], program: str) -> int:
     """Answer, score, report. Returns the exit status."""
     parser = make_parser(program)
     args = parse(parser, arguments)
+    if args.plot:
+        return plot(args.plot, args.out, program)
     complete(parser, args)
     limits = Limits(args.code_seconds, args.code_megabytes)
     try:
@@ -59,14 +55,14 @@ def evaluate(arguments: list[str], program: str) -> int:
     figures = {"settings": results.settings} | summarize(questions, methods, results.answers, results.scores)
     if no_quality:
         figures["no_quality"] = no_quality
-    write_report(figures, args.out)
+    write_report(figures, args.out, args.json)
     return 0
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(program, description="Speed and quality of generate() on a published task.")
     add = parser.add_argument
-    add("--task", required=True, choices=list(TASKS))
+    add("--task", choices=list(TASKS))
     add(
         "--data",
         help="JSON lines as published, or a data set on the hub: name[:configuration][@split]; default: the task's",
@@ -79,7 +75,19 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add("--run_code", action="store_true", help="run the programs that the model wrote, for pass@1: with your rights")
     add("--code_seconds", type=int, default=Limits().seconds, help="a program's time")
     add("--code_megabytes", type=int, default=Limits().megabytes, help="a program's memory")
-    add("--out", type=Path, help="JSON lines; gone on with where it exists. .json and .md are put beside it")
+    add(
+        "--out",
+        type=Path,
+        help="JSON lines, resumed if the file exists. Table, figures and picture are written beside it",
+    )
+    add("--json", action="store_true", help="print the figures as one line of JSON in place of the table")
+    add(
+        "--plot",
+        type=Path,
+        nargs="+",
+        metavar="RUN.json",
+        help="only draw one picture (--out, default eval.svg) of runs made before",
+    )
     add_model_arguments(parser, max_new_tokens=0)
     parser.set_defaults(max_new_tokens=None)
     return parser
@@ -98,6 +106,8 @@ def baselines(text: str) -> list[str]:
 
 def complete(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check what argparse does not, and fill in what depends on other arguments."""
+    if args.task is None:
+        parser.error(f"--task must be one of {', '.join(TASKS)}")
     if args.max_new_tokens is None:
         args.max_new_tokens = TASKS[args.task].max_new_tokens
     for name in ("max_new_tokens", "limit"):
@@ -113,6 +123,8 @@ def complete(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"--{name} needs --do_sample")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         parser.error(f"--top_p must be above 0 and at most 1, got {args.top_p}")
+    import torch
+
     try:
         Limits(args.code_seconds, args.code_megabytes)
         torch.empty(0, device=args.device)
@@ -135,7 +147,12 @@ def model_name(args: argparse.Namespace) -> str:
 
 
 def settings_of(args: argparse.Namespace, data: dict[str, str]) -> dict[str, Any]:
-    """All that the answers and their times depend on; a file of answers is gone on with only where it is the same."""
+    """Everything that answers and times depend on. A file of answers is only resumed when it is equal."""
+    import torch
+    import transformers
+
+    from lade.block_size.tables import cpu_name
+
     device = torch.device(args.device)
     return {
         "task": args.task,
@@ -167,14 +184,16 @@ def choice_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def answer_all(args: argparse.Namespace, questions: list[Question], methods: list[str], results: Results) -> None:
-    """Answer what is not in the file yet; the methods in turn on each question."""
+    """Answer what is not in the file yet, the methods taking turns on each question."""
     missing = [(q, m) for q in questions for m in methods if (q.id, m) not in results.answers]
     if not missing:
         return
+    from lade.commands.eval.methods import Answerer
+
     model, tokenizer = load(args)
     answerer = Answerer(model, tokenizer, uses_chat(args, tokenizer), args.seed, choice_of(args))
     with progress(len(questions) * len(methods), len(questions) * len(methods) - len(missing), "answers") as advance:
-        with lade.Memory().active():  # which is then forgotten: the first question comes again
+        with lade.Memory().active():  # forgotten afterwards, because the first question is asked again
             for method in dict.fromkeys(method for _, method in missing):
                 answerer.answer(missing[0][0], method)  # a warm-up, which does not count
         for question, method in missing:
@@ -211,23 +230,35 @@ def score_all(
     return None
 
 
-def write_report(figures: dict[str, Any], out: Path) -> None:
-    """The table and the same in files beside the answers; the last line is the figures as one JSON object."""
-    text = markdown(figures)
+def write_report(figures: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Write table, figures and picture beside the answers; print the table, or the figures as one line of JSON."""
+    drawn = picture([figures])
+    text = markdown(figures, out.with_suffix(".svg").name if drawn else None)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(f"{text}\n{json.dumps(figures)}\n")
+    if drawn:
+        out.with_suffix(".svg").write_text(drawn, encoding="utf-8")
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    kinds = [".md", ".json", *([".svg"] if drawn else [])]
+    written = ", ".join(out.with_suffix(kind).name for kind in kinds)
+    sys.stdout.write(
+        f"{markdown(figures)}\nAnswers in {out}; this table, all figures and a picture beside it: {written}\n"
+    )
 
 
-@contextmanager
-def progress(total: int, done: int, what: str) -> Iterator[Any]:
-    """Gives a function that moves the bar by one and shows a text behind it."""
-    from tqdm import tqdm  # comes with transformers
-
-    with tqdm(total=total, initial=done, desc=what, dynamic_ncols=True) as bar:
-
-        def advance(text: str) -> None:
-            bar.set_postfix_str(text, refresh=False)
-            bar.update()
-
-        yield advance
+def plot(paths: list[Path], out: Path | None, program: str) -> int:
+    """One picture of several runs. paths: their files of figures. Returns the exit status."""
+    out = out or Path("eval.svg")
+    try:
+        drawn = picture([json.loads(path.read_text(encoding="utf-8")) for path in paths])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        sys.stderr.write(f"{program}: --plot must have the .json files of runs: {type(error).__name__}: {error}\n")
+        return 2
+    if drawn is None:
+        sys.stderr.write(f"{program}: --plot needs runs of plain generate() beside others: there is no ratio to draw\n")
+        return 2
+    out.write_text(drawn, encoding="utf-8")
+    sys.stdout.write(f"{out}\n")
+    return 0

@@ -1,13 +1,12 @@
-"""The process that watches over one generated program, and the one in which it runs; started by `programs.py` as a file of
-its own.
+"""Runs one generated program in a child process and supervises it; `programs.py` starts this file by itself.
 
-Reads a request from standard input as JSON: program, unit_tests (names of test cases in it, or none), seconds, megabytes. Writes
-the outcome to standard output as JSON, when the program and all that it has started have ended. Imports nothing of lade, so that
-it starts fast.
+Reads a request from standard input as JSON: program, unit_tests (names of test cases in it, or none), seconds,
+megabytes. Writes the outcome to standard output as JSON when the program and every process it started have ended.
+Imports nothing of lade, to start fast.
 
-The program cannot write the outcome: it has another process, which tells this one by a pipe that the tests came to their end,
-together with a word that only the code around the program knows. That keeps a program honest that writes to whatever is open or
-lies in a folder, or replaces functions of the standard library; not one that searches the interpreter for that word.
+The program runs in a process of its own, which reports the end of the tests through a pipe together with a secret word
+that only the code around the program knows. A program cannot fake the outcome by writing to open files or by replacing
+functions of the standard library; it could by searching the interpreter's memory for the word.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def run_unit_tests(module: types.ModuleType, names: list[str]) -> tuple[str, str
 
 
 def run_and_report(request: dict[str, Any], pipe: int, word: bytes) -> NoReturn:
-    """In the program's process. Threads that the program has left running do not matter."""
+    """Runs in the program's process. Threads that the program has left running are ignored."""
     write, leave, whoami = os.write, os._exit, os.getpid  # as they are now
     process = whoami()
     os.setsid()  # a signal to its own group does not reach the process that watches
@@ -147,7 +146,7 @@ def wait_for(process: int, seconds: float) -> int | None:
 def end_all(program: int) -> None:
     """End the program's process and those that it has started; on Linux also those that have left its session.
 
-    There this process inherits whoever loses its parent, so that nobody gets away; elsewhere the program's group is ended.
+    On Linux orphaned processes become children of this one, so all of them are found; elsewhere the group is killed.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which asks for no more than this
     for _ in range(MAX_ROUNDS):
@@ -163,7 +162,7 @@ def end_all(program: int) -> None:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """The processes below one, by /proc; none where there is no such thing."""
+    """All descendants of a process, from /proc; none without it."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
@@ -175,7 +174,7 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux alone has it; elsewhere nothing happens."""
+    """Linux only; does nothing elsewhere."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

@@ -18,7 +18,7 @@ class BadData(ValueError):
 def load_questions(task_name: str, data: str | None, limit: int | None) -> tuple[list[Question], dict[str, str]]:
     """The first `limit` questions, and what the data was: its name and a digest of the rows that were read.
 
-    data: a file, or a data set on the hub as name, name:configuration or name:configuration@split; None for the task's own.
+    data: a file, or a data set on the hub as name, name:configuration or name:configuration@split; None for the task's.
     Raises BadData.
     """
     task = TASKS[task_name]

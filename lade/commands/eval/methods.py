@@ -5,56 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 
 import lade
+from lade.commands.eval.answers import LADE, METHODS, Answer
 from lade.commands.eval.tasks import Question
-from lade.commands.measure import use_lade
+from lade.commands.measure import synchronize, use_lade
 from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
-
-PLAIN, LADE = "plain", "lade"
-LOOKUP_TOKENS = 5
-# Method -> arguments of generate(). Only LADE runs with lookahead on.
-METHODS: dict[str, dict[str, Any]] = {
-    PLAIN: {},
-    LADE: {},
-    "prompt-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
-    "static": {"cache_implementation": "static"},  # transformers compiles this one on a GPU
-}
-
-
-@dataclass(slots=True)
-class Answer:
-    """All turns of one question by one method. tokens: the new ids of each turn."""
-
-    question: str
-    method: str
-    is_continuation: bool  # of the question's text, and not an answer to a chat's question
-    texts: list[str] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)  # forward passes, the prompt's included
-    fallback_reason: str | None = None  # of lade: why a turn ran without lookahead
-    skipped: str | None = None  # why the question was not answered to its end
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.tokens))
 
 
 class Answerer:
     """Answers questions with one model."""
 
     def __init__(self, model: Any, tokenizer: Any, use_chat: bool, seed: int, arguments: dict[str, Any]) -> None:
-        """use_chat: through a chat template, also where a question has a text to go on with. arguments: of generate()."""
+        """use_chat: use the chat template even for questions that have a text to continue. arguments: of generate()."""
         self.model, self.tokenizer, self.use_chat = model, tokenizer, use_chat
         config = model.generation_config
         if (
@@ -109,10 +76,10 @@ class Answerer:
         if stop:
             arguments |= {"stopping_criteria": StoppingCriteriaList([self._stopping_criterion(stop)])}
         with use_lade(method == LADE), counting_forwards(self.model, method == "prompt-lookup") as forwards:
-            synchronize(self.model)
+            synchronize(self.model.device)
             started = time.perf_counter()
             output = self.model.generate(inputs, attention_mask=torch.ones_like(inputs), **arguments)
-            synchronize(self.model)
+            synchronize(self.model.device)
             seconds = time.perf_counter() - started
         new: list[int] = output[0, len(ids) :].tolist()
         found.tokens.append(new)
@@ -122,7 +89,7 @@ class Answerer:
         return new
 
     def _stopping_criterion(self, stop: tuple[str, ...]) -> StopStringCriteria:
-        """Made once: it reads the whole vocabulary, which is no part of decoding."""
+        """Made once: it reads the whole vocabulary, which must not count as decoding time."""
         if stop not in self._stopping_criteria:
             self._stopping_criteria[stop] = StopStringCriteria(self.tokenizer, list(stop))
         return self._stopping_criteria[stop]
@@ -152,7 +119,7 @@ class Answerer:
 
 @contextmanager
 def counting_forwards(model: Any, on: bool) -> Iterator[Callable[[], int]]:
-    """Forward passes made inside; 0 when off. A hook could hinder a compiled model, so it is set only where it is needed."""
+    """Gives a function for the number of forward passes so far; 0 when off, since a hook may slow a compiled model."""
     count = 0
 
     def add(*_: Any) -> None:
@@ -165,8 +132,3 @@ def counting_forwards(model: Any, on: bool) -> Iterator[Callable[[], int]]:
     finally:
         if hook is not None:
             hook.remove()
-
-
-def synchronize(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()

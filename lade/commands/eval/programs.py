@@ -1,7 +1,7 @@
-"""Generated programs: cut out of answers, joined with their tests, and run in a process of their own with limits.
+"""Generated programs: extracted from answers, joined with their tests, and run in a separate process with limits.
 
-The limits keep a bad program from taking the machine's time and memory. They are no sandbox: a program can read, write and
-connect wherever the user can. On Linux all processes that it has started end with it; elsewhere those of its own session.
+The limits bound time and memory. They are no sandbox: a program can read, write and connect wherever the user can. On
+Linux all processes that it has started end with it; elsewhere those of its own session.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from lade.commands.eval.tasks import Question, class_opening
 
-WARNING = """warning: --run_code runs programs that the model wrote, with limits of time and memory but with your rights: they can
-read and change your files and use the network. Do it in a container or in a virtual machine.
+WARNING = """warning: --run_code runs programs that the model wrote, with limits of time and memory but with your rights:
+they can read and change your files and use the network. Do it in a container or in a virtual machine.
 """
 CHILD = Path(__file__).with_name("child.py")
 GRACE_SECONDS = 30  # for the child to begin, and to end what a program has started

@@ -27,9 +27,9 @@ class NoQuality(Exception):
 
 
 def scorer_for(task_name: str, run_code: bool, limits: Limits) -> Scorer:
-    """A function from question, answer, and whether the answer is a continuation, to the answer's scores, 0 to 1 each.
+    """A function (question, answer, whether it is a continuation) -> scores from 0 to 1, by name.
 
-    What is no figure of a question's own (how a program ended) is a text. Raises NoQuality.
+    Entries that are texts, such as how a program ended, are no scores. Raises NoQuality.
     """
     quality = TASKS[task_name].quality
     if quality == EXACT_MATCH:

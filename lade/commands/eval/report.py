@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from lade.commands.eval.methods import LADE, PLAIN, Answer
+from lade.commands.eval.answers import LADE, PLAIN, Answer
 from lade.commands.eval.results import Key
 from lade.commands.eval.tasks import Question
 from lade.config import LookaheadConfig
@@ -100,8 +100,11 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def markdown(figures: dict[str, Any]) -> str:
-    """Conditions, one table over all questions, and one over the categories where there are several."""
+def markdown(figures: dict[str, Any], picture: str | None = None) -> str:
+    """Conditions, one table over all questions, and one over the categories where there are several.
+
+    picture: the name of a file to be shown below the first table.
+    """
     settings = figures["settings"]
     how = "greedy" if not settings["do_sample"] else f"sampled, seed {settings['seed']}"
     config = LookaheadConfig(**settings["lade"])
@@ -115,6 +118,8 @@ def markdown(figures: dict[str, Any]) -> str:
         "",
         *_table(figures["methods"]),
     ]
+    if picture:
+        lines += ["", f"![Speed beside plain generate()]({picture})"]
     for category, methods in figures.get("categories", {}).items():
         lines += ["", f"## {category}", "", *_table(methods)]
     notes = [f"Quality: {figures['no_quality']}." if figures.get("no_quality") else ""]
@@ -130,19 +135,22 @@ def _table(methods: dict[str, dict[str, Any]]) -> list[str]:
     qualities = list(dict.fromkeys(name for row in methods.values() for name in row.get("quality", ())))
     heads = ["method", "tokens/s, mean per question", "tokens/s, overall", "ratio to plain", "tokens per step"]
     heads += ["identical outputs", *qualities]
-    rows = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    rows = [heads]
     for name, row in methods.items():
-        cells = [
-            name,
-            _cell(row["tokens_per_second_mean"], ".1f"),
-            _cell(row["tokens_per_second"], ".1f"),
-            _cell(row["speed_ratio"], ".2f"),
-            _cell(row["tokens_per_step"], ".2f"),
-            _cell(row["identical_outputs"], ".1%"),
-            *(_cell(row.get("quality", {}).get(quality), ".1%") for quality in qualities),
-        ]
-        rows.append("| " + " | ".join(cells) + " |")
-    return rows
+        rows.append(
+            [
+                name,
+                _cell(row["tokens_per_second_mean"], ".1f"),
+                _cell(row["tokens_per_second"], ".1f"),
+                _cell(row["speed_ratio"], ".2f"),
+                _cell(row["tokens_per_step"], ".2f"),
+                _cell(row["identical_outputs"], ".1%"),
+                *(_cell(row.get("quality", {}).get(quality), ".1%") for quality in qualities),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # so that it can be read as it stands
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -1,4 +1,4 @@
-"""The file that keeps answers as they come, so that a run can be stopped and gone on with.
+"""The file of answers, written as they come, so that a stopped run can be resumed.
 
 JSON lines: the settings first, then an answer or the scores of one, each with its question and method.
 """
@@ -10,13 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lade.commands.eval.methods import Answer
+from lade.commands.eval.answers import Answer
 
 Key = tuple[str, str]  # question id, method
 
 
 class BadResults(ValueError):
-    """The file cannot be gone on with; the message says why."""
+    """The file cannot be resumed; the message says why."""
 
 
 class Results:
@@ -40,7 +40,7 @@ class Results:
         self._append({"scores": scores, "question": key[0], "method": key[1]})
 
     def _append(self, line: dict[str, Any]) -> None:
-        """One whole line at a time; the settings and what a killed run left half-written are seen to before the first."""
+        """Append one whole line. The first call writes the settings, or removes a line that was left incomplete."""
         if self._good_bytes == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_bytes(b"")

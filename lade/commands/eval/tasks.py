@@ -29,9 +29,8 @@ class Question:
 class Task:
     """A published set of questions.
 
-    fields: each a name that a row must have, or several of which it must have one. hub: name, configuration and split of
-    the data set on the hub; None where there is none. quality: of an answer, by name of the figure; empty where no figure
-    is defined.
+    fields: names that a row must have; of a tuple of several names it must have one. hub: name, configuration and split
+    of the data set on the hub, or None. quality: name of the figure of quality, empty if none is defined.
     """
 
     read: Callable[[Row, int], Question]

@@ -11,8 +11,6 @@ from typing import Any
 
 import lade
 from lade.commands.model import add_model_arguments, how_to_choose, load, parse
-from lade.commands.trace.recorder import record
-from lade.commands.trace.replay import replay
 
 PROMPT = '''import os
 
@@ -21,30 +19,40 @@ def find_files(root, pattern="*", recursive=True):
     """Return a sorted list of the files below root whose names match pattern."""
 '''
 TEMPLATE = Path(__file__).with_name("page.html")
-# The page is there to show the window: without a word on who guesses, it is the one that does.
-WINDOW: dict[str, Any] = {"LEVEL": 5, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 4}
 PLACE = "/*TRACE*/null"  # where the page expects its data
 
 
 def main(arguments: list[str]) -> int:
     """Record, then write the page or replay."""
-    parser = argparse.ArgumentParser("lade trace", description="Watch one generation step by step.")
-    parser.add_argument("--prompt", default=PROMPT, help="text to go on with")
-    parser.add_argument("--question", help="asked through the model's chat template, in place of --prompt")
-    parser.add_argument("--out", type=Path, default=Path("trace.html"), help="the page: one file, no network")
-    parser.add_argument("--terminal", action="store_true", help="replay in the terminal and write no page")
-    parser.add_argument("--speed", type=float, default=1.0, help="of --terminal: 1 as it was, 0 without waiting")
+    parser = argparse.ArgumentParser(
+        "lade trace",
+        description="Watch one generation step by step: what was guessed, what the model accepted, what each step cost. "
+        "It runs with the settings that generate() would use; --mode lookahead shows the paper's window.",
+    )
+    add = parser.add_argument
+    add("--prompt", default=PROMPT, help="text to go on with; default: the head of a Python function")
+    add("--question", help="asked through the model's chat template, in place of --prompt")
+    add("--out", type=Path, default=Path("trace.html"), help="the page, one file without network; default: %(default)s")
+    add("--terminal", action="store_true", help="replay in the terminal and write no page")
+    add("--speed", type=float, default=1.0, help="of --terminal: 1 as it was, 0 without waiting; default: %(default)s")
+    add("--cold", action="store_true", help="no warm-up: show how a new process finds out what blocks cost")
+    add("--whole", action="store_true", help="the whole block in every step, whatever it costs (ADAPTIVE=0)")
     add_model_arguments(parser, max_new_tokens=128)
     args = parse(parser, arguments)
+    if not args.terminal and not args.out.parent.is_dir():
+        parser.error(f"--out must lie in a folder that exists, got {str(args.out)!r}")
+    from lade.commands.trace.recorder import record, warm_up  # which import torch
+    from lade.commands.trace.replay import replay
+
     os.environ["USE_LADE"] = "1"
-    if args.mode is None and not args.config and not lade.current_config().uses_window:
-        lade.config_lade(**WINDOW)
-    lade.config_lade(ADAPTIVE=0)
+    if args.whole:
+        lade.config_lade(ADAPTIVE=0)
     model, tokenizer = load(args)
+    ids, choice = prompt_ids(tokenizer, args), {"max_new_tokens": args.max_new_tokens, **how_to_choose(args)}
     try:
-        trace = record(
-            model, tokenizer, prompt_ids(tokenizer, args), max_new_tokens=args.max_new_tokens, **how_to_choose(args)
-        )
+        if not args.cold:
+            warm_up(model, ids, **choice)
+        trace = record(model, tokenizer, ids, **choice)
     except RuntimeError as error:
         sys.stderr.write(f"lade trace: {error}\n")
         return 1
@@ -52,7 +60,7 @@ def main(arguments: list[str]) -> int:
         replay(trace, show, args.speed)
     else:
         args.out.write_text(page(trace), encoding="utf-8")
-        show(f"{args.out}: {len(trace['ids'])} tokens in {len(trace['steps']) + 1} steps\n")
+        show(f"{args.out}: {trace['headline']}\n")
     return 0
 
 

@@ -1,4 +1,9 @@
-"""What one `generate()` call did, step by step, as plain data. Knows nothing about pages and terminals."""
+"""Records what one `generate()` call did, step by step, as plain data. Knows nothing about pages and terminals.
+
+For every drafter: the tree of guesses, what was accepted, the attention mask, the times, and the window where one ran.
+For a drafter that explains its drafts also the source of each guess and the reason for the block's size
+(`lade.drafting.Explanation`).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +17,18 @@ import torch
 import lade
 from lade import stats
 from lade.commands.detokenize import Detokenizer
+from lade.commands.measure import Method, is_looping, settle, synchronize
+from lade.drafting import Explanation
 
 
 class StepRecorder:
-    """Collects the steps of one call with one prompt; `tracing` calls `on_step`, the model's own hooks give the times."""
+    """Collects the steps of one call with one prompt: `tracing` calls `on_step`, hooks on the model take the times."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.steps: list[dict[str, Any]] = []
-        self.masks: list[
-            list[str]
-        ] = []  # distinct ones: per query its keys as hexadecimal, the first key is the highest bit
+        # Distinct ones: per query its keys as hexadecimal, the first key is the highest bit.
+        self.masks: list[list[str]] = []
         self.prefill_seconds: float | None = None
         self._forward_seconds = 0.0
         self._step_began = 0.0
@@ -45,15 +51,21 @@ class StepRecorder:
         """See `lade.stats.tracing`. Only the first row of a batch is looked at."""
         now = time.perf_counter()
         path = accepted[0] or []
-        num_levels, num_columns = draft.window_shape[0] - 1, draft.window_shape[1]
-        cells = [roots[0], *draft.window_cells[0].tolist()]
         committed = 0 if accepted[0] is None else len(path) + 1
+        explained = Explanation() if draft.explain is None else draft.explain(0)
+        num_nodes = len(tree.tokens[0])
+        has_sources = len(explained.sources) == num_nodes  # not where the loop has put another tree in its place
         self.steps.append(
             {
-                "window": [cells[level * num_columns : (level + 1) * num_columns] for level in range(num_levels)],
+                "root": roots[0],
+                "window": window_levels(roots, draft) if draft.has_window else [],
                 "guesses": [] if guesses is None else guesses[0].tolist(),
                 "tokens": list(tree.tokens[0]),
                 "parents": list(tree.parents[0]),
+                "sources": list(explained.sources) if has_sources else [],
+                "chances": [round(chance, 4) for chance in explained.chances] if has_sources else [],
+                "reason": explained.reason,
+                "offers": [[size, round(tokens, 3), round(cost, 3)] for size, tokens, cost in explained.offers],
                 "accepted": list(path),
                 "committed": texts.row(0)[0, -committed:].tolist() if committed else [],
                 "mask": self._mask_index(layout.offsets_and_visibility(tree)[1][0]),
@@ -61,7 +73,7 @@ class StepRecorder:
                 "rest": now - self._step_began - self._forward_seconds,
             }
         )
-        self._step_began = time.perf_counter()  # what recording took is nobody's
+        self._step_began = time.perf_counter()  # the recording's own time counts for no step
 
     def _mask_index(self, visible: torch.Tensor) -> int:
         """visible: [q, q] bool."""
@@ -71,23 +83,34 @@ class StepRecorder:
         return self.masks.index(rows)
 
     def _forward_begins(self) -> None:
-        self._synchronize()
+        synchronize(self.model.device)
         self._forward_began = time.perf_counter()
 
     def _forward_ends(self) -> None:
-        self._synchronize()
+        synchronize(self.model.device)
         self._forward_seconds = time.perf_counter() - self._forward_began
         if self.prefill_seconds is None:
             self.prefill_seconds = self._forward_seconds
             self._step_began = time.perf_counter()
 
-    def _synchronize(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize()
+
+def window_levels(roots: list[int], draft: Any) -> list[list[int]]:
+    """The window of the first row by level, the root in its first cell."""
+    num_levels, num_columns = draft.window_shape[0] - 1, draft.window_shape[1]
+    cells = [roots[0], *draft.window_cells[0].tolist()]
+    return [cells[level * num_columns : (level + 1) * num_columns] for level in range(num_levels)]
+
+
+def warm_up(model: Any, prompt_ids: list[int], **arguments: Any) -> None:
+    """Calibrate the step costs without remembering any text. Raises RuntimeError when lookahead did not run."""
+    inputs = torch.tensor([prompt_ids], device=model.device)
+    # A memory of its own, which is then forgotten; and the traced call draws what it would have drawn without this.
+    with lade.Memory().active(), torch.random.fork_rng():
+        settle(model, {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}, Method(settings={}), arguments)
 
 
 def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) -> dict[str, Any]:
-    """Run one generation and return all there is to say of it, ready for JSON.
+    """Run one generation and return its trace as plain data for JSON.
 
     Raises RuntimeError when lookahead did not run.
     """
@@ -105,15 +128,17 @@ def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) 
     named = {token for step in recorder.steps for row in step["window"] for token in row} | {*output}
     named |= {token for step in recorder.steps for token in (*step["tokens"], *step["guesses"])}
     return {
+        "headline": headline(len(new), len(recorder.steps) + 1),
         "model": str(model.config.name_or_path).rstrip("/").rsplit("/", 1)[-1],
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "version": lade.__version__,
+        "mode": config.mode,
         "settings": config.description,
-        "N": config.ngram_size if config.uses_window else 2,
         "seconds": seconds,
         "prefill": recorder.prefill_seconds,
         "tokens_per_step": found.tokens_per_step,
+        "looping": is_looping(new),
         "prompt": pieces[: len(prompt_ids)],
         "text": pieces[len(prompt_ids) :],
         "ids": new,
@@ -121,6 +146,11 @@ def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) 
         "masks": recorder.masks,
         "steps": recorder.steps,
     }
+
+
+def headline(num_tokens: int, num_steps: int) -> str:
+    """The result in a line; plain generate() takes one forward pass per token, the prompt's included."""
+    return f"{num_steps} forward pass{'' if num_steps == 1 else 'es'} instead of {num_tokens}"
 
 
 def pieces_of(tokenizer: Any, tokens: list[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A trace replayed in the terminal: the text as it grew, guesses in green, one bar per step at the end."""
+"""A trace replayed in the terminal: the text as it grew, guesses in green, and bars of tokens per step at the end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lade.commands.detokenize import for_terminal
 
 GUESSED, OWN, FAINT, ORDINARY = "\033[30;42m", "\033[1m", "\033[2m", "\033[0m"
 BAR_WIDTH = 40
+MAX_SINGLE = 8  # tokens; larger steps share bars, each twice as wide as the one before
 
 
 def replay(trace: dict[str, Any], write: Callable[[str], Any], speed: float = 1.0) -> None:
@@ -29,15 +30,30 @@ def replay(trace: dict[str, Any], write: Callable[[str], Any], speed: float = 1.
 
 def histogram(trace: dict[str, Any]) -> str:
     """How many steps committed how many tokens, the prompt's own step included."""
-    counts = Counter([1, *(len(step["committed"]) for step in trace["steps"])])
+    sizes = [1, *(len(step["committed"]) for step in trace["steps"])]
+    counts = Counter(map(bin_of, sizes))
     widest = max(counts.values())
     lines = [
-        f"{len(trace['ids'])} tokens in {len(trace['steps']) + 1} steps, {trace['tokens_per_step']:.2f} per step\n"
+        f"{len(trace['ids'])} tokens in {len(sizes)} steps, {trace['tokens_per_step']:.2f} per step: {trace['headline']}\n"
     ]
-    for size in range(1, max(counts) + 1):
-        bar = "█" * round(BAR_WIDTH * counts[size] / widest)
-        lines.append(f"{size:>3} {'token ' if size == 1 else 'tokens'} {bar} {counts[size]}\n")
+    bins = sorted({*counts, *map(bin_of, range(1, max(sizes)))})
+    labels = [f"{low}" if low == high else f"{low} to {high}" for low, high in bins]
+    width = max(map(len, labels))
+    for (_, high), label in zip(bins, labels, strict=True):
+        count = counts[bin_of(high)]
+        bar = "█" * round(BAR_WIDTH * count / widest)
+        lines.append(f"{label:>{width}} {'token ' if high == 1 else 'tokens'} {bar} {count}\n")
     return "".join(lines)
+
+
+def bin_of(size: int) -> tuple[int, int]:
+    """The smallest and the largest number of tokens that share a bar with `size`."""
+    if size <= MAX_SINGLE:
+        return size, size
+    high = 2 * MAX_SINGLE
+    while size > high:
+        high *= 2
+    return high // 2 + 1, high
 
 
 def wait(seconds: float, speed: float) -> None:

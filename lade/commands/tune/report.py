@@ -9,15 +9,18 @@ from typing import Any
 
 from lade.commands.forward_costs import cost_at
 from lade.commands.measure import MEMORY_NOTE
-from lade.commands.tune.search import Findings, Row, Settings
+from lade.commands.tune.candidates import Settings
+from lade.commands.tune.search import Findings, Row, gain_of
 
 PLOT_WIDTH, PLOT_HEIGHT = 60, 14
 MAX_ROWS = 12  # of the table; the file has all
-NOTHING_PAYS = "no candidate was faster than plain generate() on this device and these prompts: leave lade off"
+NOTHING_PAYS = "nothing was faster than plain generate() on this device and these prompts: leave lade off"
+KEEP_DEFAULT = "keep the default: no other settings were clearly faster on this device and these prompts"
+STOPPED = "stopped before anything was judged: keep the default"
 
 
 def settings_file(findings: Findings, asked: dict[str, Any]) -> dict[str, Any]:
-    """What `config_lade(CONFIG=...)` reads: the best settings, or none and a note, and what was measured.
+    """What `config_lade(CONFIG=...)` reads: the recommended settings, or none and a note, and what was measured.
 
     asked: what the measurement was told, kept with it.
     """
@@ -26,22 +29,35 @@ def settings_file(findings: Findings, asked: dict[str, Any]) -> dict[str, Any]:
     measured = {
         **asked,
         "environment": findings.environment,
-        "prompts": findings.num_prompts,
+        "prompts": {"choosing": findings.prompts[0], "judging": findings.prompts[1]},
         "trials": findings.trials,
+        "noise": round(findings.noise, 4),
+        "stopped": findings.is_stopped,
         "memory": MEMORY_NOTE,
         "context": findings.context,
         "milliseconds_per_step": {str(size): round(1000 * took, 4) for size, took in findings.seconds.items()},
         "step_cost": costs,
+        "corrections": findings.corrections,
         "candidates": [asdict(row) for row in findings.rows],
         "cannot_pay": findings.hopeless,
     }
-    return {**(best.settings if best else {"note": NOTHING_PAYS}), "measured": measured}
+    return {**(best.settings if best else {"note": why_not(findings)}), "measured": measured}
+
+
+def why_not(findings: Findings) -> str:
+    """Why the default is kept."""
+    default = findings.default
+    if default is None or default.ratio is None or not default.is_judged:
+        return STOPPED
+    return NOTHING_PAYS if default.ratio["median"] < 1 else KEEP_DEFAULT
 
 
 def as_text(findings: Findings, path: Path) -> str:
     """The report. path: where the file of settings lies."""
-    tried = [plot(findings), candidate_table(findings)] if findings.rows else []
-    return "\n".join([cost_table(findings), *tried, not_tried(findings) + verdict(findings, path)])
+    parts = [cost_table(findings)] if findings.seconds else []
+    if findings.rows:
+        parts += [plot(findings), candidate_table(findings)]
+    return "\n".join([*parts, not_tried(findings) + verdict(findings, path)])
 
 
 def cost_table(findings: Findings) -> str:
@@ -90,17 +106,26 @@ def candidate_table(findings: Findings) -> str:
     names = [describe(row.settings) for row in rows]
     width = max([len("settings"), *map(len, names)])
     lines = [
-        f"{'settings':<{width}} {'block':>7} {'tokens/step':>12} {'predicted':>10} {'ratio to plain':>20} {'identical':>10}"
+        f"{'settings':<{width}} {'block':>5} {'tokens/step':>11} {'predicted':>9} {'to plain':>19} {'to the default':>19} same"
     ]
     for name, row in zip(names, rows, strict=True):
-        ratio = f"{row.ratio['median']:.3f} ({row.ratio['p20']:.2f} to {row.ratio['p80']:.2f})" if row.ratio else "-"
         same = "-" if row.identical is None else f"{row.identical:.0%}"
         lines.append(
-            f"{name:<{width}} {row.mean_block:>7.1f} {row.tokens_per_step:>12.3f} {row.predicted:>10.3f} {ratio:>20} {same:>10}"
+            f"{name:<{width}} {row.mean_block:>5.1f} {row.tokens_per_step:>11.2f} {row.corrected:>9.2f} "
+            f"{_spread(row.ratio):>19} {_spread(row.gain):>19} {same:>4}{'' if row.is_judged or not row.ratio else ' *'}"
         )
     if len(findings.rows) > len(rows):
         lines.append(f"and {len(findings.rows) - len(rows)} more that were predicted to be slower")
+    if any(row.ratio and not row.is_judged for row in rows):
+        lines.append("* timed on the prompts that the winner was chosen by, the others on prompts of their own")
+    lines.append(
+        "ratios of tokens per second: median (20th to 80th percentile); same: outputs equal to plain generate()'s"
+    )
     return "\n".join([*lines, MEMORY_NOTE]) + "\n"
+
+
+def _spread(found: dict[str, float] | None) -> str:
+    return f"{found['median']:.2f} ({found['p20']:.2f} to {found['p80']:.2f})" if found else "-"
 
 
 def not_tried(findings: Findings) -> str:
@@ -109,15 +134,25 @@ def not_tried(findings: Findings) -> str:
 
 
 def describe(settings: Settings) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items())
+    return " ".join(f"{name}={value}" for name, value in settings.items()) or "default"
 
 
 def verdict(findings: Findings, path: Path) -> str:
     best: Row | None = findings.best
-    if best is None or best.ratio is None:
-        return f"{NOTHING_PAYS[0].upper()}{NOTHING_PAYS[1:]}.\n{path} says so, and sets nothing.\n"
-    return (
-        f"{describe(best.settings)}: {best.ratio['median']:.2f} times plain generate() "
-        f"({best.ratio['p20']:.2f} to {best.ratio['p80']:.2f}) at {best.tokens_per_step:.2f} tokens per step.\n"
-        f"{path} has these settings: config_lade(CONFIG={str(path)!r}), LADE_CONFIG={path} or lade --config {path}.\n"
-    )
+    if best is not None:
+        return (
+            f"{describe(best.settings)}: {_spread(best.gain)} times the default,\n"
+            f"{_spread(best.ratio)} times plain generate(), on {findings.prompts[1]} prompts that nothing was chosen by.\n"
+            f"The default differed from itself by up to {findings.noise - 1:.0%}.\n"
+            f"{path} has these settings: config_lade(CONFIG={str(path)!r}), LADE_CONFIG={path} or lade --config {path}.\n"
+        )
+    reason, default = why_not(findings), findings.default
+    figures = ""
+    if default is not None and default.is_judged:
+        figures = f"\nThe default is {_spread(default.ratio)} times plain generate()."
+        challenger = max((row for row in findings.rows if row.is_judged and row.settings), key=gain_of, default=None)
+        if challenger is not None:
+            how = "takes the same steps as" if challenger.is_same_work else f"is {_spread(challenger.gain)} times"
+            figures += f"\nThe best of the others, {describe(challenger.settings)}, {how} the default"
+            figures += f", which differed from itself by up to {findings.noise - 1:.0%}."
+    return f"{reason[0].upper()}{reason[1:]}.{figures}\n{path} says so, and sets nothing.\n"

@@ -8,7 +8,7 @@ are, and the ordinary loop goes on from there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -27,6 +27,7 @@ from lade.forward.on_device.sampling import REFUSED, DrawRing, Sampling, empty_d
 from lade.forward.on_device.step import NO_TOKEN, StepShape, StepState, fill, lay_out, progress, step
 from lade.forward.runner import BlockRunner
 from lade.forward.static_shapes import (
+    TOO_MANY_SLOTS,
     can_capture,
     capture_failure,
     compile_copy,
@@ -56,6 +57,9 @@ class Buffers(PooledBuffers):
     state: StepState | None = None
     draws: Tensor | None = None  # [R, B, V], for sampling
     replay: Callable[[], Tensor] | None = None
+
+    def replays(self) -> Iterable[Any]:
+        return () if self.replay is None else (self.replay,)
 
 
 def device_loop(
@@ -159,7 +163,9 @@ class DeviceLoop:
             self.model.config._attn_implementation,
             numerics(self.shape.device),
         )
+        self._most_slots = runner.most_captured_slots(config)  # of a cache, beyond which nothing is captured
         self._buffers: Buffers | None = None
+        self._most_capacity: int | None = None
         self._ring: DrawRing | None = None  # None for greedy
         self._witness = 0
 
@@ -168,8 +174,9 @@ class DeviceLoop:
         least = padded_capacity(least_capacity(num_slots))
         most = max(least, padded_capacity(least_capacity(self.selection.max_length + self.shape.block_tokens)))
         key = (*self._key, self.compiles, fingerprint(self.owner) if self.captures else None)
+        self._most_capacity = None if self.shape.uses_kernel else most
         if self.captures:
-            self._buffers = acquire(Buffers, self.owner, key, least, most)
+            self._buffers = acquire(Buffers, self.owner, key, least, self._most_capacity)
         if self._buffers is None:
             self._buffers = Buffers(key, self.runner.make_cache(least))
         return self._buffers.cache
@@ -202,6 +209,9 @@ class DeviceLoop:
             self._ring = self._make_ring(buffers, num_logits)
             while slot_offset >= 0 and not all(self.selection.is_finished):
                 self._fit(buffers, slot_offset, position_offset)
+                if self.captures and self._most_slots is not None and cache.capacity > self._most_slots:
+                    self.stats.cuda_graph_reason = TOO_MANY_SLOTS
+                    break
                 run = self._prepare(buffers)
                 if run is None:
                     break  # the figures say why
@@ -226,7 +236,7 @@ class DeviceLoop:
     def _fit(self, buffers: Buffers, slot_offset: int, position_offset: Tensor) -> None:
         """Let there be room for the next steps, and a state that says where the texts are."""
         cache, selection = buffers.cache, self.selection
-        cache.ensure_capacity(self._num_slots(max(selection.sequences.lengths), slot_offset, TRIAL_STEPS))
+        self._make_room(buffers, self._num_slots(max(selection.sequences.lengths), slot_offset, TRIAL_STEPS))
         if buffers.state is None or buffers.state.capacity != cache.capacity:
             buffers.state = StepState(self.shape, cache, self.runner.adapter.reaches, buffers.draws)
             buffers.replay = None  # it reads the old one
@@ -250,6 +260,26 @@ class DeviceLoop:
         state.num_steps.fill_(self.drafter.window.num_updates)
         state.num_proposed.zero_()
         state.accepted_lengths.zero_()
+
+    def _make_room(self, buffers: Buffers, num_slots: int) -> None:
+        """Let the cache have so many slots. A graph of the smaller one is left to calls that need no more."""
+        cache = buffers.cache
+        if num_slots <= cache.capacity or buffers.replay is None:
+            cache.ensure_capacity(num_slots)
+            return
+        capacity = padded_capacity(num_slots)
+        larger = acquire(Buffers, self.owner, buffers.key, capacity, self._most_capacity)
+        if larger is None:
+            larger = Buffers(buffers.key, cache.like(capacity))
+        cache.exchange(larger.cache)
+        if self._ring is not None:  # what was drawn for the next tokens goes along
+            larger.draws = self._ring.move_to(larger.draws)
+        names = ("state", "draws", "replay")
+        for name in names:
+            mine, theirs = getattr(buffers, name), getattr(larger, name)
+            setattr(buffers, name, theirs)
+            setattr(larger, name, mine)
+        release(self.owner, larger)
 
     def _num_slots(self, longest: int, slot_offset: int, steps_before: int) -> int:
         """Slots that a step may need. longest: tokens of the longest text, some steps before that one."""

@@ -152,6 +152,13 @@ class DrawRing:
             self._states.pop(self._end - size - 1, None)
             self._end += 1
 
+    def move_to(self, draws: Tensor | None) -> Tensor:
+        """Go on in another ring of this shape, or in a new one where there is none. Returns that one."""
+        draws = torch.empty_like(self.draws) if draws is None else draws
+        draws.copy_(self.draws)
+        self.draws = draws
+        return draws
+
     def of(self, length: int) -> Tensor:
         """What was drawn for the token behind texts of a length, one of the last R. Returns [B, V], a copy."""
         return self.draws[length % len(self.draws)].clone()

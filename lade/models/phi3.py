@@ -1,4 +1,4 @@
-"""Families that take a block of guesses in some texts only, or in none."""
+"""Phi-3 and Phi-3.5-MoE: longrope's frequencies switch at a length, and training draws experts."""
 
 from __future__ import annotations
 
@@ -28,16 +28,3 @@ class PhimoeAdapter(Phi3Adapter):
     """Phi-3.5-MoE: in training mode its router draws among the experts (SparseMixer, arXiv:2310.00811)."""
 
     draws_in_training = True
-
-
-class XGLMAdapter(ModelAdapter):
-    """XGLM: beyond its table of positions it makes a larger one, in whatever forward that happens."""
-
-    leaves_no_tensor = False
-
-
-class DogeAdapter(ModelAdapter):
-    """Doge: each query keeps the keys that it finds best, which guesses would crowd out."""
-
-    def unsupported_layers(self) -> str | None:
-        return "each query of the model selects its keys, guesses among them, in a mask of its own"

@@ -1,0 +1,328 @@
+"""Linear layers that multiply with weights laid out once for oneDNN, on a CPU.
+
+torch's own product of a few rows lays the weight out anew in each call, or multiplies in a layout made for something else. With
+weights laid out once, a block of guesses costs little more than reading them. The user's model is not touched: blocks run on a
+weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`. The prompt runs on the model as it is.
+
+The packed copies of a model are shared by its calls and freed with it. Before each call that uses them the weights are compared with
+what they were when they were packed, by a checksum of each row: a write through `weight.data`, as merging an adapter does it,
+shows neither in the address nor in the version counter of a parameter.
+
+Source: the operators that torch.compile's freezing uses, `mkldnn::_reorder_linear_weight` and `mkldnn::_linear_pointwise`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from lade.compat import HOOKS
+from lade.forward.free_memory import free_bytes
+from lade.models.base import ModelAdapter
+from lade.models.shadow import parts_of, shadow_model
+from lade.state import PerModel
+from lade.tolerance import largest_difference, largest_value
+
+# The fewest elements of a weight that pay by dtype, and the fewest rows of an input. In float32 torch's product of one row is as fast
+# as a packed one, and small weights gain nothing.
+LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
+LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 2}
+MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would have to be compared
+PACKED_FOR = 16  # rows that weights are laid out for
+# New tokens that calls must have asked for before their model is packed: packing and comparing products cost about a dozen plain steps.
+# Each change of the weights doubles it, so that a training loop does not pack in vain.
+TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
+LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
+# Of the memory that is free, the share that the copies may take.
+COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
+# A product is compared on random inputs until so many elements have been seen, but not more often than this.
+COMPARED_ELEMENTS, MOST_COMPARISONS = 1 << 15, 64
+PRODUCT_TOLERANCE = 1e-5  # in float32, relative to the largest element; half precision must have the same bits
+
+
+def multiply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """input @ weight.T + bias. input: [..., K]. packed: of `pack`. Returns [..., N]."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+    return product
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight [N, K] as oneDNN wants it, which is of an opaque layout."""
+    with torch.inference_mode(False), torch.no_grad():  # other calls may be in another mode
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR)
+    return packed
+
+
+class PackedLinear(nn.Linear):
+    """Stands for an `nn.Linear` in a shadow model."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., K]. Returns [..., N]."""
+        products: PackedProducts = self.__dict__["products"]
+        if products.agrees(self, input):
+            return multiply(input, self.__dict__["packed"], self.bias)
+        return linear(input, self.weight, self.bias)
+
+
+@dataclass(slots=True)
+class PackedWeight:
+    """One weight's packed copy, and by what a change of the weight is noticed."""
+
+    source: weakref.ref[nn.Parameter]
+    identity: Hashable
+    checksums: Tensor
+    packed: Tensor | None = None  # None where memory was short
+    num_bytes: int = 0  # of the copy
+
+    @classmethod
+    def of(cls, weight: nn.Parameter) -> PackedWeight:
+        return cls(weakref.ref(weight), identity(weight), checksums(weight))
+
+
+Copies = dict[int, PackedWeight]  # by id of the weight
+
+
+@dataclass
+class PackedWeights:
+    """What a model's calls share."""
+
+    copies: Copies = field(default_factory=dict)
+    agreements: dict[tuple[Any, ...], bool] = field(
+        default_factory=dict
+    )  # by shapes: whether packed products are as torch's
+    num_asked: int = 0  # new tokens, since the weights have last changed
+    num_changes: int = 0  # times that weights were found changed
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def prepare(self, weights: Sequence[nn.Parameter], num_new: int, is_asked: bool) -> tuple[bool, Copies, str | None]:
+        """The copies of these weights as they are now, for a call for `num_new` tokens. Missing ones are made where memory allows.
+
+        is_asked: whatever that number. Returns whether the call is to have copies, which depends on the calls so far and on the weights
+        alone; those that there are; and why some are missing, as a sentence.
+        """
+        with self.lock:
+            self.num_asked += num_new
+            if num_new < LEAST_NEW_TOKENS and not is_asked:
+                return (
+                    False,
+                    {},
+                    f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights",
+                )
+            self._drop_changed(num_new)
+            least = TOKENS_BEFORE_PACKING << min(self.num_changes, MOST_DOUBLINGS)
+            if self.num_asked < least and not is_asked:
+                return False, {}, f"calls have asked for {self.num_asked} tokens, and packing pays from {least} on"
+            reason = self._pack(weights, is_asked)
+            copies = {key: self.copies[key] for key in map(id, weights)}
+            return True, {key: copy for key, copy in copies.items() if copy.packed is not None}, reason
+
+    def expect(self, num_new: int) -> None:
+        """Calls for so many new tokens will come."""
+        with self.lock:
+            self.num_asked += num_new
+
+    def drop(self) -> None:
+        """Free the copies, when no call uses them any more."""
+        with self.lock:
+            self.copies = {}
+
+    def _drop_changed(self, num_new: int) -> None:
+        current = {key: copy for key, copy in self.copies.items() if is_current(copy)}
+        if any(copy.source() is not None for key, copy in self.copies.items() if key not in current):
+            self.num_changes += 1
+            self.num_asked = num_new
+        self.copies = current
+
+    def _pack(self, weights: Sequence[nn.Parameter], is_asked: bool) -> str | None:
+        """Copy what is missing, the largest weights first. Returns why some still are, as a sentence."""
+        missing = []
+        for weight in sorted(weights, key=lambda weight: -weight.numel()):
+            if id(weight) not in self.copies:
+                self.copies[id(weight)] = PackedWeight.of(weight)
+            if self.copies[id(weight)].packed is None:
+                missing.append((weight, self.copies[id(weight)]))
+        if not missing:
+            return None
+        free = free_bytes()
+        if free is None and not is_asked:
+            return "how much memory is free is not known (PACK=1 packs all the same)"
+        left = inf if free is None else free * (LARGEST_SHARE if is_asked else COMFORTABLE_SHARE)
+        num_refused = 0
+        for weight, copy in missing:
+            num_bytes = weight.numel() * weight.element_size()
+            if num_bytes > left:
+                num_refused += 1
+                continue
+            copy.packed, copy.num_bytes = pack(weight), num_bytes
+            left -= num_bytes
+        if not num_refused:
+            return None
+        return f"{num_refused} weights are not packed: too little of the {(free or 0) >> 20} MiB of free memory would be left"
+
+
+_packed: PerModel[PackedWeights] = PerModel(PackedWeights)
+
+
+def packed_weights(model: PreTrainedModel) -> PackedWeights:
+    return _packed.of(model)
+
+
+def held_bytes() -> tuple[int, int]:
+    """Weights that this process has packed, of all models, and the bytes of their copies."""
+    copies = [copy for weights in _packed.all() for copy in weights.copies.values() if copy.packed is not None]
+    return len(copies), sum(copy.num_bytes for copy in copies)
+
+
+def identity(weight: Tensor) -> Hashable:
+    """What changes when a weight is replaced, moved, or written to in a way that autograd sees."""
+    version = None if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.shape, weight.stride()
+
+
+def checksums(weight: Tensor) -> Tensor:
+    """A sum of each row's bits, [N]: a change of one element always shows, and rows that change places do."""
+    rows = weight.detach()
+    row_bytes = rows.shape[1] * rows.element_size()
+    start = rows.storage_offset() * rows.element_size()
+    kinds = (torch.int64, torch.int32, torch.int16)
+    words = next(kind for kind in kinds if row_bytes % kind.itemsize == start % kind.itemsize == 0)
+    return rows.view(words).sum(1, dtype=torch.int64)
+
+
+def is_current(copy: PackedWeight) -> bool:
+    """Whether a weight still is what was packed."""
+    weight = copy.source()
+    return (
+        weight is not None
+        and weight.device.type == "cpu"
+        and identity(weight) == copy.identity
+        and torch.equal(checksums(weight), copy.checksums)
+    )
+
+
+@dataclass(slots=True)
+class PackedProducts:
+    """The packed products of one call."""
+
+    copies: Copies
+    agreements: dict[tuple[Any, ...], bool]
+    is_exact: bool  # the call computes in float32: bits may differ, as they do between sizes of blocks
+    seconds: float = 0.0  # spent on comparing products, since somebody set it to 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.num_bytes for copy in self.copies.values())
+
+    @property
+    def refusal(self) -> str | None:
+        """Why some products were torch's own, as a sentence, where comparing them has said so."""
+        found = [shape for (shape, *_), is_same in self.agreements.items() if not is_same]
+        if not found:
+            return None
+        rows, inputs, outputs, *_, dtype = found[0]
+        how = "is not within rounding of" if self.is_exact else "differs in its bits from"
+        return f"the packed product of {rows} x {inputs} by {inputs} x {outputs} in {str(dtype)[6:]} {how} torch's own, which ran instead"
+
+    def agrees(self, layer: nn.Linear, input: Tensor) -> bool:
+        """Whether a layer's packed product of such an input may stand for aten's. Compared when a shape is first met."""
+        num_features = layer.in_features
+        num_rows = input.numel() // max(1, num_features)
+        dtype = layer.weight.dtype
+        if not LEAST_ROWS[dtype] <= num_rows <= MOST_ROWS or input.dtype != dtype or input.shape[-1] != num_features:
+            return False
+        if not input.is_contiguous():  # torch then rounds before it adds a bias
+            return False
+        shape = (num_rows, num_features, layer.out_features, layer.bias is not None, dtype)
+        key = (shape, input.dim(), torch.get_num_threads(), self.is_exact)
+        found = self.agreements.get(key)
+        if found is None:
+            began = perf_counter()
+            found = self.agreements[key] = self._compare(layer, input.shape)
+            self.seconds += perf_counter() - began
+        return found
+
+    def _compare(self, layer: nn.Linear, shape: torch.Size) -> bool:
+        """Bit for bit in half precision, so that no text depends on whether memory was there to pack; within rounding in float32."""
+        weight, bias, packed = layer.weight, layer.bias, self.copies[id(layer.weight)].packed
+        assert packed is not None
+        numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
+        num_elements = shape[:-1].numel() * layer.out_features
+        for _ in range(min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
+            input = torch.randn(shape, generator=numbers).to(weight.dtype)
+            expected, found = linear(input, weight, bias), multiply(input, packed, bias)
+            if self.is_exact:
+                is_same = largest_difference(found, expected) <= PRODUCT_TOLERANCE * largest_value(expected)
+            else:
+                is_same = torch.equal(found.view(torch.int16), expected.view(torch.int16))
+            if not is_same:
+                return False
+        return True
+
+
+def packing_reason(adapter: ModelAdapter) -> str | None:
+    """Why no weights of a model can be packed, as a sentence; None where some can. Does not depend on how busy the machine is."""
+    code, dtype = adapter.code, adapter.dtype
+    if any(part.device.type != "cpu" for part in adapter.model.parameters()):
+        return "weights are packed for a CPU, and this model is not on one"
+    if dtype not in LEAST_ELEMENTS:
+        return f"weights are packed in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
+    if not has_onednn():
+        return "oneDNN is not in this build of torch, or is switched off"
+    if dtype == torch.float32 and not adapter.is_exact:
+        return "float32 products are computed in less than float32"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast chooses the dtype of each product"
+    if code.is_patched or code.is_hooked:
+        return "packed weights need a changed view of the model, which is dispatched, patched or has hooks"
+    if code.classes or code.functions or not code.has_plain_weights:
+        return "the model has code or weights that are not torch's and transformers' own"
+    if (adapter.model.tp_size or 1) > 1:
+        return "the model is split over several processes"
+    return None
+
+
+def has_onednn() -> bool:
+    operators = ("_linear_pointwise", "_reorder_linear_weight")
+    is_there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
+    return is_there and bool(torch._C._get_mkldnn_enabled())
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is a Linear as torch made it, with a weight that pays."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer) or any(vars(layer)[name] for name in HOOKS):
+        return False
+    weight, bias = layer.weight, layer.bias
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype in LEAST_ELEMENTS
+        and weight.numel() >= LEAST_ELEMENTS[weight.dtype]
+        and weight.is_contiguous()
+        and (bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))
+    )
+
+
+def weights_to_pack(adapter: ModelAdapter) -> list[nn.Parameter]:
+    """Of the layers that blocks go through: not of those that read images."""
+    roots = (adapter.model.get_decoder(), adapter.model.get_output_embeddings())
+    layers: list[Any] = [part for root in roots if root is not None for part in parts_of(root) if is_plain(part)]
+    return list({id(layer.weight): layer.weight for layer in layers}.values())
+
+
+def packed_model(model: Any, products: PackedProducts) -> Any:
+    """A shadow of a model whose layers multiply with the copies, where there are any."""
+    shadow = shadow_model(model)
+    for part in parts_of(shadow):
+        if is_plain(part) and (copy := products.copies.get(id(part.weight))) is not None:
+            part.__class__ = PackedLinear
+            vars(part).update(products=products, packed=copy.packed)
+    return shadow

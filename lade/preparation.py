@@ -1,0 +1,135 @@
+"""Compile and capture ahead of the first call: `lade.warmup(model)`.
+
+Runs short calls of `generate()` whose drafter lays out every size of block that later calls may have, so that what these would compile and
+capture is there. What is kept by name of its code, Triton's kernels and Inductor's, lies on disk and serves later processes as well; CUDA
+graphs serve this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lade.block.token_tree import TokenTree
+from lade.config import current_config, temporary_settings
+from lade.decoding import FIRST_CAPACITY
+from lade.drafting import Draft, DraftRequest, Outcome, drafts_from
+from lade.drafting.base import ROOT_ALONE
+from lade.forward.packed import packed_weights
+from lade.forward.static_inputs import NUM_CHECKS
+from lade.stats import last_stats
+from lade.verification.sequences import TokenSequences
+
+NEVER_CHOSEN = 2**31 - 1  # an id that no vocabulary has
+WINDOW_TOKENS = 8  # of a call in lookahead mode, whose steps all have one shape
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """What a warm-up has done. block_tokens: sizes that are captured or compiled. reasons: why something is not, if anything."""
+
+    seconds: float
+    block_tokens: tuple[int, ...]
+    captured_steps: int
+    compiled_steps: int
+    used_kernel: bool
+    reasons: tuple[str, ...]
+
+
+def warmup(
+    model: Any, prompt_tokens: int = 256, max_new_tokens: int = 1024, batch_size: int = 1, **arguments: Any
+) -> Warmup:
+    """Prepare for calls of about these sizes: the current settings' blocks are compiled and captured as far as they would be.
+
+    prompt_tokens, max_new_tokens: of a call to come; graphs go by the cache's capacity, a power of two. batch_size: its prompts.
+    arguments: more of generate()'s, as that call will have them: sampling's are constants of a captured step. Needs lade switched on.
+    Raises ValueError for numbers below 1, RuntimeError where lade does not run.
+    """
+    for name, value in (
+        ("prompt_tokens", prompt_tokens),
+        ("max_new_tokens", max_new_tokens),
+        ("batch_size", batch_size),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    config, began = current_config(), perf_counter()
+    # Short as the calls are.
+    settings = {"CUDA_GRAPH": 1} if config.cuda_graph is None and model.device.type == "cuda" else {}
+    packed_weights(model).expect(max_new_tokens)
+    num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
+    with temporary_settings(**settings):
+        if config.uses_window:
+            stats = _generate(model, num_slots, min(WINDOW_TOKENS, num_slots - 1), batch_size, arguments)
+        else:
+            arguments = {"eos_token_id": NEVER_CHOSEN} | arguments  # random prompts may lead to an end at once
+            drafter = _EverySize(batch_size, model.get_input_embeddings().weight.shape[0])
+            with drafts_from(drafter.begin):
+                # Each step commits a token, and one more where a guess is right by chance.
+                most = 2 * NUM_CHECKS * config.max_block.bit_length() + 2
+                stats = _generate(model, num_slots, min(most, num_slots - 1), batch_size, arguments)
+    reasons = {stats.kernel_reason, stats.compile_reason, stats.cuda_graph_reason, stats.device_reason} - {None}
+    done = stats.captured_steps or stats.compiled_steps
+    return Warmup(
+        seconds=perf_counter() - began,
+        block_tokens=tuple(sorted(set(stats.block_tokens))) if done else (),
+        captured_steps=stats.captured_steps,
+        compiled_steps=stats.compiled_steps,
+        used_kernel=stats.used_kernel,
+        reasons=tuple(sorted(map(str, reasons))),
+    )
+
+
+def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, arguments: dict[str, Any]) -> Any:
+    """A call whose cache begins with as many slots as that of the calls to come, but for few new tokens. Returns its figures."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = model.get_input_embeddings().weight.shape[0]
+    shape = (batch_size, max(1, num_slots - num_new))
+    ids = torch.randint(num_tokens, shape, generator=generator).to(model.device)
+    state = torch.random.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, **arguments)
+    finally:  # a program that samples later gets what it would have got
+        torch.random.set_rng_state(state[0])
+        torch.cuda.set_rng_state_all(state[1])
+    stats = last_stats()
+    if stats is None or stats.fallback_reason is not None:
+        reason = "it is not switched on (lade.augment_all() and USE_LADE=1)" if stats is None else stats.fallback_reason
+        raise RuntimeError(f"lade does not run: {reason}")
+    return stats
+
+
+class _EverySize:
+    """A drafter that proposes trees of all sizes, each as often as a graph is checked. Its guesses are no good."""
+
+    def __init__(self, batch_size: int, num_tokens: int) -> None:
+        self._batch_size, self._num_tokens = batch_size, num_tokens
+        self._num_nodes: list[int] = []  # still to come
+
+    def begin(self, request: DraftRequest) -> _EverySize:
+        """For one call."""
+        sizes = request.block_sizes or ()
+        self._num_nodes = [min(size, self._num_tokens) - 1 for size in sizes for _ in range(NUM_CHECKS)]
+        self._cells = request.prompt_ids.new_empty(self._batch_size, 0)
+        return self
+
+    def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
+        """Nodes that all hang on the root."""
+        num_nodes = self._num_nodes.pop(0) if self._num_nodes and max_offset != 0 else 0
+        tokens, parents = list(range(num_nodes)), [-1] * num_nodes
+        tree = TokenTree([list(tokens) for _ in is_finished], [list(parents) for _ in is_finished])
+        return Draft(tree, min(1, num_nodes), ROOT_ALONE, self._cells)
+
+    def learn(self, outcome: Outcome) -> None:
+        """Nothing: the prompts are random."""
+
+    def finish(self) -> None:
+        """Nothing has waited."""
+
+    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
+        """The steps pay for setting up, and say nothing about costs."""
+
+    def sources(self) -> dict[str, list[int]]:
+        return {}

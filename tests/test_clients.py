@@ -1,0 +1,475 @@
+"""Libraries that end in `generate()`: the same outputs with lade as without, and proof that lookahead ran.
+
+`pip install -e .[clients]`, then `pytest -m clients`; a client that is not installed is skipped, and a bare `pytest` leaves all of them
+out. With LADE_CLIENTS_PAGE=docs/works-with.md the results of the run are written to that file; a run of some clients (-k) changes their rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from support import ENVIRONMENT, ROOT, tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import lade
+
+pytestmark = pytest.mark.clients
+
+PAGE = os.environ.get("LADE_CLIENTS_PAGE")
+BUNDLED = str(ROOT / "models" / "stdlib-9m")
+CODE = "def read_file(path):\n    with open(path) as file:\n        return file.read()\n\ndef write_file(path, text):\n    with open(path"
+OTHER = "import os\n\ndef find(root):\n    for name in os.listdir("
+QUESTION = "What does shutil.copytree do?"
+NEW = 40
+rows: dict[str, tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True)
+class Client:
+    """One way to call `generate()`. run: given a model and a tokenizer, returns what is to be equal."""
+
+    name: str
+    package: str  # whose version is shown, and without which the test is skipped
+    what: str
+    run: Callable[..., object]
+    reason: str | None = None  # part of the reason why plain generate() runs; None where lookahead does
+    note: str = ""
+
+
+CLIENTS: list[Client] = []
+
+
+def client(name, package, what, reason=None, note=""):
+    def add(run):
+        CLIENTS.append(Client(name, package, what, run, reason, note))
+        return run
+
+    return add
+
+
+# The clients.
+
+
+@client("transformers `pipeline`", "transformers", "`text-generation`, greedy, sampled, and in batches of two")
+def through_pipeline(model, tokenizer):
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    sampled = {"do_sample": True, "temperature": 0.7, "num_return_sequences": 2}
+    return (
+        write(CODE, max_new_tokens=NEW, do_sample=False),
+        write(CODE, max_new_tokens=NEW, **sampled),
+        write([CODE, OTHER], max_new_tokens=NEW, do_sample=False, batch_size=2),
+    )
+
+
+@client(
+    "`transformers serve`", "fastapi", "chat completions and completions over HTTP, streamed and not",
+    note="`lade -m transformers.cli.transformers serve MODEL`",
+)  # fmt: skip
+def served(model, tokenizer):
+    return over_http()
+
+
+@client(
+    "`transformers serve --continuous-batching`", "fastapi", "chat completions over HTTP",
+    reason="continuous batching", note="a loop of transformers' own, with a cache of its own",
+)  # fmt: skip
+def served_in_one_batch(model, tokenizer):
+    # On a CPU its cache takes a share of all memory unless told otherwise.
+    return over_http(continuous_batching=True, cb_num_blocks=64, cb_block_size=32, cb_max_batch_tokens=128)
+
+
+def over_http(**options):
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    url = f"http://localhost:{port}"
+    server = Serve(force_model=BUNDLED, dtype="float32", device="cpu", port=port, non_blocking=True, **options)
+    try:
+        wait_for(server, f"{url}/health")
+        chat = {"model": BUNDLED, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": NEW}
+        answer = json.loads(post(f"{url}/v1/chat/completions", chat))["choices"][0]["message"]["content"]
+        if options:
+            return answer
+        streamed = post(f"{url}/v1/chat/completions", chat | {"stream": True})
+        pieces = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+        text = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces if piece["choices"])
+        completion = {"model": BUNDLED, "prompt": CODE, "max_tokens": NEW}
+        return answer, text, json.loads(post(f"{url}/v1/completions", completion))["choices"][0]["text"]
+    finally:
+        server.kill_server()
+
+
+def wait_for(server, url):
+    """Until it answers, or its thread has ended."""
+    while server._thread.is_alive():
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.05)
+    raise RuntimeError("the server has ended")
+
+
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return answer.read().decode()
+
+
+@client(
+    "lm-evaluation-harness", "lm_eval", "`generate_until` in batches of two",
+    note="`lade -m lm_eval run ...`; tasks that only score given texts (`loglikelihood`) call no `generate()`",
+)  # fmt: skip
+def lm_eval(model, tokenizer):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
+    arguments = {"until": ["\n\n"], "max_gen_toks": NEW, "do_sample": False}
+    requests = [
+        Instance("generate_until", {}, (text, arguments), number) for number, text in enumerate([CODE, OTHER, CODE])
+    ]
+    return harness.generate_until(requests, disable_tqdm=True)
+
+
+@client("peft", "peft", "LoRA, two adapters, merged and not")
+def lora(model, tokenizer):
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    model.add_adapter("other", config)
+    found = [write(model, tokenizer)]
+    model.set_adapter("other")
+    found.append(write(model, tokenizer))
+    return *found, write(model.merge_and_unload(), tokenizer)
+
+
+@client(
+    "peft, prompt tuning", "peft", "eight virtual tokens",
+    reason="prompt", note="peft prepares each step's inputs itself; prefix tuning and P-tuning likewise",
+)  # fmt: skip
+def prompt_tuning(model, tokenizer):
+    import peft
+
+    torch.manual_seed(1)
+    return write(
+        peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=8, task_type="CAUSAL_LM")), tokenizer
+    )
+
+
+@client("TRL", "trl", "rollouts and two steps of the GRPO trainer", note="the weights after training are equal, too")
+def grpo(model, tokenizer):
+    import datasets
+    import trl
+
+    completions = []
+
+    def reward(completion_ids, **_):
+        completions.append(completion_ids)
+        return [float(sum(ids) % 17) for ids in completion_ids]
+
+    settings = trl.GRPOConfig(
+        output_dir=tempfile.mkdtemp(), max_steps=2, per_device_train_batch_size=4, num_generations=4, max_completion_length=24,
+        learning_rate=1e-3, report_to=[], use_cpu=True, bf16=False, save_strategy="no", seed=3, disable_tqdm=True,
+        logging_strategy="no", gradient_checkpointing=False,
+    )  # fmt: skip
+    dataset = datasets.Dataset.from_dict({"prompt": [CODE, OTHER] * 2})
+    model.warnings_issued = {}
+    trainer = trl.GRPOTrainer(
+        model=model, reward_funcs=reward, args=settings, train_dataset=dataset, processing_class=tokenizer
+    )
+    trainer.train()
+    return completions, {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+@client("accelerate", "accelerate", "`Accelerator.prepare_model`; `cpu_offload`, which moves weights in layer by layer")
+def prepared(model, tokenizer):
+    import accelerate
+
+    found = write(accelerate.Accelerator(cpu=True).prepare_model(model, evaluation_mode=True), tokenizer)
+    return found, write(accelerate.cpu_offload(model, execution_device=torch.device("cpu")), tokenizer)
+
+
+@client(
+    "torchao", "torchao", "`Int8WeightOnlyConfig`",
+    note="quantised *activations* round what a block changed: [compatibility](compatibility.md#what-differs)",
+)  # fmt: skip
+def torchao(model, tokenizer):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig())
+    return write(model, tokenizer)
+
+
+@client("optimum-quanto", "optimum-quanto", "weights in 8 bits")
+def quanto(model, tokenizer):
+    from optimum.quanto import freeze, qint8, quantize
+
+    quantize(model, weights=qint8)
+    freeze(model)
+    return write(model, tokenizer)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer"},
+        "done": {"type": "boolean"},
+    },
+    "required": ["name", "size", "done"],
+    "additionalProperties": False,
+}
+
+
+@client("xgrammar", "xgrammar", "a JSON schema, as a logits processor", note="a processor serves one call")
+def xgrammar(model, tokenizer):
+    import xgrammar as xgr
+
+    info = xgr.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
+    grammar = xgr.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA))
+    text = write(model, tokenizer, logits_processor=[xgr.contrib.hf.LogitsProcessor(grammar)])
+    assert text[0].lstrip().startswith('{"name"')
+    return text
+
+
+@client("outlines", "outlines", "a regular expression")
+def outlines(model, tokenizer):
+    import outlines
+    from outlines.types import Regex
+
+    generator = outlines.Generator(
+        outlines.from_transformers(model, tokenizer), Regex(r"[a-z]{3,9}(, [a-z]{3,9}){4,6}")
+    )
+    text = generator(CODE, max_new_tokens=NEW)
+    assert re.match(r"[a-z]{3,9}, ", text)
+    return text
+
+
+@client(
+    "lm-format-enforcer", "lm-format-enforcer", "a JSON schema: its `TokenEnforcer` as `prefix_allowed_tokens_fn`",
+    note="its `integrations.transformers` does not import with transformers 5, with lade or without",
+)  # fmt: skip
+def lm_format_enforcer(model, tokenizer):
+    from lmformatenforcer import JsonSchemaParser, TokenEnforcer, TokenEnforcerTokenizerData
+
+    zero = tokenizer.encode("0")[-1]  # behind which a word begins with its space
+    texts = [(token, tokenizer.decode([zero, token])[1:], tokenizer.decode([token])) for token in range(len(tokenizer))]
+    regular = [
+        (token, text, len(text) > len(alone)) for token, text, alone in texts if token not in tokenizer.all_special_ids
+    ]
+    data = TokenEnforcerTokenizerData(regular, tokenizer.decode, tokenizer.eos_token_id, False, len(tokenizer))
+    enforcer = TokenEnforcer(data, JsonSchemaParser(SCHEMA))
+
+    def allowed(row, tokens):
+        return enforcer.get_allowed_tokens(tokens.tolist()).allowed_tokens
+
+    text = write(model, tokenizer, prefix_allowed_tokens_fn=allowed)
+    assert '"name"' in text[0]
+    return text
+
+
+@client("smolagents", "smolagents", "`TransformersModel`: an answer, a stop sequence, and a streamed answer")
+def smolagents(model, tokenizer):
+    from smolagents import TransformersModel
+
+    agent = TransformersModel(BUNDLED, device_map="cpu", torch_dtype="float32", max_new_tokens=NEW, do_sample=False)
+    messages = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    return (
+        agent.generate(messages).content,
+        agent.generate(messages, stop_sequences=["and"]).content,
+        "".join(delta.content or "" for delta in agent.generate_stream(messages)),
+    )
+
+
+@client("langchain-huggingface", "langchain-huggingface", "`HuggingFacePipeline`: `invoke`, `batch` and `stream`")
+def langchain(model, tokenizer):
+    from langchain_huggingface import HuggingFacePipeline
+
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer, max_new_tokens=NEW, do_sample=False)
+    chain = HuggingFacePipeline(pipeline=write)
+    return chain.invoke(CODE), chain.batch([CODE, OTHER]), "".join(chain.stream(OTHER))
+
+
+# Run twice by torchrun, each time in two processes; the leader prints what is to be equal and what the calls say of themselves.
+TENSOR_PARALLEL = """
+import json, os, sys, torch, lade
+from transformers import AutoModelForCausalLM, AutoTokenizer
+torch.distributed.init_process_group("gloo")
+lade.augment_all()
+lade.config_lade(ADAPTIVE=0, MAX_BLOCK=16)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto", dtype=torch.float32)
+inputs = AutoTokenizer.from_pretrained(sys.argv[1])(sys.argv[2], return_tensors="pt")
+assert model.tp_size == 2
+for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
+    torch.manual_seed(0)
+    output = model.generate(**inputs, max_new_tokens=40, **arguments)
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps([output.tolist(), lade.last_stats().as_dict()]))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_tensor_parallel(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(TENSOR_PARALLEL)
+    small = tmp_path / "model"  # whose heads two processes can share: the bundled model has five
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    tiny_llama(torch.float32, vocab_size=len(tokenizer)).save_pretrained(small)
+    tokenizer.save_pretrained(small)
+    found = []
+    for switch in ("0", "1"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        done = subprocess.run(
+            [*command, str(program), str(small), CODE], capture_output=True, text=True, check=False, cwd=tmp_path,
+            env=ENVIRONMENT | {"USE_LADE": switch, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append([json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")])
+    plain, ahead = found
+    assert [tokens for tokens, _ in ahead] == [tokens for tokens, _ in plain]
+    for _, stats in ahead:
+        assert stats["fallback_reason"] is None
+        assert stats["steps"] < stats["generated_tokens"]
+    tokens, steps = (sum(stats[name] for _, stats in ahead) for name in ("generated_tokens", "steps"))
+    what = '`tp_plan="auto"` over two processes (gloo), greedy and sampled'
+    rows["tensor parallel"] = (transformers.__version__, what, lookahead(len(ahead), tokens, steps), "a random model")
+
+
+# The test.
+
+
+def write(model, tokenizer, **arguments):
+    """Greedy and sampled text behind a piece of source; the second without processors that serve one call only."""
+    inputs = tokenizer(CODE, return_tensors="pt")
+    torch.manual_seed(0)
+    greedy = tokenizer.decode(
+        model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **arguments)[0, inputs.input_ids.shape[1] :]
+    )
+    if "logits_processor" in arguments:
+        return (greedy,)
+    sampled = model.generate(**inputs, max_new_tokens=NEW, do_sample=True, temperature=0.7, **arguments)
+    return greedy, tokenizer.decode(sampled[0])
+
+
+def equal(one, other):
+    """Whether nested results are the same, tensors bit by bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def lookahead(num_calls, tokens, steps):
+    return f"lookahead: {num_calls} call{'s' * (num_calls > 1)}, {tokens / steps:.2f} tokens per step"
+
+
+def version_of(package):
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed")
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_client(client, lade_on, monkeypatch, caplog):
+    version = version_of(client.package)
+    lade.config_lade(MAX_BLOCK=16)
+    results = []
+    for switch in ("0", "1"):
+        monkeypatch.setenv("USE_LADE", switch)
+        lade.log_history(clear=True)
+        model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+        torch.manual_seed(0)
+        others = set(threading.enumerate())
+        results.append(client.run(model, AutoTokenizer.from_pretrained(BUNDLED)))
+        for thread in set(threading.enumerate()) - others:  # of streams: the text is there before the call has ended
+            thread.join(timeout=10)
+        if switch == "0":  # the control: nothing but the switch lets lookahead run
+            assert all(stats.steps == 0 and "USE_LADE" in stats.fallback_reason for stats in lade.log_history())
+    assert equal(*results)
+    calls = lade.log_history()
+    if client.reason is not None:
+        reasons = {stats.fallback_reason for stats in calls} or {
+            record.args[0] for record in caplog.records if record.name == "lade"
+        }
+        assert len(reasons) == 1
+        assert client.reason in min(reasons)
+        result = f"not lookahead: {min(reasons)}"
+    else:
+        assert calls
+        assert [stats.fallback_reason for stats in calls] == [None] * len(calls)
+        row_steps = sum(stats.steps * stats.batch_size for stats in calls)
+        tokens = sum(stats.generated_tokens for stats in calls)
+        assert row_steps < tokens
+        result = lookahead(len(calls), tokens, row_steps)
+    rows[client.name] = (
+        transformers.__version__ if client.package == "fastapi" else version,
+        client.what,
+        result,
+        client.note,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def page():
+    yield
+    if PAGE and rows:
+        write_page(Path(PAGE))
+
+
+def write_page(path):
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    if versions in before:  # a run of some clients changes their rows
+        lines = [line for line in before.splitlines() if line.startswith("| ") and not line.startswith("| client")]
+        for name, *row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines):
+            rows.setdefault(name, tuple(row))
+    lines = [
+        "# Works with",
+        "",
+        "What calls `model.generate()` gets lookahead; no client needs an integration. Written by",
+        "`LADE_CLIENTS_PAGE=docs/works-with.md pytest -m clients` from its results (`pip install -e .[clients]`): each client runs twice on the",
+        f"bundled model in float32, with `USE_LADE=0` and with `USE_LADE=1` ({versions}, a CPU). What it returns must be equal, bit by bit,",
+        "and lookahead must have run in every call, in fewer steps than tokens, or the reason why it did not is given. The tokens per step are of",
+        "a few short calls with blocks of 16 tokens: proof that guesses were accepted, no measure of speed.",
+        "",
+        "| client | version | what was run | what ran | to know |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {' | '.join(row)} |"
+            for name, row in sorted(rows.items(), key=lambda row: row[0].strip("`").lower())
+        ),
+        "",
+        "A client that you cannot change is started with `lade script.py` or `lade -m package` in place of `python`; workers that it starts are",
+        "processes of their own ([troubleshooting](troubleshooting.md#programs-and-libraries)). What decodes without transformers' `generate()`",
+        "(vLLM, SGLang, llama.cpp, text-generation-inference) is out of lade's reach.",
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

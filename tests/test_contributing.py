@@ -1,0 +1,68 @@
+"""CONTRIBUTING.md: its setting and its command, put into a copy of lade, work; its drafter runs in test_docs.py."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from support.processes import ENVIRONMENT, ROOT
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def block_after(heading):
+    """The first block of code that is not run where it stands."""
+    section = PAGE.partition(f"## {heading}\n")[2]
+    return re.search(r"^```python no-run\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[1]
+
+
+@pytest.fixture(scope="module")
+def lade_with(tmp_path_factory):
+    """Runs `python -m lade` of a copy with both changes made. Returns its status, stdout and stderr."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "lade", folder / "lade", ignore=shutil.ignore_patterns("__pycache__"))
+    config = folder / "lade" / "config.py"
+    text = config.read_text(encoding="utf-8")
+    assert text.count("    def __post_init__") == 1
+    setting = block_after("Adding a setting")
+    config.write_text(text.replace("    def __post_init__", f"{setting}\n    def __post_init__"), encoding="utf-8")
+    commands = folder / "lade" / "commands"
+    (commands / "echo.py").write_text(block_after("Adding a command"), encoding="utf-8")
+    table = (commands / "__init__.py").read_text(encoding="utf-8")
+    with_line = table.replace("COMMANDS = {\n", 'COMMANDS = {\n    "echo": "say something",\n')
+    assert with_line != table
+    (commands / "__init__.py").write_text(with_line, encoding="utf-8")
+
+    def run(*arguments, program=("-m", "lade")):
+        environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
+        return subprocess.run(
+            [sys.executable, *program, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+        )
+
+    return run
+
+
+def test_the_command(lade_with):
+    done = lade_with("echo", "one", "two")
+    assert (done.returncode, done.stdout) == (0, "one two\n"), done.stderr
+    assert re.search(r"echo +say something", lade_with("--help").stdout)
+
+
+def test_the_setting(lade_with):
+    program = """
+import lade
+from lade.commands import echo
+lade.config_lade(NUM_ECHOES=2)
+echo.main(["a"])
+for wrong in ({"NUM_ECHOES": 10}, {"num_echoes": 1}):
+    try:
+        lade.config_lade(**wrong)
+    except (TypeError, ValueError) as error:
+        print(error)
+"""
+    done = lade_with(program=("-c", program))
+    assert done.stdout.splitlines()[:2] == ["a", "a"], done.stderr
+    assert "NUM_ECHOES must be an integer from 1 to 9, got 10" in done.stdout
+    assert "'num_echoes'" in done.stdout
+    assert "NUM_ECHOES" in done.stdout.splitlines()[3]

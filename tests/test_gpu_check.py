@@ -1,0 +1,220 @@
+"""`benchmarks/gpu_check.py`: results after every row, whatever ends a stage, and a verdict for each claim. On a CPU, with stand-ins."""
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.processes import ENVIRONMENT, beside
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--shape", "tiny"]
+SHORT = "environment,hazard_memory,speeds"  # one of each kind: the long test takes all
+
+
+def check(folder, *options, **environment):
+    """Of a run: how it ended, what it printed, and its summary."""
+    done = subprocess.run(
+        [*COMMAND, "--out", str(folder), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+    path = Path(folder, "summary.json")
+    return done, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+@beside
+def short_run():
+    folder = tempfile.mkdtemp()
+    return (folder, *check(folder, "--only", SHORT))
+
+
+def states(summary):
+    return {row["stage"]: row["status"] for row in summary["stages"]}
+
+
+def test_stages_run_on_a_cpu(short_run):
+    folder, done, summary = short_run
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert states(summary) == dict.fromkeys(SHORT.split(","), "ok")
+    assert summary["is_stand_in"]
+    assert summary["environment"]["torch"]
+    assert all(row["rows"] and row["first_error"] is None for row in summary["stages"])
+    rows = json.loads(Path(folder, "hazard_memory.json").read_text(encoding="utf-8"))["rows"]
+    assert rows["capture"]["passed"]
+    assert rows["capture"]["captured_steps"] > 0  # the stand-in ran
+    assert "stood in for: no memory" in rows["capture"]["cuda_graph_reason"]
+    speeds = json.loads(Path(folder, "speeds.json").read_text(encoding="utf-8"))["rows"]
+    assert list(speeds) == ["plain", "tree", "lookahead", "tree, by parts"]
+    assert {row["verdict"] for row in summary["claims"]} == {"unknown"}  # no time of a stand-in decides anything
+    page = Path(folder, "summary.md").read_text(encoding="utf-8")
+    assert "| kernel right | unknown |" in page
+    assert "shows that the command runs, and nothing about a GPU" in page
+
+
+def test_a_second_run_goes_on(short_run):
+    """What was right is not repeated; a stage that was not has its rows still."""
+    folder, _, _ = short_run
+    before = Path(folder, "speeds.json").stat().st_mtime_ns
+    done, summary = check(folder, "--only", SHORT)
+    assert done.returncode == 0
+    assert Path(folder, "speeds.json").stat().st_mtime_ns == before
+    assert states(summary) == dict.fromkeys(SHORT.split(","), "ok")
+    other, _ = check(folder, "--only", SHORT, "--device", "cuda", "--shape", "tiny")
+    assert other.returncode != 0
+    assert "--out must be a folder of a run with the same --device and --shape" in other.stderr
+
+
+def test_a_stage_that_does_not_fit_is_skipped(tmp_path):
+    done, summary = check(tmp_path, "--only", "costs,static", "--seconds", "1")
+    assert done.returncode == 0
+    assert states(summary) == {"costs": "skipped", "static": "skipped"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--only", "kernel,magic"), "--only takes names of .* got 'magic'"),
+        (("--seconds", "0"), "--seconds must be more than 0, got 0.0"),
+    ],
+)
+def test_refuses(options, message, tmp_path):
+    done, summary = check(tmp_path / "none", *options)
+    assert done.returncode == 2
+    assert re.search(message, done.stderr)
+    assert summary is None
+
+
+@pytest.fixture
+def parent(monkeypatch):
+    """The command's own modules, in this process."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("gpu_check")
+
+
+STAGE = """
+import os, signal, sys, time
+from pathlib import Path
+from gpu.record import Record
+what, out = sys.argv[1], Path(sys.argv[2])
+record = Record(out / f"{what}.json")
+record.measure("first", lambda: {"passed": True, "cuda_graph_reason": "none here"})
+if what == "kernel":
+    record.measure("second", lambda: 1 / 0)
+    record.measure("third", lambda: {"passed": True})
+if what == "modes":
+    signal.pause()
+if what == "speeds":
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+if what == "costs":
+    raise MemoryError("no memory")
+"""
+
+
+@pytest.fixture
+def run_stages(parent, monkeypatch, tmp_path):
+    """The command with stages that are quickly done: one that hangs, one whose row fails, one that raises, one that is right."""
+    (tmp_path / "child.py").write_text(STAGE, encoding="utf-8")
+    program = [sys.executable, str(tmp_path / "child.py")]
+    monkeypatch.setattr(parent, "child_command", lambda stage, args: [*program, stage.name, str(args.out)])
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", *COMMAND[2:], "--out", str(tmp_path / "out"), *options])
+        status = parent.main()
+        return status, json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_what_goes_wrong_ends_one_stage_alone(run_stages, parent, monkeypatch, tmp_path):
+    """Rows that are done stay, in every case; the status says that a check failed."""
+    monkeypatch.setattr(parent, "limit_of", lambda stage, *_: 8 if stage.name == "modes" else 60)
+    status, summary = run_stages("--only", "modes,kernel,costs,static")
+    assert status == 1
+    assert states(summary) == {"modes": "timeout", "kernel": "failed", "costs": "failed", "static": "ok"}
+    found = {row["stage"]: row for row in summary["stages"]}
+    assert found["kernel"]["first_error"] == "second: ZeroDivisionError: division by zero"
+    assert found["costs"]["first_error"] == "MemoryError: no memory"
+    assert found["modes"]["rows"] == 1
+    assert found["static"]["reasons"] == ["cuda_graph_reason: none here"]
+    rows = json.loads((tmp_path / "out" / "kernel.json").read_text(encoding="utf-8"))["rows"]
+    assert list(rows) == ["first", "second", "third"]  # the stage went on
+    claims = {row["claim"]: row["verdict"] for row in summary["claims"]}
+    assert claims["kernel right"] == "NO"
+    assert claims["capture right"] == "unknown"
+
+
+def test_stopped(run_stages):
+    """SIGTERM ends the stage under way, and what there is by then is written."""
+    status, summary = run_stages("--only", "speeds,static")
+    assert status == 130
+    assert states(summary) == {"speeds": "stopped"}
+    assert summary["stages"][0]["rows"] == 1
+    status, summary = run_stages("--only", "static")  # the next run goes on
+    assert (status, states(summary)) == (0, {"speeds": "stopped", "static": "ok"})
+
+
+def test_verdicts(parent):
+    """Each claim with figures that hold, that do not, and without any."""
+    from gpu import summary
+
+    rows = {
+        "costs": {
+            "kernel, context 512, 56 tokens": {"to_floor": 1.2, "milliseconds": {"median": 5.0}},
+            "captured, context 512, 56 tokens": {"milliseconds": {"median": 5.0}},
+            "eager, context 512, 56 tokens": {"milliseconds": {"median": 20.0}},
+            "kernel, context 4096, 56 tokens": {"milliseconds": {"median": 6.0}},
+            "captured, context 4096, 56 tokens": {"milliseconds": {"median": 5.0}},
+        },
+        "bundled": {"bfloat16, lade": {"tokens_per_second": {"median": 300.0}}},
+        "bundled_static": {"bfloat16, static": {"tokens_per_second": {"median": 250.0}}},
+        "speeds": {"tree": {"milliseconds_per_step": {"median": 7.0}}},
+        "static": {"static": {"milliseconds_per_step": {"median": 6.0}}},
+        "modes": {"tree": {"passed": True, "captured_steps": 3}},
+        **{name: {"row": {"passed": True}} for name in (*summary.HAZARDS, "tests", "mixed_lengths")},
+        "kernel": {"one": {"passed": True, "used_kernel": True}, "two": {"passed": False, "used_kernel": True}},
+    }
+    found = {row["claim"]: row["verdict"] for row in summary.verdicts(rows, is_stand_in=False)}
+    assert found == {
+        "every mode gives plain generate()'s tokens": "yes",
+        "kernel right": "NO",
+        "capture right": "yes",
+        "the GPU's own tests pass": "yes",
+        "mixed lengths are captured once per shape and capacity": "yes",
+        "7B: a step of 56 tokens at most 1.3 times the bytes floor": "yes",
+        "7B: capturing pays": "yes",
+        "7B: the kernel pays at 4,096 tokens": "NO",
+        "real text: tree captured >= 1.5x static + compile": "NO",
+        "7B: tree >= 2x static + compile at 2.5 tokens per step": "yes",
+    }
+    assert {row["verdict"] for row in summary.verdicts({}, is_stand_in=False)} == {"unknown"}
+    timed = {row["claim"]: row["verdict"] for row in summary.verdicts(rows, is_stand_in=True)}
+    assert timed["7B: capturing pays"] == "unknown"
+    assert timed["capture right"] == "yes"
+
+
+def test_the_parent_imports_no_torch():
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import gpu_check; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "benchmarks")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.long
+def test_all_stages_run_on_a_cpu(tmp_path):
+    done, summary = check(tmp_path, "--seconds", "3000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(states(summary).values()) == {"ok"}
+    claims = {row["claim"]: row["verdict"] for row in summary["claims"]}
+    assert claims["capture right"] == claims["every mode gives plain generate()'s tokens"] == "yes"

@@ -1,0 +1,658 @@
+"""Packed weights: blocks multiply with them, texts stay what they were, and no change of a weight or shortage of memory goes unnoticed."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import transformers
+from support import generate_plain, inference_tensors, prompt, tiny_llama
+from support.families import FAMILIES
+from torch import nn
+from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, LlamaForCausalLM
+
+import lade
+from lade import state
+from lade.block_size import tables
+from lade.commands.env import lade_lines
+from lade.forward import free_memory, packed
+from lade.forward.packed import PackedLinear, checksums, identity, is_current, packed_weights
+from lade.forward.runner import BlockRunner
+from lade.models import adapter_for
+
+pytestmark = pytest.mark.skipif(not packed.has_onednn(), reason="oneDNN is not in this build of torch")
+NEW = 40
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Weights of any size are packed, since those of tests are small."""
+    monkeypatch.setattr(packed, "LEAST_ELEMENTS", dict.fromkeys(packed.LEAST_ELEMENTS, 1))
+
+
+@pytest.fixture
+def products(small, monkeypatch):
+    """Packs in every call, and notes (rows, bytes of the result) of each packed product of a model's layers."""
+    found, inside = [], threading.local()
+    multiply, compare = packed.multiply, packed.PackedProducts._compare
+
+    def watch(input, weight, bias):
+        result = multiply(input, weight, bias)
+        if not getattr(inside, "comparing", False):
+            found.append((input.numel() // input.shape[-1], result.numel()))
+        return result
+
+    def watch_compare(self, *arguments):
+        inside.comparing = True
+        try:
+            return compare(self, *arguments)
+        finally:
+            inside.comparing = False
+
+    monkeypatch.setattr(packed, "multiply", watch)
+    monkeypatch.setattr(packed.PackedProducts, "_compare", watch_compare)
+    return found
+
+
+def generate(model, inputs, **arguments):
+    result = model.generate(**inputs, max_new_tokens=NEW, **arguments)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    return result, stats
+
+
+# Texts.
+
+
+@pytest.mark.parametrize(
+    "sampled", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("mode", ["tree", "lookahead"])
+def test_float32_texts_are_plain_ones(lade_on, products, mode, sampled):
+    model = tiny_llama(torch.float32)
+    lade.config_lade(MODE=mode, PACK=1)
+    num_saved = 0
+    for seed in range(3):
+        inputs = prompt(seed=seed)
+        torch.manual_seed(seed)
+        expected = generate_plain(model, inputs, max_new_tokens=NEW, **sampled)
+        torch.manual_seed(seed)
+        found, stats = generate(model, inputs, **sampled)
+        assert torch.equal(found, expected)
+        assert stats.packed_weights == 15  # seven of each of two layers, and the head
+        assert stats.packed_bytes == sum(p.numel() * 4 for p in model.parameters() if p.dim() == 2) - 61 * 48 * 4
+        assert stats.packing_reason is None
+        num_saved += stats.generated_tokens - stats.steps
+    assert num_saved or sampled["do_sample"]
+    rows = {rows for rows, _ in products}
+    assert max(rows) > 1
+    assert 1 not in rows  # in float32 a single row is torch's own product: as fast, and with plain generate()'s bits
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_half_precision_texts_do_not_change_by_it(lade_on, products, batch_size, monkeypatch):
+    """Bit for bit, and in blocks of the same sizes: what memory happens to be free cannot be seen in a text."""
+    model = tiny_llama(torch.bfloat16, vocab_size=256, hidden_size=64, intermediate_size=160)
+    monkeypatch.setattr(tables, "folder", lambda: None)  # no table of costs that the first call stores for the second
+    lade.config_lade(ADAPTIVE=1, SHARE=0)
+    inputs, found = prompt(batch_size=batch_size), []
+    for free in (0, 1 << 40):
+        monkeypatch.setattr(packed, "free_bytes", lambda free=free: free)
+        packed_weights(model).num_asked = packed.TOKENS_BEFORE_PACKING
+        text, stats = generate(model, inputs, do_sample=False)
+        assert bool(products) == bool(stats.packed_weights) == bool(free)
+        found.append((text.tolist(), stats.block_tokens))
+    assert found[0] == found[1]
+    assert max(found[0][1]) > 1
+
+
+def test_wrong_products_would_be_seen(lade_on, products, monkeypatch):
+    """The negative control: what packed products say decides."""
+    model = tiny_llama(torch.float32)
+    lade.config_lade(PACK=1)
+    expected = generate_plain(model, prompt(), max_new_tokens=NEW)
+    multiply = packed.multiply
+    monkeypatch.setattr(packed.PackedProducts, "_compare", lambda *_: True)
+    monkeypatch.setattr(packed, "multiply", lambda *arguments: -multiply(*arguments))
+    found, _ = generate(model, prompt())
+    assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_that_differ_are_not_used(lade_on, products, monkeypatch, dtype):
+    model = tiny_llama(dtype)
+    lade.config_lade(PACK=1)
+    multiply = packed.multiply
+    monkeypatch.setattr(packed, "multiply", lambda x, w, b: multiply(x, w, b) * (1 + 2**-6))
+    expected = tiny_text(model, PACK=0)
+    lade.config_lade(PACK=1)
+    found, stats = generate(model, prompt())
+    assert torch.equal(found, expected)
+    assert (
+        "is not within rounding of" if dtype == torch.float32 else "differs in its bits from"
+    ) in stats.packing_reason
+
+
+def tiny_text(model, **settings):
+    lade.config_lade(**settings)
+    return generate(model, prompt())[0]
+
+
+def test_one_different_bit_is_found():
+    """In half precision; the same in float32 is rounding."""
+    for dtype, is_fine in ((torch.bfloat16, False), (torch.float32, True)):
+        layer = nn.Linear(64, 32, dtype=dtype).requires_grad_(False)
+        shared = packed_weights(tiny_llama(torch.float32))
+        _, copies, _ = shared.prepare([layer.weight], 0, is_asked=True)
+        products = packed.PackedProducts(copies, {}, is_exact=dtype == torch.float32)
+        assert products.agrees(layer, torch.randn(4, 64, dtype=dtype))
+        products.agreements.clear()
+        copies[id(layer.weight)].packed = packed.pack(layer.weight * (1 + torch.finfo(dtype).eps))
+        assert products.agrees(layer, torch.randn(4, 64, dtype=dtype)) == is_fine
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 64), (5, 64), (2, 3, 64), (64,)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_packed_layer_is_a_linear(small, shape, bias, dtype):
+    model = nn.ModuleDict({"layer": nn.Linear(64, 48, bias=bias, dtype=dtype).requires_grad_(False)})
+    shared = packed.PackedWeights()
+    _, copies, _ = shared.prepare([model["layer"].weight], 0, is_asked=True)
+    layer = packed.packed_model(model, packed.PackedProducts(copies, {}, is_exact=dtype == torch.float32))["layer"]
+    assert type(layer) is PackedLinear
+    assert type(model["layer"]) is nn.Linear
+    assert layer.weight is model["layer"].weight
+    for input in (torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 128).to(dtype)[..., ::2]):
+        expected = model["layer"](input)
+        torch.testing.assert_close(layer(input), expected, rtol=1e-5, atol=1e-5) if dtype == torch.float32 else None
+        assert layer(input).shape == expected.shape
+        assert dtype == torch.float32 or torch.equal(layer(input), expected)
+    with pytest.raises(RuntimeError):  # torch's own words
+        layer(torch.randn(2, 63, dtype=dtype))
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(2, 64, dtype=torch.float64))
+    assert layer(torch.randn(0, 64, dtype=dtype)).shape == (0, 48)
+
+
+def small_bloom():
+    torch.manual_seed(0)
+    return BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=48, n_layer=2, n_head=4)).eval()
+
+
+def small_falcon():
+    torch.manual_seed(0)
+    config = FalconConfig(vocab_size=61, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, alibi=True)
+    return FalconForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [small_bloom, small_falcon, lambda: tiny_llama(torch.float32, attention="eager")])
+def test_families_with_a_view_of_their_own(lade_on, products, make):
+    model = make()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    lade.config_lade(PACK=1)
+    expected = generate_plain(model, prompt(), max_new_tokens=NEW)
+    found, stats = generate(model, prompt())
+    assert torch.equal(found, expected)
+    # Falcon's layers have a Linear of their own class.
+    assert stats.packed_weights >= 1
+    assert products
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_in_float32(lade_on, products, family):
+    if not family.exists:
+        pytest.skip(f"transformers {transformers.__version__} has no {family.model_class}")
+    model = family.build().float()
+    lade.config_lade(PACK=1, LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    arguments = {**prompt(), "max_new_tokens": 12, "do_sample": False}
+    expected = generate_plain(model, arguments)
+    found = model.generate(**arguments)
+    stats = lade.last_stats()
+    assert torch.equal(found, expected)
+    assert bool(products) == bool(stats.packed_weights)
+    assert stats.packed_weights or stats.fallback_reason or stats.packing_reason
+    assert not inference_tensors(model)
+
+
+def test_what_is_recorded_is_the_same(lade_on, products):
+    model = tiny_llama(torch.float32)
+    lade.config_lade(PACK=1)
+    wanted = {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
+    expected = generate_plain(model, prompt(), max_new_tokens=8, **wanted)
+    found = model.generate(**prompt(), max_new_tokens=8, **wanted)
+    assert lade.last_stats().packed_weights == 15
+    assert torch.equal(found.sequences, expected.sequences)
+    for mine, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert not any(part.__class__ is PackedLinear for part in model.modules())
+
+
+# What is not packed.
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: model.to(torch.float64), "not in float64"),
+        (lambda model: model.to(torch.float16), "not in float16"),
+        (lambda model: model.lm_head.register_forward_hook(lade.allow_hook(lambda *_: None)), "hooks"),
+        (lambda model: setattr(model.lm_head, "forward", model.lm_head.forward), "patched"),
+    ],
+    ids=["float64", "float16", "hook", "forward"],
+)
+def test_models_that_are_not_packed(lade_on, products, change, reason):
+    model = tiny_llama(torch.float32)
+    change(model)
+    lade.config_lade(PACK=1)
+    _, stats = generate(model, prompt())
+    assert reason in stats.packing_reason
+    assert (stats.packed_weights, stats.packed_bytes, products) == (0, 0, [])
+
+
+def test_layers_that_are_not_packed(small):
+    class Own(nn.Linear):
+        """A subclass may compute anything."""
+
+    hooked, strided = nn.Linear(8, 8), nn.Linear(8, 8)
+    hooked.register_forward_pre_hook(lambda *_: None)
+    strided.weight = nn.Parameter(torch.randn(8, 8).T)
+    half = nn.Linear(8, 8, dtype=torch.float16)
+    for layer in (
+        Own(8, 8),
+        hooked,
+        strided,
+        half,
+        nn.Conv1d(8, 8, 1),
+        nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
+    ):
+        assert not packed.is_plain(layer)
+    assert packed.is_plain(nn.Linear(8, 8))
+
+
+def test_small_weights_gain_nothing_in_float32(lade_on):
+    lade.config_lade(PACK=1)
+    _, stats = generate(tiny_llama(torch.float32), prompt())
+    assert (stats.packed_weights, stats.packing_reason) == (0, "the model has no linear layers that gain by it")
+
+
+def test_without_onednn(lade_on, products):
+    model = tiny_llama(torch.float32)
+    lade.config_lade(PACK=1)
+    generate(model, prompt())
+    assert packed_weights(model).copies
+    with torch.backends.mkldnn.flags(enabled=False):
+        _, stats = generate(model, prompt())
+    assert stats.packing_reason == "oneDNN is not in this build of torch, or is switched off"
+    assert not packed_weights(model).copies  # the memory is free again
+
+
+@pytest.mark.parametrize("settings", [{"PACK": 0}, {"PACK": 1, "COMPILE": 1}], ids=str)
+def test_settings_that_rule_it_out(lade_on, products, settings, monkeypatch):
+    monkeypatch.setattr("lade.forward.static_shapes.BACKEND", "eager")
+    lade.config_lade(**settings)
+    _, stats = generate(tiny_llama(torch.float32), prompt())
+    assert (stats.packed_weights, products) == (0, [])
+    assert stats.packing_reason == ("blocks have static shapes" if settings["PACK"] else None)
+
+
+# When.
+
+
+def test_packed_when_calls_have_asked_for_enough(lade_on, products):
+    model = tiny_llama(torch.bfloat16)
+    counts = []
+    for _ in range(3):
+        _, stats = generate(model, prompt())
+        counts.append(stats.packed_weights)
+    assert counts == [0, 15, 15]  # 40 tokens, 80, 120
+    model.generate(**prompt(), max_new_tokens=8)
+    assert lade.last_stats().packing_reason.startswith("a call for fewer than 16 tokens")
+
+
+def test_a_warm_up_counts_as_the_calls_to_come(lade_on, products):
+    model = tiny_llama(torch.bfloat16)
+    lade.warmup(model, prompt_tokens=24, max_new_tokens=64)
+    _, stats = generate(model, prompt())
+    assert stats.packed_weights == 15
+
+
+def test_calls_share_the_copies(lade_on, products, monkeypatch):
+    model, packs = tiny_llama(torch.bfloat16), []
+    pack = packed.pack
+    monkeypatch.setattr(packed, "pack", lambda weight: packs.append(weight.shape) or pack(weight))
+    lade.config_lade(PACK=1)
+    texts = [None] * 4
+
+    def run(place):
+        texts[place], _ = generate(model, prompt())
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(packs) == 15
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+def test_tied_weights_are_packed_once(lade_on, products):
+    model = tiny_llama(torch.float32, tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    lade.config_lade(PACK=1)
+    expected = generate_plain(model, prompt(), max_new_tokens=NEW)
+    found, stats = generate(model, prompt())
+    assert torch.equal(found, expected)
+    assert stats.packed_weights == 15
+
+
+# Changes of the weights.
+
+
+def train(model, **arguments):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **arguments)
+    ids = prompt()["input_ids"]
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def merge_adapter(model):
+    """As peft does it: neither the address nor the version counter of the weight shows it."""
+    for layer in model.model.layers:
+        weight = layer.self_attn.q_proj.weight
+        before = identity(weight)
+        weight.data += torch.randn(48, 4).to(weight) @ torch.randn(4, 48).to(weight)
+        assert identity(weight) == before
+
+
+def load(model):
+    torch.manual_seed(5)
+    model.load_state_dict({name: torch.randn_like(value) * 0.2 for name, value in model.state_dict().items()})
+
+
+def assign(model):
+    torch.manual_seed(5)
+    model.load_state_dict(
+        {name: torch.randn_like(value) * 0.2 for name, value in model.state_dict().items()}, assign=True
+    )
+
+
+def swap_rows(model):
+    rows = model.lm_head.weight.data
+    rows.copy_(rows.flip(0))
+
+
+def replace_layer(model):
+    torch.manual_seed(5)
+    model.lm_head = nn.Linear(48, 61, bias=False).to(model.dtype)
+
+
+CHANGES = {
+    "training": train,
+    "fused": lambda model: train(model, fused=True),  # which leaves the version counters as they are
+    "adapter": merge_adapter,
+    "load": load,
+    "assign": assign,
+    "rows": swap_rows,
+    "element": lambda model: model.lm_head.weight.data[7].add_(3),
+    "data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.flip(0)),
+    "replaced": replace_layer,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_packed_anew(lade_on, products, change, dtype):
+    model = tiny_llama(dtype, vocab_size=61)
+    lade.config_lade(PACK=1, SHARE=0)
+    before, _ = generate(model, prompt())
+    copies = packed_weights(model).copies
+    CHANGES[change](model)
+    lade.config_lade(PACK=0)
+    expected, _ = generate(model, prompt())
+    lade.config_lade(PACK=1)
+    products.clear()
+    found, stats = generate(model, prompt())
+    assert products
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, before)
+    assert stats.packed_weights == 15
+    assert any(packed_weights(model).copies.get(key) is not copy for key, copy in copies.items())
+    assert all(is_current(copy) for copy in packed_weights(model).copies.values())
+
+
+def test_stale_copies_would_be_seen(lade_on, products, monkeypatch):
+    """The negative control of the test above."""
+    model = tiny_llama(torch.float32)
+    lade.config_lade(PACK=1, SHARE=0)
+    generate(model, prompt())
+    load(model)
+    monkeypatch.setattr(packed, "is_current", lambda copy: True)
+    found, _ = generate(model, prompt())
+    assert not torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
+
+
+def test_another_dtype_and_back(lade_on, products):
+    model = tiny_llama(torch.float32)
+    lade.config_lade(PACK=1)
+    for dtype, count in ((torch.float32, 15), (torch.float64, 0), (torch.bfloat16, 15), (torch.float32, 15)):
+        model.to(dtype)
+        found, stats = generate(model, prompt())
+        assert stats.packed_weights == count
+        assert len(packed_weights(model).copies) == count
+        assert dtype == torch.bfloat16 or torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
+
+
+def test_a_training_loop_packs_ever_more_rarely(lade_on, products):
+    """Rollouts between training steps: each text is that of the weights as they are, and packing is not paid for in vain."""
+    model = tiny_llama(torch.float32)
+    lade.config_lade(SHARE=0)
+    counts = []
+    for _ in range(7):
+        expected = generate_plain(model, prompt(), max_new_tokens=NEW)
+        found, stats = generate(model, prompt())
+        assert torch.equal(found, expected)
+        counts.append(bool(stats.packed_weights))
+        train(model, fused=True)
+    assert counts == [False, True, False, False, False, True, False]  # 64 tokens, then 128 since the change, then 256
+
+
+def test_a_checksum_sees_single_bits_and_places():
+    for dtype, columns in ((torch.float32, 7), (torch.bfloat16, 7), (torch.bfloat16, 6), (torch.bfloat16, 8)):
+        weight = torch.randn(5, columns).to(dtype)
+        before = checksums(weight)
+        for row in range(5):
+            changed = weight.clone()
+            kind = torch.int32 if dtype == torch.float32 else torch.int16
+            changed.view(kind)[row, 0] ^= 1
+            assert (checksums(changed) != before).nonzero().flatten().tolist() == [row]
+        assert not torch.equal(checksums(weight.flip(0)), before)
+    shared = torch.randn(1 + 5 * 8).to(torch.bfloat16)[1:].view(5, 8)  # at an odd address
+    assert torch.equal(checksums(shared).sign().abs(), torch.ones(5, dtype=torch.int64))
+
+
+# Memory.
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Writes the system's files under a folder of their own; returns what free_bytes says of them."""
+
+    def write(available, groups="", contents=None):
+        (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "proc/meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:   {available} kB\n", encoding="utf-8")
+        (tmp_path / "proc/self/cgroup").write_text(groups, encoding="utf-8")
+        for path, text in (contents or {}).items():
+            place = tmp_path / "sys/fs/cgroup" / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text, encoding="utf-8")
+        return free_memory.free_bytes(tmp_path)
+
+    return write
+
+
+def test_what_the_machine_has_left(files, tmp_path):
+    assert free_memory.free_bytes(tmp_path) is None  # not Linux
+    assert files(1000) == 1000 * 1024
+    assert files(1000, "0::/\n") == 1000 * 1024
+
+
+def test_limits_of_groups_count(files):
+    group = "0::/user/job\n"
+    limit = {"user/job/memory.max": "5000\n", "user/job/memory.current": "2000\n"}
+    assert files(1000, group, limit) == 3000
+    limit["user/job/memory.stat"] = "anon 9\ninactive_file 500\n"
+    assert files(1000, group, limit) == 3500
+    assert files(1, group, limit) == 1024
+    limit |= {"user/memory.max": "4000\n", "user/memory.current": "2100\n"}  # the group around it
+    assert files(1000, group, limit) == 1900
+    assert files(1000, group, limit | {"user/memory.max": "max\n"}) == 3500
+    assert files(1000, group, limit | {"user/job/memory.current": "9000\n"}) == 0
+
+
+def test_limits_of_groups_of_the_first_version(files):
+    limit = {"limit_in_bytes": "5000", "usage_in_bytes": "1000", "stat": "total_inactive_file 10\n"}
+    limit = {f"memory/memory.{name}": text for name, text in limit.items()}
+    # The path is the host's; in the container the group is the one at the top.
+    assert files(1000, "5:cpu:/docker/x\n4:memory:/docker/x\n", limit) == 4010
+
+
+def test_what_does_not_fit_is_not_packed(lade_on, products, monkeypatch):
+    model = tiny_llama(torch.bfloat16)
+    packed_weights(model).num_asked = packed.TOKENS_BEFORE_PACKING
+    largest, smallest = 64 * 48 * 2, 24 * 48 * 2
+    monkeypatch.setattr(packed, "free_bytes", lambda: 2 * (largest + smallest + 1))
+    _, stats = generate(model, prompt())
+    assert [copy.num_bytes for copy in packed_weights(model).copies.values() if copy.num_bytes] == [largest, smallest]
+    assert (stats.packed_weights, stats.packed_bytes) == (2, largest + smallest)
+    assert "13 weights are not packed" in stats.packing_reason
+    monkeypatch.setattr(packed, "free_bytes", lambda: 1 << 30)
+    _, stats = generate(model, prompt())
+    assert (stats.packed_weights, stats.packing_reason) == (15, None)
+
+
+def test_changes_are_noticed_whatever_memory_allows(lade_on, products, monkeypatch):
+    """When a call counts as one with packed weights must not depend on how much is free."""
+    counts = []
+    for free in (0, 1 << 40):
+        monkeypatch.setattr(packed, "free_bytes", lambda free=free: free)
+        model = tiny_llama(torch.bfloat16)
+        for _ in range(3):
+            generate(model, prompt())
+            merge_adapter(model)
+        counts.append((packed_weights(model).num_asked, packed_weights(model).num_changes))
+    assert counts == [(40, 1)] * 2
+
+
+@pytest.mark.parametrize(("free", "pack", "count"), [(0, "auto", 0), (0, 1, 0), (None, "auto", 0), (None, 1, 15)])
+def test_no_memory_or_not_known(lade_on, products, monkeypatch, free, pack, count):
+    model = tiny_llama(torch.bfloat16)
+    packed_weights(model).num_asked = packed.TOKENS_BEFORE_PACKING
+    monkeypatch.setattr(packed, "free_bytes", lambda: free)
+    lade.config_lade(PACK=pack)
+    _, stats = generate(model, prompt())
+    assert (stats.packed_weights, stats.packing_reason is None) == (count, count == 15)
+
+
+def test_several_processes_of_a_machine_do_not_pack_by_themselves(model, small):
+    from lade.config import LookaheadConfig
+    from lade.forward.choice import choose_packing
+    from lade.stats import GenerationStats
+
+    for pack, count in ((None, 0), (True, 15)):
+        stats = GenerationStats()
+        runner = BlockRunner(adapter_for(tiny_llama(torch.float32)))
+        choose_packing(runner, LookaheadConfig(pack=pack, dist_workers=2), stats, 1000)
+        assert stats.packed_weights == count
+        assert (stats.packing_reason is None) == bool(count)
+
+
+# Costs, and the end.
+
+
+def test_costs_have_a_kind_of_their_own(lade_on, products, monkeypatch):
+    """In half precision by what could be packed, never by what memory allowed; unpacked steps are then not learned from."""
+    kinds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for free in (0, 1 << 40):
+            monkeypatch.setattr(packed, "free_bytes", lambda free=free: free)
+            model = tiny_llama(dtype)
+            runner = BlockRunner(adapter_for(model))
+            runner.use_packed_weights(100, is_asked=False)
+            kinds.append((runner.kind, runner.is_typical))
+    assert kinds == [((), True), (("packed",), True), (("packed",), False), (("packed",), True)]
+    runner.use_packed_weights(8, is_asked=False)
+    assert (runner.kind, runner.is_typical) == ((), True)  # too short a call: plain products, and costs of their own
+
+
+def test_the_copies_go_with_the_model(lade_on, products):
+    model = tiny_llama(torch.float32)
+    lade.config_lade(PACK=1)
+    generate(model, prompt())
+    copy = weakref.ref(next(iter(packed_weights(model).copies.values())).packed)
+    known = weakref.ref(model)
+    assert copy() is not None
+    del model
+    gc.collect()
+    assert known() is None
+    assert copy() is None
+
+
+def test_restore_all_frees_the_copies(lade_on, products):
+    model = tiny_llama(torch.float32)
+    lade.config_lade(PACK=1)
+    generate(model, prompt())
+    copy = weakref.ref(next(iter(packed_weights(model).copies.values())).packed)
+    lade.restore_all()
+    gc.collect()
+    assert copy() is None
+    assert model not in state._states
+
+
+def test_nothing_of_the_model_has_changed(lade_on, products):
+    model = tiny_llama(torch.float32)
+    before = {name: (part, type(part), dict(vars(part))) for name, part in model.named_modules()}
+    weights = {name: (value, value.clone()) for name, value in model.named_parameters()}
+    lade.config_lade(PACK=1)
+    generate(model, prompt())
+    for name, part in model.named_modules():
+        assert (part, type(part)) == before[name][:2]
+        assert vars(part).keys() == before[name][2].keys()
+    for name, value in model.named_parameters():
+        assert value is weights[name][0]
+        assert torch.equal(value, weights[name][1])
+    train(model)  # nothing was made in inference mode
+
+
+def test_in_inference_mode_and_out_of_it(lade_on, products):
+    model = tiny_llama(torch.float32)
+    lade.config_lade(PACK=1)
+    with torch.inference_mode():
+        first, _ = generate(model, prompt())
+    second, stats = generate(model, prompt())
+    assert torch.equal(first, second)
+    assert stats.packed_weights == 15
+    train(model)
+
+
+def test_said_in_words(lade_on):
+    assert "pack=auto" in "\n".join(lade_lines())
+    assert any(line.startswith("packed weights: ") for line in lade_lines())
+    with pytest.raises(ValueError, match="PACK must be 0, 1 or 'auto', got 2"):
+        lade.config_lade(PACK=2)
+
+
+def test_loaded_as_a_subclass_would_be(lade_on, products):
+    """A class of the user's own around torch's layers is served as before, without packing."""
+
+    class Mine(LlamaForCausalLM):
+        pass
+
+    model = tiny_llama(torch.float32)
+    model.__class__ = Mine
+    lade.config_lade(PACK=1)
+    found, stats = generate(model, prompt())
+    assert torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
+    assert "not torch's and transformers' own" in stats.packing_reason

@@ -1,0 +1,28 @@
+"""Texts up to the last token that a family's limit allows, and one more."""
+
+import pytest
+import torch
+from support import generate_plain, prompt
+from support.families import FAMILIES
+
+import lade
+
+FAMILY = next(family for family in FAMILIES if family.name == "phi3-longrope-across")
+BOUNDARY = 40  # where the model's frequencies switch
+
+
+@pytest.mark.skipif(not FAMILY.exists, reason="this transformers has no Phi-3")
+@pytest.mark.parametrize("num_slots", [BOUNDARY - 1, BOUNDARY, BOUNDARY + 1])
+def test_up_to_the_boundary(num_slots, lade_on):
+    """The last token of a text never goes through the model, so that a text may be one token longer than the boundary."""
+    model, inputs = FAMILY.build(), prompt()
+    assert model.config.original_max_position_embeddings == BOUNDARY
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    num_new = num_slots + 1 - inputs["input_ids"].shape[1]
+    expected = generate_plain(model, inputs, max_new_tokens=num_new)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=num_new), expected)
+    reason = lade.last_stats().fallback_reason
+    if num_slots <= BOUNDARY:
+        assert reason is None
+    else:
+        assert "whole cache change" in reason

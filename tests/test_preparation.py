@@ -1,0 +1,121 @@
+"""`lade.warmup` and `lade warmup`: what calls would compile and capture is there before them."""
+
+import pytest
+import torch
+from support import generate_plain, prompt, tiny_llama
+from support.graphs import is_wanted
+
+import lade
+from lade.commands import main
+from lade.forward import static_shapes as fixed
+from lade.forward.on_device import loop as device_loop
+
+pytestmark = pytest.mark.usefixtures("static_blocks")
+TREE = {"MODE": "tree", "MAX_BLOCK": 16, "COMPILE": 0, "USE_FLASH": 0}
+
+
+@pytest.fixture
+def model():
+    return tiny_llama(num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_trees(arguments, batch_size, model, graphs):
+    lade.config_lade(**TREE, CUDA_GRAPH=1)
+    found = lade.warmup(model, 24, 40, batch_size, **arguments)
+    assert found.block_tokens == (8, 16)
+    assert found.captured_steps >= 4
+    assert found.reasons == ()
+    assert len(graphs) == 2
+    for seed in range(2):
+        inputs = prompt(seed=seed, batch_size=batch_size)
+        torch.manual_seed(0)
+        expected = generate_plain(model, inputs, max_new_tokens=40, **arguments)
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=40, **arguments), expected)
+        assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
+    assert len(graphs) == 2
+
+
+def test_without_it_calls_capture(model, graphs):
+    """The control of the test above; as does a call whose cache is of another size."""
+    lade.config_lade(**TREE, CUDA_GRAPH=1)
+    model.generate(**prompt(), max_new_tokens=40, do_sample=False)
+    first = len(graphs)
+    assert first > 0
+    lade.warmup(model, 24, 40)
+    assert len(graphs) == 2
+    model.generate(**prompt(400), max_new_tokens=40, do_sample=False)
+    assert len(graphs) > 2
+
+
+def test_steps_on_the_device(model, captured, monkeypatch):
+    monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
+    lade.config_lade(COMPILE=0, CUDA_GRAPH=1)
+    found = lade.warmup(model, 24, 40, do_sample=False)
+    assert found.captured_steps > 0
+    assert len(captured) == 1
+    model.generate(**prompt(), max_new_tokens=40, do_sample=False)
+    assert lade.last_stats().device_steps == lade.last_stats().steps - 1
+    assert len(captured) == 1
+
+
+def test_compiled(model):
+    lade.config_lade(**TREE | {"COMPILE": 1})
+    found = lade.warmup(model, 24, 40, do_sample=False)
+    assert found.block_tokens == (8, 16)
+    assert found.compiled_steps >= 4
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch._dynamo.utils.counters.clear()
+        model.generate(**prompt(), max_new_tokens=40, do_sample=False)
+    assert lade.last_stats().compile_reason is None
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
+def test_random_numbers_stay_as_they_were(model):
+    lade.config_lade(**TREE)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    found = lade.warmup(model, 24, 40, do_sample=True)
+    assert torch.equal(torch.rand(3), expected)
+    assert found.block_tokens == ()  # on a CPU nothing is captured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_tokens": 0}, "prompt_tokens must be an integer >= 1, got 0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer >= 1, got 1.5"),
+        ({"batch_size": True}, "batch_size must be an integer >= 1, got True"),
+    ],
+)
+def test_wrong_numbers(arguments, message, model):
+    with pytest.raises(ValueError, match=message):
+        lade.warmup(model, **arguments)
+
+
+def test_where_lade_does_not_run(model, monkeypatch):
+    monkeypatch.setenv("USE_LADE", "0")
+    with pytest.raises(RuntimeError, match="lade does not run: "):
+        lade.warmup(model, 24, 40, do_sample=False)
+
+
+def test_command(graphs, capsys, monkeypatch):
+    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
+    lade.config_lade(COMPILE=0, CUDA_GRAPH=1, USE_FLASH=0)
+    options = ("--prompt_tokens", "20,40", "--max_new_tokens", "64", "--dtype", "float32", "--mode", "tree")
+    assert main(["warmup", *options, "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("prompts of 20 tokens: ")
+    assert "blocks captured or compiled: 8, 16, 32, 64" in lines[1]
+    assert lines[2].startswith("prompts of 40 tokens: ")
+
+
+def test_command_refuses(capsys):
+    with pytest.raises(SystemExit):
+        main(["warmup", "--prompt_tokens", "few"])
+    assert "--prompt_tokens must be integers, separated by commas, got 'few'" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""Drafters of users: any guesses leave the text as it is, and drafts that would fail inside the model are errors that say why."""
+
+import re
+
+import pytest
+import torch
+from support import generate_plain, prompt
+
+import lade
+from lade.block.token_tree import TokenTree
+from lade.config import MODES
+from lade.drafting import BUILT_IN, register_drafter
+from lade.drafting.base import ROOT_ALONE, Draft, Drafter
+
+
+@pytest.fixture
+def registered(lade_on):
+    """Registers a drafter under the mode "mine" and chooses it."""
+
+    def register(make):
+        register_drafter("mine", make)
+        lade.config_lade(MODE="mine", MAX_BLOCK=8)
+
+    yield register
+    MODES.pop("mine", None)
+
+
+def proposing(make_draft):
+    class Proposing(Drafter):
+        def __init__(self, request):
+            self.request = request
+
+        def propose(self, sequences, is_finished, max_offset):
+            return make_draft(self.request, sequences, max_offset)
+
+    return Proposing
+
+
+def no_window(request):
+    return request.prompt_ids.new_empty((len(request.prompt_ids), 0))
+
+
+def oracle(texts):
+    """The next three tokens of texts that are known."""
+
+    def draft(request, sequences, max_offset):
+        most = 3 if max_offset is None else min(3, max_offset)
+        rows = [text[length : length + most] for text, length in zip(texts, sequences.lengths, strict=True)]
+        tree = TokenTree(rows, [list(range(-1, len(row) - 1)) for row in rows])
+        return Draft(tree, tree.num_nodes, ROOT_ALONE, no_window(request))
+
+    return proposing(draft)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("sampling", [False, True])
+def test_a_drafter_that_knows_the_text(model, registered, batch_size, sampling):
+    inputs = prompt(9, batch_size)
+    torch.manual_seed(1)
+    expected = generate_plain(model, inputs, max_new_tokens=25, do_sample=sampling)
+    registered(oracle(expected.tolist()))
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=25, do_sample=sampling), expected)
+    assert lade.last_stats().steps == 7  # the prompt's, and 24 tokens by four
+
+
+def test_a_drafter_that_is_always_wrong(model, registered):
+    inputs = prompt(9)
+    expected = generate_plain(model, inputs, max_new_tokens=25)
+    wrong = [[(token + 1) % model.config.vocab_size for token in expected[0].tolist()]]
+    registered(oracle(wrong))
+    assert torch.equal(model.generate(**inputs, max_new_tokens=25), expected)
+    assert lade.last_stats().steps == 25
+
+
+TOKENS = [1, 2, 3]
+CHAIN = [-1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tree", "depth", "message"),
+    [
+        (TokenTree([[1, 2, 10**6]], [CHAIN]), 3, "must hold ids from 0 to 60, got 1000000"),
+        (TokenTree([[1, -2, 3]], [CHAIN]), 3, "must hold ids from 0 to 60, got -2"),
+        (TokenTree([TOKENS], [[-1, 2, 1]]), 3, "an earlier one or -1 as its parent, got [-1, 2, 1]"),
+        (TokenTree([TOKENS], [[-1, -2, 1]]), 3, "an earlier one or -1 as its parent, got [-1, -2, 1]"),
+        (TokenTree([TOKENS], [[-1, 0]]), 3, "an earlier one or -1 as its parent, got [-1, 0]"),
+        (TokenTree([TOKENS], [CHAIN]), 2, "must give its tree's depth, 3, as max_depth, got 2"),
+        (TokenTree([TOKENS] * 2, [CHAIN] * 2), 3, "must have one tree for each of the 1 rows, got 2"),
+        (TokenTree([[1] * 8], [list(range(-1, 7))]), 8, "may have 7 guesses in a row, MAX_BLOCK less the root, got 8"),
+    ],
+)
+def test_drafts_that_would_fail_inside_the_model(model, registered, tree, depth, message):
+    registered(proposing(lambda request, *_: Draft(tree, depth, ROOT_ALONE, no_window(request))))
+    with pytest.raises(ValueError, match=rf"Proposing \(MODE='mine'\) .*{re.escape(message)}"):
+        model.generate(**prompt(9), max_new_tokens=8)
+    lade.config_lade(MODE="auto")  # everything is usable afterwards
+    assert torch.equal(
+        model.generate(**prompt(9), max_new_tokens=8), generate_plain(model, prompt(9), max_new_tokens=8)
+    )
+
+
+def test_no_draft(model, registered):
+    registered(proposing(lambda *_: None))
+    with pytest.raises(TypeError, match=r"Proposing \(MODE='mine'\).propose\(\) must return a Draft, got None"):
+        model.generate(**prompt(9), max_new_tokens=8)
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_built_in_modes_stay(mode):
+    with pytest.raises(ValueError, match=f"mode must not be one of .*, got '{mode}'"):
+        register_drafter(mode, lambda request: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [((1, print), "mode must be a string"), (("x", 1), "make must be callable")]
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        register_drafter(*arguments)
+    assert "x" not in MODES
+
+
+def test_an_unknown_mode_names_the_known_ones(registered):
+    registered(proposing(lambda *_: None))
+    with pytest.raises(ValueError, match="'lookahead', 'tree', 'auto', 'mine', got 'other'"):
+        lade.config_lade(MODE="other")

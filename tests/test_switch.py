@@ -1,0 +1,448 @@
+"""Lookahead switched on in code, for a block or for one call, and the line for somebody who forgot to switch it on."""
+
+import asyncio
+import contextvars
+import io
+import logging
+import threading
+
+import pytest
+import torch
+from support import ROOT, generate_plain, prompt, python, tiny_llama
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextStreamer,
+)
+
+import lade
+from lade import config as lade_config
+from lade import support as lade_support
+from lade import switch
+
+SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8}
+
+
+@pytest.fixture(autouse=True)
+def unpatched(monkeypatch):
+    """No patch, no variable, and both as they were afterwards."""
+    before = lade_config.current_config()
+    monkeypatch.delenv("USE_LADE", raising=False)
+    monkeypatch.setattr(lade_support, "LEAST_TOKENS", 1)
+    lade.restore_all()
+    lade.config_lade(ADAPTIVE=0)
+    yield
+    lade.restore_all()
+    lade_config._default = before
+
+
+def ran():
+    """Whether lookahead ran in the latest call, with fewer steps than tokens."""
+    stats = lade.last_stats()
+    return stats.fallback_reason is None and stats.steps < stats.generated_tokens
+
+
+def seeded(model, inputs, **arguments):
+    torch.manual_seed(3)
+    return model.generate(**inputs, **arguments), torch.get_rng_state()
+
+
+# What is said at the first call.
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, ["USE_LADE=1", "with lade.enabled():", "USE_LADE=0"]),
+        ("", ["USE_LADE=1"]),
+        ("2", ["USE_LADE='2'", "1, true, yes, on", "0, false, no, off"]),
+        ("ture", ["USE_LADE='ture'"]),
+        *[(value, None) for value in ("0", "false", "No", " off ", "1", "on")],
+    ],
+)
+def test_one_line_at_the_first_call(value, said, monkeypatch, caplog, model):
+    if value is not None:
+        monkeypatch.setenv("USE_LADE", value)
+    lade.augment_all()
+    with caplog.at_level(logging.WARNING, "lade"):
+        assert not caplog.records  # the patch alone says nothing
+        for _ in range(2):
+            model.generate(**prompt(), max_new_tokens=4)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (said is not None)
+    for part in said or ():
+        assert part in messages[0]
+        assert "\n" not in messages[0]
+    assert (lade.last_stats().fallback_reason is None) == (value in ("1", "on"))
+
+
+def test_no_line_for_who_switches_it_on_in_code(caplog, model):
+    with caplog.at_level(logging.WARNING, "lade"):
+        with lade.enabled():
+            model.generate(**prompt(), max_new_tokens=8)
+        model.generate(**prompt(), max_new_tokens=8)
+        assert lade.last_stats().fallback_reason == "USE_LADE is not set to 1, true, yes or on"
+        with lade.enabled(False):
+            model.generate(**prompt(), max_new_tokens=8)
+    assert not caplog.records
+
+
+# A block of code.
+
+
+@pytest.mark.parametrize("arguments", [{"max_new_tokens": 24}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("settings", [{}, {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 3}], ids=["tree", "window"])
+def test_enabled(model, arguments, settings):
+    inputs = prompt()
+    plain = seeded(model, inputs, **arguments)
+    with lade.enabled(**settings):
+        found = seeded(model, inputs, **arguments)
+        assert lade.last_stats().fallback_reason is None
+        assert lade.current_config().uses_window == bool(settings)
+        assert max(lade.last_stats().block_tokens) > 1
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert not lade.current_config().uses_window
+    model.generate(**inputs, **arguments)
+    assert "USE_LADE" in lade.last_stats().fallback_reason
+
+
+def test_the_innermost_decides(monkeypatch, model):
+    for variable, expected in (("1", True), ("0", False)):
+        monkeypatch.setenv("USE_LADE", variable)
+        with lade.enabled(MAX_BLOCK=8):
+            assert lade_config.is_enabled()
+            with lade.enabled(False, SHARE=0):
+                assert lade.current_config().max_block == 8
+                assert not lade_config.is_enabled()
+                model.generate(**prompt(), max_new_tokens=8)
+                assert lade.last_stats().fallback_reason == "lade.enabled(False) is in force"
+            assert lade_config.is_enabled()
+            assert lade.current_config().share
+        assert lade_config.is_enabled() is expected
+
+
+def test_a_block_keeps_its_settings():
+    with lade.enabled(MAX_BLOCK=8):
+        lade.config_lade(MAX_BLOCK=32, SHARE=0)
+        assert (lade.current_config().max_block, lade.current_config().share) == (8, True)
+    assert (lade.current_config().max_block, lade.current_config().share) == (32, False)
+
+
+def test_a_file_of_settings(tmp_path):
+    path = tmp_path / "lade.json"
+    path.write_text('{"MAX_BLOCK": 16, "SHARE": 0}')
+    with lade.enabled(CONFIG=path, SHARE=1):
+        assert (lade.current_config().max_block, lade.current_config().share) == (16, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"LEVEL": 1}, ValueError, "LEVEL must be"),
+        ({"LEVL": 4}, TypeError, r"enabled\(\) has no keyword 'LEVL'.*LEVEL"),
+    ],
+)
+def test_wrong_settings_change_nothing(settings, kind, message):
+    before = vars(GenerationMixin)["generate"]
+    with pytest.raises(kind, match=message), lade.enabled(**settings):
+        pass
+    assert vars(GenerationMixin)["generate"] is before
+    assert not lade_config.is_enabled()
+
+
+def test_after_an_exception():
+    with pytest.raises(KeyError), lade.enabled(MAX_BLOCK=8):
+        raise KeyError
+    assert not lade_config.is_enabled()
+    assert lade.current_config().max_block == 64
+
+
+def test_other_threads_are_untouched(model):
+    """One that runs at the same time, and one that is started inside; a copied context goes along."""
+    inside, seen = threading.Event(), {}
+    done = threading.Event()
+
+    def state():
+        model.generate(**prompt(), max_new_tokens=8)
+        return lade_config.is_enabled(), lade.current_config().max_block, lade.last_stats().fallback_reason is None
+
+    def other():
+        inside.wait()
+        seen["other"] = state()
+        done.set()
+
+    threads = [threading.Thread(target=other)]
+    threads[0].start()
+    with lade.enabled(MAX_BLOCK=8):
+        inside.set()
+        done.wait()
+        context = contextvars.copy_context()
+        threads += [
+            threading.Thread(target=lambda: seen.update(started=state())),
+            threading.Thread(target=lambda: seen.update(copied=context.run(state))),
+        ]
+        for thread in threads[1:]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert state() == (True, 8, True)
+    assert seen == {"other": (False, 64, False), "started": (False, 64, False), "copied": (True, 8, True)}
+
+
+def test_tasks():
+    """Each has its own; one that is started inside inherits."""
+
+    async def task(size):
+        with lade.enabled(MAX_BLOCK=size):
+            await asyncio.sleep(0)
+            inherited = asyncio.create_task(inner())
+            await asyncio.sleep(0)
+            return lade.current_config().max_block, await inherited
+
+    async def inner():
+        return lade.current_config().max_block
+
+    async def main():
+        found = await asyncio.gather(task(8), task(16))
+        return found, await inner()
+
+    assert asyncio.run(main()) == ([(8, 8), (16, 16)], 64)
+
+
+# One call without a patch.
+
+
+@pytest.mark.parametrize(
+    ("inputs", "arguments"),
+    [
+        (prompt(), {"max_new_tokens": 32}),
+        (prompt(), {**SAMPLED, "top_k": 20}),
+        (prompt(batch_size=3), {**SAMPLED, "num_return_sequences": 2}),
+        (prompt(), {"max_new_tokens": 32, "repetition_penalty": 1.2, "eos_token_id": 5, "pad_token_id": 0}),
+    ],
+    ids=["greedy", "sampled", "sequences", "penalty"],
+)
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_one_call(model, inputs, arguments, is_patched, monkeypatch):
+    monkeypatch.setenv("USE_LADE", "0")  # code says otherwise
+    before = {name: vars(GenerationMixin)[name] for name in ("generate", "_sample")}
+    plain = seeded(model, inputs, **arguments)
+    if is_patched:
+        lade.augment_all()
+    count = len(lade.log_history())
+    found = seeded(model, inputs, **arguments, custom_generate=lade.generate)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert lade.last_stats().fallback_reason is None
+    assert max(lade.last_stats().block_tokens) > 1
+    assert len(lade.log_history()) == count + 1
+    if not is_patched:
+        assert {name: vars(GenerationMixin)[name] for name in before} == before
+    assert torch.equal(seeded(model, inputs, **arguments)[0], plain[0])
+    assert lade.last_stats().fallback_reason is None or is_patched
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_one_call_gives_back_the_callers_cache(model, is_patched):
+    inputs = prompt()
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    plain = model.generate(**inputs, max_new_tokens=16, past_key_values=caches[0])
+    if is_patched:
+        lade.augment_all()
+    found = model.generate(**inputs, max_new_tokens=16, past_key_values=caches[1], custom_generate=lade.generate)
+    assert lade.last_stats().fallback_reason is None
+    assert torch.equal(found, plain)
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 24 + 15
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        torch.testing.assert_close(one.keys, other.keys)
+
+
+class Streamer:
+    def put(self, tokens):
+        pass
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"streamer": Streamer()}, "no streamer .*lade.enabled"),
+        ({"synced_gpus": True}, "no synced_gpus"),
+        ({"num_beams": 2}, "got a request for beam_search"),
+        ({"num_beams": 2, "do_sample": True}, "got a request for beam_sample"),
+        ({"prompt_lookup_num_tokens": 3}, "got a request for assisted_generation"),
+        ({"assistant_model": True}, "got a request for assisted_generation"),
+        # What transformers itself refuses, since it gives no tokenizer to a function of a user's.
+        ({"stop_strings": "x", "tokenizer": object()}, "tokenizer"),
+        ({"token_healing": True, "tokenizer": object()}, "tokenizer"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_one_call_cannot_have_is_refused(model, arguments, message):
+    if "assistant_model" in arguments:
+        arguments = {"assistant_model": tiny_llama(num_hidden_layers=1)}
+    with pytest.raises(ValueError, match=message):
+        model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate, **arguments)
+
+
+def test_models_divided_over_processes_are_refused(model, monkeypatch):
+    """generate() would set synced_gpus by itself, and does not pass it on."""
+    monkeypatch.setattr(switch, "is_fsdp_managed_module", lambda model: True)
+    model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)  # one process
+    monkeypatch.setattr(switch, "num_processes", lambda: 2)
+    with pytest.raises(ValueError, match="no synced_gpus"):
+        model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)
+
+
+def test_one_call_reads_the_file_of_settings(tmp_path):
+    path = tmp_path / "lade.json"
+    path.write_text('{"LEVEL": 3, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 2}')
+    program = (
+        "import lade; from support import tiny_llama, prompt\n"
+        "tiny_llama().generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)\n"
+        "print(lade.current_config().ngram_size, lade.last_stats().fallback_reason)"
+    )
+    done = python("-c", program, folder=ROOT / "tests", LADE_CONFIG=str(path))
+    assert done.stdout == "3 None\n", done.stderr
+
+
+def test_stop_strings_as_a_criterion():
+    """What docs/settings.md says to do instead."""
+    folder = ROOT / "models" / "stdlib-9m"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("def main():\n", return_tensors="pt")
+    expected = model.generate(**inputs, max_new_tokens=40, stop_strings=["("], tokenizer=tokenizer)
+    assert expected.shape[1] < inputs["input_ids"].shape[1] + 40
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, ["("])])
+    found = model.generate(**inputs, max_new_tokens=40, stopping_criteria=criteria, custom_generate=lade.generate)
+    assert torch.equal(found, expected)
+    assert lade.last_stats().fallback_reason is None
+
+
+def test_a_user_function_is_still_given_no_streamer(model):
+    """Why it is refused: when this fails, transformers has begun to pass it on."""
+    passed = {}
+
+    def own(model, input_ids, streamer=None, tokenizer=None, **kwargs):
+        passed.update(streamer=streamer, tokenizer=tokenizer)
+        return input_ids
+
+    model.generate(**prompt(), custom_generate=own, streamer=Streamer(), tokenizer=object(), max_new_tokens=3)
+    assert passed == {"streamer": None, "tokenizer": None}
+
+
+def test_one_call_that_lookahead_cannot_serve(model, caplog):
+    inputs = prompt()
+    plain = model.generate(**inputs, max_new_tokens=8, use_cache=False)
+    with caplog.at_level(logging.WARNING, "lade"):
+        found = model.generate(**inputs, max_new_tokens=8, use_cache=False, custom_generate=lade.generate)
+    assert torch.equal(found, plain)
+    assert "use_cache" in lade.last_stats().fallback_reason
+    assert len(caplog.records) == 1
+
+
+def test_a_loop_of_the_models_own_stays(model):
+    class Own(type(model)):
+        def _sample(self, input_ids, *args, **kwargs):
+            return input_ids
+
+    own = tiny_llama()
+    own.__class__ = Own
+    inputs = prompt()
+    assert torch.equal(own.generate(**inputs, max_new_tokens=4, custom_generate=lade.generate), inputs["input_ids"])
+    assert "loop of its own" in lade.last_stats().fallback_reason
+
+
+def test_called_by_something_else(model):
+    """Without generate() above it, as a library may: what generate() would have prepared is the caller's to give."""
+    inputs = prompt()
+    prepared = {}
+
+    def keep(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        prepared.update(kwargs, generation_config=generation_config, stopping_criteria=stopping_criteria)
+        return input_ids
+
+    model.generate(**inputs, custom_generate=keep, max_new_tokens=12)
+    expected = model.generate(**inputs, max_new_tokens=12)
+    assert isinstance(prepared["stopping_criteria"], StoppingCriteriaList)
+    with torch.no_grad():
+        found = lade.generate(model, inputs["input_ids"], logits_processor=LogitsProcessorList(), **prepared)
+    assert torch.equal(found, expected)
+    assert ran()
+
+
+def test_streaming_goes_with_the_patch(model):
+    """What the message of the refusal says to do instead."""
+
+    class Decoder:
+        def decode(self, tokens, **kwargs):
+            return " ".join(map(str, tokens)) + " "
+
+    texts = []
+    for context in (lade.enabled(False), lade.enabled()):
+        out = io.StringIO()
+        streamer = TextStreamer(Decoder())
+        streamer.on_finalized_text = lambda text, stream_end=False, out=out: out.write(text)
+        with context:
+            model.generate(**prompt(), max_new_tokens=12, streamer=streamer)
+        texts.append(out.getvalue())
+    assert lade.last_stats().fallback_reason is None
+    assert texts[0] == texts[1] != ""
+
+
+# Summaries.
+
+
+@pytest.mark.parametrize("way", ["patch", "call"])
+def test_summary_of_several_sequences(model, capsys, way):
+    arguments = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3}
+    if way == "call":
+        arguments["custom_generate"] = lade.generate
+    with lade.enabled(DEBUG=1):
+        model.generate(**prompt(batch_size=2), **arguments)
+    stats = lade.last_stats()
+    assert (stats.batch_size, stats.generated_tokens) == (6, 120)
+    ratio = f"{20 / stats.steps:.2f}"
+    out = capsys.readouterr().out
+    assert (
+        f"Generated tokens: 120 in 6 sequences Total steps: {stats.steps} Compression ratio: {ratio} per sequence\n"
+        in out
+    )
+    assert out.count("SUMMARY") == 1
+
+
+def test_no_summary_without_lookahead(model, capsys):
+    with lade.enabled(DEBUG=1):
+        model.generate(**prompt(), max_new_tokens=4, num_beams=2)
+        with lade.enabled(False):
+            model.generate(**prompt(), max_new_tokens=4)
+    assert capsys.readouterr().out == ""
+
+
+# Importing.
+
+
+def test_importing_stays_light():
+    program = "import sys, lade; print({'torch', 'transformers'} & set(sys.modules)); lade.register_drafter; print('torch' in sys.modules)"
+    assert python("-c", program).stdout == "set()\nTrue\n"
+
+
+def test_register_drafter_is_public(model):
+    from lade.drafting.tree import tree_drafter
+
+    made = []
+    lade.register_drafter("of a test", lambda request: made.append(request) or tree_drafter(request))
+    try:
+        plain = generate_plain(model, prompt(), max_new_tokens=16)
+        with lade.enabled(MODE="of a test"):
+            assert torch.equal(model.generate(**prompt(), max_new_tokens=16), plain)
+        assert len(made) == 1
+    finally:
+        del lade_config.MODES["of a test"]
