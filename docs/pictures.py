@@ -285,7 +285,12 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
         label(106, end, committed, "green", 14),
     ]
     for i, (kind, text) in enumerate(
-        (("pair", "row of two tokens"), ("single", "row of one"), ("vocabulary", "token alone"), ("sibling", "wrong guess's row"))
+        (
+            ("pair", "row of two tokens"),
+            ("single", "row of one"),
+            ("vocabulary", "token alone"),
+            ("sibling", "wrong guess's row"),
+        )
     ):
         x = 20 + i * 160
         notes += [
