@@ -25,7 +25,8 @@ import lade
 from lade.block.token_tree import TokenTree
 from lade.drafting import register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft
-from lade.drafting.memory import Memory, most_likely
+from lade.drafting.likeliest import most_likely
+from lade.drafting.memory import Memory
 
 # The best (N, W, G) found for blocks of at most q tokens.
 LOOKAHEAD = {8: (4, 1, 1), 16: (4, 2, 3), 64: (5, 8, 8)}

@@ -1,6 +1,7 @@
 """Draws the pictures of README and how-it-works.md from real runs of the bundled model: `python docs/pictures.py`.
 
-Greedy, in float32, with blocks of a fixed size, so that each run of this script draws the same. tests/test_pictures.py compares the files.
+Greedy, in float64, with blocks of a fixed size, so that each run of this script draws the same on every machine.
+tests/test_pictures.py compares the files.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ EXAMPLE = """def read_file(path):
 
 def write_file(path, text):
     with open(path"""
-EXAMPLE_TOKENS, TREE_BLOCK, TREE_STEP = 40, 8, 21
+EXAMPLE_TOKENS, TREE_BLOCK, TREE_STEP = 40, 8, 16
 LEVEL, WIDTH, WINDOW_STEP = 4, 3, 15  # N and W of the window
 STYLE = """
 text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre }
@@ -52,7 +53,8 @@ text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"
 .glow { fill: #dafbe1 }
 .pair { fill: #ddf4ff; stroke: #0969da }
 .single { fill: #fbefff; stroke: #8250df }
-.suffix { fill: #fff1e5; stroke: #bc4c00 }
+.suffix, .sibling { fill: #fff1e5; stroke: #bc4c00 }
+.vocabulary { fill: #f6f8fa; stroke: #59636e }
 .root { fill: #f2b84b }
 .window { fill: #6ea8fe }
 .tree { fill: #63c586 }
@@ -70,7 +72,8 @@ text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"
   .glow { fill: #12331c }
   .pair { fill: #0c2d6b }
   .single { fill: #2e1461 }
-  .suffix { fill: #471700 }
+  .suffix, .sibling { fill: #471700 }
+  .vocabulary { fill: #161b22 }
   .ink { fill: #10151c }
   .taken { stroke: #56d364 }
 }
@@ -248,7 +251,7 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
             across[node], leaves = leaves, leaves + 1
 
     set_place(-1)
-    width = max(int(40 + leaves * (size + gap)), 480)
+    width = max(int(40 + leaves * (size + gap)), 680)
     top = 56
     height = top + (max(depth_of) + 1) * row_height + 92
     left = (width - leaves * (size + gap) + gap) / 2
@@ -282,9 +285,14 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
         label(106, end, committed, "green", 14),
     ]
     for i, (kind, text) in enumerate(
-        (("pair", "row of two tokens"), ("single", "row of one"), ("suffix", "repeated text"))
+        (
+            ("pair", "row of two tokens"),
+            ("single", "row of one"),
+            ("vocabulary", "token alone"),
+            ("sibling", "wrong guess's row"),
+        )
     ):
-        x = 20 + i * 150
+        x = 20 + i * 160
         notes += [
             f'<rect class="{kind}" x="{x}" y="{end + 20}" width="16" height="16" rx="4"/>',
             label(x + 22, end + 33, text, "sans dim", 13),
@@ -396,7 +404,7 @@ def visible(text: str) -> str:
 def draw() -> dict[str, str]:
     """File below docs/ -> picture."""
     folder = ROOT / "models" / "stdlib-9m"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     decoded = trace(model, tokenizer, DECODED, DECODED_TOKENS, DECODED_BLOCK)
     _, steps = trace(model, tokenizer, EXAMPLE, EXAMPLE_TOKENS, TREE_BLOCK)

@@ -140,6 +140,8 @@ class DecodingCall:
                 prompt_ids=input_ids,
                 key_mask=self.key_mask,
                 temperature=(generation_config.temperature or 1.0) if self.do_sample else None,
+                top_k=generation_config.top_k if self.do_sample else None,
+                top_p=generation_config.top_p if self.do_sample else None,
                 draws=self.selection.draws,
                 forward_kind=self.runner.kind,
                 is_exact=adapter.is_exact,

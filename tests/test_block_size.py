@@ -21,6 +21,7 @@ from lade.block_size import (
 )
 from lade.block_size.costs import EXPLORE_EVERY, OBSERVATIONS, RENEW_EVERY, SAME_COST, SIZES, STALE_AFTER
 from lade.drafting import tree as recycling
+from lade.drafting.growth import Grower
 from lade.drafting.tree import TreeDrafter
 from lade.forward.runner import BlockRunner
 from lade.verification import draws as noise
@@ -380,13 +381,13 @@ def test_a_dear_machine_gets_plain_steps(priced, settings):
 @pytest.mark.parametrize("slope", [1.0], indirect=True)
 def test_where_no_block_pays_no_tree_is_grown(priced, monkeypatch):
     """What may follow is looked up behind the root alone, not behind guesses that will not be laid out."""
-    looked_up, inner = [], TreeDrafter._guesses
+    looked_up, inner = [], Grower._look_behind
 
-    def guesses(self, *args):
-        looked_up.append(args)
-        return inner(self, *args)
+    def look(self, nodes, *args):
+        looked_up.extend(nodes)
+        inner(self, nodes, *args)
 
-    monkeypatch.setattr(TreeDrafter, "_guesses", guesses)
+    monkeypatch.setattr(Grower, "_look_behind", look)
     model, steps = tiny_llama(), {}
     for adaptive in (1, 0):  # the last is the control
         looked_up.clear()

@@ -9,9 +9,11 @@ import lade
 from lade.block.layout import BlockLayout
 from lade.block_size import LiveCosts
 from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
-from lade.drafting.acceptance import FORGET_EVERY, PAIR, SECOND_SUFFIX, SINGLE, SUFFIX, Acceptance
-from lade.drafting.top_k_table import NUM_BINS
-from lade.drafting.tree import BOTH_ROWS, LONG_MATCH, TreeDrafter
+from lade.drafting.acceptance import FORGET_EVERY, PAIR, SECOND_SUFFIX, SINGLE, SUFFIX, VOCABULARY, Acceptance
+from lade.drafting.growth import BOTH_ROWS, Grower
+from lade.drafting.top_k_table import NUM_BINS, ROW_LENGTH
+from lade.drafting.tree import LONG_MATCH, TreeDrafter
+from lade.drafting.vocabulary import Vocabulary
 from lade.stats import tracing
 
 SAMPLED = {"do_sample": True, "temperature": 0.4}
@@ -145,7 +147,13 @@ def test_trees_and_figures_agree(model):
     assert stats.block_tokens == [1 + len(tokens) for tokens, _ in trees]
     assert sum(proposed for proposed, _ in stats.sources.values()) == sum(len(tokens) for tokens, _ in trees)
     assert sum(accepted for _, accepted in stats.sources.values()) == sum(committed)
-    assert {source.split(" of ")[0] for source in stats.sources} == {"pair", "single", "suffix", "probe"}
+    assert {source.split(" of ")[0] for source in stats.sources} == {
+        "pair",
+        "single",
+        "suffix",
+        "vocabulary",
+        "sibling",
+    }
     assert min(stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) > 0
     assert stats.plain_step_share == 0
     assert stats.as_dict()["sources"] == stats.sources
@@ -279,13 +287,22 @@ def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
 
 
 def test_a_single_tokens_row_is_asked_where_it_may_count():
+    """And that of the token alone where neither is there."""
     memory = lade.Memory()
-    rows = (np.array([[1, 2, 3, 4, 5, 6, 7, 8]]), np.full((1, 8), 3))
+    rows = (np.full((1, ROW_LENGTH), 5), np.full((1, ROW_LENGTH), 3))
     memory.learn([9], [10], rows, 1)
     memory.singles.put([11], *rows)
-    drafter = TreeDrafter(memory, VOCAB, torch.tensor([[9, 10]]), None, None, 8, None)
-    kinds = lambda *arguments: [kind for _, kind in drafter._rows(*arguments)]  # noqa: E731
+    vocabulary = Vocabulary(np.full((13, 8), 5, dtype=np.int32), np.full((13, 8), -3, dtype=np.float16))
+
+    def kinds(before, token, chance):
+        grower = Grower(memory, Acceptance(False), vocabulary, 1.0, [7, before], lambda depth: None, (), ())
+        grower._add(token, -1, PAIR, 1, chance)
+        owners, firsts, found = grower._rows([0])
+        assert len(owners) == len(firsts) == sum(map(len, found))
+        return firsts
+
     assert kinds(9, 10, BOTH_ROWS) == [PAIR, SINGLE]
     assert kinds(9, 10, 0.9 * BOTH_ROWS) == [PAIR]
     assert kinds(8, 10, 0.9 * BOTH_ROWS) == kinds(10, 11, 1.0) == [SINGLE]
-    assert kinds(10, 12, 1.0) == []
+    assert kinds(10, 12, 1.0) == kinds(9, 12, 0.1) == [VOCABULARY]
+    assert kinds(10, 13, 1.0) == []

@@ -11,7 +11,8 @@ from support import Recorder, generate_plain, prompt, tiny_llama
 import lade
 from lade.block.token_tree import TokenTree
 from lade.drafting import Outcome, TreeDrafter
-from lade.drafting.memory import Memory, most_likely
+from lade.drafting.likeliest import most_likely
+from lade.drafting.memory import Memory
 from lade.verification import draws as noise_module
 from lade.verification.draws import ExponentialDraws, win_chances
 from lade.verification.sequences import TokenSequences

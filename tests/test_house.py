@@ -112,6 +112,8 @@ TESTED_IN = {
     "drafting.lookahead": "walk",
     "drafting.memory_file": "memory",
     "drafting.suffix_index": "memory",
+    "drafting.growth": "vocabulary",
+    "drafting.likeliest": "memory",
     "drafting.top_k_table": "memory",
     "drafting.tree": "drafting",
     "forward.buffer_pool": "static_shapes",

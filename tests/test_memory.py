@@ -15,8 +15,10 @@ from support import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block_size import LiveCosts
+from lade.drafting import likeliest as likeliest_module
 from lade.drafting import memory as memory_module
-from lade.drafting.memory import Memory, most_likely
+from lade.drafting.likeliest import most_likely
+from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import SuffixIndex
 from lade.drafting.top_k_table import ROW_LENGTH, TopKTable
 from lade.state import forget_all
@@ -25,7 +27,7 @@ from lade.state import forget_all
 @pytest.fixture(autouse=True)
 def tree(lade_on):
     forget_all()
-    lade.config_lade(MODE="tree", MAX_BLOCK=16)
+    lade.config_lade(MODE="tree", MAX_BLOCK=6)
 
 
 @pytest.fixture(scope="module")
@@ -404,9 +406,9 @@ def test_a_full_table_costs_no_more_than_an_empty_one():
 
 
 @pytest.mark.parametrize("max_sorted", [0, 2**30])
-@pytest.mark.parametrize("vocab_size", [30, 127, 128, 4096, 4097, 20000])
+@pytest.mark.parametrize("vocab_size", [40, 127, 128, 4096, 4097, 20000])
 def test_most_likely(vocab_size, max_sorted, monkeypatch):
-    monkeypatch.setattr(memory_module, "MAX_SORTED", max_sorted)
+    monkeypatch.setattr(likeliest_module, "MAX_SORTED", max_sorted)
     logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     ids, bins = most_likely(logits)
     assert ids.tolist() == logits.topk(ROW_LENGTH).indices.tolist()

@@ -35,7 +35,7 @@ def test_committed(drawn):
 
 
 def test_the_moving_picture_shows_what_plain_generate_writes(pictures, drawn, lade_on):
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "stdlib-9m", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "stdlib-9m", dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m")
     inputs = tokenizer(pictures.DECODED, return_tensors="pt")
     plain = generate_plain(model, inputs, max_new_tokens=pictures.DECODED_TOKENS, do_sample=False)

@@ -97,11 +97,10 @@ def default_device() -> str:
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
     """Returns model and tokenizer, with lade patched in and torch seeded. Ends the program when loading fails."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     if not sys.stderr.isatty():
-        disable_progress_bar()  # of loading, which would fill a log
+        logging.disable_progress_bar()  # of loading, which would fill a log
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model_path, cache_dir=args.cache_dir)
         model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=args.dtype, cache_dir=args.cache_dir)

@@ -28,15 +28,18 @@ SINGLE = PAIR + NUM_BINS  # + bin: the row of the last token
 SUFFIX = SINGLE + NUM_BINS  # + match length - MIN_MATCH: what followed the longest earlier occurrence
 SECOND_SUFFIX = SUFFIX + MAX_MATCH - MIN_MATCH + 1  # likewise, of another continuation
 PROBE = SECOND_SUFFIX + MAX_MATCH - MIN_MATCH + 1  # a token whose row is unknown, guessed in order to learn it
-NUM_KINDS = PROBE + 1
+FIRST_NUM_KINDS = PROBE + 1  # of saved memories that knew no others
+VOCABULARY = PROBE + 1  # + bin: the row of the last token alone, without any text before it
+SIBLING = VOCABULARY + NUM_BINS  # + bin: the row of a wrong guess that stood where the last token stands
+NUM_KINDS = SIBLING + NUM_BINS
 
 
 def name_of(kind: int) -> str:
     """The source that a kind belongs to, of suffix matches with their length."""
     if kind < SUFFIX:
         return "pair" if kind < SINGLE else "single"
-    if kind == PROBE:
-        return "probe"
+    if kind >= PROBE:
+        return "probe" if kind == PROBE else "vocabulary" if kind < SIBLING else "sibling"
     return f"suffix of {MIN_MATCH + (kind - SUFFIX) % (SECOND_SUFFIX - SUFFIX)}"
 
 
@@ -45,7 +48,8 @@ def prior_chances(do_sample: bool) -> list[float]:
     by_length = SAMPLED_MATCHES if do_sample else GREEDY_MATCHES
     by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # the surer, the more rests on what came before
     by_other_length = [0.3 * chance for chance in by_length]
-    return [*BIN_MIDDLES, *by_single, *by_length, *by_other_length, PROBE_CREDIT]
+    by_token = [0.6 * chance for chance in by_single]
+    return [*BIN_MIDDLES, *by_single, *by_length, *by_other_length, PROBE_CREDIT, *by_token, *by_token]
 
 
 class Acceptance:

@@ -77,7 +77,8 @@ class DraftRequest:
     """The call that a drafter is made for.
 
     num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool,
-    False for padding; None without. temperature: of sampling, None for greedy. draws: what sampling draws; None for greedy.
+    False for padding; None without. temperature, top_k, top_p: of sampling, None for greedy, or where nothing is cut off. draws: what
+    sampling draws; None for greedy.
     forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow live costs.
     may_measure: step costs may be measured on this machine. block_sizes: to which blocks of trees are padded, None where they are not.
     """
@@ -88,6 +89,8 @@ class DraftRequest:
     prompt_ids: Tensor
     key_mask: Tensor | None
     temperature: float | None
+    top_k: int | None = None
+    top_p: float | None = None
     draws: ExponentialDraws | None = None
     forward_kind: tuple[str, ...] = ()
     is_exact: bool = True

@@ -16,27 +16,26 @@ import torch
 from torch import Tensor
 
 from lade.block_size import SavedCosts, saved_costs
-from lade.drafting.acceptance import NUM_KINDS, Acceptance
+from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
+from lade.drafting.likeliest import Rows, most_likely
 from lade.drafting.memory_file import read_arrays, write_arrays
 from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, TopKTable
+from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
+from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of
 from lade.state import PerModel
-from lade.verification import logits as logits_module
 
 MAX_BYTES = 16 * 2**20
 MIN_BYTES = 64 * 2**10
+MAX_LIKELY = 8  # tokens of a row that may be worth a row of their own
 MAX_UNSEEN = 256  # tokens without a row that are remembered
 KEY_SHIFT = 32  # a pair of tokens as one integer
-FORMAT = 2  # of the file; 1 had chances of sampled guesses that knew nothing of the draws
+FORMAT = 3  # of the file; 2 had rows of 8 and fewer kinds of guesses, 1 chances of sampled guesses that knew nothing of the draws
+READABLE_FORMATS = (2, 3)
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
-MAX_SORTED = 2**19  # probabilities that are sorted as they are: for so few of them nothing is faster
 NUM_SIGNS = 256  # of the embedding, by which a model is known again
 MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them, and half of them differ between strangers
 
 IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
-
-_BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
-
-Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and bins, [M, ROW_LENGTH] each
 
 
 class Memory:
@@ -69,6 +68,7 @@ class Memory:
         self.identity: dict[str, Any] | None = None  # of the model
         self.step_costs: SavedCosts = {}  # what steps of it cost, as the file said
         self._model: weakref.ref[Any] | None = None
+        self.vocabulary: Vocabulary | None = None  # rows of tokens alone, of a file or made by `warm_vocabulary`
         self.outlives_call = True  # so that what a call learns last is worth learning
         if self.path is not None and self.path.exists():
             self._load(self.path, max_bytes)
@@ -92,7 +92,7 @@ class Memory:
         self.pairs.clear()
         self.unseen.clear()
         self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}
-        self.identity, self.step_costs, self._model = None, {}, None
+        self.identity, self.step_costs, self._model, self.vocabulary = None, {}, None, None
 
     def belong_to(self, model: Any) -> None:
         """Raises ValueError when this memory is of another model or vocabulary."""
@@ -125,6 +125,16 @@ class Memory:
                 text = tokenizer(text)["input_ids"]
             self._warm_on(model, torch.as_tensor(text).flatten().tolist())
 
+    def warm_vocabulary(self, model: Any) -> None:
+        """Learn what the model puts behind each token alone, so that there are guesses from the first step on.
+
+        Costs about 2 * parameters * vocabulary floating-point operations, once per model: what is found serves all memories of the
+        model, holds nothing of anybody's texts, takes at most 8 MiB beside `max_bytes`, and is kept in the cache folder and by `save()`.
+        """
+        self.belong_to(model)
+        self.vocabulary = make_vocabulary(model)
+        keep_vocabulary(model, self.vocabulary)
+
     def learn(self, previous: list[int], tokens: list[int], rows: Rows, num_likely: int) -> None:
         """Remember what the model put after some tokens, later ones counting more.
 
@@ -137,7 +147,7 @@ class Memory:
         unseen = self.unseen
         for token in tokens:
             unseen.pop(token, None)
-        for row in ids[len(ids) - num_likely :].tolist():
+        for row in ids[len(ids) - num_likely :, :MAX_LIKELY].tolist():
             for token in reversed(row):
                 if token not in self.singles:
                     unseen.pop(token, None)
@@ -164,16 +174,17 @@ class Memory:
             arrays |= {f"{name}_{key}": array for key, array in table.as_arrays().items()}
         for do_sample, acceptance in self.acceptance.items():
             arrays[f"chances_{int(do_sample)}"] = np.array([acceptance.trials, acceptance.hits])
-        write_arrays(target, arrays)
+        vocabulary = self.vocabulary or (None if model is None else vocabulary_of(model, may_make=False))
+        write_arrays(target, arrays | ({} if vocabulary is None else vocabulary.as_arrays()))
 
     def _load(self, path: Path, max_bytes: int) -> None:
         try:
-            arrays = read_arrays(path, max_bytes, self.pairs.capacity)
+            arrays = read_arrays(path, max_bytes, self.pairs.capacity, VOCABULARY_BYTES)
             header = json.loads(str(arrays["header"]))
-            if header["format"] != FORMAT:
+            if header["format"] not in READABLE_FORMATS:
                 raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
             tables = {name: _rows_from(arrays, name) for name in ("singles", "pairs")}
-            chances = {flag: arrays[f"chances_{int(flag)}"] for flag in (False, True)}
+            chances = {flag: self._with_new_kinds(arrays[f"chances_{int(flag)}"], flag) for flag in (False, True)}
             for array in chances.values():
                 if array.shape != (2, NUM_KINDS) or not np.isfinite(array).all():
                     raise ValueError("its learned chances are not of this version")
@@ -191,13 +202,25 @@ class Memory:
             vocab_size = identity["vocab_size"] if identity else 0
             if any(len(ids) and ids.max() >= vocab_size for _, ids, _ in tables.values()):
                 raise ValueError("its tables hold ids beyond the vocabulary")
+            vocabulary = None
+            if "vocabulary_ids" in arrays:
+                vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
+                if vocabulary.largest_id >= vocab_size:
+                    raise ValueError("its rows of tokens alone hold ids beyond the vocabulary")
         except Exception as error:  # whatever a damaged file may lead to
             raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
-        self.identity, self.step_costs = identity, step_costs
+        self.identity, self.step_costs, self.vocabulary = identity, step_costs, vocabulary
         for name, (keys, ids, bins) in tables.items():
             getattr(self, name).put(keys.tolist(), ids, bins)
         for flag, (trials, hits) in chances.items():
             self.acceptance[flag].restore(trials.tolist(), hits.tolist())
+
+    def _with_new_kinds(self, counts: npt.NDArray[Any], do_sample: bool) -> npt.NDArray[Any]:
+        """Trials and hits of a file [2, kinds], with the prior for kinds that came later."""
+        if counts.ndim != 2 or not FIRST_NUM_KINDS <= counts.shape[1] <= NUM_KINDS:
+            return counts  # of no version
+        prior = self.acceptance[do_sample]
+        return np.concatenate([counts, np.array([prior.trials, prior.hits])[:, counts.shape[1] :]], axis=1)
 
     def _warm_on(self, model: Any, ids: list[int]) -> None:
         num_tokens = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
@@ -209,43 +232,6 @@ class Memory:
                 ]
             before = [ids[start - 1] if start else -1, *chunk[:-1]]
             self.learn(before, chunk, most_likely(logits), len(chunk))
-
-
-def most_likely(logits: Tensor, temperature: float = 1.0) -> Rows:
-    """The ROW_LENGTH most likely tokens of each row and the bins of their probabilities. logits: [M, V]."""
-    scores = logits.float()
-    chances = (scores if temperature == 1.0 else scores / temperature).softmax(dim=-1)
-    values, ids = _top(chances) if chances.numel() > MAX_SORTED else chances.topk(min(ROW_LENGTH, chances.shape[1]))
-    if ids.device.type in logits_module.ON_HOST:
-        found, largest = ids.numpy(), values.numpy()
-    else:  # both in one copy to the host, which would wait for each
-        found, bits = torch.stack([ids, values.view(torch.int32).long()]).cpu().numpy()
-        largest = bits.astype(np.int32).view(np.float32)
-    bins = np.searchsorted(_BIN_EDGES, largest)
-    missing = ROW_LENGTH - found.shape[1]
-    if missing:  # a vocabulary of fewer tokens
-        found, bins = (np.concatenate([x, np.repeat(x[:, :1], missing, axis=1)], axis=1) for x in (found, bins))
-    return found, bins
-
-
-def _top(chances: Tensor) -> tuple[Tensor, Tensor]:
-    """`topk(ROW_LENGTH)` in two rounds: the largest ones lie in the groups with the largest maxima. chances: [M, V].
-
-    A maximum over groups is several times as fast as a sort, and leaves little to sort.
-    """
-    num_rows, num_tokens = chances.shape
-    if num_tokens < 16 * ROW_LENGTH:
-        return chances.topk(min(ROW_LENGTH, num_tokens), dim=-1)
-    group_size = 32 if num_tokens <= 2**14 else 128
-    num_groups = -(-num_tokens // group_size)  # group g holds the ids g, g + num_groups, ...
-    if num_groups * group_size > num_tokens:
-        chances = torch.nn.functional.pad(chances, (0, num_groups * group_size - num_tokens), value=-1.0)
-    maxima = chances.view(num_rows, group_size, num_groups).amax(dim=1)
-    groups = maxima.topk(min(ROW_LENGTH, num_groups), sorted=False).indices
-    members = torch.arange(group_size, device=chances.device)[:, None] * num_groups
-    ids = (groups[:, None] + members).flatten(1)  # [M, group_size * ROW_LENGTH]
-    values, places = chances.gather(1, ids).topk(ROW_LENGTH, dim=-1)
-    return values, ids.gather(1, places)
 
 
 def identity_of(model: Any) -> dict[str, Any]:
@@ -279,12 +265,17 @@ def _difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:
 def _rows_from(arrays: dict[str, npt.NDArray[Any]], name: str) -> tuple[npt.NDArray[Any], ...]:
     """Keys, ids and bins of a table. Raises ValueError where they cannot be one."""
     keys, ids, bins = (arrays[f"{name}_{part}"] for part in ("keys", "ids", "bins"))
-    if ids.shape != (len(keys), ROW_LENGTH) or bins.shape != ids.shape or keys.ndim != 1:
+    is_table = keys.ndim == 1 and ids.ndim == 2 and len(ids) == len(keys) and bins.shape == ids.shape
+    if not is_table or not 0 < ids.shape[1] <= ROW_LENGTH:
         raise ValueError(f"its table of {name} has a wrong shape")
     if any(array.dtype.kind != "i" for array in (keys, ids, bins)):
         raise ValueError(f"its table of {name} holds other things than integers")
     if len(keys) and (ids.min() < 0 or bins.min() < 0 or bins.max() > len(BIN_EDGES)):
         raise ValueError(f"its table of {name} holds values out of range")
+    missing = ROW_LENGTH - ids.shape[1]  # rows of an earlier version are shorter
+    if missing:
+        ids = np.concatenate([ids, np.repeat(ids[:, :1], missing, axis=1)], axis=1)
+        bins = np.concatenate([bins, np.zeros((len(keys), missing), dtype=bins.dtype)], axis=1)
     return keys, ids, bins
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_UNPACKED = 8  # times max_bytes that a file may unpack to; reading it takes time, even where little of it is kept
+WHOLE = "vocabulary_"  # arrays that are of no use in part
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # np.savez's and np.savez_compressed's
 HEADER_VERSION = (1, 0)  # what numpy writes for arrays without names of their own
 
@@ -37,29 +38,33 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
         raise
 
 
-def read_arrays(path: Path, max_bytes: int, max_rows: int) -> Arrays:
+def read_arrays(path: Path, max_bytes: int, max_rows: int, max_whole: int = 0) -> Arrays:
     """The arrays of an .npz file by name, of longer ones the last `max_rows` rows.
 
+    max_whole: bytes that those whose name begins with WHOLE, which are read as they are, may take together.
     Raises an exception for any other file, and ValueError before anything is unpacked when the file unpacks to more than
     MAX_UNPACKED * max_bytes, or what is to be kept of it takes more than max_bytes.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-        unpacked = sum(entry.file_size for entry in entries)
+        unpacked = sum(entry.file_size for entry in entries if not entry.filename.startswith(WHOLE))
         if unpacked > MAX_UNPACKED * max_bytes:
             raise ValueError(f"it unpacks to {unpacked} bytes, which is too much for max_bytes={max_bytes}")
-        found, kept = {}, 0
+        found, kept, whole = {}, 0, 0
         for entry in entries:
             if entry.compress_type not in COMPRESSIONS:
                 raise ValueError(f"{entry.filename} is compressed in a way that numpy does not write")
             with archive.open(entry) as file:
                 shape, dtype = _read_header(file, entry)
-                skipped = max(0, shape[0] - max_rows) if shape else 0
+                is_whole = entry.filename.startswith(WHOLE)
+                skipped = max(0, shape[0] - max_rows) if shape and not is_whole else 0
                 row_bytes = prod(shape[1:]) * dtype.itemsize
                 size = entry.file_size - file.tell() - skipped * row_bytes
-                kept += size
+                kept, whole = (kept, whole + size) if is_whole else (kept + size, whole)
                 if kept > max_bytes:
                     raise ValueError(f"its arrays take more than max_bytes={max_bytes}")
+                if whole > max_whole:
+                    raise ValueError(f"its rows of tokens alone take more than {max_whole} bytes")
                 file.seek(skipped * row_bytes, os.SEEK_CUR)
                 array = np.frombuffer(file.read(size), dtype)
             kept_shape = (shape[0] - skipped, *shape[1:]) if shape else ()

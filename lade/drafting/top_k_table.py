@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-ROW_LENGTH = 8  # tokens kept per key
-BYTES_PER_ROW = ROW_LENGTH * (4 + 1) + 136  # ids, bins, and what the index takes
+ROW_LENGTH = 32  # tokens kept per key
+BYTES_PER_ROW = ROW_LENGTH * 4 + 136  # ids with their bins, and what the index takes
 # To find its first key, a dict walks over all that were deleted before it: that pays for many keys at once, one of so many of a
 # table's. One by one it takes the longer the larger the table is.
 LOOKED_UP_SHARE = 64
@@ -21,6 +21,18 @@ NUM_BINS = len(BIN_EDGES) + 1
 BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
 
 Row = tuple[list[int], list[int]]  # ids, bins
+Packed = npt.NDArray[np.int32]  # likewise, [R, ROW_LENGTH]: ids and bins in one number, so that one look-up finds both
+BIN_BITS = 4
+
+
+def packed(ids: npt.NDArray[Any], bins: npt.NDArray[Any]) -> Packed:
+    """ids, bins: [R, K]."""
+    return ids.astype(np.int32) << BIN_BITS | bins.astype(np.int32)
+
+
+def unpacked(rows: Packed) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Ids and bins."""
+    return rows >> BIN_BITS, rows & (1 << BIN_BITS) - 1
 
 
 class TopKTable:
@@ -33,8 +45,7 @@ class TopKTable:
         self.capacity = capacity
         self.slots: dict[int, int] = {}  # key -> slot, written longest ago first
         self._oldest: dict[int, None] = {}  # the next keys to be dropped, the first one last
-        self._ids = np.zeros((0, ROW_LENGTH), dtype=np.int32)
-        self._bins = np.zeros((0, ROW_LENGTH), dtype=np.int8)
+        self._rows = np.zeros((0, ROW_LENGTH), dtype=np.int32)
         self._lock = threading.Lock()  # calls in several threads may share a table
 
     def __len__(self) -> int:
@@ -46,14 +57,21 @@ class TopKTable:
     def get(self, key: int) -> Row | None:
         """The row of a key, None when there is none."""
         slot = self.slots.get(key)
-        return None if slot is None else (self._ids[slot].tolist(), self._bins[slot].tolist())
+        if slot is None:
+            return None
+        ids, bins = unpacked(self._rows[slot])
+        return ids.tolist(), bins.tolist()
+
+    def rows(self, slots: Sequence[int]) -> Packed:
+        """The rows of some slots, [R, ROW_LENGTH]."""
+        return self._rows[slots]
 
     def put(self, keys: Sequence[int], ids: npt.NDArray[np.int64], bins: npt.NDArray[np.int64]) -> None:
         """Write rows; of one key the last counts. ids, bins: [M, ROW_LENGTH]."""
+        rows = packed(ids, bins)
         with self._lock:
             slots = [self._slot_for(key) for key in keys]
-            self._ids[slots] = ids
-            self._bins[slots] = bins
+            self._rows[slots] = rows
 
     def clear(self) -> None:
         with self._lock:
@@ -63,12 +81,8 @@ class TopKTable:
     def as_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """All rows, written longest ago first: keys [R], ids and bins [R, ROW_LENGTH]."""
         with self._lock:
-            slots = list(self.slots.values())
-            return {
-                "keys": np.array(list(self.slots), dtype=np.int64),
-                "ids": self._ids[slots],
-                "bins": self._bins[slots],
-            }
+            ids, bins = unpacked(self._rows[list(self.slots.values())])
+            return {"keys": np.array(list(self.slots), dtype=np.int64), "ids": ids, "bins": bins.astype(np.int8)}
 
     def _slot_for(self, key: int) -> int:
         slot = self.slots.pop(key, None)
@@ -82,7 +96,7 @@ class TopKTable:
     def _new_slot(self) -> int:
         slot = len(self.slots)
         if slot < self.capacity:
-            if slot >= len(self._ids):
+            if slot >= len(self._rows):
                 self._grow()
             return slot
         if not self._oldest:
@@ -91,6 +105,5 @@ class TopKTable:
         return self.slots.pop(self._oldest.popitem()[0])
 
     def _grow(self) -> None:
-        size = min(self.capacity, max(1024, 2 * len(self._ids)))
-        self._ids = np.resize(self._ids, (size, ROW_LENGTH))
-        self._bins = np.resize(self._bins, (size, ROW_LENGTH))
+        size = min(self.capacity, max(1024, 2 * len(self._rows)))
+        self._rows = np.resize(self._rows, (size, ROW_LENGTH))

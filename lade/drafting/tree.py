@@ -8,10 +8,9 @@ described in docs/drafting.md.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice, zip_longest
 
 import torch
@@ -19,18 +18,19 @@ from torch import Tensor
 
 from lade.block.token_tree import TokenTree
 from lade.block_size import EarlyStop, Offers, SpeculationBackoff, StepCostsByLength, choose_size
-from lade.drafting.acceptance import PAIR, PROBE, SECOND_SUFFIX, SINGLE, SUFFIX, name_of
+from lade.drafting.acceptance import PROBE, SECOND_SUFFIX, SIBLING, SUFFIX, name_of
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
-from lade.drafting.memory import KEY_SHIFT, Memory, memory_for, most_likely
-from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH, SuffixIndex
-from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, Row
-from lade.verification.draws import Draws, ExponentialDraws, win_chances
+from lade.drafting.growth import FOREIGN, Grower, Growth, Source
+from lade.drafting.likeliest import most_likely
+from lade.drafting.memory import Memory, memory_for
+from lade.drafting.suffix_index import SuffixIndex
+from lade.drafting.top_k_table import packed
+from lade.drafting.vocabulary import Vocabulary, vocabulary_of
+from lade.verification.draws import Draws, ExponentialDraws
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
-FOREIGN = -1
-BOTH_ROWS = 0.3  # chance of a node from which on the row of its token is worth a look beside the row of its pair
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
 
 # Why a block has its size.
@@ -41,35 +41,6 @@ SCHEDULED = "A size from a schedule: what blocks cost on this machine is being m
 BEST = "The size that is expected to commit most tokens per unit of time."
 COMPARED = "Not the best size by what is known: it is tried now and then to keep its cost up to date."
 BLIND_BLOCK = 16  # tokens of a block whose cost cannot be known: they pay on most devices
-
-Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
-
-
-@dataclass(slots=True)
-class Growth:
-    """One row's tree, best guess first. Nodes as in TokenTree; kinds as in lade/drafting/acceptance.py."""
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)  # of being accepted, each with all its ancestors
-    depths: list[int] = field(default_factory=list)
-
-    def hits(self, path: list[int], last: int) -> list[int]:
-        """Nodes that were right: the accepted ones, and one more that may hold the last committed token.
-
-        Such a one is not accepted where another row of the batch missed, or the text ended.
-        """
-        end = path[-1] if path else -1
-        for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True)):
-            if parent == end and token == last:
-                return [*path, node]
-        return path
-
-    def cut(self, size: int) -> None:
-        """Keep the first nodes only. Parents come first, so what is left is a tree."""
-        for column in (self.tokens, self.parents, self.kinds, self.chances, self.depths):
-            del column[size:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +68,11 @@ def tree_drafter(request: DraftRequest) -> TreeDrafter:
     """MODE="tree"."""
     config = request.config
     memory = memory_for(request.model, config.share, request.cost_source)
+    may_load = request.cost_source != "assumed"  # no text is to depend on what earlier processes have stored
+    may_make = request.may_measure and not request.is_split
+    vocabulary = memory.vocabulary or vocabulary_of(request.model, may_make, may_load)
+    if vocabulary is not None and vocabulary.largest_id >= request.num_tokens:
+        vocabulary = None
     is_blind = config.adaptive and request.is_split
     return TreeDrafter(
         memory,
@@ -107,6 +83,9 @@ def tree_drafter(request: DraftRequest) -> TreeDrafter:
         min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block,
         request.step_costs(saved=memory.step_costs),
         request.draws,
+        vocabulary,
+        request.top_k,
+        request.top_p,
     )
 
 
@@ -123,15 +102,18 @@ class TreeDrafter:
         max_block: int,
         costs: StepCostsByLength | None,
         draws: ExponentialDraws | None = None,
+        vocabulary: Vocabulary | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
     ) -> None:
         """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
 
         temperature: of sampling, None for greedy. max_block: the largest q. costs: what blocks cost; None to propose as many
-        guesses as there is room for. draws: what sampling draws; None to do without.
+        guesses as there is room for. draws: what sampling draws; None to do without. vocabulary: rows of tokens that nothing else is known of.
         """
         self.memory, self.num_tokens, self.max_block, self.costs = memory, num_tokens, max_block, costs
         self.acceptance = memory.acceptance[temperature is not None]
-        self._temperature = 1.0 if temperature is None else temperature
+        self._warping = (1.0 if temperature is None else temperature, top_k, top_p)
         self._suffixes = [SuffixIndex() for _ in prompt_ids]
         for row, (index, ids) in enumerate(zip(self._suffixes, prompt_ids, strict=True)):
             if key_mask is not None:
@@ -140,6 +122,9 @@ class TreeDrafter:
             index.extend(token if 0 <= token < num_tokens else FOREIGN for token in ids.tolist())
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
         self._sampling_draws = draws
+        self._vocabulary = vocabulary
+        self._siblings: dict[int, Source] = {}  # of each row, what stood behind a wrong guess in the place of its root
+        self._wrong: dict[int, int] = {}  # of each row, such a guess's place among the rows seen
         self._vocab_size = 0  # width of the logits
         self._num_generated = [0] * len(prompt_ids)
         self._growths = [Growth() for _ in self._suffixes]
@@ -174,6 +159,7 @@ class TreeDrafter:
         num_rows = sum(len(seen.tokens) for seen in self._seen) + logits.shape[0] * logits.shape[1]
         is_due = is_first or num_rows >= ROWS_AT_ONCE
         num_judged = num_accepted = 0
+        self._siblings, self._wrong = {}, {}
         for row, (index, growth, path) in enumerate(zip(self._suffixes, self._growths, outcome.accepted, strict=True)):
             if path is None or growth.tokens != outcome.tree.tokens[row]:  # ended before; what goes on there is padding
                 continue
@@ -189,6 +175,9 @@ class TreeDrafter:
                 self.acceptance.rest()
                 continue
             hits = growth.hits(path, committed[-1])
+            wrong = growth.sibling(path[-1] if path else -1) if len(hits) == len(path) else None
+            if wrong is not None:
+                self._wrong[row] = sum(len(seen.tokens) for seen in self._seen[:-1]) + 1 + wrong
             self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path, hits)
             self._proposed.update(growth.kinds)
             self._accepted.update(growth.kinds[node] for node in path)
@@ -259,8 +248,8 @@ class TreeDrafter:
         offers = costs.offers(self.max_block)
         room, least = offers.sizes[-1] - 1, offers.least_chance / trust
         for row in rows:
-            stop = EarlyStop(offers, trust, spare=int(costs.may_explore_next))
-            self._growths[row] = self._grow(row, max_depth, room, least, stop)
+            spare = int(costs.may_explore_next)
+            self._growths[row] = self._grow(row, max_depth, room, least, offers, spare)
         grown = [self._growths[row] for row in rows]
         expected = [
             trust * total
@@ -271,50 +260,43 @@ class TreeDrafter:
         for growth in grown:
             growth.cut(size - 1)
 
-    def _grow(self, row: int, max_depth: int, size: int, least: float, stop: EarlyStop | None) -> Growth:
+    def _grow(self, row: int, max_depth: int, size: int, least: float, offers: Offers | None, spare: int = 0) -> Growth:
         """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`.
 
-        stop: tells when more of them cannot pay; None where all are wanted.
+        offers: sizes and costs, where more guesses than can pay are not wanted. spare: sizes to grow beyond what is enough.
         """
-        growth = Growth()
-        tokens, chances = growth.tokens, self.acceptance.chances
-        index = self._suffixes[row]
-        text = index.tokens
-        frontier: list[tuple[float, int, int, int, int, int, tuple[Pointer, ...]]] = []
-        order, expected, probe = 0, 0.0, chances[PROBE]
-
-        def add_children(
-            parent: int, before: int, token: int, chance: float, depth: int, places: tuple[Pointer, ...]
-        ) -> None:
-            nonlocal order
-            needed = least / chance if least else 0.0  # no node is rarer than the least
-            rows = self._rows(before, token, chance)
-            draws = self._draws(row, depth)
-            for guess, (kind, place) in self._guesses(rows, places, text, draws, needed).items():
-                if chances[kind] >= needed:
-                    order += 1
-                    heappush(frontier, (-chance * chances[kind], order, guess, parent, kind, depth, place))
-
+        index, probe, trust = self._suffixes[row], self.acceptance.chances[PROBE], self.acceptance.trust
         starts = zip(index.matches(), (SUFFIX, SECOND_SUFFIX), strict=False)
         pointers = tuple((place, length, kind, place) for (place, length), kind in starts)
-        add_children(-1, text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1, pointers)
-        if stop is not None and stop.is_enough(0, 0.0, max(-frontier[0][0] if frontier else 0.0, probe)):
-            return growth
-        while frontier and len(tokens) < size:
-            negative, _, token, parent, kind, depth, place = heappop(frontier)
-            node = len(tokens)
-            tokens.append(token)
-            growth.parents.append(parent)
-            growth.kinds.append(kind)
-            growth.chances.append(-negative)
-            growth.depths.append(depth)
-            expected -= negative
-            if stop is not None and stop.is_enough(node + 1, expected, max(-negative, probe)):
-                return growth  # before its children are looked for, which takes longest
-            if depth < max_depth and node + 1 < size:
-                before = text[-1] if parent < 0 else tokens[parent]
-                add_children(node, before, token, -negative, depth + 1, place)
-        self._add_probes(growth, size)
+        is_stopped = False
+
+        def enough(chances: list[float]) -> int:
+            nonlocal is_stopped
+            if offers is None:
+                return size
+            stop, expected = EarlyStop(offers, trust, spare), list(accumulate(chances, initial=0.0))
+            for num_nodes in (offered - 1 for offered in offers.sizes if offered <= len(expected)):
+                chance = chances[max(0, num_nodes - 1)] if chances else 0.0
+                if stop.is_enough(num_nodes, expected[num_nodes], max(chance, probe)):
+                    is_stopped = True
+                    return num_nodes
+            is_stopped = False
+            return size
+
+        sibling = self._siblings.get(row)
+        grower = Grower(
+            self.memory,
+            self.acceptance,
+            self._vocabulary,
+            self._warping[0],
+            index.tokens,
+            partial(self._draws, row),
+            () if sibling is None else (sibling,),
+            pointers,
+        )
+        growth = grower.grow(max_depth, size, least, enough)
+        if not is_stopped:
+            self._add_probes(growth, size)
         return growth
 
     def _draws(self, row: int, depth: int) -> Draws | None:
@@ -322,45 +304,6 @@ class TreeDrafter:
         if self._sampling_draws is None:
             return None
         return self._sampling_draws.peek(row, self._num_generated[row] + depth - 1, self._vocab_size)
-
-    def _rows(self, before: int, token: int, chance: float) -> list[tuple[Row, int]]:
-        """What the model has said behind two tokens, each with the kind of its rarest guess. chance: that they are accepted."""
-        pair = self.memory.pairs.get(before << KEY_SHIFT | token)
-        if pair is not None and chance < BOTH_ROWS:
-            return [(pair, PAIR)]
-        single = self.memory.singles.get(token)
-        return [(row, kind) for row, kind in ((pair, PAIR), (single, SINGLE)) if row is not None]
-
-    def _guesses(
-        self,
-        rows: list[tuple[Row, int]],
-        pointers: tuple[Pointer, ...],
-        text: list[int],
-        draws: Draws | None,
-        needed: float,
-    ) -> dict[int, tuple[int, tuple[Pointer, ...]]]:
-        """What may follow, each by the source that is surest of it: token -> kind and pointers behind it.
-
-        needed: the chance below which a guess of a row's is of no use.
-        """
-        chances = self.acceptance.chances
-        found: dict[int, tuple[int, tuple[Pointer, ...]]] = {}
-        for (ids, bins), first in rows:
-            if draws is not None:
-                bins = [bisect_left(BIN_EDGES, c) for c in win_chances(ids, [BIN_MIDDLES[b] for b in bins], draws)]
-            for guess, bin_index in zip(ids, bins, strict=True):
-                kind = first + bin_index
-                if chances[kind] >= needed and (guess not in found or chances[found[guess][0]] < chances[kind]):
-                    found[guess] = kind, ()
-        for place, length, first, start in pointers:
-            guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
-            if guess == FOREIGN:
-                continue
-            if guess in found and chances[found[guess][0]] > chances[kind]:
-                kind = found[guess][0]
-            # At the text's end it goes on as if it were repeating itself.
-            found[guess] = kind, ((place + 1 if place + 1 < len(text) else start, length + 1, first, start),)
-        return found
 
     def _add_probes(self, growth: Growth, size: int) -> None:
         """Fill what is left with likely tokens whose rows are unknown: the step that tries them learns their rows."""
@@ -380,16 +323,13 @@ class TreeDrafter:
             self._add_probe(growth, token)
 
     def _add_probe(self, growth: Growth, token: int) -> None:
-        growth.tokens.append(token)
-        growth.parents.append(-1)
-        growth.kinds.append(PROBE)
-        growth.chances.append(self.acceptance.chances[PROBE])
-        growth.depths.append(1)
+        growth.add(token, -1, PROBE, self.acceptance.chances[PROBE], 1)
 
     def _learn_rows(self) -> None:
         """Remember the rows seen, those of accepted tokens last: later ones count more."""
         logits = torch.cat([seen.logits for seen in self._seen]) if len(self._seen) > 1 else self._seen[0].logits
-        ids, bins = most_likely(logits, self._temperature)
+        ids, bins = most_likely(logits, *self._warping)
+        self._siblings = {row: (packed(ids[[i]], bins[[i]]), SIBLING) for row, i in self._wrong.items()}
         previous = [token for seen in self._seen for token in seen.previous]
         tokens = [token for seen in self._seen for token in seen.tokens]
         is_accepted = [flag for seen in self._seen for flag in seen.is_accepted]

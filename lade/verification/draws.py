@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from math import exp
-from operator import truediv
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ Draws = npt.NDArray[Any]  # [V]
 
 # Exponent on the ratios e / p: 1 if the probabilities were exact, less because they are estimates from other contexts.
 SHARPNESS = 0.75
+TINY = 1e-30  # in place of 0 where something is divided by it
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
 # Threads share a device's generator, whose state `ExponentialDraws` and `DrawRing` read and set later. Without this
 # lock, two calls could get the same draws.
@@ -148,13 +147,19 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def win_chances(ids: Sequence[int], chances: Sequence[float], draws: Draws) -> list[float]:
+def win_chances(
+    ids: npt.NDArray[Any] | list[int], chances: npt.NDArray[Any] | list[float], draws: Draws
+) -> npt.NDArray[Any]:
     """Probability that each of some tokens is sampled, given the draws.
 
-    chances: estimated probabilities of `ids`; the other tokens share the rest. draws: [V].
+    ids: [..., K]. chances: [..., K] estimated probabilities of `ids`; the other tokens share the rest. draws: [V].
+    Returns [..., K].
     """
-    times = list(map(truediv, draws.take(ids).tolist(), chances))
-    first = min(times)
-    weights = [(first / time) ** SHARPNESS for time in times]
-    rest, total = max(0.0, 1.0 - sum(chances)), sum(weights)
-    return [weight / total * exp(-rest * time) for weight, time in zip(weights, times, strict=True)]
+    chances = np.asarray(chances)
+    times = np.maximum(draws.take(ids), TINY) / chances
+    weights = (np.minimum.reduce(times, axis=-1, keepdims=True) / times) ** SHARPNESS
+    rest = np.maximum(0.0, 1.0 - np.add.reduce(chances, axis=-1, keepdims=True))
+    with np.errstate(under="ignore"):  # whatever numpy has been told to raise
+        weights *= np.exp(-rest * times) / np.add.reduce(weights, axis=-1, keepdims=True)
+    found: npt.NDArray[Any] = weights
+    return found

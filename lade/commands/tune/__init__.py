@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> int:
     check_decoding_arguments(parser, args)
     from lade.commands.tune.report import as_text, settings_file  # which import torch
     from lade.commands.tune.search import PLAN, QUICK_PLAN, tune
+    from lade.drafting.vocabulary import prepare_vocabulary
 
     plan = QUICK_PLAN if args.quick else PLAN
     new_tokens = plan.max_new_tokens if args.max_new_tokens is None else args.max_new_tokens
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     os.environ.pop("LADE_CONFIG", None)  # candidates are tried on top of the defaults
     model, tokenizer = load(args)
+    prepare_vocabulary(model)  # later processes find it in the cache folder
     common = {"max_new_tokens": new_tokens, "seed": args.seed, **how_to_choose(args)}
     try:
         findings = tune(model, as_inputs(rows, tokenizer, args.device), common, plan, progress_bar)

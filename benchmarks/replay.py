@@ -1,0 +1,340 @@
+"""Tokens per step of any drafter by exact replay: plain texts are recorded once, then every drafter guesses at the same ones.
+
+    python benchmarks/replay.py --set functions=benchmarks/prompts.jsonl --temperatures 0,0.4,0.7,1 --sizes 16,64
+    python benchmarks/replay.py --records /tmp/records --out new.json --against old.json
+
+The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the drafter what the
+loop would: the same requests, random draws, committed tokens, and the model's own logits behind every node of its tree, rejected
+ones included. Those are computed when a drafter asks for them first, and kept (`--records`), so that later replays take no model.
+A drafter is anything `lade.drafting.register_drafter` knows (`--modes`). Every step has the whole block (ADAPTIVE=0): what is compared
+are guesses, not sizes.
+
+"Cold" begins each prompt with an empty memory, "warm" takes a set's prompts in their order with one. S is tokens over forward passes,
+the prompt's included. Ratios are means over prompts, with standard errors, of those whose text is no loop (`harness.is_looping`).
+Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from math import exp, log, sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import harness
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from lade.block.token_tree import TokenTree
+from lade.commands.measure import use_lade
+from lade.config import LookaheadConfig, current_config, temporary_settings
+from lade.drafting import DraftRequest, Outcome, make_drafter
+from lade.drafting.memory import Memory
+from lade.verification.draws import ExponentialDraws
+from lade.verification.sequences import TokenSequences
+from lade.verification.walk import children_of
+
+KEPT = 64  # likeliest tokens of a row of logits that are kept as they are
+
+Node = tuple[int, tuple[int, ...]]  # tokens of the text that it follows, and guesses behind them
+
+
+@dataclass
+class Recording:
+    """One plain text and what is known of the model around it.
+
+    prompt, tokens: ids. temperature: None for greedy. rows: by node, the KEPT likeliest ids and their logits, and the logit that all
+    others get, so that the probabilities at this temperature are those of the whole row.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    temperature: float | None
+    arguments: dict[str, Any]
+    seed: int = 0
+    rows: dict[Node, tuple[Tensor, Tensor, float]] = field(default_factory=dict)
+
+    @property
+    def is_looping(self) -> bool:
+        return harness.is_looping(self.tokens)
+
+
+def record(
+    model: Any, inputs: dict[str, Tensor], temperature: float | None, max_new_tokens: int, **arguments: Any
+) -> Recording:
+    """Plain `generate()` on one prompt. arguments: more of generate()'s, such as top_k."""
+    arguments |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    with use_lade(False):
+        tokens, _ = harness.generate_timed(model, inputs, max_new_tokens=max_new_tokens, **arguments)
+    return Recording(inputs["input_ids"][0].tolist(), tokens, temperature, arguments)
+
+
+class Oracle:
+    """The model's logits behind any guess at a recorded text."""
+
+    def __init__(self, model: Any, recording: Recording) -> None:
+        self.model, self.recording = model, recording
+        self.text = recording.prompt + recording.tokens
+        self._num_tokens = model.config.get_text_config().vocab_size
+        self._cache: DynamicCache | None = None
+        self.num_forwards = 0
+
+    def logits(self, length: int, tree: TokenTree) -> Tensor:
+        """Behind the root, the text's token number `length`, and behind each node. Returns [1, 1 + n, V]."""
+        nodes = self._nodes(length, tree)
+        known = self.recording.rows
+        missing = [node for node in dict.fromkeys(nodes) if node not in known]
+        if missing:
+            self._ask(missing)
+        found = [known[node] for node in nodes]
+        logits = torch.tensor([rest for _, _, rest in found])[:, None].repeat(1, self._num_tokens)
+        logits.scatter_(1, torch.stack([ids for ids, _, _ in found]), torch.stack([values for _, values, _ in found]))
+        return logits[None]
+
+    def _nodes(self, length: int, tree: TokenTree) -> list[Node]:
+        nodes: list[Node] = [(length, ())]
+        for token, parent in zip(tree.tokens[0], tree.parents[0], strict=True):
+            place, guesses = nodes[parent + 1]
+            is_text = not guesses and place < len(self.text) and self.text[place] == token
+            nodes.append((place + 1, ()) if is_text else (place, (*guesses, token)))
+        return nodes
+
+    def _ask(self, missing: list[Node]) -> None:
+        """One forward over the nodes, and the guesses before them, behind the whole text; each sees its own past only."""
+        length = len(self.text)
+        with torch.inference_mode():
+            if self._cache is None:
+                self._cache = DynamicCache()
+                logits = self.model(torch.tensor([self.text]), past_key_values=self._cache).logits[0]
+                self._keep([(place + 1, ()) for place in range(length)], logits)
+                missing = [node for node in missing if node not in self.recording.rows]
+                if not missing:
+                    return
+            block = dict.fromkeys((place, guesses[: k + 1]) for place, guesses in missing for k in range(len(guesses)))
+            index = {node: i for i, node in enumerate(block)}
+            visible = torch.zeros(len(block), length + len(block), dtype=torch.bool)
+            for (place, guesses), i in index.items():
+                visible[i, :place] = True
+                visible[i, [length + index[place, guesses[: k + 1]] for k in range(len(guesses))]] = True
+            dtype = self.model.dtype
+            logits = self.model(
+                input_ids=torch.tensor([[guesses[-1] for _, guesses in block]]),
+                position_ids=torch.tensor([[place + len(guesses) - 1 for place, guesses in block]]),
+                attention_mask=torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[
+                    None, None
+                ],
+                past_key_values=self._cache,
+            ).logits[0]
+            self._cache.crop(-len(block))
+            self.num_forwards += 1
+        self._keep(list(block), logits)
+
+    def _keep(self, nodes: list[Node], logits: Tensor) -> None:
+        temperature = self.recording.temperature or 1.0
+        values, ids = logits.float().topk(min(KEPT, logits.shape[-1]))
+        num_others = max(1, logits.shape[-1] - KEPT)
+        share = (logits.float() / temperature).softmax(-1).gather(1, ids).double().sum(1)
+        total = (logits.double() / temperature).logsumexp(-1)
+        for i, node in enumerate(nodes):
+            others = max(1e-12, 1.0 - float(share[i]))
+            rest = temperature * (float(total[i]) + log(others / num_others))
+            self.recording.rows.setdefault(node, (ids[i].clone(), values[i].clone(), min(rest, float(values[i, -1]))))
+
+
+@dataclass
+class Replay:
+    """What one drafter made of one recording."""
+
+    num_tokens: int
+    num_steps: int
+    sources: dict[str, list[int]]
+    seconds: float  # of propose and learn, of this thread's processor time
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.num_tokens / self.num_steps
+
+
+def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Memory | None = None) -> Replay:
+    """The steps that the loop would take with the drafter of `config`, with its own (N, W, G) or MAX_BLOCK. ADAPTIVE must be 0."""
+    oracle = Oracle(model, recording)
+    prompt, tokens = recording.prompt, recording.tokens
+    torch.manual_seed(recording.seed)
+    sequences = TokenSequences(torch.tensor([prompt]), len(oracle.text))
+    draws = None if recording.temperature is None else ExponentialDraws(torch.device("cpu"), 1)
+    with memory.active() if memory is not None else nullcontext():
+        drafter = make_drafter(
+            DraftRequest(
+                config=config,
+                model=model,
+                num_tokens=oracle._num_tokens,
+                prompt_ids=torch.tensor([prompt]),
+                key_mask=None,
+                temperature=recording.temperature,
+                draws=draws,
+            )
+        )
+    tree, num_steps, num_done, seconds = TokenTree.empty(1), 0, 0, 0.0
+    while num_done < len(tokens):
+        if num_steps:
+            began = time.thread_time()
+            draft = drafter.propose(sequences, [False], None)
+            if draft.has_window:
+                raise SystemExit(
+                    "a replay has no logits behind a window's cells: drafters of trees alone, got a window"
+                )
+            tree = draft.tree
+            seconds += time.thread_time() - began
+        logits = oracle.logits(len(prompt) + num_done, tree)
+        children, path, node, before = children_of(tree.tokens[0], tree.parents[0]), [], -1, num_done
+        while True:
+            token = tokens[num_done]
+            if draws is not None:
+                draws.draw(num_done, oracle._num_tokens)
+            sequences.append([token], 0)
+            num_done += 1
+            node = children.get((node, token), -1)
+            if node < 0 or num_done == len(tokens):
+                break
+            path.append(node)
+        if draws is not None:
+            draws.forget(before)
+        began = time.thread_time()
+        drafter.learn(Outcome(tree, logits, [path], None, sequences))
+        seconds += time.thread_time() - began
+        num_steps += 1
+    drafter.finish()
+    return Replay(len(tokens), num_steps, drafter.sources(), seconds)
+
+
+def replay_all(model: Any, recordings: list[Recording], config: LookaheadConfig, is_warm: bool) -> list[Replay]:
+    """All texts of a set in their order. is_warm: with one memory."""
+    shared = Memory()
+    return [replay(model, recording, config, shared if is_warm else Memory()) for recording in recordings]
+
+
+def ratio(new: list[float], old: list[float]) -> tuple[float, float]:
+    """Geometric mean over prompts of new / old, and its standard error."""
+    logs = [log(a / b) for a, b in zip(new, old, strict=True)]
+    error = stdev(logs) / sqrt(len(logs)) if len(logs) > 1 else 0.0
+    return exp(mean(logs)), exp(mean(logs)) * error
+
+
+def summary(replays: list[Replay], recordings: list[Recording]) -> dict[str, Any]:
+    varied = [r for r, text in zip(replays, recordings, strict=True) if not text.is_looping]
+    each = [r.tokens_per_step for r in varied]
+    steps = sum(r.num_steps for r in replays)
+    sources: dict[str, list[int]] = {}
+    for r in varied:
+        for name, (proposed, accepted) in r.sources.items():
+            counts = sources.setdefault(name, [0, 0])
+            counts[0] += proposed
+            counts[1] += accepted
+    return {
+        "S": round(sum(r.num_tokens for r in replays) / steps, 4),
+        "S_without_loops": round(sum(r.num_tokens for r in varied) / max(1, sum(r.num_steps for r in varied)), 4),
+        "standard_error": round(stdev(each) / sqrt(len(each)), 4) if len(each) > 1 else None,
+        "prompts": len(replays),
+        "loops": len(replays) - len(varied),
+        "microseconds_per_step": round(sum(r.seconds for r in replays) / steps * 1e6),
+        "each": [round(r.tokens_per_step, 4) for r in replays],
+        "is_loop": [text.is_looping for text in recordings],
+        "sources": sources,
+    }
+
+
+def compared(figures: dict[str, Any], base: dict[str, Any]) -> list[float]:
+    """Ratio of S to that of another run on the same texts, without loops, and its standard error."""
+    pairs = [(a, b) for a, b, loop in zip(figures["each"], base["each"], figures["is_loop"], strict=True) if not loop]
+    return [round(x, 4) for x in ratio([a for a, _ in pairs], [b for _, b in pairs])] if pairs else [1.0, 0.0]
+
+
+def recordings_of(
+    args: argparse.Namespace, model: Any, tokenizer: Any, name: str, path: Path, temperature: float
+) -> tuple[list[Recording], Path | None]:
+    """Of one set and temperature, from the folder of records where they are there; and the file that keeps them."""
+    file = args.records and args.records / f"{name}-{temperature:g}-{args.limit}-{args.max_new_tokens}.pickle"
+    if file and file.exists():
+        with file.open("rb") as stream:
+            return [unpacked(*packed) for packed in pickle.load(stream)], file
+    args.prompts = path
+    prompts = harness.load_prompts(args, tokenizer)
+    return [record(model, inputs, temperature or None, args.max_new_tokens) for inputs in prompts], file
+
+
+def keep(recordings: list[Recording], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    packed = []
+    for text in recordings:
+        ids, values = (torch.stack([row[k] for row in text.rows.values()] or [torch.zeros(0)]) for k in (0, 1))
+        rows = list(text.rows), ids.int().numpy(), values.numpy(), [row[2] for row in text.rows.values()]
+        packed.append((text.prompt, text.tokens, text.temperature, text.arguments, text.seed, *rows))
+    with file.open("wb") as stream:
+        pickle.dump(packed, stream)
+
+
+def unpacked(prompt, tokens, temperature, arguments, seed, nodes, ids, values, others) -> Recording:
+    rows = zip(torch.from_numpy(ids).long(), torch.from_numpy(values), others, strict=False)
+    return Recording(prompt, tokens, temperature, arguments, seed, dict(zip(nodes, rows, strict=True)))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_model_arguments(parser)
+    parser.set_defaults(dtype="float32", limit=40, device="cpu")
+    parser.add_argument("--set", action="append", help="NAME=FILE of prompts; by default functions and chat")
+    parser.add_argument(
+        "--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0, 0.4, 0.7, 1]
+    )
+    parser.add_argument("--sizes", type=lambda text: [int(q) for q in text.split(",")], default=[16, 64])
+    parser.add_argument(
+        "--modes", type=lambda text: text.split(","), default=["tree"], help="of the drafters' registry"
+    )
+    parser.add_argument("--memories", type=lambda text: text.split(","), default=["cold", "warm"])
+    parser.add_argument("--records", type=Path, help="a folder of your own that keeps what the model has said (pickle)")
+    parser.add_argument("--against", type=Path, help="a JSON of an earlier run to compare with")
+    parser.add_argument("--out", type=Path, help="write the JSON there as well")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    model, tokenizer = harness.load_model(args)
+    sets = dict(item.split("=", 1) for item in args.set or ()) or {
+        "functions": harness.PROMPTS,
+        "chat": harness.PROMPTS.parent / "chat.jsonl",
+    }
+    base = json.loads(args.against.read_text())["replays"] if args.against else {}
+    figures: dict[str, Any] = {}
+    for name, path in sets.items():
+        for temperature in args.temperatures:
+            recordings, file = recordings_of(args, model, tokenizer, name, Path(path), temperature)
+            for mode in args.modes:
+                for q in args.sizes:
+                    for memory in args.memories:
+                        with temporary_settings(MODE=mode, ADAPTIVE=0, MAX_BLOCK=q):
+                            config = current_config()
+                        found = replay_all(model, recordings, config, memory == "warm")
+                        key = f"{name} T={temperature:g} {mode} q={q} {memory}"
+                        figures[key] = one = summary(found, recordings)
+                        line = f"{key:<36} S {one['S']:6.3f}  no loops {one['S_without_loops']:6.3f} +- {one['standard_error']}"
+                        line += f"  loops {one['loops']}/{one['prompts']}  {one['microseconds_per_step']:5d} us"
+                        if key in base:
+                            one["ratio"] = compared(one, base[key])
+                            line += "  ratio {:.3f} +- {:.3f}".format(*one["ratio"])
+                        print(line, flush=True)
+            if file:
+                keep(recordings, file)
+    shown = {"benchmark": "replay", "environment": harness.environment(model), "max_new_tokens": args.max_new_tokens}
+    harness.finish(shown | {"replays": figures}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""A row for every token from the start: what the model puts behind it where no text comes before.
+
+Such a row is a weak guess, used where nothing better is known of a token. It says nothing about anybody's texts, so that all memories of a
+model may share it: it is made once per model, and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lade.block_size.tables import can_store
+from lade.block_size.tables import folder as cache_folder
+from lade.drafting.likeliest import likeliest
+from lade.drafting.memory_file import read_arrays, write_arrays
+from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, ROW_LENGTH, Packed, packed
+from lade.state import PerModel
+from lade.verification.draws import TINY
+
+logger = logging.getLogger("lade")
+
+MAX_BYTES = 8 * 2**20  # of a model's rows
+LEAST_LENGTH = 8  # ids of a row; where that is too much for all tokens, those with the largest ids have no row
+BYTES_PER_ID = 4 + 2
+# Floating-point operations up to which rows are made without being asked for, by kind of device: some tenths of a second.
+CHEAP = {"cpu": 1e11, "cuda": 2e13}
+MAX_TEMPERATURES = 2  # that rows are kept ready for
+AFFORDABLE = 100.0  # times as many where they are asked for beforehand
+MAX_LOGITS = 2**24  # of one forward
+MAX_BATCH = 256  # tokens of one forward
+NUM_SAMPLED = 64  # numbers of each parameter by which a model is known again
+
+_BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
+
+
+class Vocabulary:
+    """Rows of the tokens 0, 1, ..: ids, [N, K], and the logarithms of their probabilities at temperature 1, likeliest first."""
+
+    def __init__(self, ids: npt.NDArray[np.int32], logs: npt.NDArray[np.float16]) -> None:
+        """Raises ValueError where these cannot be such rows."""
+        if ids.ndim != 2 or ids.shape != logs.shape or ids.dtype.kind != "i" or logs.dtype.kind != "f":
+            raise ValueError("its rows of tokens alone have a wrong shape or type")
+        if ids.size and (ids.min() < 0 or not np.isfinite(logs).all() or logs.max() > 0):
+            raise ValueError("its rows of tokens alone hold values out of range")
+        self.ids, self.logs = ids, logs
+        self._rows: dict[float, Packed] = {}  # by temperature
+        self.largest_id = int(ids.max(initial=-1))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, tokens: Sequence[int], temperature: float) -> Packed:
+        """Some tokens' rows at a temperature, [R, ROW_LENGTH]; short rows repeat their last id."""
+        rows = self._rows.get(temperature)
+        if rows is None:
+            if len(self._rows) >= MAX_TEMPERATURES:
+                self._rows = {}
+            rows = self._rows[temperature] = packed(self.ids, self._bins_at(temperature))
+        found, missing = rows[tokens], ROW_LENGTH - rows.shape[1]
+        if missing:
+            last = found[:, -1:] >> BIN_BITS << BIN_BITS  # in the rarest bin
+            found = np.concatenate([found, np.repeat(last, missing, axis=1)], axis=1)
+        return found
+
+    def _bins_at(self, temperature: float) -> npt.NDArray[np.int8]:
+        with np.errstate(under="ignore"):  # whatever numpy has been told to raise
+            weights = np.exp(self.logs.astype(np.float32))
+            rest = np.maximum(0.0, 1.0 - weights.sum(1))
+            if temperature != 1.0:
+                rest = rest * weights[:, -1] ** (
+                    1 / temperature - 1
+                )  # no other token is likelier than the row's last one
+                weights = weights ** (1 / temperature)
+            chances = weights / np.maximum(weights.sum(1) + rest, TINY)[:, None]
+        return _BIN_EDGES.searchsorted(chances).astype(np.int8)
+
+    def as_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {"vocabulary_ids": self.ids, "vocabulary_logs": self.logs}
+
+
+def size_of_rows(num_tokens: int) -> tuple[int, int]:
+    """How many rows there are for so many tokens, and how many ids each has, within MAX_BYTES."""
+    length = min(ROW_LENGTH, num_tokens, max(LEAST_LENGTH, MAX_BYTES // (BYTES_PER_ID * num_tokens)))
+    return min(num_tokens, MAX_BYTES // (BYTES_PER_ID * length)), length
+
+
+def make_vocabulary(model: Any) -> Vocabulary:
+    """Run the model on each token alone: one text of one token, without a token that begins texts."""
+    num_tokens = _num_tokens(model)
+    num_rows, length = size_of_rows(num_tokens)
+    batch = max(1, min(MAX_BATCH, MAX_LOGITS // num_tokens))
+    ids: list[npt.NDArray[Any]] = []
+    logs: list[npt.NDArray[Any]] = []
+    for start in range(0, num_rows, batch):
+        tokens = torch.arange(start, min(num_rows, start + batch), device=model.device)[:, None]
+        with torch.no_grad():
+            logits = model(input_ids=tokens, use_cache=False).logits[:, -1, :num_tokens]
+        values, found = likeliest(logits)
+        ids.append(found[:, :length].cpu().numpy().astype(np.int32))
+        logs.append(values[:, :length].clamp_min(1e-7).log().clamp_max(0).cpu().numpy().astype(np.float16))
+    return Vocabulary(np.concatenate(ids), np.concatenate(logs))
+
+
+def vocabulary_of(model: Any, may_make: bool, may_load: bool = True) -> Vocabulary | None:
+    """The rows of a model: known to this process, or stored by an earlier one, or made now if they cost little.
+
+    may_make: whether the model may be run for them. may_load: whether what earlier processes have stored may decide. None where there
+    are none.
+    """
+    slot = _slot_of(model)
+    with slot.lock:
+        if slot.vocabulary is None and may_make and not slot.is_settled:
+            slot.is_settled = True
+            stored = _load(model) if may_load else None
+            slot.vocabulary = stored or (_make_quietly(model) if _is_unseen(model) and _is_within(model, 1) else None)
+        return slot.vocabulary
+
+
+def prepare_vocabulary(model: Any) -> bool:
+    """Make and store the rows of a model on request, where that takes no more than some tens of seconds. Returns whether it did."""
+    vocabulary = _make_quietly(model) if _is_within(model, AFFORDABLE) else None
+    if vocabulary is not None:
+        keep_vocabulary(model, vocabulary)
+    return vocabulary is not None
+
+
+def keep_vocabulary(model: Any, vocabulary: Vocabulary) -> None:
+    """Let all calls of a model use these rows, and later processes too."""
+    slot = _slot_of(model)
+    with slot.lock:
+        slot.vocabulary, slot.is_settled = vocabulary, True
+    _store(model, vocabulary)
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.vocabulary: Vocabulary | None = None
+        self.is_settled = False  # whether it was looked for
+
+
+_known: PerModel[dict[int, _Slot]] = PerModel(dict)  # by tokens: embeddings may be resized
+
+
+def _num_tokens(model: Any) -> int:
+    return int(min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size))
+
+
+def _slot_of(model: Any) -> _Slot:
+    return _known.of(model).setdefault(_num_tokens(model), _Slot())
+
+
+def _is_unseen(model: Any) -> bool:
+    """Whether nothing of the user's looks on when the model is run."""
+    is_watched = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return not (model.training or is_watched or "forward" in vars(model))
+
+
+def _is_within(model: Any, factor: float) -> bool:
+    """Whether making the rows takes at most so many times what is cheap on the model's device."""
+    num_rows, _ = size_of_rows(_num_tokens(model))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return 2 * num_parameters * num_rows <= factor * CHEAP.get(model.device.type, 0.0)
+
+
+def _make_quietly(model: Any) -> Vocabulary | None:
+    try:
+        vocabulary = make_vocabulary(model)
+    except Exception as error:  # a model that takes more than ids says so in its own way; guesses do without
+        logger.debug("no rows of tokens alone: %s", error)
+        return None
+    _store(model, vocabulary)
+    return vocabulary
+
+
+def _file_of(model: Any) -> Path | None:
+    """Where a model's rows are stored: by some numbers of each parameter, and by what changes their rounding."""
+    if not can_store():
+        return None
+    known = hashlib.sha256(f"{model.config.model_type} {model.dtype} {model.device.type}".encode())
+    for name, parameter in model.named_parameters():
+        numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // NUM_SAMPLED)][:NUM_SAMPLED]
+        known.update(f"{name} {tuple(parameter.shape)}".encode() + numbers.float().cpu().numpy().tobytes())
+    path = cache_folder()
+    return None if path is None else path / f"vocabulary-{known.hexdigest()[:32]}.npz"
+
+
+def _load(model: Any) -> Vocabulary | None:
+    try:
+        path = _file_of(model)
+        if path is None or not path.exists():
+            return None
+        arrays = read_arrays(path, 0, 0, MAX_BYTES)
+        vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
+        return vocabulary if vocabulary.largest_id < _num_tokens(model) else None
+    except Exception as error:  # whatever a damaged file may lead to
+        logger.debug("the stored rows of tokens alone cannot be read: %s", error)
+        return None
+
+
+def _store(model: Any, vocabulary: Vocabulary) -> None:
+    try:
+        path = _file_of(model)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_arrays(path, vocabulary.as_arrays())
+    except Exception as error:  # a full disk, a folder that has gone, parameters without data
+        logger.debug("the rows of tokens alone cannot be stored: %s", error)

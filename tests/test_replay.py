@@ -1,0 +1,102 @@
+"""The replay bench takes the very steps of the loop, from what was recorded alone."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import prompt, tiny_llama
+
+import lade
+from lade.config import current_config
+from lade.drafting.memory import Memory
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("replay")
+
+
+@pytest.fixture
+def command(bench, lade_on, monkeypatch, capsys):
+    """Runs the bench's main() with arguments. Returns what its last line says."""
+
+    def run(*arguments: str) -> dict:
+        monkeypatch.setattr(sys, "argv", ["replay.py", *arguments])
+        bench.main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def steps_of_loop(model, inputs, memory, **arguments):
+    torch.manual_seed(0)
+    with memory.active():
+        model.generate(**inputs, max_new_tokens=60, **arguments)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    return stats.steps, stats.sources
+
+
+@pytest.mark.parametrize("temperature", [None, 0.6])
+@pytest.mark.parametrize("max_block", [6, 40])
+def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, model, temperature, max_block):
+    lade.config_lade(MODE="tree", MAX_BLOCK=max_block, ADAPTIVE=0)
+    looped, replayed = Memory(), Memory()
+    for seed in range(3):  # the second and third with what the memory has learned
+        inputs = prompt(20, seed=seed)
+        text = bench.record(model, inputs, temperature, 60)
+        steps, sources = steps_of_loop(model, inputs, looped, **text.arguments)
+        found = bench.replay(model, text, current_config(), replayed)
+        assert (found.num_steps, found.sources) == (steps, sources)
+        assert found.num_steps < found.num_tokens == 60
+
+
+def test_a_replay_of_what_is_known_takes_no_model(lade_on, bench, model):
+    lade.config_lade(MODE="tree", MAX_BLOCK=12, ADAPTIVE=0)
+    text = bench.record(model, prompt(20), 0.6, 40)
+    first = bench.replay(model, text, current_config(), Memory())
+    model_calls = []
+    hook = model.register_forward_hook(lambda *_: model_calls.append(1))
+    again = bench.replay(model, text, current_config(), Memory())
+    hook.remove()
+    assert (first.num_steps, first.sources) == (again.num_steps, again.sources)
+    assert not model_calls
+
+
+def test_logits_behind_wrong_guesses_are_the_models(bench, model):
+    """Kept rows hold the likeliest ids' logits, also behind guesses that the text does not go on with."""
+    text = bench.record(model, prompt(20), None, 12)
+    tree = bench.TokenTree([[1, 2, 3, text.tokens[5]]], [[-1, 0, 1, -1]])
+    found = bench.Oracle(model, text).logits(20 + 5, tree)[0]
+    before = text.prompt + text.tokens[:5]
+    for row, more in enumerate([[], [1], [1, 2], [1, 2, 3], [text.tokens[5]]]):
+        expected = model(torch.tensor([before + more])).logits[0, -1].float()
+        torch.testing.assert_close(found[row], expected)
+
+
+def test_a_drafter_with_a_window_is_refused(lade_on, bench, model):
+    lade.config_lade(MODE="lookahead", LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2, ADAPTIVE=0)
+    with pytest.raises(SystemExit, match="window"):
+        bench.replay(model, bench.record(model, prompt(20), None, 12), current_config())
+
+
+def test_command(command, tmp_path):
+    arguments = ("--limit", "2", "--max_new_tokens", "12", "--temperatures", "0.5", "--sizes", "6")
+    out = tmp_path / "first.json"
+    first = command(*arguments, "--records", str(tmp_path), "--out", str(out))
+    assert len(first["replays"]) == 4  # two sets, cold and warm
+    again = command(*arguments, "--records", str(tmp_path), "--against", str(out))
+    for key, figures in again["replays"].items():
+        assert figures["each"] == first["replays"][key]["each"]
+        assert figures["prompts"] == figures["loops"] or figures["ratio"][0] == 1.0

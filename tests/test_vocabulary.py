@@ -1,0 +1,246 @@
+"""Rows of tokens alone: they are the model's, bounded, made where that is cheap or asked for, and change no text."""
+
+import heapq
+
+import numpy as np
+import pytest
+import torch
+from support import VOCAB, generate_plain, prompt, tiny_llama
+
+import lade
+from lade.drafting import growth as growth_module
+from lade.drafting import vocabulary as vocabulary_module
+from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, PAIR, VOCABULARY, Acceptance
+from lade.drafting.growth import Grower
+from lade.drafting.likeliest import likeliest, most_likely
+from lade.drafting.memory import KEY_SHIFT, Memory
+from lade.drafting.top_k_table import BIN_EDGES, NUM_BINS, ROW_LENGTH, unpacked
+from lade.drafting.vocabulary import (
+    MAX_BYTES,
+    Vocabulary,
+    make_vocabulary,
+    prepare_vocabulary,
+    size_of_rows,
+    vocabulary_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def tree(lade_on):
+    lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
+
+
+@pytest.fixture
+def forwards():
+    """Counts the forwards of a model without a hook, which would keep lade from running it unasked."""
+
+    def count(model):
+        calls, inner = [], type(model).forward
+
+        class Counted(type(model)):
+            def forward(self, *args, **kwargs):
+                calls.append(1)
+                return inner(self, *args, **kwargs)
+
+        model.__class__ = Counted
+        return calls
+
+    return count
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_rows_are_the_models(temperature):
+    model = tiny_llama()
+    found = make_vocabulary(model)
+    assert len(found) == VOCAB
+    assert found.ids.shape[1] == ROW_LENGTH
+    ids, bins = unpacked(found.rows([3, 40], temperature))
+    logits = torch.stack([model(torch.tensor([[token]])).logits[0, -1] for token in (3, 40)])
+    chances, expected = likeliest(logits, temperature)
+    assert ids.tolist() == expected.tolist()
+    # Half precision of the logarithms, and a rest that is only bounded: at most one bin off.
+    assert np.abs(bins - np.searchsorted(BIN_EDGES, chances.detach().numpy())).max() <= 1
+
+
+@pytest.mark.parametrize("num_tokens", [5, 61, 4096, 32_000, 128_256, 151_936, 262_144, 5_000_000])
+def test_memory_is_bounded(num_tokens):
+    num_rows, length = size_of_rows(num_tokens)
+    assert 0 < num_rows <= num_tokens
+    assert num_rows * length * 6 <= MAX_BYTES
+    assert length == min(num_tokens, ROW_LENGTH) if num_tokens <= 32_000 else 8 <= length < ROW_LENGTH
+    assert num_rows == num_tokens or num_tokens > 150_000
+
+
+def test_short_rows_are_filled_up():
+    found = Vocabulary(np.arange(24, dtype=np.int32).reshape(3, 8), np.full((3, 8), -3, dtype=np.float16))
+    ids, bins = unpacked(found.rows([1], 1.0))
+    assert ids.shape == bins.shape == (1, ROW_LENGTH)
+    assert ids[0].tolist() == [*range(8, 16), *[15] * (ROW_LENGTH - 8)]
+    assert not bins[0, 8:].any()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "temperature": 0.6, "top_k": 7, "top_p": 0.8}])
+def test_guesses_from_the_first_step_and_the_same_text(arguments):
+    model, inputs = tiny_llama(), prompt(20)
+    torch.manual_seed(5)
+    expected = generate_plain(model, inputs, max_new_tokens=40, **arguments)
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=40, **arguments), expected)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert stats.sources["vocabulary"][0] > 0
+    assert stats.block_tokens[0] == 16
+
+
+def test_a_model_is_run_unasked_only_where_nobody_notices(forwards, monkeypatch):
+    assert vocabulary_of(tiny_llama(), may_make=True) is not None  # the control
+    assert vocabulary_of(tiny_llama(), may_make=False) is None
+    assert vocabulary_of(tiny_llama().train(), may_make=True) is None
+    hooked, patched = tiny_llama(), tiny_llama()
+    seen = []
+    hooked.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    assert vocabulary_of(hooked, may_make=True) is None
+    assert not seen
+    patched.forward = patched.forward
+    assert vocabulary_of(patched, may_make=True) is None
+    monkeypatch.setattr(vocabulary_module, "CHEAP", {"cpu": 1.0})
+    model = tiny_llama()
+    calls = forwards(model)
+    assert vocabulary_of(model, may_make=True) is None
+    assert not calls
+    Memory().warm_vocabulary(model)  # asked for
+    assert calls
+    assert vocabulary_of(model, may_make=True) is not None
+
+
+def test_prepared_for_later_processes_where_it_takes_seconds(tmp_path, monkeypatch):
+    """What `lade tune` does; with DETERMINISTIC=1 no text depends on it."""
+    monkeypatch.setenv("LADE_CACHE", str(tmp_path))
+    model = tiny_llama()
+    cost = 2 * sum(parameter.numel() for parameter in model.parameters()) * VOCAB
+    for share, is_made in [(0.001, False), (0.1, True)]:
+        monkeypatch.setattr(vocabulary_module, "CHEAP", {"cpu": share * cost})
+        assert prepare_vocabulary(tiny_llama()) is is_made
+        assert (vocabulary_of(tiny_llama(), may_make=True) is not None) is is_made
+        assert vocabulary_of(tiny_llama(), may_make=True, may_load=False) is None
+
+
+def test_a_model_that_cannot_be_run_so_is_left_alone(monkeypatch):
+    model = tiny_llama()
+
+    def fail(model):
+        raise TypeError("pixels, please")
+
+    monkeypatch.setattr(vocabulary_module, "make_vocabulary", fail)
+    expected = generate_plain(model, prompt(8), max_new_tokens=8)
+    assert torch.equal(model.generate(**prompt(8), max_new_tokens=8), expected)
+    assert lade.last_stats().fallback_reason is None
+
+
+def test_kept_for_later_processes(tmp_path, monkeypatch, forwards):
+    monkeypatch.setenv("LADE_CACHE", str(tmp_path))
+    first = vocabulary_of(tiny_llama(), may_make=True)
+    (path,) = tmp_path.glob("vocabulary-*.npz")
+    model = tiny_llama()  # as in another process
+    calls = forwards(model)
+    assert np.array_equal(vocabulary_of(model, may_make=True).ids, first.ids)
+    assert not calls
+    other = tiny_llama()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.5)
+    assert not np.array_equal(vocabulary_of(other, may_make=True).logs, first.logs)  # of other weights
+    path.write_bytes(path.read_bytes()[:100])
+    model = tiny_llama()
+    calls = forwards(model)
+    assert np.array_equal(vocabulary_of(model, may_make=True).ids, first.ids)
+    assert calls
+
+
+def test_saved_with_a_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(vocabulary_module, "CHEAP", {})
+    model, memory = tiny_llama(), Memory(path=tmp_path / "memory.npz", max_bytes=2**16)
+    memory.warm_vocabulary(model)
+    memory.save()
+    loaded = Memory(path=memory.path, max_bytes=2**16)
+    assert np.array_equal(loaded.vocabulary.ids, memory.vocabulary.ids)
+    stranger = tiny_llama()
+    with loaded.active():
+        stranger.generate(**prompt(20), max_new_tokens=20)
+    assert lade.last_stats().sources["vocabulary"][0] > 0
+    loaded.clear()
+    assert loaded.vocabulary is None
+    with np.load(memory.path) as file:
+        arrays = dict(file)
+    arrays["vocabulary_ids"][0, 0] = VOCAB
+    np.savez(memory.path, **arrays)
+    with pytest.raises(ValueError, match="beyond the vocabulary"):
+        Memory(path=memory.path)
+
+
+def test_a_file_of_the_last_format_loads(tmp_path):
+    """Rows of 8 ids, and chances of the kinds that there were then."""
+    model, path = tiny_llama(), tmp_path / "memory.npz"
+    memory = Memory(path=path)
+    with memory.active():
+        model.generate(**prompt(20), max_new_tokens=20)
+    memory.save()
+    with np.load(path) as file:
+        arrays = {name: array for name, array in file.items() if not name.startswith("vocabulary")}
+    arrays["header"] = np.array(str(arrays["header"]).replace('"format": 3', '"format": 2'))
+    for name in ("singles_ids", "singles_bins", "pairs_ids", "pairs_bins"):
+        arrays[name] = arrays[name][:, :8]
+    for flag in (0, 1):
+        arrays[f"chances_{flag}"] = arrays[f"chances_{flag}"][:, :FIRST_NUM_KINDS]
+    np.savez(path, **arrays)
+    loaded = Memory(path=path)
+    assert len(loaded) == len(memory)
+    assert loaded.acceptance[False].trials[:FIRST_NUM_KINDS] == memory.acceptance[False].trials[:FIRST_NUM_KINDS]
+    assert loaded.acceptance[False].chances[VOCABULARY:] == Acceptance(False).chances[VOCABULARY:]
+    assert len(loaded.acceptance[False].trials) == NUM_KINDS
+    key = next(iter(loaded.pairs.slots))
+    assert loaded.pairs.get(key)[0][:8] == memory.pairs.get(key)[0][:8]
+    expected = generate_plain(model, prompt(20), max_new_tokens=20)
+    with loaded.active():
+        assert torch.equal(model.generate(**prompt(20), max_new_tokens=20), expected)
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+@pytest.mark.parametrize("max_depth", [2, 32])
+def test_trees_are_the_likeliest_of_their_size(size, max_depth, monkeypatch):
+    """As a heap finds them, one node after the other."""
+    numbers = np.random.default_rng(size)
+    memory, acceptance = Memory(), Acceptance(False)
+    acceptance.chances = numbers.uniform(0, 1, NUM_KINDS).tolist()
+    rows = np.stack([numbers.permutation(VOCAB)[:ROW_LENGTH] for _ in range(VOCAB * VOCAB)])
+    bins = numbers.integers(0, NUM_BINS, rows.shape)
+    memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], rows, bins)
+    monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
+    grower = Grower(memory, acceptance, None, 1.0, [5, 6], lambda depth: None, (), ())
+    grown = grower.grow(max_depth, size, 0.0, lambda chances: size)
+    frontier, expected = [(-1.0, 5, 6, 0)], []
+    while len(expected) <= size:
+        negative, before, token, depth = heapq.heappop(frontier)
+        expected.append(-negative)
+        if depth < max_depth:
+            ids, bin_indices = memory.pairs.get(before << KEY_SHIFT | token)
+            for guess, index in list(zip(ids, bin_indices, strict=True))[:8]:
+                heapq.heappush(frontier, (negative * acceptance.chances[PAIR + index], token, guess, depth + 1))
+    assert grown.chances == pytest.approx(expected[1:], rel=1e-12)
+    assert all(parent < node for node, parent in enumerate(grown.parents))
+    assert max(grown.depths) <= max_depth
+
+
+def test_what_sampling_cuts_off_is_not_guessed():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]]).log().repeat(2, 8)  # eight times each, of 1/8 the probability
+    for top_k, top_p, num_left in [
+        (None, None, ROW_LENGTH),
+        (3, None, 3),
+        (None, 0.3, 6),
+        (10, 0.45, 5),
+        (100, 1.0, ROW_LENGTH),
+    ]:
+        ids, bins = most_likely(logits, 1.0, top_k, top_p)
+        assert ids.shape == bins.shape == (2, ROW_LENGTH)
+        assert len(set(ids[0].tolist())) == num_left, (top_k, top_p)
+        assert not bins[:, num_left:].any()
+        assert bins[0, 0] > most_likely(logits)[1][0, 0] or num_left == ROW_LENGTH  # what is left is likelier
