@@ -736,6 +736,7 @@ def ways(monkeypatch):
 )
 def test_stop_strings_end_each_row_by_itself(model, ways, sampling, once):
     """The streamer keeps the rows in lockstep, and they need more steps."""
+    lade.config_lade(SHARE=0)
     inputs, arguments = padded(8), STOPS | sampling | {"eos_token_id": [VOCAB - 1]}
     plain = once(lambda: observe(model, inputs, arguments, on=False))
     assert_same(observe(model, inputs, arguments, on=True), plain)

@@ -303,10 +303,10 @@ def test_compiled_and_captured_once_for_all_calls(model, graphs, monkeypatch):
 )
 def test_trees_captured_once_for_all_calls(arguments, model, graphs):
     """Once for each size."""
-    lade.config_lade(MODE="tree")
     ids = torch.randint(3, 12, (1, 60), generator=torch.Generator().manual_seed(0))
     sizes = set()
-    for _ in range(3):
+    for max_block in (16, 64, 16, 64):
+        lade.config_lade(MODE="tree", MAX_BLOCK=max_block)
         stats = check(
             *both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **arguments),
             compiled=False,

@@ -55,5 +55,5 @@ def test_waits_of_a_captured_step(graphs, monkeypatch):
     assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
     assert waits.num_steps > 2
     found = {row["where"].split(":")[0]: row["per_step"] for row in waits.per_step()}
-    assert set(found) <= {"lade/verification/logits.py", "lade/drafting/memory.py"}, found
+    assert set(found) <= {"lade/verification/logits.py", "lade/drafting/likeliest.py"}, found
     assert sum(found.values()) <= 2

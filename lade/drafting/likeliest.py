@@ -52,7 +52,9 @@ def likeliest(logits: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]
 
 def _cut(ids: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int, top_p: float) -> Rows:
     """What top-k and then top-p sampling leave of rows [M, K] that are sorted by chance."""
-    chances = chances[:, :top_k] / chances[:, :top_k].sum(1, keepdims=True) if top_k < ROW_LENGTH else chances
+    if top_k < ROW_LENGTH:
+        chances = chances[:, :top_k]
+        chances = chances / np.maximum(chances.sum(1, keepdims=True), np.finfo(chances.dtype).tiny)  # of NaN logits: 0
     before = chances.cumsum(1) - chances
     is_left = before < top_p
     chances = np.where(is_left, chances, 0.0)
