@@ -90,66 +90,70 @@ class LookaheadConfig:
         7,
         "GUESS_SET_SIZE",
         integer(-1, 1024, "-1 for unlimited"),
-        f"G: candidates kept per key and verified per step; -1 for {UNLIMITED_GUESSES}, the most that lade keeps.",
+        f"G: candidates kept per key and verified per step; -1 for the most, {UNLIMITED_GUESSES}.",
     )
     debug: int = setting(0, "DEBUG", integer(0, 9, takes_flags=True), "1 prints a summary after each call.")
     always_forward_one: bool = setting(
-        True, "ALWAYS_FWD_ONE", flag, "0 rolls the window by as many columns as were accepted."
+        True, "ALWAYS_FWD_ONE", flag, "0 also shifts the window's columns by the number of accepted guesses."
     )
-    pool_from_prompt: bool = setting(True, "POOL_FROM_PROMPT", flag, "0 starts with an empty pool.")
+    pool_from_prompt: bool = setting(
+        True, "POOL_FROM_PROMPT", flag, "0 starts with an empty pool; 1 inserts the prompt's n-grams."
+    )
     use_flash: bool | None = setting(
         None,
         "USE_FLASH",
         flag_or_auto,
-        "1 sends blocks through lade's own attention: a Triton kernel on CUDA, plain torch elsewhere. "
-        "'auto' does so on CUDA where it pays.",
+        "1 runs blocks with lade's own attention: a Triton kernel on CUDA, plain torch elsewhere. "
+        "'auto' does so on CUDA if it is expected to pay.",
     )
     mode: str = setting(
         "auto",
         "MODE",
         one_of(MODES),
-        "Who guesses: 'lookahead' is the paper's window and pool, 'tree' grows a tree from everything the model has "
-        "said before (docs/drafting.md), 'auto' leaves the choice to lade: today the tree. Giving LEVEL, WINDOW_SIZE "
-        "or GUESS_SET_SIZE without MODE means 'lookahead'.",
+        "The drafter: 'lookahead' is the paper's window and pool, 'tree' builds a tree from the model's earlier "
+        "tokens (docs/drafting.md), 'auto' is currently 'tree'. Setting LEVEL, WINDOW_SIZE or GUESS_SET_SIZE "
+        "without MODE selects 'lookahead'.",
     )
     adaptive: bool = setting(
         True,
         "ADAPTIVE",
         flag,
-        "0 lays out the whole block in every step instead of as much of it as pays on this machine.",
+        "1 sizes each step's block by what pays on this machine; 0 uses the full block in every step.",
     )
     max_block: int = setting(64, "MAX_BLOCK", integer(2, 512), "The most tokens that a step of the tree may have.")
-    share: bool = setting(True, "SHARE", flag, "0 lets no call learn from another.")
+    share: bool = setting(True, "SHARE", flag, "0 starts each call with empty tables instead of the model's.")
     dist_workers: int | None = setting(
         None,
         "DIST_WORKERS",
         integer(1, MAX_WORKERS),
-        "K splits each step over K processes, which torchrun or accelerate launch start. Default: the variable of that "
-        "name, or 1.",
+        "K splits each step over K processes, started by torchrun or accelerate launch. Default: the environment "
+        "variable of that name, or 1.",
     )
     backend: str | None = setting(
         None,
         "backend",
         one_of(("nccl", "gloo")),
-        "How keys and values travel between these processes. Default: nccl for a model on CUDA, else gloo.",
+        "The transport of keys and values between these processes. Default: nccl for a model on CUDA, else gloo.",
     )
     compile: bool = setting(False, "COMPILE", flag, "1 pads blocks to static shapes and compiles their forward.")
     cuda_graph: bool | None = setting(
-        None, "CUDA_GRAPH", flag_or_auto, "1 captures it in a CUDA graph. 'auto' does so on CUDA where it pays."
+        None,
+        "CUDA_GRAPH",
+        flag_or_auto,
+        "1 captures forwards of static shapes in CUDA graphs. 'auto' does so on CUDA if it is expected to pay.",
     )
     pack: bool | None = setting(
         None,
         "PACK",
         flag_or_auto,
-        "1 keeps a second copy of a CPU model's linear layers, laid out so that blocks cost less. 'auto' does so where memory is "
-        "free and the calls are long enough to pay for it.",
+        "1 keeps a second, packed copy of a CPU model's linear weights, with which blocks cost less. 'auto' does so "
+        "if memory is free and the calls are long enough to pay for it.",
     )
     deterministic: bool = setting(
         False,
         "DETERMINISTIC",
         flag,
-        "1 measures no step costs where they could change a text, in half precision; costs assumed for the kind of "
-        "device decide.",
+        "1 uses assumed instead of measured step costs in half precision, where block sizes can change a text.",
     )
 
     def __post_init__(self) -> None:
@@ -341,8 +345,8 @@ def _help() -> str:
         for name, (meaning, default) in meanings.items()
     ]
     lines.append(
-        "CONFIG: a JSON file of these keywords, such as `lade tune` writes: as if they were given in a call of their "
-        "own before this one."
+        "CONFIG: a JSON file of these keywords, such as `lade tune` writes. It is applied before the other keywords of "
+        "the call."
     )
     lines.append("SPLIT_FLAG: accepted and ignored.")
     return "\n".join(textwrap.fill(line, 110, initial_indent="    ", subsequent_indent="        ") for line in lines)
