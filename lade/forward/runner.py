@@ -175,8 +175,8 @@ class BlockRunner:
     def forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
         """One forward over a block. Its keys and values are written after the committed slots of `cache`.
 
-        wanted: further arguments of the model, such as output_hidden_states. Returns the model's output, logits [B, R,
-        V].
+        wanted: further arguments of the model, such as output_hidden_states.
+        Returns the model's output, logits [B, R, V].
         """
         if self._products is not None:
             self._products.seconds = 0.0

@@ -190,8 +190,8 @@ class ModelAdapter:
     def forward_block(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
         """One eager forward over a block. Its keys and values are written after the committed slots of `cache`.
 
-        wanted: further arguments of the model, such as output_hidden_states. Returns the model's output, logits [B, R,
-        V].
+        wanted: further arguments of the model, such as output_hidden_states.
+        Returns the model's output, logits [B, R, V].
         """
         block = self.begin_block(block, cache)
         return self.ordinary_forward(block, cache, self.block_model, self.masks(block), **wanted)
