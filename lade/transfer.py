@@ -1,4 +1,4 @@
-"""Copies between the host and a device that do not make the host wait. Floor 0."""
+"""Copies between the host and a device that do not make the host wait."""
 
 from __future__ import annotations
 

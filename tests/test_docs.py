@@ -111,3 +111,15 @@ def test_the_picture_of_the_mask():
     assert len(cells) == visible.numel() == 15 * 15
     assert torch.equal(drawn, visible)
     assert not torch.equal(visible, torch.ones_like(visible).tril())  # more than causal
+
+
+GENERATED = ("models.md", "works-with.md")  # by tests
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=page_id)
+def test_lines_fit(page):
+    """Prose is at most 120 columns wide; tables, code and what cannot be broken may be wider."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for line in text.splitlines():
+        is_breakable = " " in line.strip()[:100] and not line.lstrip().startswith(("|", "<", "!["))
+        assert len(line) <= 120 or not is_breakable, line
