@@ -1,5 +1,7 @@
 """The tree drafter: plain generate()'s tokens whatever it guesses, from honest trees, and better guesses than by chance."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,16 @@ import lade
 from lade.block.layout import BlockLayout
 from lade.block_size import LiveCosts
 from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
-from lade.drafting.acceptance import FORGET_EVERY, PAIR, SECOND_SUFFIX, SINGLE, SUFFIX, VOCABULARY, Acceptance
+from lade.drafting.acceptance import (
+    FORGET_EVERY,
+    NUM_KINDS,
+    PAIR,
+    SECOND_SUFFIX,
+    SINGLE,
+    SUFFIX,
+    VOCABULARY,
+    Acceptance,
+)
 from lade.drafting.growth import BOTH_ROWS, Grower
 from lade.drafting.top_k_table import NUM_BINS, ROW_LENGTH
 from lade.drafting.tree import LONG_MATCH, TreeDrafter
@@ -306,3 +317,20 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
     assert kinds(8, 10, 0.9 * BOTH_ROWS) == kinds(10, 11, 1.0) == [SINGLE]
     assert kinds(10, 12, 1.0) == kinds(9, 12, 0.1) == [VOCABULARY]
     assert kinds(10, 13, 1.0) == []
+
+
+def test_no_chance_is_above_one():
+    """Trials and hits of long runs of right guesses are halved now and then; a child likelier than its parent would be no tree."""
+    numbers = random.Random(0)
+    acceptance = Acceptance(do_sample=False)
+    for _ in range(2000):
+        size = numbers.randint(1, 9)
+        kinds, parents, nodes = [PAIR] * size, list(range(-1, size - 1)), list(range(size))
+        hits = nodes if numbers.random() < 0.95 else []
+        acceptance.learn(kinds, parents, [1.0] * size, hits, hits)
+        assert max(acceptance.chances) <= 1.0
+        if numbers.random() < 0.1:
+            acceptance.forget()
+            assert max(acceptance.chances) <= 1.0
+    acceptance.restore([1.0] * NUM_KINDS, [1.5] * NUM_KINDS)
+    assert max(acceptance.chances) == 1.0

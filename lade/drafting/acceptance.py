@@ -119,13 +119,14 @@ class Acceptance:
         for kind, prior in enumerate(self._prior):
             self.trials[kind] = PRIOR_WEIGHT + FORGET_SHARE * (self.trials[kind] - PRIOR_WEIGHT)
             self.hits[kind] = PRIOR_WEIGHT * prior + FORGET_SHARE * (self.hits[kind] - PRIOR_WEIGHT * prior)
-            self.chances[kind] = self.hits[kind] / self.trials[kind]
+            self._set_chance(kind)
         self._value_probes()
 
     def restore(self, trials: list[float], hits: list[float]) -> None:
         """Go on from counts that were saved. trials, hits: of each kind."""
         self.trials, self.hits = trials, hits
-        self.chances = [hit / trial for hit, trial in zip(hits, trials, strict=True)]
+        for kind in range(NUM_KINDS):
+            self._set_chance(kind)
 
     def _learn_trust(self, expected: float, accepted: int) -> None:
         self._expected = TRUST_MEMORY * self._expected + (1 - TRUST_MEMORY) * TRUST_WEIGHT + expected
@@ -139,8 +140,12 @@ class Acceptance:
         if self.trials[kind] > MAX_TRIALS:
             self.trials[kind] /= 2
             self.hits[kind] /= 2
-        self.chances[kind] = self.hits[kind] / self.trials[kind]
+        self._set_chance(kind)
 
     def _count_hit(self, kind: int) -> None:
         self.hits[kind] += 1
+        self._set_chance(kind)
+
+    def _set_chance(self, kind: int) -> None:
+        # A hit is counted after its trial. Where the trial halved both, there may be more hits than trials.
         self.chances[kind] = min(1.0, self.hits[kind] / self.trials[kind])
