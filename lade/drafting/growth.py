@@ -20,10 +20,8 @@ from lade.drafting.vocabulary import Vocabulary
 from lade.verification.draws import Draws, win_chances
 
 FOREIGN = -1  # in place of an id that no embedding exists for
-BOTH_ROWS = 0.3  # chance of a node from which on the row of its token is worth a look beside the row of its pair
-LIKELY_CHILD = (
-    0.6  # what no guess may follow with a larger chance than this, relative to its parent's, is not looked behind
-)
+BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
+LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, could enter the tree
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
