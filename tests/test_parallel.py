@@ -323,9 +323,9 @@ def test_torchrun(torchrun, lade_on):
 def test_no_thread_outlives_the_interpreter(lade_on):
     """One that does now and then aborts the process (pytorch/pytorch#179291)."""
     plain = generate_plain(tiny_llama(), prompt(20), max_new_tokens=8).tolist()
-    for (before, during, after), first, second in ranks.launch(ranks.leave, 2):
-        assert before < during
-        assert before == after
+    for (during, after), first, second in ranks.launch(ranks.leave, 2):
+        assert during
+        assert not after
         assert first == second == plain
 
 

@@ -12,6 +12,7 @@ import random
 import socket
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -324,22 +325,32 @@ def run_families(rank, names):
     return found
 
 
-def num_gloo_threads():
-    names = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    return sum("gloo" in name for name in names)
+def threads():
+    """Names of this process's threads by their numbers; a new thread has none of its own yet."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # one that has just ended
+            found[task.name] = (task / "comm").read_text()
+    return found
 
 
 def leave(rank):
-    """What runs at the end of a program, in its middle. Returns gloo's threads before, during and after; all tokens."""
+    """What runs at the end of a program, in its middle. Returns the numbers of lade's threads of gloo, during and after; all tokens."""
     model = tiny_llama()
     own_group()
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
-    threads = [num_gloo_threads()]
+    before = threads()
+
+    def added():
+        return sorted(number for number, name in threads().items() if "gloo" in name and number not in before)
+
     first = model.generate(**prompt(20), max_new_tokens=8).tolist()
-    threads.append(num_gloo_threads())
+    during = added()
     atexit._run_exitfuncs()
-    threads.append(num_gloo_threads())
-    return threads, first, model.generate(**prompt(20), max_new_tokens=8).tolist()
+    end = time.monotonic() + 10
+    while added() and time.monotonic() < end:  # a thread that was joined is listed for a moment
+        time.sleep(0.01)
+    return (during, added()), first, model.generate(**prompt(20), max_new_tokens=8).tolist()
 
 
 class Adviser(LogitsProcessor):
