@@ -87,6 +87,7 @@ CHAIN = [-1, 0, 1]
         (TokenTree([TOKENS], [[-1, 0]]), 3, "an earlier one or -1 as its parent, got [-1, 0]"),
         (TokenTree([TOKENS], [CHAIN]), 2, "must give its tree's depth, 3, as max_depth, got 2"),
         (TokenTree([TOKENS] * 2, [CHAIN] * 2), 3, "must have one tree for each of the 1 rows, got 2"),
+        (TokenTree([TOKENS] * 2, [CHAIN]), 3, "must have one tree for each of the 1 rows, got 2"),
         (TokenTree([[1] * 8], [list(range(-1, 7))]), 8, "may have 7 guesses in a row, MAX_BLOCK less the root, got 8"),
     ],
 )

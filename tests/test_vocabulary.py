@@ -103,6 +103,12 @@ def test_a_model_is_run_unasked_only_where_nobody_notices(forwards, monkeypatch)
     assert not seen
     patched.forward = patched.forward
     assert vocabulary_of(patched, may_make=True) is None
+    inside, training = tiny_llama(), tiny_llama()
+    inside.model.layers[0].forward = inside.model.layers[0].forward
+    assert vocabulary_of(inside, may_make=True) is None
+    training.model.layers[0].train()
+    assert vocabulary_of(training, may_make=True) is None
+    assert vocabulary_of(tiny_llama(), may_make=True) is not None
     monkeypatch.setattr(vocabulary_module, "CHEAP", {"cpu": 1.0})
     model = tiny_llama()
     calls = forwards(model)

@@ -34,12 +34,9 @@ class CheckedDrafter(Drafter):
             problem = f"must have one tree for each of the {batch_size} rows, got {len(tree.tokens)}"
         elif tree.num_nodes + 1 > self._most:
             problem = f"may have {self._most - 1} guesses in a row, MAX_BLOCK less the root, got {tree.num_nodes}"
-        for tokens, parents in zip(tree.tokens, tree.parents, strict=True):
-            bad = [token for token in tokens if not 0 <= token < self._num_tokens]
-            if bad:
-                problem = f"must hold ids from 0 to {self._num_tokens - 1}, got {bad[0]}"
-            if len(parents) != len(tokens) or any(not -1 <= parent < node for node, parent in enumerate(parents)):
-                problem = f"must name for each node an earlier one or -1 as its parent, got {parents}"
+        if problem is None:
+            for tokens, parents in zip(tree.tokens, tree.parents, strict=True):
+                problem = problem or self._problem_of_row(tokens, parents)
         if problem is None:
             depth = max((max(depths, default=0) for depths in tree.padded_depths(tree.num_nodes)), default=0)
             if draft.max_depth != depth:
@@ -48,3 +45,11 @@ class CheckedDrafter(Drafter):
                 problem = f"may lie at most {max_offset} tokens (max_offset) after the root, got {depth}"
         if problem:
             raise ValueError(f"a draft of {self._name} {problem}")
+
+    def _problem_of_row(self, tokens: list[int], parents: list[int]) -> str | None:
+        bad = [token for token in tokens if not 0 <= token < self._num_tokens]
+        if bad:
+            return f"must hold ids from 0 to {self._num_tokens - 1}, got {bad[0]}"
+        if len(parents) != len(tokens) or any(not -1 <= parent < node for node, parent in enumerate(parents)):
+            return f"must name for each node an earlier one or -1 as its parent, got {parents}"
+        return None

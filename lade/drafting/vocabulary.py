@@ -119,8 +119,11 @@ def vocabulary_of(model: Any, may_make: bool, may_load: bool = True) -> Vocabula
     with slot.lock:
         if slot.vocabulary is None and may_make and not slot.is_settled:
             slot.is_settled = True
-            stored = _load(model) if may_load else None
-            slot.vocabulary = stored or (_make_quietly(model) if _is_unseen(model) and _is_within(model, 1) else None)
+            slot.vocabulary = _load(model) if may_load else None
+            if slot.vocabulary is None and _is_unseen(model) and _is_within(model, 1):
+                slot.vocabulary = _make_quietly(model)
+                if slot.vocabulary is not None:
+                    _store(model, slot.vocabulary)
         return slot.vocabulary
 
 
@@ -160,8 +163,10 @@ def _slot_of(model: Any) -> _Slot:
 
 def _is_unseen(model: Any) -> bool:
     """Whether nothing of the user's looks on when the model is run."""
-    is_watched = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return not (model.training or is_watched or "forward" in vars(model))
+    for module in model.modules():
+        if module.training or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return False
+    return True
 
 
 def _is_within(model: Any, factor: float) -> bool:
@@ -173,12 +178,10 @@ def _is_within(model: Any, factor: float) -> bool:
 
 def _make_quietly(model: Any) -> Vocabulary | None:
     try:
-        vocabulary = make_vocabulary(model)
+        return make_vocabulary(model)
     except Exception as error:  # a model that takes more than ids says so in its own way; guesses do without
         logger.debug("no rows of tokens alone: %s", error)
         return None
-    _store(model, vocabulary)
-    return vocabulary
 
 
 def _file_of(model: Any) -> Path | None:
