@@ -240,6 +240,7 @@ def test_the_environment_can_say_no(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setenv("USE_LADE", "")  # so that what the program sets is taken back
     (tmp_path / "note.py").write_text("import os; print('switch:', os.environ['USE_LADE'])")
     for value, expected in ((None, "1"), ("0", "0")):
         monkeypatch.delenv("USE_LADE", raising=False)
