@@ -85,10 +85,16 @@ def test_logits_behind_wrong_guesses_are_the_models(bench, model):
         torch.testing.assert_close(found[row], expected)
 
 
-def test_a_drafter_with_a_window_is_refused(lade_on, bench, model):
-    lade.config_lade(MODE="lookahead", LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2, ADAPTIVE=0)
-    with pytest.raises(SystemExit, match="window"):
-        bench.replay(model, bench.record(model, prompt(20), None, 12), current_config())
+@pytest.mark.parametrize("temperature", [None, 0.6])
+def test_steps_with_a_window_are_those_of_the_loop(lade_on, bench, model, temperature):
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, ADAPTIVE=0)
+    for seed in range(3):
+        inputs = prompt(20, seed=seed)
+        text = bench.record(model, inputs, temperature, 60)
+        steps, sources = steps_of_loop(model, inputs, Memory(), **text.arguments)
+        found = bench.replay(model, text, current_config(), Memory())
+        assert (found.num_steps, found.sources) == (steps, sources)
+        assert temperature or sources["pool"][1] > 0
 
 
 def test_command(command, tmp_path):
