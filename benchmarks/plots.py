@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,12 +118,42 @@ def draw_attention(axes: Any, figures: Figures) -> None:
     axes.legend()
 
 
+def draw_replay(axes: Any, figures: Figures) -> None:
+    """Tokens per step of each drafter by the block's size, one line per method with an empty memory, and lade's with one kept."""
+    cells: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for key, cell in figures["replays"].items():
+        _, _, mode, q, memory = key.split()
+        cells.setdefault((mode, memory), {}).setdefault(int(q[2:]), []).append(cell["S_without_loops"])
+    for (mode, memory), by_size in cells.items():
+        is_ours = mode == "tree"
+        if memory == "warm" and not is_ours:
+            continue
+        sizes = sorted(by_size)
+        label = "lade" if is_ours and memory == "cold" else "lade, memory kept" if is_ours else mode
+        axes.plot(
+            sizes,
+            [geometric_mean(by_size[q]) for q in sizes],
+            marker="o",
+            markersize=3,
+            linestyle="--" if memory == "warm" else "-",
+            linewidth=2 if is_ours else 1,
+            color=OURS if is_ours else None,
+            label=label,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=1)
+    axes.set_xlabel("tokens of a block")
+    axes.set_ylabel("tokens per step")
+    axes.legend(fontsize=6)
+
+
 # benchmark -> what is drawn, with the ending of the picture's name
 DRAWINGS: dict[str, list[tuple[str, Callable[[Any, Figures], None]]]] = {
     "decode": [("", draw_decode)],
     "settings": [("", draw_settings)],
     "step_cost": [("", draw_step_cost), ("-parts", draw_parts)],
     "attention": [("", draw_attention)],
+    "replay": [("", draw_replay)],
 }
 
 

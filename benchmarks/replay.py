@@ -1,12 +1,13 @@
 """Tokens per step of any drafter by exact replay: plain texts are recorded once, then every drafter guesses at the same ones.
 
     python benchmarks/replay.py --set functions=benchmarks/prompts.jsonl --temperatures 0,0.4,0.7,1 --sizes 16,64
+    python benchmarks/replay.py --modes tree,token-recycling,sam-decoding,logitspec,lookahead --sizes 8,16,64
     python benchmarks/replay.py --records /tmp/records --out new.json --against old.json
 
 The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the drafter what the
 loop would: the same requests, random draws, committed tokens, and the model's own logits behind every node of its tree, rejected
 ones included. Those are computed when a drafter asks for them first, and kept (`--records`), so that later replays take no model.
-A drafter is anything `lade.drafting.register_drafter` knows (`--modes`). Every step has the whole block (ADAPTIVE=0): what is compared
+A drafter is anything `lade.drafting.register_drafter` knows (`--modes`), among them those of `field.py`. Every step has the whole block (ADAPTIVE=0): what is compared
 are guesses, not sizes.
 
 "Cold" begins each prompt with an empty memory, "warm" takes a set's prompts in their order with one. S is tokens over forward passes,
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+import lade
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
 from lade.commands.measure import use_lade
@@ -242,6 +244,20 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
     return Replay(len(tokens), num_steps, drafter.sources(), seconds)
 
 
+def steps_of_loop(model: Any, recording: Recording, config: dict[str, Any]) -> int:
+    """Forward passes that `generate()` itself takes with an empty memory. config: for `config_lade`."""
+    ids = torch.tensor([recording.prompt])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with use_lade(True), temporary_settings(**config), Memory().active():
+        tokens, _ = harness.generate_timed(
+            model, inputs, recording.seed, max_new_tokens=len(recording.tokens), **recording.arguments
+        )
+    stats = lade.last_stats()
+    if tokens != recording.tokens or stats is None or stats.fallback_reason is not None:
+        raise SystemExit(f"the loop's text is not the recorded one: {stats and stats.fallback_reason}")
+    return stats.steps
+
+
 def replay_all(model: Any, recordings: list[Recording], config: LookaheadConfig, is_warm: bool) -> list[Replay]:
     """All texts of a set in their order. is_warm: with one memory."""
     shared = Memory()
@@ -327,6 +343,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--memories", type=lambda text: text.split(","), default=["cold", "warm"])
     parser.add_argument("--varied", type=int, help="of each set the first so many texts that are no loops, alone")
+    parser.add_argument("--loop", type=int, default=0, help="generate() takes so many of the texts as well, to compare")
     parser.add_argument("--records", type=Path, help="a folder of your own that keeps what the model has said (pickle)")
     parser.add_argument("--against", type=Path, help="a JSON of an earlier run to compare with")
     parser.add_argument("--out", type=Path, help="write the JSON there as well, to what it has of other sets")
@@ -336,6 +353,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     model, tokenizer = harness.load_model(args)
+    lade.augment_all()
     sets = dict(item.split("=", 1) for item in args.set or ()) or {
         "functions": harness.PROMPTS,
         "chat": harness.PROMPTS.parent / "chat.jsonl",
@@ -348,18 +366,29 @@ def main() -> None:
         for temperature in args.temperatures:
             recorded, file = recordings_of(args, model, tokenizer, name, Path(path), temperature)
             recordings = [text for text in recorded if not text.is_looping][: args.varied] if args.varied else recorded
+            if not recordings:
+                print(f"{name} T={temperature:g}: no text without a loop")
+                continue
             for mode in args.modes:
                 for q in args.sizes:
                     for memory in args.memories:
                         if memory == "warm" and mode in field.KEEP_NOTHING:
                             continue
-                        with temporary_settings(**field.settings_of(mode, q)):
+                        settings = field.settings_of(mode, q)
+                        with temporary_settings(**settings):
                             config = current_config()
                         found = replay_all(model, recordings, config, memory == "warm")
                         key = f"{name} T={temperature:g} {mode} q={q} {memory}"
                         figures[key] = one = summary(found, recordings) | {"max_new_tokens": args.max_new_tokens}
                         line = f"{key:<36} S {one['S']:6.3f}  no loops {one['S_without_loops']:6.3f} +- {one['standard_error']}"
                         line += f"  loops {one['loops']}/{one['prompts']}  {one['microseconds_per_step']:5d} us"
+                        if args.loop and memory == "cold":
+                            looped = [steps_of_loop(model, text, settings) for text in recordings[: args.loop]]
+                            one["steps_of_loop"], one["steps"] = (
+                                sum(looped),
+                                sum(r.num_steps for r in found[: args.loop]),
+                            )
+                            line += f"  steps of {len(looped)} texts {one['steps']}, by the loop {one['steps_of_loop']}"
                         if key in base:
                             one["ratio"] = compared(one, base[key])
                             line += "  ratio {:.3f} +- {:.3f}".format(*one["ratio"])

@@ -102,7 +102,13 @@ def test_command(command, tmp_path):
     out = tmp_path / "first.json"
     first = command(*arguments, "--records", str(tmp_path), "--out", str(out))
     assert len(first["replays"]) == 4  # two sets, cold and warm
-    again = command(*arguments, "--records", str(tmp_path), "--against", str(out))
+    again = command(*arguments, "--records", str(tmp_path), "--against", str(out), "--loop", "2")
     for key, figures in again["replays"].items():
         assert figures["each"] == first["replays"][key]["each"]
         assert figures["prompts"] == figures["loops"] or figures["ratio"][0] == 1.0
+        assert "warm" in key or figures["steps"] == figures["steps_of_loop"] > 0
+    more = command(*arguments, "--modes", "lookahead,logitspec", "--sizes", "8", "--varied", "1", "--out", str(out))
+    new = set(more["replays"]) - set(first["replays"])
+    assert len(new) == 2 * 3  # of the window cold alone: nothing of it is kept
+    assert all(more["replays"][key]["prompts"] <= 1 for key in new)
+    assert json.loads(out.read_text())["replays"].keys() == first["replays"].keys() | new
