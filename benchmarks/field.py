@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from lade.block.token_tree import TokenTree, merge_candidates
 from lade.drafting import DraftRequest, register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter, Outcome
 from lade.drafting.memory import Memory, memory_for
+from lade.drafting.tree import tree_drafter
 from lade.verification.sequences import TokenSequences
 
 END_OF_TEXT = -1  # between the texts of a store; no guess crosses it
@@ -407,3 +409,5 @@ def settings_of(mode: str, q: int) -> dict[str, Any]:
 
 for _name, _drafter in FIELD.items():
     register_drafter(_name, _drafter)
+# lade's own, without what it knows of sampling's random numbers: what is left of its lead then.
+register_drafter("tree-without-draws", lambda request: tree_drafter(replace(request, draws=None)))
