@@ -1,6 +1,6 @@
 """Training-free drafters of the field, written from their papers, for comparison with lade's tree at equal block size.
 
-Importing this module registers each under its name in MODES; `replay.py --modes` then takes it like lade's own. Each proposes
+`register()` gives each a name among the modes, which `replay.py --modes` takes like lade's own. Each proposes
 MAX_BLOCK - 1 guesses for one text. What a method may keep from one text to the next lies with the active `lade.Memory`, so that
 "cold" and "warm" mean the same for all of them. None reads the draws of sampling ahead; the original implementations do not either.
 A step's rows begin with the first generated token, for these methods as for lade: rows of the prompt are not learned from.
@@ -407,7 +407,8 @@ def settings_of(mode: str, q: int) -> dict[str, Any]:
     return {"MODE": mode, "LEVEL": level, "WINDOW_SIZE": window, "GUESS_SET_SIZE": guess, "ADAPTIVE": 0}
 
 
-for _name, _drafter in FIELD.items():
-    register_drafter(_name, _drafter)
-# lade's own, without what it knows of sampling's random numbers: what is left of its lead then.
-register_drafter("tree-without-draws", lambda request: tree_drafter(replace(request, draws=None)))
+def register() -> None:
+    """Let MODE choose each, and lade's own tree without what it knows of sampling's random numbers."""
+    for name, drafter in FIELD.items():
+        register_drafter(name, drafter)
+    register_drafter("tree-without-draws", lambda request: tree_drafter(replace(request, draws=None)))

@@ -354,6 +354,7 @@ def main() -> None:
     args = parse()
     model, tokenizer = harness.load_model(args)
     lade.augment_all()
+    field.register()
     sets = dict(item.split("=", 1) for item in args.set or ()) or {
         "functions": harness.PROMPTS,
         "chat": harness.PROMPTS.parent / "chat.jsonl",

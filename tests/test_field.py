@@ -8,6 +8,7 @@ import torch
 from support import prompt, tiny_llama
 
 import lade
+from lade import config
 from lade.block.token_tree import TokenTree
 from lade.config import current_config
 from lade.drafting import DraftRequest, Outcome, make_drafter
@@ -25,8 +26,12 @@ def model():
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    importlib.import_module("field")
-    return importlib.import_module("replay")
+    field = importlib.import_module("field")
+    before = dict(config.MODES)
+    field.register()
+    yield importlib.import_module("replay")
+    for mode in config.MODES.keys() - before.keys():
+        del config.MODES[mode]
 
 
 class Text:
