@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 import lade
 from lade import support as lade_support
-from lade.config import temporary_settings
+from lade.config import MODES, temporary_settings
 
 os.environ["LADE_CACHE"] = "0"  # no test depends on what this machine has measured before, nor leaves anything behind
 LEFT_OUT = pytest.StashKey[bool]()
@@ -71,6 +71,15 @@ def pytest_runtestloop(session):
 def pytest_sessionfinish(session):
     for result in processes.results.values():
         result.cancel()  # where the tests have ended early
+
+
+@pytest.fixture(autouse=True)
+def no_drafter_stays():
+    """Drafters that a test registers are gone after it."""
+    before = dict(MODES)
+    yield
+    for mode in MODES.keys() - before.keys():
+        del MODES[mode]
 
 
 @pytest.fixture(scope="session")

@@ -286,6 +286,23 @@ def test_waits_are_counted_where_they_are(module):
     assert waits.num_steps == 1
 
 
+def test_known_acceptance(command):
+    figures = command(
+        *("known_acceptance", "--shape", "tiny", "--dtype", "float32", "--trials", "1", "--prompts", "1"),
+        *("--tokens_per_step", "1.5,3", "--max_new_tokens", "200", "--context", "8"),
+    )
+    methods = figures["methods"]
+    assert all(row["identical"] == 1 for row in methods.values())
+    for name in ("lade", "unpacked"):
+        assert abs(methods[f"{name} 1.5"]["tokens_per_step"] - 1.5) < 0.2
+        assert abs(methods[f"{name} 3"]["tokens_per_step"] - 3) < 0.5
+
+
+def test_the_chance_of_a_guess(module):
+    chance = module("known_acceptance").chance_of(2.0, 3)
+    assert abs(sum(chance**i for i in range(4)) - 2) < 1e-9
+
+
 def test_attention(command):
     figures = command("attention", "--contexts", "16", "--block", "12", "--trials", "1")
     for row in figures["rows"]:

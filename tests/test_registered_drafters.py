@@ -21,8 +21,7 @@ def registered(lade_on):
         register_drafter("mine", make)
         lade.config_lade(MODE="mine", MAX_BLOCK=8)
 
-    yield register
-    MODES.pop("mine", None)
+    return register
 
 
 def proposing(make_draft):

@@ -439,10 +439,7 @@ def test_register_drafter_is_public(model):
 
     made = []
     lade.register_drafter("of a test", lambda request: made.append(request) or tree_drafter(request))
-    try:
-        plain = generate_plain(model, prompt(), max_new_tokens=16)
-        with lade.enabled(MODE="of a test"):
-            assert torch.equal(model.generate(**prompt(), max_new_tokens=16), plain)
-        assert len(made) == 1
-    finally:
-        del lade_config.MODES["of a test"]
+    plain = generate_plain(model, prompt(), max_new_tokens=16)
+    with lade.enabled(MODE="of a test"):
+        assert torch.equal(model.generate(**prompt(), max_new_tokens=16), plain)
+    assert len(made) == 1

@@ -20,7 +20,6 @@ from lade.block.token_tree import TokenTree
 from lade.commands.trace import page
 from lade.commands.trace.recorder import record, warm_up
 from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN, bin_of, replay
-from lade.config import MODES
 from lade.drafting import Draft, register_drafter
 from lade.drafting.base import ROOT_ALONE
 from lade.stats import open_stats, tracing
@@ -162,11 +161,8 @@ class Echo:
 @pytest.fixture
 def echo_trace(random_model, tokenizer, lade_on):
     register_drafter("echo", lambda request: Echo())
-    try:
-        lade.config_lade(MODE="echo")
-        return record(random_model, tokenizer, [5, 6, 7], max_new_tokens=20)
-    finally:
-        del MODES["echo"]
+    lade.config_lade(MODE="echo")
+    return record(random_model, tokenizer, [5, 6, 7], max_new_tokens=20)
 
 
 def test_a_new_drafter_has_a_trace(echo_trace):

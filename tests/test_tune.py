@@ -365,15 +365,11 @@ def test_candidates_of_each_drafter(monkeypatch):
         "x",
     ]
     before = candidates(is_quick=False)
-    monkeypatch.setattr(config, "MODES", config.MODES)
     register_drafter("mine", tree_drafter)
-    try:
-        assert candidates(is_quick=False) == (*before, {"MODE": "mine"})
-        monkeypatch.setitem(tried.CANDIDATES, "mine", ([{"MODE": "mine", "MAX_BLOCK": 4}], []))
-        assert candidates(is_quick=False) == (*before, {"MODE": "mine", "MAX_BLOCK": 4})
-        assert "mine" not in str(candidates(is_quick=True))
-    finally:
-        del config.MODES["mine"]
+    assert candidates(is_quick=False) == (*before, {"MODE": "mine"})
+    monkeypatch.setitem(tried.CANDIDATES, "mine", ([{"MODE": "mine", "MAX_BLOCK": 4}], []))
+    assert candidates(is_quick=False) == (*before, {"MODE": "mine", "MAX_BLOCK": 4})
+    assert "mine" not in str(candidates(is_quick=True))
 
 
 def test_progress_in_a_pipe(capsys, monkeypatch):
