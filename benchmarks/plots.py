@@ -119,31 +119,26 @@ def draw_attention(axes: Any, figures: Figures) -> None:
 
 
 def draw_replay(axes: Any, figures: Figures) -> None:
-    """Tokens per step of each drafter by the block's size, one line per method with an empty memory, and lade's with one kept."""
-    cells: dict[tuple[str, str], dict[int, list[float]]] = {}
+    """Tokens per step of each drafter by the block's size, one line with an empty memory and one, dashed, with one that is kept."""
+    cells: dict[str, dict[str, dict[int, list[float]]]] = {}
     for key, cell in figures["replays"].items():
-        _, _, mode, q, memory = key.split()
-        cells.setdefault((mode, memory), {}).setdefault(int(q[2:]), []).append(cell["S_without_loops"])
-    for (mode, memory), by_size in cells.items():
-        is_ours = mode == "tree"
-        if memory == "warm" and not is_ours:
+        *_, mode, q, memory = key.split()
+        cells.setdefault(mode, {}).setdefault(memory, {}).setdefault(int(q[2:]), []).append(cell["S_without_loops"])
+    others = iter(("#0969da", "#bf3989", "#9a6700", "#8250df", "#57606a", "#cf222e"))
+    for mode, lines in cells.items():
+        if len(lines["cold"]) < 2:
             continue
-        sizes = sorted(by_size)
-        label = "lade" if is_ours and memory == "cold" else "lade, memory kept" if is_ours else mode
-        axes.plot(
-            sizes,
-            [geometric_mean(by_size[q]) for q in sizes],
-            marker="o",
-            markersize=3,
-            linestyle="--" if memory == "warm" else "-",
-            linewidth=2 if is_ours else 1,
-            color=OURS if is_ours else None,
-            label=label,
-        )
-    axes.set_xscale("log", base=2)
+        is_ours = mode == "tree"
+        color, label = (OURS, "lade") if is_ours else (next(others), mode)
+        for memory, by_size in lines.items():
+            sizes = sorted(by_size)
+            style = {"linestyle": "-", "label": label} if memory == "cold" else {"linestyle": "--"}
+            means = [geometric_mean(by_size[q]) for q in sizes]
+            axes.plot(sizes, means, marker="o", markersize=3, linewidth=2 if is_ours else 1, color=color, **style)
+            axes.set_xticks(sizes, [str(q) for q in sizes])
     axes.set_ylim(bottom=1)
     axes.set_xlabel("tokens of a block")
-    axes.set_ylabel("tokens per step")
+    axes.set_ylabel("tokens per step (dashed: memory kept)")
     axes.legend(fontsize=6)
 
 
