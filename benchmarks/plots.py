@@ -12,6 +12,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,12 +118,37 @@ def draw_attention(axes: Any, figures: Figures) -> None:
     axes.legend()
 
 
+def draw_replay(axes: Any, figures: Figures) -> None:
+    """Tokens per step of each drafter by the block's size, one line with an empty memory and one, dashed, with one that is kept."""
+    cells: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for key, cell in figures["replays"].items():
+        *_, mode, q, memory = key.split()
+        cells.setdefault(mode, {}).setdefault(memory, {}).setdefault(int(q[2:]), []).append(cell["S_without_loops"])
+    others = iter(("#0969da", "#bf3989", "#9a6700", "#8250df", "#57606a", "#cf222e"))
+    for mode, lines in cells.items():
+        if len(lines["cold"]) < 2:
+            continue
+        is_ours = mode == "tree"
+        color, label = (OURS, "lade") if is_ours else (next(others), mode)
+        for memory, by_size in lines.items():
+            sizes = sorted(by_size)
+            style = {"linestyle": "-", "label": label} if memory == "cold" else {"linestyle": "--"}
+            means = [geometric_mean(by_size[q]) for q in sizes]
+            axes.plot(sizes, means, marker="o", markersize=3, linewidth=2 if is_ours else 1, color=color, **style)
+            axes.set_xticks(sizes, [str(q) for q in sizes])
+    axes.set_ylim(bottom=1)
+    axes.set_xlabel("tokens of a block")
+    axes.set_ylabel("tokens per step (dashed: memory kept)")
+    axes.legend(fontsize=6)
+
+
 # benchmark -> what is drawn, with the ending of the picture's name
 DRAWINGS: dict[str, list[tuple[str, Callable[[Any, Figures], None]]]] = {
     "decode": [("", draw_decode)],
     "settings": [("", draw_settings)],
     "step_cost": [("", draw_step_cost), ("-parts", draw_parts)],
     "attention": [("", draw_attention)],
+    "replay": [("", draw_replay)],
 }
 
 

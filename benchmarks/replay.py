@@ -1,12 +1,13 @@
 """Tokens per step of any drafter by exact replay: plain texts are recorded once, then every drafter guesses at the same ones.
 
     python benchmarks/replay.py --set functions=benchmarks/prompts.jsonl --temperatures 0,0.4,0.7,1 --sizes 16,64
+    python benchmarks/replay.py --modes tree,token-recycling,sam-decoding,logitspec,lookahead --sizes 8,16,64
     python benchmarks/replay.py --records /tmp/records --out new.json --against old.json
 
 The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the drafter what the
 loop would: the same requests, random draws, committed tokens, and the model's own logits behind every node of its tree, rejected
 ones included. Those are computed when a drafter asks for them first, and kept (`--records`), so that later replays take no model.
-A drafter is anything `lade.drafting.register_drafter` knows (`--modes`). Every step has the whole block (ADAPTIVE=0): what is compared
+A drafter is anything `lade.drafting.register_drafter` knows (`--modes`), among them those of `field.py`. Every step has the whole block (ADAPTIVE=0): what is compared
 are guesses, not sizes.
 
 "Cold" begins each prompt with an empty memory, "warm" takes a set's prompts in their order with one. S is tokens over forward passes,
@@ -21,17 +22,21 @@ import json
 import pickle
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import field
 import harness
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+import lade
+from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
 from lade.commands.measure import use_lade
 from lade.config import LookaheadConfig, current_config, temporary_settings
@@ -59,7 +64,7 @@ class Recording:
     temperature: float | None
     arguments: dict[str, Any]
     seed: int = 0
-    rows: dict[Node, tuple[Tensor, Tensor, float]] = field(default_factory=dict)
+    rows: dict[Node, tuple[Tensor, Tensor, float]] = dataclass_field(default_factory=dict)
 
     @property
     def is_looping(self) -> bool:
@@ -98,6 +103,19 @@ class Oracle:
         logits.scatter_(1, torch.stack([ids for ids, _, _ in found]), torch.stack([values for _, values, _ in found]))
         return logits[None]
 
+    def choices(self, length: int, shape: tuple[int, int], cells: Tensor) -> Tensor:
+        """The likeliest tokens behind the last level of a window whose root is the text's token number `length`.
+
+        shape: (N, W). cells: [1, (N-1)*W - 1] ids. Returns [1, W]. Nothing is kept: windows hardly ever occur twice.
+        """
+        layout = block_layout(*shape, 0, cells.device)
+        tokens = torch.cat([torch.tensor([[self.text[length - 1]]]), cells], dim=1)
+        visible = torch.cat(
+            [torch.arange(len(self.text)).expand(len(layout.visible), -1) < length - 1, layout.visible], 1
+        )
+        logits = self._forward(tokens, layout.offsets[None] + length - 1, visible)
+        return logits[layout.logit_rows[1:]].argmax(-1)[None]
+
     def _nodes(self, length: int, tree: TokenTree) -> list[Node]:
         nodes: list[Node] = [(length, ())]
         for token, parent in zip(tree.tokens[0], tree.parents[0], strict=True):
@@ -108,33 +126,41 @@ class Oracle:
 
     def _ask(self, missing: list[Node]) -> None:
         """One forward over the nodes, and the guesses before them, behind the whole text; each sees its own past only."""
+        if self._cache is None:
+            self._read_text()
+            missing = [node for node in missing if node not in self.recording.rows]
+            if not missing:
+                return
         length = len(self.text)
-        with torch.inference_mode():
-            if self._cache is None:
-                self._cache = DynamicCache()
-                logits = self.model(torch.tensor([self.text]), past_key_values=self._cache).logits[0]
-                self._keep([(place + 1, ()) for place in range(length)], logits)
-                missing = [node for node in missing if node not in self.recording.rows]
-                if not missing:
-                    return
-            block = dict.fromkeys((place, guesses[: k + 1]) for place, guesses in missing for k in range(len(guesses)))
-            index = {node: i for i, node in enumerate(block)}
-            visible = torch.zeros(len(block), length + len(block), dtype=torch.bool)
-            for (place, guesses), i in index.items():
-                visible[i, :place] = True
-                visible[i, [length + index[place, guesses[: k + 1]] for k in range(len(guesses))]] = True
-            dtype = self.model.dtype
-            logits = self.model(
-                input_ids=torch.tensor([[guesses[-1] for _, guesses in block]]),
-                position_ids=torch.tensor([[place + len(guesses) - 1 for place, guesses in block]]),
-                attention_mask=torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[
-                    None, None
-                ],
-                past_key_values=self._cache,
-            ).logits[0]
-            self._cache.crop(-len(block))
-            self.num_forwards += 1
-        self._keep(list(block), logits)
+        block = dict.fromkeys((place, guesses[: k + 1]) for place, guesses in missing for k in range(len(guesses)))
+        index = {node: i for i, node in enumerate(block)}
+        visible = torch.zeros(len(block), length + len(block), dtype=torch.bool)
+        for (place, guesses), i in index.items():
+            visible[i, :place] = True
+            visible[i, [length + index[place, guesses[: k + 1]] for k in range(len(guesses))]] = True
+        tokens = torch.tensor([[guesses[-1] for _, guesses in block]])
+        positions = torch.tensor([[place + len(guesses) - 1 for place, guesses in block]])
+        self._keep(list(block), self._forward(tokens, positions, visible))
+
+    @torch.inference_mode()
+    def _read_text(self) -> None:
+        self._cache = DynamicCache()
+        logits = self.model(torch.tensor([self.text]), past_key_values=self._cache).logits[0]
+        self._keep([(place + 1, ()) for place in range(len(self.text))], logits)
+
+    @torch.inference_mode()
+    def _forward(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Behind the whole text. tokens, positions: [1, M]. visible: [M, text + M] bool. Returns [M, V]."""
+        if self._cache is None:
+            self._read_text()
+        dtype = self.model.dtype
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+        logits: Tensor = self.model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask[None, None], past_key_values=self._cache
+        ).logits[0]
+        self._cache.crop(-tokens.shape[1])
+        self.num_forwards += 1
+        return logits
 
     def _keep(self, nodes: list[Node], logits: Tensor) -> None:
         temperature = self.recording.temperature or 1.0
@@ -181,18 +207,17 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
                 draws=draws,
             )
         )
-    tree, num_steps, num_done, seconds = TokenTree.empty(1), 0, 0, 0.0
+    reads_wrong_guesses = getattr(field.FIELD.get(config.mode), "reads_wrong_guesses", True)
+    tree, choices, num_steps, num_done, seconds = TokenTree.empty(1), None, 0, 0, 0.0
     while num_done < len(tokens):
         if num_steps:
             began = time.thread_time()
             draft = drafter.propose(sequences, [False], None)
-            if draft.has_window:
-                raise SystemExit(
-                    "a replay has no logits behind a window's cells: drafters of trees alone, got a window"
-                )
             tree = draft.tree
             seconds += time.thread_time() - began
-        logits = oracle.logits(len(prompt) + num_done, tree)
+            choices = None
+            if draft.has_window:
+                choices = oracle.choices(len(prompt) + num_done, draft.window_shape, draft.window_cells)
         children, path, node, before = children_of(tree.tokens[0], tree.parents[0]), [], -1, num_done
         while True:
             token = tokens[num_done]
@@ -206,12 +231,31 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
             path.append(node)
         if draws is not None:
             draws.forget(before)
+        if reads_wrong_guesses:
+            logits = oracle.logits(len(prompt) + before, tree)
+        else:
+            logits = torch.zeros(1, 1 + tree.num_nodes, oracle._num_tokens)
+            logits[:, [0, *(node + 1 for node in path)]] = oracle.logits(len(prompt) + before, tree.part([path]))
         began = time.thread_time()
-        drafter.learn(Outcome(tree, logits, [path], None, sequences))
+        drafter.learn(Outcome(tree, logits, [path], choices, sequences))
         seconds += time.thread_time() - began
         num_steps += 1
     drafter.finish()
     return Replay(len(tokens), num_steps, drafter.sources(), seconds)
+
+
+def steps_of_loop(model: Any, recording: Recording, config: dict[str, Any]) -> int:
+    """Forward passes that `generate()` itself takes with an empty memory. config: for `config_lade`."""
+    ids = torch.tensor([recording.prompt])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with use_lade(True), temporary_settings(**config), Memory().active():
+        tokens, _ = harness.generate_timed(
+            model, inputs, recording.seed, max_new_tokens=len(recording.tokens), **recording.arguments
+        )
+    stats = lade.last_stats()
+    if tokens != recording.tokens or stats is None or stats.fallback_reason is not None:
+        raise SystemExit(f"the loop's text is not the recorded one: {stats and stats.fallback_reason}")
+    return stats.steps
 
 
 def replay_all(model: Any, recordings: list[Recording], config: LookaheadConfig, is_warm: bool) -> list[Replay]:
@@ -298,42 +342,61 @@ def parse() -> argparse.Namespace:
         "--modes", type=lambda text: text.split(","), default=["tree"], help="of the drafters' registry"
     )
     parser.add_argument("--memories", type=lambda text: text.split(","), default=["cold", "warm"])
+    parser.add_argument("--varied", type=int, help="of each set the first so many texts that are no loops, alone")
+    parser.add_argument("--loop", type=int, default=0, help="generate() takes so many of the texts as well, to compare")
     parser.add_argument("--records", type=Path, help="a folder of your own that keeps what the model has said (pickle)")
     parser.add_argument("--against", type=Path, help="a JSON of an earlier run to compare with")
-    parser.add_argument("--out", type=Path, help="write the JSON there as well")
+    parser.add_argument("--out", type=Path, help="write the JSON there as well, to what it has of other sets")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     model, tokenizer = harness.load_model(args)
+    lade.augment_all()
+    field.register()
     sets = dict(item.split("=", 1) for item in args.set or ()) or {
         "functions": harness.PROMPTS,
         "chat": harness.PROMPTS.parent / "chat.jsonl",
     }
     base = json.loads(args.against.read_text())["replays"] if args.against else {}
     figures: dict[str, Any] = {}
+    if args.out and args.out.exists():
+        figures = json.loads(args.out.read_text())["replays"]
     for name, path in sets.items():
         for temperature in args.temperatures:
-            recordings, file = recordings_of(args, model, tokenizer, name, Path(path), temperature)
+            recorded, file = recordings_of(args, model, tokenizer, name, Path(path), temperature)
+            recordings = [text for text in recorded if not text.is_looping][: args.varied] if args.varied else recorded
+            if not recordings:
+                print(f"{name} T={temperature:g}: no text without a loop")
+                continue
             for mode in args.modes:
                 for q in args.sizes:
                     for memory in args.memories:
-                        with temporary_settings(MODE=mode, ADAPTIVE=0, MAX_BLOCK=q):
+                        if memory == "warm" and mode in field.KEEP_NOTHING:
+                            continue
+                        settings = field.settings_of(mode, q)
+                        with temporary_settings(**settings):
                             config = current_config()
                         found = replay_all(model, recordings, config, memory == "warm")
                         key = f"{name} T={temperature:g} {mode} q={q} {memory}"
-                        figures[key] = one = summary(found, recordings)
+                        figures[key] = one = summary(found, recordings) | {"max_new_tokens": args.max_new_tokens}
                         line = f"{key:<36} S {one['S']:6.3f}  no loops {one['S_without_loops']:6.3f} +- {one['standard_error']}"
                         line += f"  loops {one['loops']}/{one['prompts']}  {one['microseconds_per_step']:5d} us"
+                        if args.loop and memory == "cold":
+                            looped = [steps_of_loop(model, text, settings) for text in recordings[: args.loop]]
+                            one["steps_of_loop"], one["steps"] = (
+                                sum(looped),
+                                sum(r.num_steps for r in found[: args.loop]),
+                            )
+                            line += f"  steps of {len(looped)} texts {one['steps']}, by the loop {one['steps_of_loop']}"
                         if key in base:
                             one["ratio"] = compared(one, base[key])
                             line += "  ratio {:.3f} +- {:.3f}".format(*one["ratio"])
                         print(line, flush=True)
             if file:
-                keep(recordings, file)
-    shown = {"benchmark": "replay", "environment": harness.environment(model), "max_new_tokens": args.max_new_tokens}
-    harness.finish(shown | {"replays": figures}, args.out)
+                keep(recorded, file)
+    harness.finish({"benchmark": "replay", "environment": harness.environment(model), "replays": figures}, args.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from support import prompt, tiny_llama
 
 import lade
-from lade.config import current_config
+from lade.config import MODES, current_config
 from lade.drafting.memory import Memory
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -28,7 +28,10 @@ def command(bench, lade_on, monkeypatch, capsys):
 
     def run(*arguments: str) -> dict:
         monkeypatch.setattr(sys, "argv", ["replay.py", *arguments])
+        before = dict(MODES)
         bench.main()
+        for mode in MODES.keys() - before.keys():
+            del MODES[mode]
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return run
@@ -85,10 +88,16 @@ def test_logits_behind_wrong_guesses_are_the_models(bench, model):
         torch.testing.assert_close(found[row], expected)
 
 
-def test_a_drafter_with_a_window_is_refused(lade_on, bench, model):
-    lade.config_lade(MODE="lookahead", LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2, ADAPTIVE=0)
-    with pytest.raises(SystemExit, match="window"):
-        bench.replay(model, bench.record(model, prompt(20), None, 12), current_config())
+@pytest.mark.parametrize("temperature", [None, 0.6])
+def test_steps_with_a_window_are_those_of_the_loop(lade_on, bench, model, temperature):
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, ADAPTIVE=0)
+    for seed in range(3):
+        inputs = prompt(20, seed=seed)
+        text = bench.record(model, inputs, temperature, 60)
+        steps, sources = steps_of_loop(model, inputs, Memory(), **text.arguments)
+        found = bench.replay(model, text, current_config(), Memory())
+        assert (found.num_steps, found.sources) == (steps, sources)
+        assert temperature or sources["pool"][1] > 0
 
 
 def test_command(command, tmp_path):
@@ -96,7 +105,13 @@ def test_command(command, tmp_path):
     out = tmp_path / "first.json"
     first = command(*arguments, "--records", str(tmp_path), "--out", str(out))
     assert len(first["replays"]) == 4  # two sets, cold and warm
-    again = command(*arguments, "--records", str(tmp_path), "--against", str(out))
+    again = command(*arguments, "--records", str(tmp_path), "--against", str(out), "--loop", "2")
     for key, figures in again["replays"].items():
         assert figures["each"] == first["replays"][key]["each"]
         assert figures["prompts"] == figures["loops"] or figures["ratio"][0] == 1.0
+        assert "warm" in key or figures["steps"] == figures["steps_of_loop"] > 0
+    more = command(*arguments, "--modes", "lookahead,logitspec", "--sizes", "8", "--varied", "1", "--out", str(out))
+    new = set(more["replays"]) - set(first["replays"])
+    assert len(new) == 2 * 3  # of the window cold alone: nothing of it is kept
+    assert all(more["replays"][key]["prompts"] <= 1 for key in new)
+    assert json.loads(out.read_text())["replays"].keys() == first["replays"].keys() | new
