@@ -221,8 +221,7 @@ class DecodingCall:
     def forward(self, step: Step) -> Any:
         """Run the model over the block. Returns the model's output."""
         outputs = self.runner.forward(step.block, self.cache, **self.recorder.model_arguments)
-        if self.device.type != "cpu":
-            wait_for(self.device)
+        wait_for(self.device)
         self.stats.steps += 1
         self.stats.block_tokens.append(step.layout.num_tokens)
         return outputs
@@ -310,6 +309,8 @@ def wait_for(device: torch.device) -> None:
 
     On CUDA only for the current stream: a device-wide wait would abort a graph capture in another thread.
     """
+    if device.type == "cpu":
+        return
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     else:
