@@ -34,6 +34,7 @@ import harness
 import parts
 import shapes
 import torch
+from gpu import stand_in
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, record_function
@@ -41,14 +42,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lade
-from gpu import stand_in
-from lade import decoding
+from lade import decoding, transfer
 from lade.drafting import lookahead
 from lade.drafting.ngram_pool import NGramPool
 from lade.forward.static_shapes import StaticForward
 from lade.models.base import ModelAdapter
-from lade.transfer import to_device
-from lade.verification import logits
+from lade.transfer import HOST, to_device
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
 # Operators that bring a value, or a shape that depends on values, to the host.
@@ -59,7 +58,7 @@ FREE_OPERATORS |= {"aten::_unsafe_view", "aten::_reshape_alias", "aten::_local_s
 # They pass by the dispatcher on a CPU.
 READING_METHODS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu"}
 # They take their values from the host: a copy from memory that is not pinned.
-MAKING_FUNCTIONS = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor", torch.from_numpy: "from_numpy"}
+MAKING_FUNCTIONS = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor"}
 SKIPPED_FILES = ("benchmarks", "contextlib.py", "_contextlib.py", "functools.py")
 
 
@@ -172,8 +171,13 @@ class CountOperators(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         found = function(*args, **kwargs)
         is_on_device = any(map(self.memory.holds, given))
-        if name == "aten::copy_" and not self.memory.holds(args[0]):  # to the host
-            self._launch(name, args)
+        if name == "aten::copy_" and is_on_device and not all(map(self.memory.holds, given)):
+            where = place(sys._getframe(1))
+            if not where.startswith("lade/transfer.py"):  # whose memory on the host is pinned
+                self.waits.add("copy", where)
+        if name == "aten::copy_" and not self.memory.holds(args[0]):
+            if is_on_device:  # to the host
+                self._launch(name, args)
         elif is_on_device or not given:  # what makes a tensor from nothing is taken to make it on the device
             self.memory.add(found)
             if not function.is_view and name not in FREE_OPERATORS:
@@ -183,16 +187,21 @@ class CountOperators(TorchDispatchMode):
     def _launch(self, name: str, args: Any) -> None:
         self.waits.launch(name.removeprefix("aten::").strip("_"), place(sys._getframe(1)))
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._num_paused += 1
+        try:
+            yield
+        finally:
+            self._num_paused -= 1
+
     def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A forward, whose operations do not count."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._num_paused += 1
-            try:
+            with self.paused():
                 found = function(*args, **kwargs)
-            finally:
-                self._num_paused -= 1
             self.memory.add(dict(found) if isinstance(found, dict) else found)
             return found
 
@@ -200,33 +209,38 @@ class CountOperators(TorchDispatchMode):
 
 
 class CountCopies(TorchFunctionMode):
-    """Counts what passes by the dispatcher: lists made from tensors, and tensors made from lists.
+    """Counts what passes by the dispatcher: lists made from tensors, tensors made from lists, copies to the device.
 
-    Of these tensors, those that `lade.transfer.to_device` copies make nobody wait.
+    What is made on `HOST` stays there, and what `lade.transfer` copies makes nobody wait.
     """
 
-    def __init__(self, waits: Waits, memory: DeviceMemory) -> None:
+    def __init__(self, waits: Waits, operators: CountOperators) -> None:
         super().__init__()
-        self.waits, self.memory = waits, memory
-        self._made: dict[int, tuple[str, str]] = {}  # by the tensor's id, while a step goes on
+        self.waits, self.operators, self.memory = waits, operators, operators.memory
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        is_on_host = kwargs.get("device") is HOST or kwargs.get("device") == "cpu"
+        if is_on_host and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
+            with self.operators.paused():
+                return function(*args, **kwargs)
         if function in READING_METHODS:
             self.waits.add(READING_METHODS[function], place(sys._getframe(1)))
         elif function in MAKING_FUNCTIONS and str(kwargs.get("device", "")) != "meta":
-            found = function(*args, **kwargs)
-            self._made[id(found)] = MAKING_FUNCTIONS[function], place(sys._getframe(1))
-            self.waits.add(*self._made[id(found)])
-            return found
-        if function is torch.Tensor.to and sys._getframe(1).f_code is to_device.__code__:
-            counted = self._made.pop(id(args[0]), None)
-            if counted is not None:
-                self.waits.take_back(*counted)
-            where = place(sys._getframe(2))
-            self.waits.launch("copy to the device", where)
+            self.waits.add(MAKING_FUNCTIONS[function], place(sys._getframe(1)))
+        elif function is torch.Tensor.to and not self.memory.holds(args[0]) and names_device(args[1:], kwargs):
+            caller = sys._getframe(1)
+            if caller.f_code is not to_device.__code__:
+                self.waits.add("to", place(caller))
+            self.waits.launch("copy to the device", place(sys._getframe(2)))
             self.memory.add(args[0])
         return function(*args, **kwargs)
+
+
+def names_device(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `Tensor.to` asks for a device other than `HOST`."""
+    found = [kwargs.get("device"), *args]
+    return any(isinstance(device, torch.device) and device is not HOST for device in found)
 
 
 def pool_on_device(device: torch.device, *sizes: int) -> NGramPool:
@@ -247,13 +261,13 @@ def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     forwards = [(StaticForward, "replay"), (StaticForward, "call"), (ModelAdapter, "run_blocks")]
     patches = [mock.patch.object(owner, name, operators.aside(getattr(owner, name))) for owner, name in forwards]
     patches.append(mock.patch.object(lookahead, "pool_for", pool_on_device))
-    patches.append(mock.patch.object(logits, "ON_HOST", ()))
+    patches.append(mock.patch.object(transfer, "ON_HOST", ()))
     patches.append(mock.patch.object(decoding, "wait_for", wait_for))
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
         stack.enter_context(operators)
-        stack.enter_context(CountCopies(waits, memory))
+        stack.enter_context(CountCopies(waits, operators))
         yield
 
 

@@ -99,7 +99,7 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
 
     def call(self, inputs, forward):
         inputs.cache.layers[0].length = self._buffers.cache.lengths[0]
-        return inputs.call(forward, self.model, self.keeps_rows)
+        return inputs.call(forward, self.model, self.keeps_rows, self.make_masks)
 
     def update(self, *args, original=fixed_inputs.StaticSlotLayer.update, **kwargs):
         assert getattr(self, "length", 1) > 0
@@ -330,7 +330,7 @@ def test_only_so_many_shapes_are_kept(model, graphs, monkeypatch):
     assert len(graphs) > 1
     (buffers,) = kept_buffers(model)
     (inputs,) = buffers.inputs.values()
-    assert inputs.tokens.shape[1] == stats.block_tokens[-1]
+    assert inputs.block.tokens.shape[1] == stats.block_tokens[-1]
 
 
 def test_one_graph_with_padding_and_without(model, graphs):

@@ -10,9 +10,9 @@ from support import prompt, tiny_llama
 from support.static_shapes import both, check
 
 import lade
+from lade import transfer
 from lade.drafting.memory import most_likely
 from lade.transfer import to_device
-from lade.verification import logits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -37,7 +37,7 @@ def test_one_copy_of_the_likeliest_tokens_is_as_good_as_two(vocab_size, temperat
     """What devices other than the CPU do."""
     scores = 5 * torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(0))
     expected = most_likely(scores, temperature)
-    monkeypatch.setattr(logits, "ON_HOST", ())
+    monkeypatch.setattr(transfer, "ON_HOST", ())
     for found, wanted in zip(most_likely(scores, temperature), expected, strict=True):
         assert np.array_equal(found, wanted)
 

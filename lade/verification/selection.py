@@ -30,6 +30,7 @@ from transformers import (
 
 from lade.block.token_tree import TokenTree
 from lade.compat import logits_processors
+from lade.transfer import on_host
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
 from lade.verification.outputs import OutputRecorder
@@ -297,7 +298,7 @@ class LockstepSelection(Selection):
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         sequences = self.sequences
-        logits = self._block_logits.of_all(nodes).to(dtype=torch.float32, copy=True, device=sequences.ids.device)
+        logits = self._block_logits.of_all(nodes).to(dtype=torch.float32, copy=True, device=sequences.device)
         scores = self._scores(sequences.all_rows(), logits)
         self.recorder.record(nodes, paths, scores, logits)
         chosen = self._sample(scores) if self.do_sample else scores.argmax(dim=-1).tolist()
@@ -377,6 +378,6 @@ def sample_with_draws(probabilities: Tensor, draws: Tensor) -> list[int]:
     """The tokens that `torch.multinomial` samples with these draws. Both: [R, V]. Returns [R]."""
     ratios = probabilities / draws  # by torch: numpy may be set to raise on underflow
     # numpy's argmax takes a fifth of torch's time.
-    chosen = ratios.numpy().argmax(axis=-1) if ratios.device.type == "cpu" else ratios.argmax(dim=-1)
+    chosen = ratios.numpy().argmax(axis=-1) if on_host(ratios) else ratios.argmax(dim=-1)
     tokens: list[int] = chosen.tolist()
     return tokens
