@@ -107,13 +107,15 @@ class Waits:
 
     def figures(self) -> dict[str, Any]:
         steps = max(1, self.num_steps)
-        return {
+        found = {
             "counted_steps": self.num_steps,
             "waits_per_step": round(sum(self.places.values()) / steps, 3),
             "waits": self.per_step(),
-            "launches_per_step": round(sum(self.launches.values()) / steps, 3),
-            "launches": self.per_step(self.launches),
         }
+        if not self.launches:  # on a GPU
+            return found
+        launches = round(sum(self.launches.values()) / steps, 3)
+        return found | {"launches_per_step": launches, "launches": self.per_step(self.launches)}
 
 
 def place(frame: FrameType | None) -> str:
@@ -248,6 +250,17 @@ def pool_on_device(device: torch.device, *sizes: int) -> NGramPool:
     return NGramPool(*sizes, device)
 
 
+def counted_wait(waits: Waits) -> AbstractContextManager:
+    """The loop's own wait for the forward, which is no operator."""
+    original = decoding.wait_for
+
+    def wait_for(device: torch.device) -> None:
+        waits.add("wait_for", place(sys._getframe(1)))
+        original(device)
+
+    return mock.patch.object(decoding, "wait_for", wait_for)
+
+
 @contextmanager
 def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     """on_device: tensors that would be on a GPU, such as the model's weights."""
@@ -255,14 +268,11 @@ def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     memory.add(on_device)
     operators = CountOperators(waits, memory)
 
-    def wait_for(device: torch.device) -> None:
-        waits.add("wait_for", place(sys._getframe(1)))
-
     forwards = [(StaticForward, "replay"), (StaticForward, "call"), (ModelAdapter, "run_blocks")]
     patches = [mock.patch.object(owner, name, operators.aside(getattr(owner, name))) for owner, name in forwards]
     patches.append(mock.patch.object(lookahead, "pool_for", pool_on_device))
     patches.append(mock.patch.object(transfer, "ON_HOST", ()))
-    patches.append(mock.patch.object(decoding, "wait_for", wait_for))
+    patches.append(counted_wait(waits))
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
@@ -280,7 +290,7 @@ def reported_by_cuda(waits: Waits) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        with mock.patch.object(warnings, "showwarning", note):
+        with mock.patch.object(warnings, "showwarning", note), counted_wait(waits):
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
