@@ -1,11 +1,16 @@
-"""What happens in a few decoding steps: the costliest operators, and every place where the host waits for the device.
+"""What happens in a few decoding steps: the costliest operators, where the host waits for the device, what it launches.
 
     python benchmarks/step_profile.py
     python benchmarks/step_profile.py --steps 20 --trace trace.json
+    python benchmarks/step_profile.py --stand_in --mode tree        # on a CPU: captured steps, with stand-ins for graphs
+    python benchmarks/step_profile.py --stand_in --mode tree --do_sample
 
 The trace opens in chrome://tracing or ui.perfetto.dev; its ranges "lade: propose" and so on are the parts of a step. On a GPU
 the waits are those that CUDA itself reports (torch.cuda.set_sync_debug_mode). On a CPU nothing waits: the calls that would on a
-GPU are counted instead, with the pool in the form it has there. Ends with one JSON line.
+GPU are counted instead, with the pool in the form it has there. Launches are operations on what would be a GPU's memory, outside
+of the model's forward, or of the graph that replays it: kernels and copies, each as one. They are counted on a CPU alone: its
+memory is all one, so what would lie on the GPU is told by where it comes from (weights, prompts, `lade.transfer`, and what is
+computed from these). Ends with one JSON line.
 
 Not named profile.py: scripts here would find that one in place of the standard library's, which cProfile and so torch import.
 """
@@ -13,12 +18,13 @@ Not named profile.py: scripts here would find that one in place of the standard 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,31 +34,43 @@ import harness
 import parts
 import shapes
 import torch
+from gpu import stand_in
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import lade
+from lade import decoding, transfer
 from lade.drafting import lookahead
 from lade.drafting.ngram_pool import NGramPool
-from lade.transfer import to_device
-from lade.verification import logits
+from lade.forward.static_shapes import StaticForward
+from lade.models.base import ModelAdapter
+from lade.transfer import HOST, to_device
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
 # Operators that bring a value, or a shape that depends on values, to the host.
 READING_OPERATORS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
+# They run nothing, though they are not marked as views.
+FREE_OPERATORS = {"aten::empty.memory_format", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::lift_fresh"}
+FREE_OPERATORS |= {"aten::_unsafe_view", "aten::_reshape_alias", "aten::_local_scalar_dense"}
 # They pass by the dispatcher on a CPU.
 READING_METHODS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu"}
 # They take their values from the host: a copy from memory that is not pinned.
-MAKING_FUNCTIONS = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor", torch.from_numpy: "from_numpy"}
+MAKING_FUNCTIONS = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor"}
 SKIPPED_FILES = ("benchmarks", "contextlib.py", "_contextlib.py", "functools.py")
 
 
 class Waits:
-    """Where the host waited, over the steps of the calls under way. The prefill and the step after it do not count."""
+    """Where the host waited, and what it launched, over the steps of the calls under way.
+
+    The prefill and the step after it do not count.
+    """
 
     def __init__(self) -> None:
         self.places: Counter[tuple[str, str]] = Counter()  # (what, where) -> how often
+        self.launches: Counter[tuple[str, str]] = Counter()
         self.num_steps = 0
         self.is_counting = False
 
@@ -69,19 +87,35 @@ class Waits:
         if self.is_counting:
             self.places[what, where] += 1
 
+    def launch(self, what: str, where: str) -> None:
+        if self.is_counting:
+            self.launches[what, where] += 1
+
     def take_back(self, what: str, where: str) -> None:
         """It was no wait."""
         if self.places[what, where] > 0:
             self.places[what, where] -= 1
 
-    def per_step(self) -> list[dict[str, Any]]:
-        """The places, most frequent first."""
+    def per_step(self, counted: Counter[tuple[str, str]] | None = None) -> list[dict[str, Any]]:
+        """The places, most frequent first. counted: `launches`, in place of the waits."""
         steps = max(1, self.num_steps)
         return [
             {"what": what, "where": where, "per_step": round(count / steps, 3)}
-            for (what, where), count in self.places.most_common()
+            for (what, where), count in (self.places if counted is None else counted).most_common()
             if count
         ]
+
+    def figures(self) -> dict[str, Any]:
+        steps = max(1, self.num_steps)
+        found = {
+            "counted_steps": self.num_steps,
+            "waits_per_step": round(sum(self.places.values()) / steps, 3),
+            "waits": self.per_step(),
+        }
+        if not self.launches:  # on a GPU
+            return found
+        launches = round(sum(self.launches.values()) / steps, 3)
+        return found | {"launches_per_step": launches, "launches": self.per_step(self.launches)}
 
 
 def place(frame: FrameType | None) -> str:
@@ -105,45 +139,110 @@ def short_path(path: Path) -> str:
     return path.name
 
 
-class CountReads(TorchDispatchMode):
-    """Counts operators that read a value."""
+class DeviceMemory:
+    """Which memory would be a GPU's, on a CPU."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}  # which keep their addresses from being used again
+
+    def add(self, value: Any) -> None:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and not self.holds(leaf):
+                found = StorageWeakRef(leaf.untyped_storage())
+                self._storages[found.cdata] = found
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts operators that read a value, and those that a GPU would have to run."""
+
+    def __init__(self, waits: Waits, memory: DeviceMemory) -> None:
         super().__init__()
-        self.waits = waits
+        self.waits, self.memory = waits, memory
+        self._num_paused = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._num_paused:
+            return function(*args, **kwargs)
         name = function._schema.name
         if name in READING_OPERATORS:
             self.waits.add(name.removeprefix("aten::").strip("_"), place(sys._getframe(1)))
-        return function(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        found = function(*args, **kwargs)
+        is_on_device = any(map(self.memory.holds, given))
+        if name == "aten::copy_" and is_on_device and not all(map(self.memory.holds, given)):
+            where = place(sys._getframe(1))
+            if not where.startswith("lade/transfer.py"):  # whose memory on the host is pinned
+                self.waits.add("copy", where)
+        if name == "aten::copy_" and not self.memory.holds(args[0]):
+            if is_on_device:  # to the host
+                self._launch(name, args)
+        elif is_on_device or not given:  # what makes a tensor from nothing is taken to make it on the device
+            self.memory.add(found)
+            if not function.is_view and name not in FREE_OPERATORS:
+                self._launch(name, args)
+        return found
+
+    def _launch(self, name: str, args: Any) -> None:
+        self.waits.launch(name.removeprefix("aten::").strip("_"), place(sys._getframe(1)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._num_paused += 1
+        try:
+            yield
+        finally:
+            self._num_paused -= 1
+
+    def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward, whose operations do not count."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.paused():
+                found = function(*args, **kwargs)
+            self.memory.add(dict(found) if isinstance(found, dict) else found)
+            return found
+
+        return call
 
 
 class CountCopies(TorchFunctionMode):
-    """Counts what passes by the dispatcher: lists made from tensors, and tensors made from lists.
+    """Counts what passes by the dispatcher: lists made from tensors, tensors made from lists, copies to the device.
 
-    Of these tensors, those that `lade.transfer.to_device` copies make nobody wait.
+    What is made on `HOST` stays there, and what `lade.transfer` copies makes nobody wait.
     """
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: Waits, operators: CountOperators) -> None:
         super().__init__()
-        self.waits = waits
-        self._made: dict[int, tuple[str, str]] = {}  # by the tensor's id, while a step goes on
+        self.waits, self.operators, self.memory = waits, operators, operators.memory
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        is_on_host = kwargs.get("device") is HOST or kwargs.get("device") == "cpu"
+        if is_on_host and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
+            with self.operators.paused():
+                return function(*args, **kwargs)
         if function in READING_METHODS:
             self.waits.add(READING_METHODS[function], place(sys._getframe(1)))
         elif function in MAKING_FUNCTIONS and str(kwargs.get("device", "")) != "meta":
-            found = function(*args, **kwargs)
-            self._made[id(found)] = MAKING_FUNCTIONS[function], place(sys._getframe(1))
-            self.waits.add(*self._made[id(found)])
-            return found
-        if function is torch.Tensor.to and sys._getframe(1).f_code is to_device.__code__:
-            counted = self._made.pop(id(args[0]), None)
-            if counted is not None:
-                self.waits.take_back(*counted)
+            self.waits.add(MAKING_FUNCTIONS[function], place(sys._getframe(1)))
+        elif function is torch.Tensor.to and not self.memory.holds(args[0]) and names_device(args[1:], kwargs):
+            caller = sys._getframe(1)
+            if caller.f_code is not to_device.__code__:
+                self.waits.add("to", place(caller))
+            self.waits.launch("copy to the device", place(sys._getframe(2)))
+            self.memory.add(args[0])
         return function(*args, **kwargs)
+
+
+def names_device(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `Tensor.to` asks for a device other than `HOST`."""
+    found = [kwargs.get("device"), *args]
+    return any(isinstance(device, torch.device) and device is not HOST for device in found)
 
 
 def pool_on_device(device: torch.device, *sizes: int) -> NGramPool:
@@ -151,10 +250,34 @@ def pool_on_device(device: torch.device, *sizes: int) -> NGramPool:
     return NGramPool(*sizes, device)
 
 
+def counted_wait(waits: Waits) -> AbstractContextManager:
+    """The loop's own wait for the forward, which is no operator."""
+    original = decoding.wait_for
+
+    def wait_for(device: torch.device) -> None:
+        waits.add("wait_for", place(sys._getframe(1)))
+        original(device)
+
+    return mock.patch.object(decoding, "wait_for", wait_for)
+
+
 @contextmanager
-def counted_on_cpu(waits: Waits) -> Iterator[None]:
-    on_device = mock.patch.object(lookahead, "pool_for", pool_on_device), mock.patch.object(logits, "ON_HOST", ())
-    with on_device[0], on_device[1], CountReads(waits), CountCopies(waits):
+def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
+    """on_device: tensors that would be on a GPU, such as the model's weights."""
+    memory = DeviceMemory()
+    memory.add(on_device)
+    operators = CountOperators(waits, memory)
+
+    forwards = [(StaticForward, "replay"), (StaticForward, "call"), (ModelAdapter, "run_blocks")]
+    patches = [mock.patch.object(owner, name, operators.aside(getattr(owner, name))) for owner, name in forwards]
+    patches.append(mock.patch.object(lookahead, "pool_for", pool_on_device))
+    patches.append(mock.patch.object(transfer, "ON_HOST", ()))
+    patches.append(counted_wait(waits))
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(operators)
+        stack.enter_context(CountCopies(waits, operators))
         yield
 
 
@@ -167,7 +290,7 @@ def reported_by_cuda(waits: Waits) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        with mock.patch.object(warnings, "showwarning", note):
+        with mock.patch.object(warnings, "showwarning", note), counted_wait(waits):
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
@@ -177,11 +300,13 @@ def reported_by_cuda(waits: Waits) -> Iterator[None]:
 
 def count_waits(model: Any, prompts: list[dict[str, torch.Tensor]], common: dict[str, Any]) -> Waits:
     waits = Waits()
-    counting = reported_by_cuda if model.device.type == "cuda" else counted_on_cpu
-    with harness.use_lade(True):
+    counting = reported_by_cuda(waits)
+    if model.device.type != "cuda":
+        counting = counted_on_cpu(waits, *model.parameters(), *model.buffers(), prompts)
+    with harness.use_lade(True), counting:
         for prompt in prompts:  # what is made once has been made by then
             decode(model, prompt, common)
-        with lade.stats.tracing(waits.end_step), counting(waits):
+        with lade.stats.tracing(waits.end_step):
             for prompt in prompts:
                 waits.begin()
                 decode(model, prompt, common)
@@ -268,6 +393,11 @@ def show(rows: list[dict[str, Any]], waits: Waits, on_gpu: bool) -> None:
     print(f"\nthe host {verb} {total:.1f} times a step ({waits.num_steps} steps)")
     for wait in waits.per_step():
         print(f"{wait['per_step']:>8.2f}  {wait['what']:<20} {wait['where']}")
+    if not on_gpu:
+        total = sum(waits.launches.values()) / max(1, waits.num_steps)
+        print(f"\non a GPU it would launch {total:.1f} operations a step beside the forward")
+        for launch in waits.per_step(waits.launches):
+            print(f"{launch['per_step']:>8.2f}  {launch['what']:<20} {launch['where']}")
 
 
 def parse() -> argparse.Namespace:
@@ -279,6 +409,8 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(limit=2)
     parser.add_argument("--context", type=int, default=1000, help="tokens of each prompt with --shape")
     parser.add_argument("--steps", type=int, default=8, help="how many steps to profile, at most")
+    parser.add_argument("--do_sample", action="store_true", help="sample, with temperature 0.8 and top_k 50")
+    parser.add_argument("--stand_in", action="store_true", help="on a CPU: stand-ins for CUDA graphs")
     parser.add_argument("--trace", type=Path, help="write a chrome trace of these steps there")
     parser.add_argument("--out", type=Path, help="write the JSON there as well")
     args = parser.parse_args()
@@ -300,7 +432,11 @@ def main() -> None:
     harness.set_up_lade(args)
     parts.set_up_forward(args)
     on_gpu = model.device.type == "cuda"
-    common = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    if args.stand_in:
+        stand_in.install()
+        lade.config_lade(CUDA_GRAPH=1)
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50} if args.do_sample else {"do_sample": False}
+    common = {"max_new_tokens": args.max_new_tokens} | sampling
 
     figures: dict[str, Any] = {
         "benchmark": "step_profile",
@@ -311,11 +447,7 @@ def main() -> None:
     }
     with harness.reporting(figures, args.out):
         waits = count_waits(model, prompts, common)
-        figures |= {
-            "counted_steps": waits.num_steps,
-            "waits_per_step": round(sum(waits.places.values()) / max(1, waits.num_steps), 3),
-            "waits": waits.per_step(),
-        }
+        figures |= waits.figures()
         found = profile_steps(model, prompts[0], args.steps, common)
         rows = operators(found, on_gpu)
         figures |= {"profiled_steps": found.num_profiled, "operators": rows}

@@ -26,7 +26,7 @@ from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
 from lade.stats import GenerationStats
-from lade.transfer import to_device
+from lade.transfer import HOST, to_device
 from lade.verification.outputs import OutputRecorder
 from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
 
@@ -80,7 +80,7 @@ def lookahead_decode(
             logits, accepted, choices = call.verify(step, outputs)
             call.commit(step, accepted)
             timer.end_verify()
-            drafter.learn(Outcome(step.tree, logits, accepted, choices, selection.sequences))
+            drafter.learn(Outcome(step.tree, logits, accepted, choices, selection.sequences, call.runner.digest))
             timer.end_learn(step.layout.num_tokens)
             if stats.on_step is not None:
                 stats.on_step(step.roots, draft, step.tree, step.layout, accepted, choices, selection.sequences)
@@ -119,10 +119,11 @@ class DecodingCall:
         input_ids, generation_config = request.input_ids, request.generation_config
         self.streamer, self.recorder = request.streamer, request.recorder
         self.adapter, self.stats, self.group, self.callers_cache = adapter, stats, group, callers_cache
-        self.model, self.runner = adapter.prompt_model, BlockRunner(adapter)
+        self.model, self.runner = adapter.prompt_model, BlockRunner(adapter, input_ids.device)
         self.device, self.do_sample = input_ids.device, bool(generation_config.do_sample)
         needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
         self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
+        self.temperature = (generation_config.temperature or 1.0) if self.do_sample else 1.0
         self.key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
         # [B or 1, P], or [k, B or 1, P]; None if the model takes none.
         self.positions: Tensor | None = model_kwargs.get("position_ids")
@@ -139,7 +140,7 @@ class DecodingCall:
                 num_tokens=adapter.num_tokens,
                 prompt_ids=input_ids,
                 key_mask=self.key_mask,
-                temperature=(generation_config.temperature or 1.0) if self.do_sample else None,
+                temperature=self.temperature if self.do_sample else None,
                 top_k=generation_config.top_k if self.do_sample else None,
                 top_p=generation_config.top_p if self.do_sample else None,
                 draws=self.selection.draws,
@@ -170,12 +171,13 @@ class DecodingCall:
             self.cache.most_slots = self.most_slots
             self.cache.adopt(outputs.past_key_values)
         self.cache.end_prefill(len(input_ids))
-        # Offset of positions from slots, [..., B or 1, 1]. Its maximum is read once, so that no step waits.
+        # Offset of positions from slots, [..., B or 1, 1], read once, so that no step waits.
         positions, length = self.positions, self.cache.lengths[0]
-        self.position_offset: Tensor | int = 0 if positions is None else positions[..., -1:] + 1 - length
-        self.max_position_offset = 0 if positions is None else int(positions[..., -1].max()) + 1 - length
-        if positions is not None and positions.shape[:-1] == (1,):
-            self.position_offset = self.max_position_offset  # adding an int is cheaper than adding a tensor
+        none = torch.zeros((1, 1), dtype=torch.long, device=HOST)
+        offset = none if positions is None else positions[..., -1:].to(HOST) + 1 - length
+        self.max_position_offset = int(offset.max())
+        # Adding an int is cheaper than adding a tensor.
+        self.position_offset: Tensor | int = self.max_position_offset if offset.shape[:-1] == (1,) else offset
         self.stats.batch_size, self.stats.steps = len(input_ids), 1
         return outputs
 
@@ -187,6 +189,7 @@ class DecodingCall:
         accepted = self.selection.verify(tree, block_logits)
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
         self.vocab_size, self.nan_column = logits.shape[-1], block_logits.nan_column
+        self.runner.use_digests(self.nan_column, self.temperature)
 
     def propose(self) -> Draft:
         """The drafter's guesses after each row's root."""
@@ -200,17 +203,19 @@ class DecodingCall:
         tree = selection.without_finished(draft.tree, draft.max_depth)
         part = self.group.partition(tree, draft.window_shape)
         num_nodes = self.runner.padded_nodes(part.tree.num_nodes)
-        layout = block_layout(*draft.window_shape, num_nodes, self.device, part.columns)
+        device = self.device if draft.has_window else HOST  # where the window's cells lie
+        layout = block_layout(*draft.window_shape, num_nodes, device, part.columns)
         starts: int | Tensor = lengths[0]
         if min(lengths) != max(lengths):
             # One less for a finished row: its output is not read, and its position must not exceed the model's limit.
             counted = [length - has_ended for length, has_ended in zip(lengths, selection.is_finished, strict=True)]
-            starts = to_device(torch.tensor(counted, device="cpu"), self.device)[:, None]  # [B, 1]
+            starts = torch.tensor(counted, device=HOST)[:, None]  # [B, 1]
+        starts = self.position_offset + starts
         offsets, visible = layout.offsets_and_visibility(part.tree)
         block = Block(
             tokens=selection.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
             offsets=offsets,
-            positions=offsets + (self.position_offset + starts),
+            positions=offsets + (to_device(starts, device) if isinstance(starts, Tensor) else starts),
             visible=visible,
             logit_rows=layout.logit_rows if draft.has_window else layout.tree_rows,
             lengths=lengths,
@@ -221,8 +226,7 @@ class DecodingCall:
     def forward(self, step: Step) -> Any:
         """Run the model over the block. Returns the model's output."""
         outputs = self.runner.forward(step.block, self.cache, **self.recorder.model_arguments)
-        if self.device.type != "cpu":
-            wait_for(self.device)
+        wait_for(self.device)
         self.stats.steps += 1
         self.stats.block_tokens.append(step.layout.num_tokens)
         return outputs
@@ -235,7 +239,7 @@ class DecodingCall:
         """
         self.recorder.begin_step(outputs, self.cache.lengths[0])
         logits = step.layout.without_padding(outputs.logits, step.part.tree)
-        block_logits, choices = self.group.exchange(step.part, logits, step.draft.has_window)
+        block_logits, choices = self.group.exchange(step.part, logits, step.draft.has_window, self.runner.digest)
         return logits[:, : 1 + step.tree.num_nodes], self.selection.verify(step.tree, block_logits), choices
 
     def commit(self, step: Step, accepted: Accepted) -> None:
@@ -310,6 +314,8 @@ def wait_for(device: torch.device) -> None:
 
     On CUDA only for the current stream: a device-wide wait would abort a graph capture in another thread.
     """
+    if device.type == "cpu":
+        return
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     else:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import generate_plain, prompt, tiny, tiny_llama
 from support.graphs import NOT_HERE, is_wanted, kept_buffers
+from torch.utils._pytree import tree_map
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
@@ -268,8 +269,13 @@ def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch
     lade.config_lade(**ONE_SHAPE)
 
     def stale(forward):
-        count, output = iter(range(100)), forward().clone()
-        return lambda: output.copy_(forward()) if next(count) < 2 * good_uses else output  # two replays a block
+        count, output = iter(range(100)), tree_map(torch.clone, forward())
+
+        def replay():
+            is_good = next(count) < 2 * good_uses  # two replays a block
+            return tree_map(torch.Tensor.copy_, output, forward()) if is_good else output
+
+        return replay
 
     monkeypatch.setattr(fixed, "capture", stale)
     expected = generate_plain(tiny_llama(num_hidden_layers=1), prompt(), **NEW)

@@ -16,6 +16,7 @@ from support import generate_plain, padded_prompt, prompt, tiny, tiny_llama
 from support.families import FAMILIES
 from support.graphs import NOT_HERE, kept_buffers
 from support.static_shapes import NEW, both, check
+from torch.utils._pytree import tree_map
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -99,7 +100,7 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
 
     def call(self, inputs, forward):
         inputs.cache.layers[0].length = self._buffers.cache.lengths[0]
-        return inputs.call(forward, self.model, self.keeps_rows)
+        return inputs.call(forward, self.model, self.keeps_rows, self.make_masks)
 
     def update(self, *args, original=fixed_inputs.StaticSlotLayer.update, **kwargs):
         assert getattr(self, "length", 1) > 0
@@ -330,7 +331,7 @@ def test_only_so_many_shapes_are_kept(model, graphs, monkeypatch):
     assert len(graphs) > 1
     (buffers,) = kept_buffers(model)
     (inputs,) = buffers.inputs.values()
-    assert inputs.tokens.shape[1] == stats.block_tokens[-1]
+    assert inputs.block.tokens.shape[1] == stats.block_tokens[-1]
 
 
 def test_one_graph_with_padding_and_without(model, graphs):
@@ -367,7 +368,7 @@ def captured_at(monkeypatch, graphs):
 
     def note(run):
         inputs = run.args[0]
-        found.append((inputs.tokens.shape, inputs.cache.layers[0].get_max_length()))
+        found.append((inputs.block.tokens.shape, inputs.cache.layers[0].get_max_length()))
         return capture(run)
 
     monkeypatch.setattr(fixed, "capture", note)
@@ -618,10 +619,16 @@ def test_an_exception_keeps_nothing(model, graphs):
     assert len(graphs) == 3  # the second of the two broken calls had what the first good one left
 
 
+def off_by_one(forward):
+    """A graph that always gives the result of its capture, and that a wrong one."""
+    output = tree_map(lambda tensor: tensor + 1, forward())
+    return lambda: output
+
+
 def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
     """Neither a capture's nor, in a later call, a replay's; the text is right all the same."""
     with monkeypatch.context() as patch:
-        patch.setattr(fixed, "capture", lambda forward: (lambda output: lambda: output)(forward() + 1))
+        patch.setattr(fixed, "capture", off_by_one)
         check(*both(model, prompt(), do_sample=False), compiled=False)
         assert not kept_buffers(model)
 
@@ -677,9 +684,22 @@ def test_a_graph_that_cannot_be_captured(model, graphs, monkeypatch):
 
 def test_a_graph_that_remembers_too_much_is_noticed(model, graphs, monkeypatch):
     """A replay of one and the same result, as if the inputs lay elsewhere by then."""
-    monkeypatch.setattr(fixed, "capture", lambda forward: (lambda output: lambda: output)(forward() + 1))
+    monkeypatch.setattr(fixed, "capture", off_by_one)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
     assert stats.cuda_graph_reason.startswith("the captured forward was off by ")
+
+
+def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
+    """Of right logits: the text must not depend on it."""
+    lade.config_lade(MODE="tree", MAX_BLOCK=16)
+    trace = fixed.capture
+
+    def capture(forward):
+        return trace(lambda: (forward()[0], forward()[1] + 1))
+
+    monkeypatch.setattr(fixed, "capture", capture)
+    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    assert stats.cuda_graph_reason == "the captured digest is not that of the captured logits"
 
 
 def test_no_graphs_on_a_cpu(model):

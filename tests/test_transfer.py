@@ -10,10 +10,13 @@ from support import prompt, tiny_llama
 from support.static_shapes import both, check
 
 import lade
+from lade import transfer
 from lade.drafting.memory import most_likely
-from lade.transfer import to_device
-from lade.verification import logits
+from lade.state import forget_all
+from lade.transfer import Landing, Parcel, to_device
 
+# The mask of the prompt is set at a call's first block, and the text is copied at its end.
+ONCE_PER_CALL = {"lade/forward/static_inputs.py", "lade/verification/sequences.py"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -31,29 +34,79 @@ def test_cuda_copies_from_pinned_memory(monkeypatch):
     assert calls == ["pin", ((CUDA,), {"non_blocking": True})]
 
 
+def parts(offset):
+    return {
+        "flag": torch.tensor([True, False, True]),
+        "ids": torch.arange(4)[None] + offset,
+        "one": torch.tensor(0.5 + offset),
+        "turned": (torch.arange(6).view(2, 3) + offset).T,
+        "none": torch.zeros(2, 0, dtype=torch.long),
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_parcel(device):
+    """All parts in one copy, to the same addresses each time."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    parcel = Parcel(parts(0), torch.device(device))
+    views = dict(parcel.tensors)
+    for offset in range(3):
+        parcel.fill(parts(offset))
+        for name, part in parts(offset).items():
+            assert parcel.tensors[name] is views[name]
+            assert torch.equal(views[name].cpu(), part)
+    assert len({view.untyped_storage().data_ptr() for view in views.values() if view.numel()}) == 1
+
+
+def test_a_parcel_from_where_it_goes():
+    """A window's tokens are on the device already: they go by themselves."""
+    meta = {name: part.to("meta") for name, part in parts(0).items()}
+    parcel = Parcel(meta, torch.device("meta"))
+    parcel.fill(meta)
+    assert {name: view.shape for name, view in parcel.tensors.items()} == {n: p.shape for n, p in parts(0).items()}
+
+
+def test_a_landing_keeps_what_it_was_given():
+    values = torch.arange(3)
+    landing = Landing(values)
+    landing.start(values)
+    found = landing.read()
+    values += 1
+    landing.start(values)
+    assert (found.tolist(), landing.read().tolist()) == ([0, 1, 2], [1, 2, 3])
+
+
 @pytest.mark.parametrize("vocab_size", [3, 61, 4097])
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_one_copy_of_the_likeliest_tokens_is_as_good_as_two(vocab_size, temperature, monkeypatch):
     """What devices other than the CPU do."""
     scores = 5 * torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(0))
     expected = most_likely(scores, temperature)
-    monkeypatch.setattr(logits, "ON_HOST", ())
+    monkeypatch.setattr(transfer, "ON_HOST", ())
     for found, wanted in zip(most_likely(scores, temperature), expected, strict=True):
         assert np.array_equal(found, wanted)
 
 
 @pytest.mark.usefixtures("static_blocks")
 def test_waits_of_a_captured_step(graphs, monkeypatch):
-    """Of a tree, greedy: the choices and, every few steps, the likeliest tokens. The loop waits for the device once more, to take the time."""
+    """Of a tree, greedy: one, for the forward. A copy there, a copy back, and the keys and values of a path that has to move."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     step_profile = importlib.import_module("step_profile")
     model, waits = tiny_llama(num_hidden_layers=1), step_profile.Waits()
     lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0, SHARE=0)
     check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
-    with lade.stats.tracing(waits.end_step), step_profile.counted_on_cpu(waits):
+    forget_all()  # what was made outside does not count as a device's memory
+    with step_profile.counted_on_cpu(waits, *model.parameters(), prompt()):
         model.generate(**prompt(), do_sample=False, max_new_tokens=100)
+        with lade.stats.tracing(waits.end_step):
+            model.generate(**prompt(), do_sample=False, max_new_tokens=100)
+            waits.begin()
     assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
     assert waits.num_steps > 2
-    found = {row["where"].split(":")[0]: row["per_step"] for row in waits.per_step()}
-    assert set(found) <= {"lade/verification/logits.py", "lade/drafting/likeliest.py"}, found
-    assert sum(found.values()) <= 2
+    assert [row["what"] for row in waits.per_step()] == ["wait_for"], waits.per_step()
+    found = {row["where"].split(":")[0] for row in waits.per_step(waits.launches)}
+    assert found <= {"lade/transfer.py", "lade/block/kv_cache.py", *ONCE_PER_CALL}, found
+    figures = waits.figures()
+    assert figures["waits_per_step"] == 1
+    assert 2 <= figures["launches_per_step"] <= 5

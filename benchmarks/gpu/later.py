@@ -139,5 +139,4 @@ def traced_steps(run: Run) -> Row:
     path = run.out / "trace-steps.json"
     found.profile.export_chrome_trace(str(path))
     rows = step_profile.operators(found, run.device == "cuda")
-    total = sum(waits.places.values()) / max(1, waits.num_steps)
-    return {"trace": path.name, "waits_per_step": total, "waits": waits.per_step(), "operators": rows}
+    return {"trace": path.name, "operators": rows} | waits.figures()

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
 _tracing = threading.Lock()  # is not for two threads at once
 
 
-def trace(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """In place of `lade.forward.graphs.capture`. Returns what computes it again, always into the same tensor."""
+def trace(forward: Callable[[], Any]) -> Callable[[], Any]:
+    """In place of `lade.forward.graphs.capture`. Returns what computes it again, always into the same tensors."""
     with _tracing:
         try:
             graph: Any = make_fx(forward)()
@@ -23,9 +24,8 @@ def trace(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
             graph = forward  # what is compiled cannot be traced
         output = graph()
 
-    def replay() -> Tensor:
-        result: Tensor = output.copy_(graph())
-        return result
+    def replay() -> Any:
+        return tree_map(Tensor.copy_, output, graph())
 
     return replay
 

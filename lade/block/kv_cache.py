@@ -178,12 +178,16 @@ class LookaheadCache(Cache):
             cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
-        """Make room for a block of q tokens after each row's committed slots."""
-        self.check_room(max(self.lengths) + 1)
-        self.ensure_capacity(max(self.lengths) + num_tokens)
+        """Prepare for a block of q tokens after each row's committed slots."""
+        self.make_room(num_tokens)
         is_ragged = min(self.lengths) != max(self.lengths)
         self.slots = self.block_slots(num_tokens, device) if is_ragged else None
         self._opened = None
+
+    def make_room(self, num_tokens: int) -> None:
+        """Make room for a block of q tokens after each row's committed slots."""
+        self.check_room(max(self.lengths) + 1)
+        self.ensure_capacity(max(self.lengths) + num_tokens)
 
     def open_block(self, num_tokens: int) -> None:
         """Give every layer its views for a block of q tokens, where all rows have the same length.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.transfer import to_device
+from lade.transfer import HOST, to_device
 
 MAX_CACHED = 64  # largest block whose offsets and visibility are cached: shapes of small trees recur
 
@@ -43,24 +43,27 @@ class BlockLayout:
     cells: Tensor | None = None
 
     def tokens(self, roots: list[int], tree: TokenTree, window_cells: Tensor) -> Tensor:
-        """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids, on the device of window_cells."""
+        """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids, on the host if there is no window."""
         rows = [[root, *nodes] for root, nodes in zip(roots, tree.padded_tokens(self.num_nodes), strict=True)]
         # numpy converts a list faster than torch does.
-        tokens = to_device(torch.from_numpy(np.array(rows, dtype=np.int64)), window_cells.device)
+        tokens = torch.from_numpy(np.array(rows, dtype=np.int64))
         if not self.has_window:
             return tokens
+        tokens = to_device(tokens, window_cells.device)
         return torch.cat([tokens, window_cells if self.cells is None else window_cells[:, self.cells]], dim=1)
 
     def without_padding(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """Drop the rows of padding nodes. logits: [B, R, V], in the order of `logit_rows`."""
         if tree.num_nodes == self.num_nodes:
             return logits
+        if not self.has_window:
+            return logits[:, : 1 + tree.num_nodes]
         return torch.cat([logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]], dim=1)
 
     def offsets_and_visibility(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
         """Position offsets from each row's root, [B, q], and visibility, [B, q, q] bool, query by key.
 
-        Both are shared between calls: do not write to them.
+        Both are shared between calls: do not write to them. On the host if there is no window.
         """
         # What CUDA copies without a wait may not be there yet for another thread's stream.
         is_cached = self.num_tokens <= MAX_CACHED and self.offsets.device.type != "cuda"
@@ -73,10 +76,11 @@ def _for_shape(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
     tree, device = TokenTree([[0] * len(row) for row in shape], [list(row) for row in shape]), layout.offsets.device
     num_rows, nodes = len(shape), slice(1 + layout.num_nodes)
     depths = [[0, *row] for row in tree.padded_depths(layout.num_nodes)]  # [B, 1 + n]
-    tree_offsets = to_device(torch.tensor(depths, dtype=torch.long, device="cpu"), device)
-    tree_visible = to_device(torch.from_numpy(tree.visibility(layout.num_nodes)), device)  # [B, 1 + n, 1 + n]
+    tree_offsets = torch.tensor(depths, dtype=torch.long, device=HOST)
+    tree_visible = torch.from_numpy(tree.visibility(layout.num_nodes))  # [B, 1 + n, 1 + n]
     if not layout.has_window:
         return tree_offsets, tree_visible
+    tree_offsets, tree_visible = to_device(tree_offsets, device), to_device(tree_visible, device)
     offsets, visible = layout.offsets.repeat(num_rows, 1), layout.visible.repeat(num_rows, 1, 1)
     offsets[:, nodes], visible[:, nodes, nodes] = tree_offsets, tree_visible
     return offsets, visible

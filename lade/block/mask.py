@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from lade.kernels import pack_mask
-from lade.transfer import to_device
+from lade.transfer import all_to_device, to_device
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """The query tokens of one forward pass, which follow the committed tokens of each row.
+
+    Without a window it is laid out on the host, and goes to the model's device in one copy.
 
     tokens:      [B, q] ids.
     offsets:     [B, q] positions relative to the row's root.
@@ -72,9 +74,12 @@ class Block:
 
     def to(self, device: torch.device) -> Block:
         """The same block with its tensors on another device."""
+        if self.tokens.device == device:
+            return self
         names = ("tokens", "offsets", "positions", "visible", "logit_rows", "key_mask")
-        tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
+        tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        moved: dict[str, Any] = {**all_to_device(tensors, device)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True)

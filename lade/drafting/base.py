@@ -13,6 +13,7 @@ from lade.block.token_tree import TokenTree
 from lade.block_size import SavedCosts, StepCostsByLength
 from lade.config import LookaheadConfig
 from lade.verification.draws import ExponentialDraws
+from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences
 
 ROOT_ALONE = (2, 1)  # the (N, W) of a block without a window
@@ -57,7 +58,8 @@ class Outcome:
 
     tree: the guesses as they were laid out. logits: [B, 1 + n, V] behind the root and behind each node. accepted: the accepted
     nodes of each row, None for a row to which nothing was committed. choices: [B, W] the model's choices behind the window's last
-    level; None without a window. sequences: the committed text.
+    level; None without a window. sequences: the committed text. digest: what the host already has of these logits, and of padding
+    behind them; None if nothing.
     """
 
     tree: TokenTree
@@ -65,6 +67,7 @@ class Outcome:
     accepted: list[list[int] | None]
     choices: Tensor | None
     sequences: TokenSequences
+    digest: LogitsDigest | None = None
 
     @property
     def num_committed(self) -> list[int]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH
-from lade.verification import logits as logits_module
+from lade.transfer import on_host
 
 MAX_SORTED = 2**15  # probabilities that are sorted as they are: for so few of them nothing is faster
 
 _BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
 
-Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and bins, [M, ROW_LENGTH] each
+Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and bins, or ids and probabilities, of M rows
 
 
 def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Rows:
@@ -24,12 +24,21 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
 
     top_k, top_p: of sampling, None for all. What they rule out is replaced by the likeliest token, in the rarest bin.
     """
+    return with_bins(*likeliest_on_host(logits, temperature), top_k, top_p)
+
+
+def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
+    """Ids and probabilities of the ROW_LENGTH most likely tokens of each row, or of all, [M, K]. logits: [M, V]."""
     values, ids = likeliest(logits, temperature)
-    if ids.device.type in logits_module.ON_HOST:
-        found, chances = ids.numpy(), values.numpy()
-    else:  # both in one copy to the host, which would wait for each
-        found, bits = torch.stack([ids, values.view(torch.int32).long()]).cpu().numpy()
-        chances = bits.astype(np.int32).view(np.float32)
+    if on_host(ids):
+        return ids.numpy(), values.numpy()
+    # Both in one copy to the host, which would wait for each.
+    found, bits = torch.stack([ids, values.view(torch.int32).long()]).cpu().numpy()
+    return found, bits.astype(np.int32).view(np.float32)
+
+
+def with_bins(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | None, top_p: float | None) -> Rows:
+    """`most_likely` of rows that are known: their ids and probabilities, [M, K] each."""
     if (top_k and top_k < ROW_LENGTH) or (top_p and top_p < 1.0):
         found, chances = _cut(found, chances, top_k or ROW_LENGTH, top_p or 1.0)
     bins = np.searchsorted(_BIN_EDGES, chances)
@@ -40,10 +49,14 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
     return found, bins
 
 
-def likeliest(logits: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Probabilities and ids of the ROW_LENGTH most likely tokens of each row, or of all. logits: [M, V]."""
+def likeliest(logits: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """Probabilities and ids of the ROW_LENGTH most likely tokens of each row, or of all. logits: [M, V].
+
+    temperature: a tensor [] to leave its value open.
+    """
     scores = logits.detach().float()
-    chances = (scores if temperature == 1.0 else scores / temperature).softmax(dim=-1)
+    is_one = not isinstance(temperature, Tensor) and temperature == 1.0
+    chances = (scores if is_one else scores / temperature).softmax(dim=-1)
     if chances.numel() > MAX_SORTED:
         return _top(chances)
     values, ids = chances.topk(min(ROW_LENGTH, chances.shape[1]))

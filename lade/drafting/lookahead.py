@@ -78,7 +78,7 @@ class LookaheadDrafter:
                     self._remember([_ngrams_of(row[len(row) - length :], config.ngram_size)])
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
-        roots = torch.tensor(sequences.roots(), device=sequences.ids.device)
+        roots = torch.tensor(sequences.roots(), device=sequences.device)
         self.window.set_root(roots)
         max_depth = self.config.ngram_size - 1
         self._mode = self._choose_mode(max(sequences.lengths))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice, zip_longest
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from lade.block_size import EarlyStop, Offers, SpeculationBackoff, StepCostsByLe
 from lade.drafting.acceptance import PROBE, SECOND_SUFFIX, SIBLING, SUFFIX, name_of
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.growth import FOREIGN, Grower, Growth, Source
-from lade.drafting.likeliest import most_likely
+from lade.drafting.likeliest import Rows, likeliest_on_host, with_bins
 from lade.drafting.memory import Memory, memory_for
 from lade.drafting.suffix_index import SuffixIndex
 from lade.drafting.top_k_table import packed
@@ -47,21 +48,21 @@ BLIND_BLOCK = 16  # tokens of a block whose cost cannot be known: they pay on mo
 class Seen:
     """Rows of logits and the two tokens before each; of one text and one step."""
 
-    logits: Tensor  # [M, V]
+    rows: Tensor | Rows  # logits [M, V], or the ids and probabilities of the likeliest tokens, [M, K] each
     previous: list[int]
     tokens: list[int]
     is_accepted: list[bool]
 
     @classmethod
-    def of_step(cls, roots: list[int], growth: Growth, path: list[int], logits: Tensor) -> Seen:
-        """roots: the last two tokens of the text. path: accepted nodes. logits: [1 + n, V] behind the root and each node."""
+    def of_step(cls, roots: list[int], growth: Growth, path: list[int], rows: Tensor | Rows) -> Seen:
+        """roots: the last two tokens of the text. path: accepted nodes. rows: behind the root and each node."""
         before = roots[0] if len(roots) > 1 else -1
         if not growth.tokens:
-            return cls(logits, [before], [roots[-1]], [True])
+            return cls(rows, [before], [roots[-1]], [True])
         tokens = [roots[-1], *growth.tokens]
         previous = [tokens[parent + 1] for parent in growth.parents]
         accepted = {0, *(node + 1 for node in path)}
-        return cls(logits, [before, *previous], tokens, [place in accepted for place in range(len(tokens))])
+        return cls(rows, [before, *previous], tokens, [place in accepted for place in range(len(tokens))])
 
 
 def tree_drafter(request: DraftRequest) -> TreeDrafter:
@@ -155,9 +156,10 @@ class TreeDrafter:
 
     def learn(self, outcome: Outcome) -> None:
         is_first, self._vocab_size = not self._vocab_size, outcome.logits.shape[-1]
+        digest = outcome.digest
         logits = outcome.logits if self._vocab_size <= self.num_tokens else outcome.logits[..., : self.num_tokens]
         num_rows = sum(len(seen.tokens) for seen in self._seen) + logits.shape[0] * logits.shape[1]
-        is_due = is_first or num_rows >= ROWS_AT_ONCE
+        is_due = is_first or num_rows >= ROWS_AT_ONCE or digest is not None
         num_judged = num_accepted = 0
         self._siblings, self._wrong = {}, {}
         for row, (index, growth, path) in enumerate(zip(self._suffixes, self._growths, outcome.accepted, strict=True)):
@@ -165,9 +167,11 @@ class TreeDrafter:
                 continue
             committed = outcome.sequences.generated[row][-len(path) - 1 :]
             if index.tokens:
-                rows = logits[row, : 1 + len(growth.tokens)]
-                if not is_due:  # they are kept, and the next forward may write where they lie
-                    rows = rows.clone()
+                rows: Tensor | Rows = logits[row, : 1 + len(growth.tokens)]
+                if digest is not None:
+                    rows = digest.ids[row, : 1 + len(growth.tokens)], digest.chances[row, : 1 + len(growth.tokens)]
+                elif not is_due:  # they are kept, and the next forward may write where they lie
+                    rows = logits[row, : 1 + len(growth.tokens)].clone()
                 self._seen.append(Seen.of_step(index.tokens[-2:], growth, path, rows))
             num_judged, num_accepted = num_judged + 1, num_accepted + len(path)
             index.extend(committed)
@@ -325,10 +329,29 @@ class TreeDrafter:
     def _add_probe(self, growth: Growth, token: int) -> None:
         growth.add(token, -1, PROBE, self.acceptance.chances[PROBE], 1)
 
+    def _likeliest(self) -> Rows:
+        """Ids and probabilities of the likeliest tokens of the rows seen. Rows of logits go together."""
+        logits = [seen.rows for seen in self._seen if isinstance(seen.rows, Tensor)]
+        found = (
+            likeliest_on_host(torch.cat(logits) if len(logits) > 1 else logits[0], self._warping[0]) if logits else None
+        )
+        if len(logits) == len(self._seen) and found is not None:
+            return found
+        parts, start = [], 0
+        for seen in self._seen:
+            if isinstance(seen.rows, Tensor):
+                assert found is not None
+                rows = slice(start, start + len(seen.rows))
+                parts.append((found[0][rows], found[1][rows]))
+                start = rows.stop
+            else:
+                parts.append(seen.rows)
+        ids, chances = zip(*parts, strict=True)
+        return np.concatenate(ids), np.concatenate(chances)
+
     def _learn_rows(self) -> None:
         """Remember the rows seen, those of accepted tokens last: later ones count more."""
-        logits = torch.cat([seen.logits for seen in self._seen]) if len(self._seen) > 1 else self._seen[0].logits
-        ids, bins = most_likely(logits, *self._warping)
+        ids, bins = with_bins(*self._likeliest(), *self._warping[1:])
         self._siblings = {row: (packed(ids[[i]], bins[[i]]), SIBLING) for row, i in self._wrong.items()}
         previous = [token for seen in self._seen for token in seen.previous]
         tokens = [token for seen in self._seen for token in seen.tokens]

@@ -39,7 +39,7 @@ class NotCompiled(RuntimeError):
     """Raised for a forward that lade rejects. The message is a sentence for the user."""
 
 
-def refuse_waiting(forward: Callable[[], Tensor], device: torch.device) -> None:
+def refuse_waiting(forward: Callable[[], Any], device: torch.device) -> None:
     """Run a forward once. Raises NotCompiled if it synchronises with the device, as some mixtures of experts do.
 
     A capture would detect that as well, but up to torch 2.11 a failed one leaves the allocator and the generator
@@ -88,21 +88,21 @@ def waits(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], device_ty
 
 
 class CapturedGraph:
-    """A CUDA graph. A call replays it on the current stream and returns always the same tensor."""
+    """A CUDA graph. A call replays it on the current stream and returns always the same tensors."""
 
-    def __init__(self, graph: Any, output: Tensor, num_bytes: int) -> None:
+    def __init__(self, graph: Any, output: Any, num_bytes: int) -> None:
         """num_bytes: device memory reserved by the capture until the graph is deleted."""
         self._graph, self._output, self.num_bytes = graph, output, num_bytes
 
-    def __call__(self) -> Tensor:
+    def __call__(self) -> Any:
         # Some torch versions advance the generator in a replay, which fails while another thread captures.
         with drawing:
             self._graph.replay()
         return self._output
 
 
-def capture(forward: Callable[[], Tensor]) -> CapturedGraph:
-    """Capture `forward` in a CUDA graph on the current device.
+def capture(forward: Callable[[], Any]) -> CapturedGraph:
+    """Capture `forward`, which returns a tensor or several, in a CUDA graph on the current device.
 
     The `drawing` lock keeps other lade threads from drawing random numbers, which torch's generator refuses during a
     capture. Otherwise they continue: unlike `torch.cuda.graph`, this does not synchronise the device, and it frees

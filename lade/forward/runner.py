@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
@@ -16,6 +16,7 @@ from lade.block.mask import Block, masks_by_layer, packed_block_mask
 from lade.compat import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
 from lade.forward.packed import PackedProducts, packed_model, packed_weights, packing_reason, weights_to_pack
+from lade.forward.static_inputs import DigestSettings
 from lade.forward.static_shapes import MOST_SLOTS_WITHOUT_KERNEL, StaticForward, padded_capacity, padded_nodes
 from lade.kernels import kernel_problem, left_padding
 from lade.kernels.interface import NAME as KERNEL
@@ -23,15 +24,27 @@ from lade.kernels.interface import unsupported_reason as kernel_unsupported_reas
 from lade.models.base import ModelAdapter
 from lade.models.shadow import shadow_model
 from lade.stats import GenerationStats
+from lade.verification.logits import LogitsDigest
 
 FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # so neither replaced nor captured
+
+
+def make_masks(adapter: ModelAdapter, uses_kernel: bool, block: Block, padding: Tensor | None) -> Any:
+    """The masks of `ModelAdapter.masks`, or packed ones for lade's kernel.
+
+    padding: [B] left-padding slots per row, for the kernel; None without any.
+    """
+    if not uses_kernel:
+        return adapter.masks(block)
+    return masks_by_layer(partial(packed_block_mask, block, padding), adapter.reaches)
 
 
 class BlockRunner:
     """Runs one call's blocks on a model. Call the `use_*` methods before making a cache or running a block."""
 
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self.adapter = adapter
+    def __init__(self, adapter: ModelAdapter, device: torch.device | None = None) -> None:
+        """device: where blocks that were laid out on the host are sent for eager forwards; None for the model's."""
+        self.adapter, self.device = adapter, device or adapter.model.device
         self.uses_kernel = False  # whether blocks use lade's attention kernel
         self.is_typical = True  # whether a block's time may be learned as that of its `kind`
         self.padding: Tensor | None = None  # [B] left-padding slots per row, for the kernel
@@ -92,10 +105,12 @@ class BlockRunner:
             self.adapter.model,
             self.model,
             stats,
+            make_masks=partial(make_masks, self.adapter, self.uses_kernel),
             keeps_rows=self.adapter.keeps_rows,
             full_tree=full_tree,
             compiles=compiles,
             captures=captures,
+            num_tokens=None if config.uses_window else self.adapter.num_tokens,
             follows_length=self.uses_kernel,
             most_slots=self.most_captured_slots(config),
         )
@@ -165,6 +180,16 @@ class BlockRunner:
         traits = (batch_size, repr(self.adapter.reaches), self.uses_kernel)
         return self._static.take_cache(traits, num_slots, most_slots, self.make_cache)
 
+    def use_digests(self, nan_column: int | None, temperature: float) -> None:
+        """Settings of `digest`, known after the prompt's forward. nan_column: as in `BlockLogits`."""
+        if self._static is not None:
+            self._static.digest_settings = DigestSettings(nan_column, temperature)
+
+    @property
+    def digest(self) -> LogitsDigest | None:
+        """Of the latest block's logits; None if it was not computed together with them."""
+        return None if self._static is None else self._static.digest
+
     def release(self) -> None:
         """Return the cache and graphs to the pool, after a call that succeeded and whose cache is no longer read."""
         if self._static is not None:
@@ -180,28 +205,27 @@ class BlockRunner:
         """
         if self._products is not None:
             self._products.seconds = 0.0
-        static = self._static
-        if static is not None and static.is_on and not wanted:
-            static.make_room(cache, max(cache.lengths) + block.tokens.shape[1])
-        block = self.adapter.begin_block(block, cache)
+        static, num_tokens = self._static, block.tokens.shape[1]
         if static is not None and wanted:
             static.turn_off(f"{min(wanted)} asks for more than the compiled forward returns")
         if static is not None and static.is_on:
-            masks = self.masks(replace(block, capacity=cache.capacity))
-            logits = static.logits(block, cache, masks, lambda: self.ordinary_forward(block, cache).logits)
+            static.make_room(cache, max(cache.lengths) + num_tokens)
+            cache.make_room(num_tokens)
+            eager = partial(self.eager_forward, block, cache)
+            logits = static.logits(block, cache, self.padding, lambda: eager().logits)
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits)
+        return self.eager_forward(block, cache, **wanted)
+
+    def eager_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
+        """The eager forward over a block. wanted: as for `forward`."""
+        block = self.adapter.begin_block(block.to(self.device), cache)
         return self.ordinary_forward(block, cache, **wanted)
 
     def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
         """The eager forward over a block that `cache` has room for. wanted: as for `forward`."""
-        return self.adapter.ordinary_forward(block, cache, self.model, self.masks(block), **wanted)
-
-    def masks(self, block: Block) -> Any:
-        """The masks of `ModelAdapter.masks`, or packed ones for lade's kernel."""
-        if not self.uses_kernel:
-            return self.adapter.masks(block)
-        return masks_by_layer(partial(packed_block_mask, block, self.padding), self.adapter.reaches)
+        masks = make_masks(self.adapter, self.uses_kernel, block, self.padding)
+        return self.adapter.ordinary_forward(block, cache, self.model, masks, **wanted)
 
     def padded_nodes(self, num_nodes: int) -> int:
         """The number of nodes, padding included, that a tree takes in the block."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -12,10 +15,26 @@ from transformers import Cache
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
 from lade.compat import CacheLayer
+from lade.drafting.likeliest import likeliest
+from lade.transfer import HOST, Landing, Parcel
+from lade.verification.logits import LogitsDigest, best_on_device
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
+MakeMasks = Callable[[Block, Tensor], Masks]  # block, padding [B] -> masks over all slots of the cache
+Outputs = tuple[Tensor, ...]  # logits [B, R, V], and what `packed_digest` returns of them where that is wanted
 NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with different ones
+
+
+@dataclass(frozen=True, slots=True)
+class DigestSettings:
+    """nan_column: see `lade.verification.logits.find_nan_column`. temperature: of the probabilities."""
+
+    nan_column: int | None
+    temperature: float
+
+
+NO_DIGEST = DigestSettings(None, 1.0)
 
 
 class StaticSlotLayer(CacheLayer):
@@ -77,39 +96,109 @@ def plain_forward(
 class StaticInputs:
     """The inputs of one shape at fixed addresses, and the matching view of the cache."""
 
-    def __init__(self, block: Block, masks: Masks, slots: Tensor, cache: LookaheadCache) -> None:
-        self.tokens, self.positions, self.logit_rows = (
-            x.clone(memory_format=torch.contiguous_format) for x in (block.tokens, block.positions, block.logit_rows)
+    def __init__(self, block: Block, cache: LookaheadCache, device: torch.device) -> None:
+        """An example of the shape: a block, and the cache that it is for. device: of the forward."""
+        batch_size = len(block.tokens)
+        self._step = Parcel(step_inputs(block, cache, NO_DIGEST), device)  # what changes in each step
+        sent = self._step.tensors
+        self.slots, self._digest_settings = sent["slots"], (sent["nan_column"], sent["temperature"])
+        self.padding = torch.zeros(batch_size, dtype=torch.int32, device=device)  # slots before each row's first token
+        self.block = Block(
+            tokens=sent["tokens"],
+            offsets=sent["offsets"],
+            positions=sent["positions"],
+            visible=sent["visible"],
+            logit_rows=sent["logit_rows"],
+            lengths=[],
+            key_mask=torch.ones(batch_size, cache.capacity, dtype=torch.bool, device=device),
+            capacity=cache.capacity,
+            start_slots=sent["starts"],
         )
-        # A model takes one mask, or a dict of them.
-        self.masks: Any = (
-            {name: mask.clone() for name, mask in masks.items()} if isinstance(masks, dict) else masks.clone()
-        )
-        self.slots = slots.clone()
+        self._call: object | None = None  # the call whose padding is known here
         layers: list[Any] = [
             StaticSlotLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
             for layer in cache.layers
         ]
         self.cache = Cache(layers=layers)
-        self.replay: Callable[[], Tensor] | None = None  # replays the CUDA graph that reads these inputs
+        self.replay: Callable[[], Outputs] | None = None  # replays the CUDA graph that reads these inputs
         self.checks_left = NUM_CHECKS  # replays of that graph still to be compared
+        self._landing: Landing | None = None
 
-    def fill(self, block: Block, masks: Masks, slots: Tensor) -> None:
-        self.tokens.copy_(block.tokens)
-        self.positions.copy_(block.positions)
-        self.logit_rows.copy_(block.logit_rows)
-        self.slots.copy_(slots)
-        if isinstance(masks, dict):
-            for name, mask in masks.items():
-                self.masks[name].copy_(mask)
-        else:
-            self.masks.copy_(masks)
+    def begin_call(self, call: object, key_mask: Tensor | None, padding: Tensor | None) -> None:
+        """Set what stays the same during a call, at the first block of it. key_mask: as in `Block`.
 
-    def call(self, forward: Forward, model: Any, keeps_rows: bool) -> Tensor:
-        return forward(model, keeps_rows, self.tokens, self.positions, self.masks, self.logit_rows, self.cache)
+        call: identifies the call. padding: [B] slots before each row's first token, for the kernel; None without any.
+        """
+        if self._call is call:
+            return
+        self._call = call
+        assert self.block.key_mask is not None
+        self.block.key_mask.fill_(True)
+        if key_mask is not None:
+            self.block.key_mask[:, : key_mask.shape[1]] = key_mask
+        self.padding.zero_() if padding is None else self.padding.copy_(padding)
+
+    def end_call(self) -> None:
+        self._call = None
+
+    def fill(self, block: Block, cache: LookaheadCache, settings: DigestSettings) -> None:
+        """Send a block to the device: one copy, if it lies on the host."""
+        self._step.fill(step_inputs(block, cache, settings))
+
+    def call(self, forward: Forward, model: Any, keeps_rows: bool, make_masks: MakeMasks) -> Tensor:
+        masks, block = make_masks(self.block, self.padding), self.block
+        return forward(model, keeps_rows, block.tokens, block.positions, masks, block.logit_rows, self.cache)
+
+    def packed_digest(self, logits: Tensor, num_tokens: int | None) -> Tensor:
+        """As `packed_digest`, with the settings that were sent."""
+        return packed_digest(logits, *self._digest_settings, num_tokens)
+
+    def start_digest(self, packed: Tensor) -> None:
+        """Begin to copy what `packed_digest` returned to the host."""
+        if self._landing is None:
+            self._landing = Landing(packed)
+        self._landing.start(packed)
+
+    def read_digest(self) -> LogitsDigest:
+        assert self._landing is not None
+        return unpacked_digest(self._landing.read())
 
 
-def mask_shapes(masks: Masks) -> Hashable:
-    if isinstance(masks, dict):
-        return tuple((name, mask.shape) for name, mask in masks.items())
-    return masks.shape
+def step_inputs(block: Block, cache: LookaheadCache, settings: DigestSettings) -> dict[str, Tensor]:
+    """What a forward of static shape is told about a step. On the host as far as the block is."""
+    starts = torch.tensor(cache.lengths, device=HOST)[:, None]  # [B, 1]
+    return {
+        "tokens": block.tokens,
+        "offsets": block.offsets,
+        "positions": block.positions,
+        "logit_rows": block.logit_rows,
+        "starts": starts,
+        "slots": starts + torch.arange(block.tokens.shape[1], device=HOST),  # [B, q]
+        "nan_column": torch.tensor([settings.nan_column or 0], device=HOST),
+        "temperature": torch.tensor(settings.temperature, dtype=torch.float32, device=HOST),
+        "visible": block.visible,
+    }
+
+
+def packed_digest(logits: Tensor, nan_column: Tensor, temperature: Tensor, num_tokens: int | None) -> Tensor:
+    """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 2 + 2 * K] int32, without a copy to the host.
+
+    nan_column: [1]. temperature: [] float32. num_tokens: ids that have an embedding.
+    """
+    is_nan = logits.index_select(-1, nan_column).isnan()  # [B, R, 1]
+    chances, ids = likeliest(logits[..., :num_tokens].flatten(0, 1), temperature)  # [B * R, K]
+    shape = (*logits.shape[:2], -1)
+    parts = [best_on_device(logits)[..., None], is_nan, ids.view(shape), chances.view(torch.int32).view(shape)]
+    return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
+
+
+def same_digest(found: Tensor, expected: Tensor) -> bool:
+    """Whether two packed digests say the same, but for the order of tokens that are equally likely."""
+    start, end = 2, 2 + (found.shape[-1] - 2) // 2  # of the ids
+    return torch.equal(found[..., :start], expected[..., :start]) and torch.equal(found[..., end:], expected[..., end:])
+
+
+def unpacked_digest(packed: npt.NDArray[np.int32]) -> LogitsDigest:
+    """packed: of `packed_digest`."""
+    ids, bits = np.split(packed[..., 2:], 2, axis=-1)
+    return LogitsDigest(packed[..., 0], packed[..., 1] != 0, ids, np.ascontiguousarray(bits).view(np.float32))

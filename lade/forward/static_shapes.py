@@ -26,10 +26,19 @@ from lade.config import LookaheadConfig
 from lade.forward.buffer_pool import PooledBuffers, acquire, has_captured, release
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
-from lade.forward.static_inputs import Forward, Masks, StaticInputs, mask_shapes, plain_forward
+from lade.forward.static_inputs import (
+    NO_DIGEST,
+    Forward,
+    MakeMasks,
+    Outputs,
+    StaticInputs,
+    plain_forward,
+    same_digest,
+)
 from lade.state import PerModel
 from lade.stats import GenerationStats
 from lade.tolerance import logits_error
+from lade.verification.logits import LogitsDigest
 
 BACKEND: Any = "inductor"  # backend of torch.compile
 GRAPH_DEVICES = ("cuda",)  # device types whose forwards can be captured
@@ -133,26 +142,40 @@ class StaticForward:
         model: Any,
         stats: GenerationStats,
         *,
+        make_masks: MakeMasks,
         keeps_rows: bool,
         full_tree: int,
         compiles: bool,
         captures: bool,
+        num_tokens: int | None = None,
         follows_length: bool = False,
         most_slots: int | None = None,
     ) -> None:
         """owner: the user's model. model: runs the blocks, the same or a shadow model.
 
-        stats: receives counts and reasons. keeps_rows: whether the model takes `logits_to_keep`. full_tree: the usual
-        largest number of tree nodes. follows_length: whether a block's cost depends on the text's length rather than
+        stats: receives counts and reasons. make_masks: must not refer to this object. keeps_rows: whether the model takes `logits_to_keep`. full_tree: the usual
+        largest number of tree nodes. num_tokens: ids that have an embedding, for a captured forward to compute the
+        digest of its logits; None for logits alone. follows_length: whether a block's cost depends on the text's length rather than
         the cache's capacity. most_slots: the most cache slots for which blocks are captured; None for no limit.
         """
         self.owner, self.model, self.stats = owner, model, stats
-        self.keeps_rows, self.full_tree = keeps_rows, full_tree
+        self.make_masks, self.keeps_rows, self.full_tree = make_masks, keeps_rows, full_tree
         self.compiles, self.captures = compiles, captures
-        self.follows_length, self.most_slots = follows_length, most_slots
+        self.num_tokens, self.follows_length, self.most_slots = num_tokens, follows_length, most_slots
+        self.digest_settings = NO_DIGEST
         self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
         self._buffers: Buffers | None = None
         self._most_capacity: int | None = None
+        self._call = object()
+        self._digest_at: StaticInputs | None = None  # where the digest of the latest block arrives
+        self._digest: LogitsDigest | None = None
+
+    @property
+    def digest(self) -> LogitsDigest | None:
+        """Of the latest block's logits; None if it was not computed together with them."""
+        if self._digest is None and self._digest_at is not None:
+            self._digest = self._digest_at.read_digest()
+        return self._digest
 
     @property
     def is_on(self) -> bool:
@@ -180,7 +203,7 @@ class StaticForward:
         model, device = self.model, self.owner.device
         attention = model.config._attn_implementation
         code = (self.keeps_rows, model.dtype, attention, self.compiles, BACKEND if self.compiles else None)
-        key = (traits, *code, device, numerics(device), fingerprint(self.owner))
+        key = (traits, *code, self.num_tokens, device, numerics(device), fingerprint(self.owner))
         self._most_capacity = None if self.follows_length else most
         self._buffers = acquire(Buffers, self.owner, key, least, self._most_capacity)
         if self._buffers is None:
@@ -217,6 +240,8 @@ class StaticForward:
         buffers.drop_stale()
         captured = [(shape, inputs) for shape, inputs in buffers.inputs.items() if inputs.replay is not None]
         buffers.inputs = dict(captured[-KEPT_SHAPES:])
+        for inputs in buffers.inputs.values():
+            inputs.end_call()
         if buffers.inputs:
             release(self.owner, buffers)
 
@@ -225,19 +250,23 @@ class StaticForward:
         return padded_nodes(num_nodes, self.full_tree) if self.is_on else num_nodes
 
     def logits(
-        self, block: Block, cache: LookaheadCache, masks: Masks, ordinary: Callable[[], Tensor]
+        self,
+        block: Block,
+        cache: LookaheadCache,
+        padding: Tensor | None,
+        ordinary: Callable[[], Tensor],
     ) -> Tensor | None:
         """Logits [B, R, V] of a block for which `cache` has room; None if the eager forward must run.
 
-        masks: over all slots of the cache. ordinary: the eager forward, run for comparison on the first blocks of each
-        new shape.
+        padding: [B] slots before each row's first token, for the kernel. ordinary: the eager forward, run for
+        comparison on the first blocks of each new shape.
         """
-        self.preparing_seconds = 0.0
+        self.preparing_seconds, self._digest_at, self._digest = 0.0, None, None
         if self.captures and self.most_slots is not None and cache.capacity > self.most_slots:
             self.captures, self.stats.cuda_graph_reason = False, TOO_MANY_SLOTS
         if not self.is_on:
             return None
-        inputs = self._fixed_inputs(block, cache, masks)
+        inputs = self._fixed_inputs(block, cache, padding)
         forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
         logits = self._captured(inputs, forward, ordinary) if self.captures else None
         self.stats.captured_steps += logits is not None
@@ -248,37 +277,39 @@ class StaticForward:
 
     def call(self, inputs: StaticInputs, forward: Forward) -> Tensor:
         """Run the forward without a graph."""
-        return inputs.call(forward, self.model, self.keeps_rows)
+        return inputs.call(forward, self.model, self.keeps_rows, self.make_masks)
 
-    def replay(self, inputs: StaticInputs) -> Tensor:
+    def with_digest(self, inputs: StaticInputs, forward: Forward) -> Outputs:
+        """What is captured."""
+        logits = self.call(inputs, forward)
+        return (logits,) if self.num_tokens is None else (logits, inputs.packed_digest(logits, self.num_tokens))
+
+    def replay(self, inputs: StaticInputs) -> Outputs:
         """Run the forward by its CUDA graph. The next replay overwrites the result."""
         assert inputs.replay is not None
         return inputs.replay()
 
-    def _fixed_inputs(self, block: Block, cache: LookaheadCache, masks: Masks) -> StaticInputs:
+    def _fixed_inputs(self, block: Block, cache: LookaheadCache, padding: Tensor | None) -> StaticInputs:
         """The static inputs of this shape, filled with this block."""
         if self._buffers is None or self._buffers.cache is not cache:
             self._buffers = Buffers(None, cache)
         self._buffers.drop_stale()
-        slots = cache.block_slots(block.tokens.shape[1], block.tokens.device)
         known = self._buffers.inputs
-        shape = (block.positions.shape, block.logit_rows.shape, mask_shapes(masks))
-        inputs = known.pop(shape, None)
-        if inputs is None:
-            inputs = StaticInputs(block, masks, slots, cache)
-        else:
-            inputs.fill(block, masks, slots)
+        shape = (block.positions.shape, block.logit_rows.shape)
+        inputs = known.pop(shape, None) or StaticInputs(block, cache, self.owner.device)
+        inputs.begin_call(self._call, block.key_mask, padding)
+        inputs.fill(block, cache, self.digest_settings)
         known[shape] = inputs
         return inputs
 
     def _key(self, inputs: StaticInputs) -> Hashable:
         assert self._buffers is not None
         return (
-            inputs.positions.shape,
-            inputs.logit_rows.shape,
+            inputs.block.positions.shape,
+            inputs.block.logit_rows.shape,
             self._buffers.capacity,
             self.model.dtype,
-            inputs.tokens.device,
+            inputs.block.tokens.device,
             self.model.config._attn_implementation,
             BACKEND,
         )
@@ -331,7 +362,11 @@ class StaticForward:
                 began = perf_counter()
                 self._check_graph(inputs, forward, ordinary)
                 self.preparing_seconds = perf_counter() - began
-            return self.replay(inputs)
+            logits, *digest = self.replay(inputs)
+            if digest:
+                inputs.start_digest(*digest)
+                self._digest_at = inputs
+            return logits
         except Exception as problem:
             self.stats.cuda_graph_reason = remember_failure(self.owner, "forward", problem)
             self.captures = False
@@ -342,14 +377,17 @@ class StaticForward:
     def _check_graph(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> None:
         """Capture the forward if needed and compare it with the eager one. Raises NotCompiled if they differ."""
         if inputs.replay is None:
-            run = partial(self.call, inputs, forward)
+            run = partial(self.with_digest, inputs, forward)
             if forward is plain_forward:
-                refuse_waiting(run, inputs.tokens.device)
-            with torch.cuda.device_of(inputs.tokens):
+                refuse_waiting(run, inputs.block.tokens.device)
+            with torch.cuda.device_of(inputs.block.tokens):
                 inputs.replay = capture(run)
-        error = logits_error(self.replay(inputs), ordinary())
+        logits, *digest = self.replay(inputs)
+        error = logits_error(logits, ordinary())
         if error is not None:
             raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
+        if digest and not same_digest(digest[0], inputs.packed_digest(logits, self.num_tokens)):
+            raise NotCompiled("the captured digest is not that of the captured logits")
         inputs.checks_left -= 1
 
 

@@ -25,7 +25,7 @@ from lade.parallel.checksums import checksum_of, model_checksum, plain_values
 from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import BlockPart, split, whole
 from lade.stats import GenerationStats
-from lade.verification.logits import BlockLogits, best_tokens, find_nan_column
+from lade.verification.logits import BlockLogits, LogitsDigest, best_tokens, find_nan_column
 from lade.verification.selection import (
     Accepted,
     GreedySelection,
@@ -72,8 +72,12 @@ class SingleProcess:
         """The part of the block that this rank computes. window_shape: (N, W)."""
         return whole(tree)
 
-    def exchange(self, part: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
+    def exchange(
+        self, part: BlockPart, logits: Tensor, has_window: bool, digest: LogitsDigest | None = None
+    ) -> tuple[BlockLogits, Tensor | None]:
         """Combine all ranks' results. logits: [B, R, V] of this rank's block, in the order of `logit_rows`.
+
+        digest: what the host already has of these logits.
 
         Returns the block's logits, and the model's choices after the window's last level, [B, W] on the prompt's
         device, None without a window.
@@ -81,7 +85,7 @@ class SingleProcess:
         num_tree_rows = 1 + part.tree.num_nodes
         self._find_nan_column(logits)
         guesses = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).to(self._device) if has_window else None
-        return BlockLogits(logits[:, :num_tree_rows], self._nan_column), guesses
+        return BlockLogits(logits[:, :num_tree_rows], self._nan_column, digest), guesses
 
     def _find_nan_column(self, logits: Tensor) -> None:
         """Find the column that shows NaN in the prompt's forward, which has no guesses."""
@@ -189,7 +193,9 @@ class ProcessGroup(SingleProcess):
         self._tree = tree
         return split(tree, window_shape, self._communicator.size)[self._rank]
 
-    def exchange(self, part: BlockPart, logits: Tensor, has_window: bool) -> tuple[BlockLogits, Tensor | None]:
+    def exchange(
+        self, part: BlockPart, logits: Tensor, has_window: bool, digest: LogitsDigest | None = None
+    ) -> tuple[BlockLogits, Tensor | None]:
         batch_size, size = len(logits), self._communicator.size
         window_size = self.config.window_size
         # The same length in all steps and on all ranks, so that ranks that diverge are detected instead of hanging.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
@@ -17,10 +18,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lade.transfer import on_host
+
 Draws = npt.NDArray[Any]  # [V]
 
 # Exponent on the ratios e / p: 1 if the probabilities were exact, less because they are estimates from other contexts.
 SHARPNESS = 0.75
+READ_AHEAD = 8  # tokens whose draws are copied from a device to the host together
 TINY = 1e-30  # in place of 0 where something is divided by it
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
 # Threads share a device's generator, whose state `ExponentialDraws` and `DrawRing` read and set later. Without this
@@ -57,9 +61,16 @@ class ExponentialDraws:
         if self._copy is None:
             return None
         if index not in self._on_host:
-            self._on_host[index] = self._of(index, vocab_size).cpu().numpy()
+            self._copy_to_host(index, vocab_size)
         draws: Draws = self._on_host[index][row]
         return draws
+
+    def ahead(self, index: int, vocab_size: int) -> Tensor | None:
+        """The draws that `draw` will return for token number `index` if no other code draws meanwhile. Returns [B, V].
+
+        None where the generator cannot be copied.
+        """
+        return None if self._copy is None else self._of(index, vocab_size)
 
     def draw(self, index: int, vocab_size: int) -> Tensor:
         """The draws for generated token number `index`, which advance the generator as in plain generate().
@@ -102,6 +113,15 @@ class ExponentialDraws:
                 self._states.popleft()
         if self._copy is None:  # do not draw again for tokens that were drawn elsewhere
             self._first = max(self._first, index)
+
+    def _copy_to_host(self, index: int, vocab_size: int) -> None:
+        """Store the draws of a token for `peek`, on a device together with those of tokens to come: a copy waits."""
+        draws = [self._of(index, vocab_size)]
+        if not on_host(draws[0]):
+            coming = takewhile(lambda i: i not in self._on_host, range(index + 1, index + READ_AHEAD))
+            draws += [self._of(i, vocab_size) for i in coming]
+        found = draws[0] if len(draws) == 1 else torch.stack(draws)
+        self._on_host.update(enumerate(found.cpu().numpy().reshape(len(draws), *draws[0].shape), index))
 
     def _of(self, index: int, vocab_size: int) -> Tensor:
         began = perf_counter()

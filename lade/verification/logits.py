@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-ON_HOST = ("cpu",)  # device types whose memory numpy can read
+from lade.transfer import on_host
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsDigest:
+    """What the host reads of a block's logits, computed together with them and copied at once.
+
+    best:    [B, R] the most likely tokens.
+    is_nan:  [B, R] whether the logits in the NaN column are NaN.
+    ids:     [B, R, K] the K most likely tokens that have an embedding, in order of their probabilities.
+    chances: [B, R, K] these probabilities, at the temperature of the call.
+    """
+
+    best: npt.NDArray[Any]
+    is_nan: npt.NDArray[Any]
+    ids: npt.NDArray[Any]
+    chances: npt.NDArray[Any]
 
 
 class BlockLogits:
     """The logits after the root and after each node of a tree."""
 
-    def __init__(self, logits: Tensor, nan_column: int | None = None) -> None:
-        """logits: [B, 1 + n, V]. nan_column: from `find_nan_column`; None to assume that no row is NaN."""
-        self.logits, self.nan_column = logits, nan_column
+    def __init__(self, logits: Tensor, nan_column: int | None = None, digest: LogitsDigest | None = None) -> None:
+        """logits: [B, 1 + n, V]. nan_column: from `find_nan_column`; None to assume that no row is NaN.
+
+        digest: of these logits, and of padding behind them; None to compute lazily what is asked for.
+        """
+        self.logits, self.nan_column, self._digest = logits, nan_column, digest
 
     def best(self) -> list[list[int]]:
         """The most likely tokens, [B, 1 + n]."""
+        if self._digest is not None:
+            chosen: list[list[int]] = self._digest.best[:, : self.logits.shape[1]].tolist()
+            return chosen
         if self.nan_column is None:
             found: list[list[int]] = best_tokens(self.logits).tolist()
             return found
-        if self.logits.device.type in ON_HOST:
+        if on_host(self.logits):
             logits = self.logits.float().numpy()
             self._is_nan = np.isnan(logits[..., self.nan_column]).tolist()
             return np.asarray(logits.argmax(axis=-1)).tolist()
         # Tokens and NaN flags in one copy to the host: V is subtracted from the token of a NaN row.
         size = self.logits.shape[-1]
-        chosen = best_on_device(self.logits)
-        rows = torch.where(self.logits[..., self.nan_column].isnan(), chosen - size, chosen).tolist()
+        best = best_on_device(self.logits)
+        rows = torch.where(self.logits[..., self.nan_column].isnan(), best - size, best).tolist()
         self._is_nan = [[token < 0 for token in row] for row in rows]
         return [[token % size for token in row] for row in rows]
 
@@ -42,6 +67,9 @@ class BlockLogits:
     @cached_property
     def _is_nan(self) -> list[list[bool]]:
         """Whether the logits after the root and each node are NaN, [B, 1 + n]."""
+        if self._digest is not None:
+            is_nan: list[list[bool]] = self._digest.is_nan.tolist()
+            return is_nan
         found: list[list[bool]] = self.logits[..., self.nan_column].isnan().tolist()
         return found
 
@@ -75,7 +103,7 @@ def find_nan_column(logits: Tensor) -> int | None:
 def best_tokens(logits: Tensor) -> Tensor:
     """argmax in float32, with the same ties as generate(). logits: [..., V]. Returns [...] ids."""
     # numpy's argmax is vectorised: in half precision it takes a tenth of torch's time.
-    if logits.device.type in ON_HOST:
+    if on_host(logits):
         return torch.from_numpy(np.asarray(logits.float().numpy().argmax(axis=-1)))
     return best_on_device(logits)
 

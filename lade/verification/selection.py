@@ -30,6 +30,7 @@ from transformers import (
 
 from lade.block.token_tree import TokenTree
 from lade.compat import logits_processors
+from lade.transfer import HOST, on_host, to_device
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
 from lade.verification.outputs import OutputRecorder
@@ -62,6 +63,8 @@ ROW_WISE_PROCESSORS = logits_processors(
         "TypicalLogitsWarper",
     )
 )
+# Warpers with the same bits for many rows as for one: a cumulative sum of a single row is another kernel on CUDA.
+BATCHED_WARPERS = frozenset(logits_processors(("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper")))
 # When sampling, a row may be at most this many tokens ahead of the slowest one: draws are kept for so many tokens.
 MAX_LEAD = 32
 
@@ -225,6 +228,25 @@ class GreedySelection(Selection):
         return self.is_finished[row]
 
 
+@dataclass(frozen=True, slots=True)
+class SampledAhead:
+    """tokens: [B, 1 + n] sampled after the root and each node, -1 where a probability is NaN. draws: [B, V] for each."""
+
+    tokens: list[list[int]]
+    draws: list[list[Tensor]]
+
+
+def depths_of(children: list[Children], num_rows: int) -> list[list[int]]:
+    """The depth of the root and of each node, 0 for padding, [B, num_rows]."""
+    found = []
+    for edges in children:
+        depths = [0] * num_rows
+        for (parent, _), node in sorted(edges.items(), key=lambda edge: edge[1]):  # parents come first
+            depths[node + 1] = depths[parent + 1] + 1
+        found.append(depths)
+    return found
+
+
 class PerRowSelection(Selection):
     """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
@@ -232,9 +254,13 @@ class PerRowSelection(Selection):
         sequences = self.sequences
         unfinished = [length for length, done in zip(sequences.lengths, self.is_finished, strict=True) if not done]
         accepted: Accepted = []
+        rests = [
+            done or (self.do_sample and length >= min(unfinished) + MAX_LEAD)
+            for length, done in zip(sequences.lengths, self.is_finished, strict=True)
+        ]
+        self._sampled = self._sample_ahead(children, block_logits, rests)
         for row, edges in enumerate(children):
-            is_far_ahead = self.do_sample and sequences.lengths[row] >= min(unfinished) + MAX_LEAD
-            if self.is_finished[row] or is_far_ahead:
+            if rests[row]:
                 accepted.append(None)
             else:
                 accepted.append(walk(edges, partial(self._choice, block_logits, row), partial(self._commit, row)))
@@ -246,6 +272,11 @@ class PerRowSelection(Selection):
         return self._choose(block_logits, row, node) if self._is_usable(block_logits, row, node) else None
 
     def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
+        if self._sampled is not None and self.draws is not None:
+            token, draws = self._sampled.tokens[row][node + 1], self._sampled.draws[row][node + 1]
+            index = self.sequences.lengths[row] - self.sequences.prompt_length
+            if token >= 0 and self.draws.draw(index, draws.shape[1]) is draws:
+                return token
         ids = self.sequences.row(row)
         logits = block_logits.of_row(row, node).to(dtype=torch.float32, copy=True, device=ids.device)
         scores = self._scores(ids, logits)
@@ -254,6 +285,46 @@ class PerRowSelection(Selection):
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
         draws = self._draws(probabilities, self.sequences.lengths[row])
         return sample_with_draws(probabilities, draws[row : row + 1])[0]
+
+    def _sample_ahead(
+        self, children: list[Children], block_logits: BlockLogits, rests: list[bool]
+    ) -> SampledAhead | None:
+        """Sample after all nodes in one copy to the host, while the host would wait for a device at each token.
+
+        rests: rows in which nothing is sampled. None where that could give another token than generate()'s, and on a
+        CPU.
+        """
+        logits, sequences = block_logits.logits, self.sequences
+        is_whole = type(block_logits) is BlockLogits and logits.device == sequences.device
+        is_served = self.do_sample and is_whole and not on_host(logits)
+        if not (is_served and self._is_direct and {type(p) for p in self.processor} <= BATCHED_WARPERS):
+            return None
+        assert self.draws is not None
+        batch_size, num_rows, vocab_size = logits.shape
+        depths = depths_of(children, num_rows)
+        active = [row for row, is_resting in enumerate(rests) if not is_resting]
+        first = min(sequences.lengths[row] for row in active) - sequences.prompt_length if active else 0
+        # The number of each row's next token, counted from the first one of all rows.
+        leads = [
+            0 if rest else length - sequences.prompt_length - first
+            for length, rest in zip(sequences.lengths, rests, strict=True)
+        ]
+        places = [[lead + depth for depth in row] for lead, row in zip(leads, depths, strict=True)]
+        draws = [self.draws.ahead(first + place, vocab_size) for place in range(1 + max(map(max, places)))]
+        known = [part for part in draws if part is not None]
+        if not active or len(known) < len(draws):
+            return None
+        scores = logits.to(dtype=torch.float32, copy=True).flatten(0, 1)
+        for warper in self.processor:
+            scores = warper(None, scores)  # no ids needed
+        probabilities = torch.nn.functional.softmax(scores, dim=-1)  # [B * (1 + n), V]
+        index = torch.tensor(
+            [place * batch_size + row for row, of_row in enumerate(places) for place in of_row], device=HOST
+        )
+        ratios = probabilities / torch.cat(known).index_select(0, to_device(index, logits.device))
+        is_nan = probabilities[:, 0].isnan()  # softmax makes the whole row NaN
+        tokens = ratios.argmax(dim=-1).masked_fill_(is_nan, -1).view(batch_size, num_rows).tolist()
+        return SampledAhead(tokens, [[known[place] for place in row] for row in places])
 
     def _commit(self, row: int, token: int) -> bool:
         self.sequences.append([token], row)
@@ -297,7 +368,7 @@ class LockstepSelection(Selection):
 
     def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
         sequences = self.sequences
-        logits = self._block_logits.of_all(nodes).to(dtype=torch.float32, copy=True, device=sequences.ids.device)
+        logits = self._block_logits.of_all(nodes).to(dtype=torch.float32, copy=True, device=sequences.device)
         scores = self._scores(sequences.all_rows(), logits)
         self.recorder.record(nodes, paths, scores, logits)
         chosen = self._sample(scores) if self.do_sample else scores.argmax(dim=-1).tolist()
@@ -377,6 +448,6 @@ def sample_with_draws(probabilities: Tensor, draws: Tensor) -> list[int]:
     """The tokens that `torch.multinomial` samples with these draws. Both: [R, V]. Returns [R]."""
     ratios = probabilities / draws  # by torch: numpy may be set to raise on underflow
     # numpy's argmax takes a fifth of torch's time.
-    chosen = ratios.numpy().argmax(axis=-1) if ratios.device.type == "cpu" else ratios.argmax(dim=-1)
+    chosen = ratios.numpy().argmax(axis=-1) if on_host(ratios) else ratios.argmax(dim=-1)
     tokens: list[int] = chosen.tolist()
     return tokens

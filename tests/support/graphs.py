@@ -8,6 +8,7 @@ marked `gpu`.
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
 import lade
 from lade.forward import buffer_pool
@@ -56,7 +57,7 @@ def graphs(monkeypatch):
         graph, output = captured[-1], captured[-1]()
 
         def replay():
-            return output.copy_(graph())
+            return tree_map(torch.Tensor.copy_, output, graph())
 
         return replay
 

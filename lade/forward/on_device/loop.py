@@ -80,12 +80,12 @@ def device_loop(
     device, sequences = adapter.model.device, selection.sequences
     sampling = sampling_of(selection)
     is_served = (
-        is_wanted(config, device, adapter.dtype, len(sequences.ids), captures_steps(config, runner))
+        is_wanted(config, device, adapter.dtype, len(sequences.lengths), captures_steps(config, runner))
         and config.uses_window
         and config.num_guesses > 0
         and (type(selection) is GreedySelection or sampling is not None)
         and stats.on_step is None
-        and sequences.ids.device == device
+        and sequences.device == device
         and (adapter.model.tp_size or 1) == 1
         and runner.static_shapes_reason() is None
     )
@@ -143,7 +143,7 @@ class DeviceLoop:
         self.runner, self.selection, self.drafter, self.stats = runner, selection, drafter, stats
         self.owner, self.model, self.key_mask, self.positions = adapter.model, runner.model, key_mask, positions
         self.shape = StepShape(
-            batch_size=len(selection.sequences.ids),
+            batch_size=len(selection.sequences.lengths),
             ngram_size=config.ngram_size,
             window_size=config.window_size,
             num_guesses=config.num_guesses,
@@ -154,7 +154,7 @@ class DeviceLoop:
             keeps_rows=adapter.keeps_rows,
             position_shape=(1, 1) if positions is None else tuple(positions[..., -1:].shape),
             dtype=adapter.dtype,
-            device=selection.sequences.ids.device,
+            device=selection.sequences.device,
             sampling=sampling,
         )
         self.compiles = config.compile

@@ -63,7 +63,7 @@ def sampling_of(selection: Selection) -> Sampling | None:
         and not selection.stop_strings
         and type(selection.processor) is LogitsProcessorList
         and all(map(is_warper, selection.processor))
-        and selection.sequences.ids.device.type in READABLE
+        and selection.sequences.device.type in READABLE
     )
     if not is_served:
         return None
