@@ -291,7 +291,7 @@ def test_a_name_that_is_gone_before_lade_is_imported(gone_before):
     error, place = gone_before.stdout.splitlines()
     for text in (
         "DynamicSlidingWindowLayer is missing",
-        "support.py needs it",
+        "eligibility.py needs it",
         transformers.__version__,
         compat.TESTED,
     ):

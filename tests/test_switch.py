@@ -22,8 +22,7 @@ from transformers import (
 
 import lade
 from lade import config as lade_config
-from lade import support as lade_support
-from lade import switch
+from lade import eligibility, switch
 
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8}
 
@@ -33,7 +32,7 @@ def unpatched(monkeypatch):
     """No patch, no variable, and both as they were afterwards."""
     before = lade_config.current_config()
     monkeypatch.delenv("USE_LADE", raising=False)
-    monkeypatch.setattr(lade_support, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(eligibility, "LEAST_TOKENS", 1)
     lade.restore_all()
     lade.config_lade(ADAPTIVE=0)
     yield
