@@ -118,7 +118,7 @@ def make(case: Case, unused: float) -> tuple[dict, torch.Tensor]:
 
     expected = torch.zeros(batch_size, case.q, case.heads, dims[1], dtype=F64)
     is_seen = torch.zeros(batch_size, capacity, dtype=torch.bool)
-    window = case.window or 10**9
+    window = case.window or 10**9  # keys this many positions or more before a token are hidden
     for row, token in itertools.product(range(batch_size), range(case.q)):
         length, offset = case.lengths[row], offsets[row, token].item()
         slots = [slot for slot in range(case.padding, length) if length + offset - slot < window]
@@ -140,12 +140,12 @@ def make(case: Case, unused: float) -> tuple[dict, torch.Tensor]:
     for states in (keys, values):
         states.masked_fill_(~is_seen[:, None, :, None], unused)
 
-    packed = kernels.pack_mask(
-        visible, torch.tensor(case.lengths), offsets, torch.full((batch_size,), case.padding, dtype=torch.int32)
-    )
+    lengths = torch.tensor(case.lengths)
+    first_slots = (lengths[:, None] + offsets - window + 1).clamp(min=case.padding)
+    packed = kernels.pack_mask(visible & (offsets[:, :, None] - offsets[:, None] < window), lengths, first_slots)
     arguments = {"query": query, "keys": keys, "values": values, "packed": packed, "sinks": sinks}
     arguments = {name: None if value is None else value.to(DEVICE) for name, value in arguments.items()}
-    return arguments | {"scale": 1 / 9, "softcap": case.softcap, "window": case.window}, expected
+    return arguments | {"scale": 1 / 9, "softcap": case.softcap}, expected
 
 
 def assert_close(output: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -194,7 +194,7 @@ def test_kernel_on_hidden_tokens_and_small_scores():
 
     case = Case(4, (20,), softcap=50.0)
     arguments, _ = make(case, unused=0.0)
-    arguments["packed"][0, 0, 2] = torch.tensor([20, 20, 0, 0])  # no slot of the prefix, no block token
+    arguments["packed"][0, 0, 2] = torch.tensor([20, 20, 0])  # no slot of the prefix, no block token
     arguments["scale"] = 1e-3
     output = triton_block_attention(**arguments).cpu()
     assert output[0, 2].abs().max() == 0
@@ -312,14 +312,12 @@ def test_mask_round_trip():
     for num_queries in (1, 31, 32, 33, 64, 100):
         visible = torch.rand(2, num_queries, num_queries, generator=generator) < 0.5
         lengths, first = torch.tensor([7, 2]), torch.tensor([0, 2])
-        offsets = torch.randint(0, 9, (2, num_queries), generator=generator)
-        packed = kernels.pack_mask(visible, lengths, offsets, first)
-        assert packed.shape == (2, 1, num_queries, 3 + (num_queries + 31) // 32)
+        packed = kernels.pack_mask(visible, lengths, first)
+        assert packed.shape == (2, 1, num_queries, 2 + (num_queries + 31) // 32)
         assert kernels.is_packed(packed)
         found = kernels.unpack_mask(packed)
         assert torch.equal(found.visible, visible)
         assert torch.equal(found.lengths, lengths.int())
-        assert torch.equal(found.offsets, offsets.int())
         assert torch.equal(found.first_slots, first.int()[:, None].expand(2, num_queries))
     assert not kernels.is_packed(packed.float())
     assert not kernels.is_packed(None)
@@ -335,8 +333,8 @@ def test_left_padding():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"packed": torch.zeros(1, 1, 5, 4, dtype=torch.int32)}, "packed must be"),
-        ({"packed": torch.zeros(1, 1, 4, 4)}, "packed must be"),
+        ({"packed": torch.zeros(1, 1, 5, 3, dtype=torch.int32)}, "packed must be"),
+        ({"packed": torch.zeros(1, 1, 4, 3)}, "packed must be"),
         ({"keys": torch.zeros(1, 1, 9, 32)}, "keys and values must be"),
         ({"values": torch.zeros(1, 1, 8, 64)}, "keys and values must be"),
         ({"query": torch.zeros(1, 3, 4, 64)}, "query heads must be a multiple"),
@@ -374,7 +372,7 @@ import torch, lade.kernels.interface
 from lade import kernels
 assert kernels.unavailable_reason().startswith("triton is not installed"), kernels.unavailable_reason()
 x = torch.ones(1, 1, 2, 8)
-packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]), torch.zeros(1, 2))
+packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]))
 assert torch.equal(kernels.block_attention(x, x, x, packed, scale=1.0), x.transpose(1, 2))
 assert "lade.kernels.triton_attention" not in sys.modules
 """,

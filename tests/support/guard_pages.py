@@ -134,12 +134,15 @@ def arguments_of(call: Call) -> dict:
     values = normal(batch_size, capacity, call.kv_heads, call.value_dim or call.dim).transpose(1, 2)
     visible = torch.rand(batch_size, call.q, call.q, generator=generator) < 0.3
     visible |= torch.eye(call.q, dtype=torch.bool)
-    offsets = torch.randint(0, 8, (batch_size, call.q), generator=generator)
     lengths = torch.tensor(call.lengths)
-    packed = kernels.pack_mask(visible, lengths, offsets, lengths.clamp(max=call.padding))
+    first_slots = lengths.clamp(max=call.padding)
+    if call.window is not None:  # of the prefix, from another slot on for each token
+        offsets = torch.randint(0, 8, (batch_size, call.q), generator=generator)
+        first_slots = torch.maximum(first_slots[:, None], lengths[:, None] + offsets - call.window + 1)
+    packed = kernels.pack_mask(visible, lengths, first_slots)
     sinks = normal(call.heads) if call.has_sinks else None
     tensors = {"query": query, "keys": keys, "values": values, "packed": packed, "sinks": sinks}
-    return tensors | {"scale": 1 / 9, "window": call.window}
+    return tensors | {"scale": 1 / 9}
 
 
 def run(call: Call, at_end: bool, fault: str | None = None) -> bool:
