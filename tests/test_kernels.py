@@ -31,6 +31,7 @@ runs_kernel = pytest.mark.skipif(not kernels.is_available(), reason=f"no kernel 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TRIED = (F16, BF16, F32)
+MISMATCH = "the interpreter of this triton does not go with this numpy"
 TOLERANCE = {F16: 2e-3, BF16: 1.6e-2, F32: 4e-6, F64: 1e-13}
 
 
@@ -223,7 +224,13 @@ def test_one_captured_graph_serves_all_lengths():
 def interpreted():
     if not HAS_TRITON or kernels.is_available():
         return None
-    chosen = ("-p", "no:cacheprovider", "-k", "test_kernel_is or test_kernel_on or test_kernel_passes")
+    chosen = (
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "test_kernel_is or test_kernel_on or test_kernel_passes or test_kernel_touches",
+    )
     return python("-m", "pytest", *chosen, __file__, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG)))
 
 
@@ -232,23 +239,22 @@ def interpreted():
 def test_kernel_in_the_interpreter(interpreted):
     passed = re.search(r"(\d+) passed", interpreted.stdout)
     assert interpreted.returncode == 0, interpreted.stdout[-5000:]
-    assert "skipped" not in interpreted.stdout
-    assert int(passed[1]) == len(CASES + GRID * LONG) + len(TRIED) + 1
+    is_mismatch = MISMATCH in interpreted.stdout
+    assert is_mismatch or "skipped" not in interpreted.stdout
+    assert int(passed[1]) == len(CASES + GRID * LONG) + len(TRIED) + 2 - is_mismatch
 
 
-@beside
-def guarded():
-    program = str(Path(__file__).parent / "support" / "guard_pages.py")
-    return python(program, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG))) if HAS_TRITON else None
-
-
-@needs_triton
-def test_kernel_touches_nothing_but_its_tensors(guarded):
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter's accesses are guarded, not a GPU's")
+def test_kernel_touches_nothing_but_its_tensors(monkeypatch, capfd):
     """A GPU's context does not survive a stray access. Those made on purpose show that the guards would catch one."""
-    if "only 0-dimensional arrays can be converted" in guarded.stderr:
-        pytest.skip("the interpreter of this triton does not go with this numpy")
-    assert guarded.returncode == 0, guarded.stderr[-5000:]
-    found = json.loads(guarded.stdout)
+    from support import guard_pages
+    from triton.runtime import interpreter
+
+    # It would copy what it has run on back to the device, here onto itself; only the kernel is to touch what is misplaced.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *arguments: None)
+    found = guard_pages.found()
+    if "only 0-dimensional arrays can be converted" in capfd.readouterr().err:
+        pytest.skip(MISMATCH)
     assert found["calls"] >= 10
     assert found["unsound"] == []
     assert found["faulty"] == 18  # each of eight tensors at both ends, and two wrong masks
