@@ -258,7 +258,9 @@ def test_watching_a_step_changes_no_token_and_is_undone(module, lade_on):
 
 def test_step_profile(command, tmp_path):
     trace = tmp_path / "trace.json"
-    figures = command("step_profile", "--shape", "tiny", *SMALL, "--max_new_tokens", "150", "--steps", "3", "--trace", str(trace))
+    figures = command(
+        "step_profile", "--shape", "tiny", *SMALL, "--max_new_tokens", "150", "--steps", "3", "--trace", str(trace)
+    )
     assert figures["profiled_steps"] == 3
     labels = {event["name"] for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
     assert {f"lade: {part}" for part in ("propose", "lay out", "forward", "verify", "commit", "learn")} <= labels
