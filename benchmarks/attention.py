@@ -49,12 +49,12 @@ class Problem:
         # Candidates of 4 tokens each, behind the root: a token tree and a window have masks like this.
         token = torch.arange(block, device=device)
         self.visible = (token[:, None] >= token) & ((token[:, None] // 4 == token // 4) | (token == 0))[None]
-        self.offsets = (token % 4)[None]
-        self.packed = kernels.pack_mask(self.visible, torch.tensor([context], device=device), self.offsets)
+        self.packed = kernels.pack_mask(self.visible, torch.tensor([context], device=device))
+        offsets = (token % 4)[None]
         rows = Block(
-            tokens=self.offsets,
-            offsets=self.offsets,
-            positions=context + self.offsets,
+            tokens=offsets,
+            offsets=offsets,
+            positions=context + offsets,
             visible=self.visible,
             logit_rows=token,
             lengths=[context],

@@ -28,9 +28,9 @@ from transformers import CompileConfig
 
 import lade
 from lade.config import current_config, temporary_settings
+from lade.eligibility import TOO_SHORT
 from lade.forward.runner import BlockRunner
 from lade.models import adapter_for
-from lade.support import TOO_SHORT
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},

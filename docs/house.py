@@ -26,7 +26,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"verification": "which tokens are chosen"},
     {"models": "what a family is", "drafting": "who proposes guesses", "parallel": "several processes"},
     {"forward": "how a block runs"},
-    {"decoding": "the loop", "support": "what is served"},
+    {"decoding": "the loop", "eligibility": "what is served"},
     {"augment": "the patch", "preparation": "compiling ahead"},
     {"switch": "on for a block of code"},
     {"__init__": "public names"},

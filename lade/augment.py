@@ -19,11 +19,11 @@ from transformers import Cache, GenerationMixin, TextStreamer
 from lade.compat import CALLERS_CACHE_MARK, require_names, warn_if_newer
 from lade.config import apply_environment, current_config, is_enabled, off_hint, off_reason, one_at_a_time
 from lade.decoding import lookahead_decode
+from lade.eligibility import TOO_SHORT, Call, adapter_or_reason
 from lade.parallel.communicator import is_leader
 from lade.parallel.group import SingleProcess, process_group_for
 from lade.state import forget_all
 from lade.stats import GenerationStats, open_stats, recording
-from lade.support import TOO_SHORT, Call, adapter_or_reason
 
 logger = logging.getLogger("lade")
 

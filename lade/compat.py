@@ -241,7 +241,7 @@ NAMES = (
     Name(G + "_prefill", "decoding.py", takes("self", "input_ids", "generation_config", "model_kwargs")),
     Name(G + "_has_unfinished_sequences", "decoding.py", takes("self", "this_peer_finished", "synced_gpus", "device")),
     Name(G + "_optimize_model_for_decode", "decoding.py", takes("self")),
-    Name(G + "_valid_auto_compile_criteria", "support.py", takes("self", "model_kwargs", "generation_config")),
+    Name(G + "_valid_auto_compile_criteria", "eligibility.py", takes("self", "model_kwargs", "generation_config")),
     Name(G + "init_continuous_batching", "augment.py"),
     Name(G + "prepare_inputs_for_generation", "models/base.py", takes("self", "input_ids")),
     Name(G + "_update_model_kwargs_for_generation", "models/base.py", takes("self", "outputs", "model_kwargs")),
@@ -277,9 +277,9 @@ NAMES = (
     Name("transformers.models.falcon.modeling_falcon.build_alibi_tensor", "models/alibi.py", is_late=True),
     # Caches.
     Name(C + "CacheLayerMixin", "block/kv_cache.py", check_layer_methods),
-    Name(C + "DynamicLayer", "support.py", check_dynamic_layer),
-    Name(C + "DynamicSlidingWindowLayer", "support.py", check_sliding_layer),
-    Name(C + "StaticLayer", "support.py", check_static_layer),
+    Name(C + "DynamicLayer", "eligibility.py", check_dynamic_layer),
+    Name(C + "DynamicSlidingWindowLayer", "eligibility.py", check_sliding_layer),
+    Name(C + "StaticLayer", "eligibility.py", check_static_layer),
     # torch.
     Name("torch.nn.Module", "models/shadow.py", check_module),
     Name("torch.nn.Module._compiled_call_impl", "models/shadow.py"),

@@ -1,8 +1,8 @@
 """Compile and capture ahead of the first call: `lade.warmup(model)`.
 
-Runs short calls of `generate()` whose drafter lays out every size of block that later calls may have, so that what these would compile and
-capture is there. What is kept by name of its code, Triton's kernels and Inductor's, lies on disk and serves later processes as well; CUDA
-graphs serve this one.
+Runs a short call of `generate()` with a block of every size that later calls may use, so that these find everything
+compiled and captured. Kernels compiled by Triton and Inductor are cached on disk and serve later processes as well;
+CUDA graphs serve this process only.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import torch
 from lade.block.token_tree import TokenTree
 from lade.config import current_config, temporary_settings
 from lade.decoding import FIRST_CAPACITY
-from lade.drafting import Draft, DraftRequest, Outcome, drafts_from
+from lade.drafting import Draft, Drafter, DraftRequest, drafts_from
 from lade.drafting.base import ROOT_ALONE
 from lade.forward.packed import packed_weights
 from lade.forward.static_inputs import NUM_CHECKS
-from lade.stats import last_stats
+from lade.stats import GenerationStats, last_stats
 from lade.verification.sequences import TokenSequences
 
-NEVER_CHOSEN = 2**31 - 1  # an id that no vocabulary has
-WINDOW_TOKENS = 8  # of a call in lookahead mode, whose steps all have one shape
+NEVER_CHOSEN = 2**31 - 1  # an id in no vocabulary
+WINDOW_TOKENS = 8  # new tokens in lookahead mode, whose steps all have one shape
 
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """What a warm-up has done. block_tokens: sizes that are captured or compiled. reasons: why something is not, if anything."""
+    """What a warm-up has done.
+
+    block_tokens: the sizes of blocks that are captured or compiled. reasons: why something is not, as sentences.
+    """
 
     seconds: float
     block_tokens: tuple[int, ...]
@@ -42,11 +45,12 @@ class Warmup:
 def warmup(
     model: Any, prompt_tokens: int = 256, max_new_tokens: int = 1024, batch_size: int = 1, **arguments: Any
 ) -> Warmup:
-    """Prepare for calls of about these sizes: the current settings' blocks are compiled and captured as far as they would be.
+    """Compile and capture what calls of about these sizes will use under the current settings. lade must be switched on.
 
-    prompt_tokens, max_new_tokens: of a call to come; graphs go by the cache's capacity, a power of two. batch_size: its prompts.
-    arguments: more of generate()'s, as that call will have them: sampling's are constants of a captured step. Needs lade switched on.
-    Raises ValueError for numbers below 1, RuntimeError where lade does not run.
+    prompt_tokens, max_new_tokens: of a later call, in tokens; they determine the cache's capacity, a power of two, which
+    graphs depend on. batch_size: number of prompts. arguments: further arguments of generate(), the same as in that
+    call, because a captured step contains those of sampling as constants. Raises ValueError for numbers below 1, and
+    RuntimeError if lade does not run.
     """
     for name, value in (
         ("prompt_tokens", prompt_tokens),
@@ -56,7 +60,7 @@ def warmup(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
     config, began = current_config(), perf_counter()
-    # Short as the calls are.
+    # By default short calls capture nothing.
     settings = {"CUDA_GRAPH": 1} if config.cuda_graph is None and model.device.type == "cuda" else {}
     packed_weights(model).expect(max_new_tokens)
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
@@ -64,10 +68,9 @@ def warmup(
         if config.uses_window:
             stats = _generate(model, num_slots, min(WINDOW_TOKENS, num_slots - 1), batch_size, arguments)
         else:
-            arguments = {"eos_token_id": NEVER_CHOSEN} | arguments  # random prompts may lead to an end at once
-            drafter = _EverySize(batch_size, model.get_input_embeddings().weight.shape[0])
-            with drafts_from(drafter.begin):
-                # Each step commits a token, and one more where a guess is right by chance.
+            arguments = {"eos_token_id": NEVER_CHOSEN} | arguments  # a random prompt's text may end at once
+            with drafts_from(_EverySize):
+                # Each step commits one token, or two if a guess happens to be right.
                 most = 2 * NUM_CHECKS * config.max_block.bit_length() + 2
                 stats = _generate(model, num_slots, min(most, num_slots - 1), batch_size, arguments)
     reasons = {stats.kernel_reason, stats.compile_reason, stats.cuda_graph_reason, stats.device_reason} - {None}
@@ -82,8 +85,8 @@ def warmup(
     )
 
 
-def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, arguments: dict[str, Any]) -> Any:
-    """A call whose cache begins with as many slots as that of the calls to come, but for few new tokens. Returns its figures."""
+def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, arguments: dict[str, Any]) -> GenerationStats:
+    """Run a call with as many cache slots as a later call has at first, and few new tokens. Returns its statistics."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = model.get_input_embeddings().weight.shape[0]
     shape = (batch_size, max(1, num_slots - num_new))
@@ -91,7 +94,7 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
     state = torch.random.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, **arguments)
-    finally:  # a program that samples later gets what it would have got
+    finally:  # later sampling must not change
         torch.random.set_rng_state(state[0])
         torch.cuda.set_rng_state_all(state[1])
     stats = last_stats()
@@ -101,35 +104,17 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
     return stats
 
 
-class _EverySize:
-    """A drafter that proposes trees of all sizes, each as often as a graph is checked. Its guesses are no good."""
+class _EverySize(Drafter):
+    """Proposes a tree of every size, as often as a graph is checked. The guesses are arbitrary."""
 
-    def __init__(self, batch_size: int, num_tokens: int) -> None:
-        self._batch_size, self._num_tokens = batch_size, num_tokens
-        self._num_nodes: list[int] = []  # still to come
-
-    def begin(self, request: DraftRequest) -> _EverySize:
-        """For one call."""
+    def __init__(self, request: DraftRequest) -> None:
         sizes = request.block_sizes or ()
-        self._num_nodes = [min(size, self._num_tokens) - 1 for size in sizes for _ in range(NUM_CHECKS)]
-        self._cells = request.prompt_ids.new_empty(self._batch_size, 0)
-        return self
+        self._num_nodes = [min(size, request.num_tokens) - 1 for size in sizes for _ in range(NUM_CHECKS)]  # to come
+        self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
-        """Nodes that all hang on the root."""
+        """Nodes that are all children of the root."""
         num_nodes = self._num_nodes.pop(0) if self._num_nodes and max_offset != 0 else 0
         tokens, parents = list(range(num_nodes)), [-1] * num_nodes
         tree = TokenTree([list(tokens) for _ in is_finished], [list(parents) for _ in is_finished])
         return Draft(tree, min(1, num_nodes), ROOT_ALONE, self._cells)
-
-    def learn(self, outcome: Outcome) -> None:
-        """Nothing: the prompts are random."""
-
-    def finish(self) -> None:
-        """Nothing has waited."""
-
-    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
-        """The steps pay for setting up, and say nothing about costs."""
-
-    def sources(self) -> dict[str, list[int]]:
-        return {}

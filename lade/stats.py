@@ -7,7 +7,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,32 +61,13 @@ class GenerationStats:
         self.verify_seconds += verify
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "generated_tokens": self.generated_tokens,
-            "batch_size": self.batch_size,
+        """All statistics, those computed from others included, in types of JSON."""
+        found = {part.name: deepcopy(getattr(self, part.name)) for part in fields(self) if part.compare}
+        return found | {
             "tokens_per_step": self.tokens_per_step,
-            "block_tokens": list(self.block_tokens),
-            "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
-            "fallback_reason": self.fallback_reason,
             "plain_step_share": self.plain_step_share,
-            "sources": {source: list(counts) for source, counts in self.sources.items()},
-            "draft_seconds": self.draft_seconds,
-            "forward_seconds": self.forward_seconds,
-            "verify_seconds": self.verify_seconds,
-            "used_kernel": self.used_kernel,
-            "kernel_reason": self.kernel_reason,
-            "num_workers": self.num_workers,
+            "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
             "sent_bytes": dict(self.sent_bytes),
-            "compiled_steps": self.compiled_steps,
-            "compile_reason": self.compile_reason,
-            "captured_steps": self.captured_steps,
-            "cuda_graph_reason": self.cuda_graph_reason,
-            "packed_weights": self.packed_weights,
-            "packed_bytes": self.packed_bytes,
-            "packing_reason": self.packing_reason,
-            "device_steps": self.device_steps,
-            "device_reason": self.device_reason,
         }
 
 

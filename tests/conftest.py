@@ -10,14 +10,13 @@ import pytest
 
 pytest.register_assert_rewrite("support")  # before it is imported
 
-from support import *  # noqa: F403  # for test files that still import from here
 from support import processes, tiny_llama
 from support.device_steps import calls  # noqa: F401
 from support.graphs import captured, compiled, eager_steps, graphs, on_cuda, static_blocks  # noqa: F401
 from transformers import LlamaForCausalLM
 
 import lade
-from lade import support as lade_support
+from lade import eligibility
 from lade.config import MODES, temporary_settings
 
 os.environ["LADE_CACHE"] = "0"  # no test depends on what this machine has measured before, nor leaves anything behind
@@ -91,7 +90,7 @@ def model() -> LlamaForCausalLM:
 def lade_on(monkeypatch):
     """lade patched in and switched on; everything is put back afterwards."""
     monkeypatch.setenv("USE_LADE", "1")
-    monkeypatch.setattr(lade_support, "LEAST_TOKENS", 1)  # the loop must be right at any length
+    monkeypatch.setattr(eligibility, "LEAST_TOKENS", 1)  # the loop must be right at any length
     with temporary_settings():
         lade.augment_all()
         lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time

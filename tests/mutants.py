@@ -120,7 +120,7 @@ MUTANTS = [
     mutant("hooks: nobody is asked for leave", "models/reasons.py",
            "    return name and f", "    return name and None and f",
            "foreign.py::test_an_allowed_hook_is_tried_out", "foreign.py::test_wherever_hooks_are_put_on"),
-    mutant("requests: an unknown argument of the model", "support.py",
+    mutant("requests: an unknown argument of the model", "eligibility.py",
            "if name not in known and value is not None)", "if name not in known and value is ...)",
            "requests.py", "contract.py::test_fallbacks"),
     mutant("requests: a boundary one token late", "models/phi3.py",

@@ -15,9 +15,8 @@ from support import generate_plain, prompt, tiny_llama
 from transformers import GenerationMixin, LlamaForCausalLM
 
 import lade
-from lade import augment
-from lade import support as lade_support
-from lade.support import LEAST_TOKENS, TOO_SHORT
+from lade import augment, eligibility
+from lade.eligibility import LEAST_TOKENS, TOO_SHORT
 
 PATCHED = ("generate", "_sample", "_beam_search", "_assisted_decoding")
 
@@ -151,7 +150,7 @@ def test_a_call_that_cannot_become_faster_is_left_alone(
     num_tokens, is_plain, by_length, lade_on, model, caplog, monkeypatch
 ):
     """And nobody is warned."""
-    monkeypatch.setattr(lade_support, "LEAST_TOKENS", LEAST_TOKENS)
+    monkeypatch.setattr(eligibility, "LEAST_TOKENS", LEAST_TOKENS)
     monkeypatch.setattr(augment, "_warned", set())
     inputs = prompt()
     arguments = {"max_length": 24 + num_tokens} if by_length else {"max_new_tokens": num_tokens}

@@ -482,11 +482,11 @@ def attention_inputs(dtype=F32, q=5, group=2, dim=16):
     numbers = torch.Generator().manual_seed(0)
     query = torch.randn(1, 2 * group, q, dim, generator=numbers).to(dtype)
     keys, values = (torch.randn(1, 2, 64, dim, generator=numbers).to(dtype) for _ in range(2))
-    packed = kernels.pack_mask(torch.ones(1, q, q, dtype=torch.bool).tril(), torch.tensor([30]), torch.arange(q)[None])
+    packed = kernels.pack_mask(torch.ones(1, q, q, dtype=torch.bool).tril(), torch.tensor([30]))
     return query, keys, values, packed
 
 
-NAMED = {"scale": 0.25, "softcap": None, "sinks": None, "window": None}
+NAMED = {"scale": 0.25, "softcap": None, "sinks": None}
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
@@ -525,7 +525,6 @@ def test_each_kind_of_call_is_tried(kernel):
         (attention_inputs(BF16), NAMED),
         (attention_inputs(), NAMED | {"softcap": 5.0}),
         (attention_inputs(), NAMED | {"sinks": torch.zeros(4)}),
-        (attention_inputs(), NAMED | {"window": 4}),
     ]
     for inputs, named in calls * 2:
         assert self_check.checked(kernel, *inputs, **named).isfinite().all()

@@ -231,7 +231,7 @@ def test_step_cost(command, module, monkeypatch):
     with WorkClock() as clock:
         monkeypatch.setattr(module("parts"), "time", clock)
         figures = command(
-            *("step_cost", *SMALL, "--trials", "2", "--tokens", "1,4", "--contexts", "20,40"),
+            *("step_cost", "--shape", "tiny", *SMALL, "--trials", "2", "--tokens", "1,4", "--contexts", "20,40"),
             *("--level", "4", "--guess", "3"),
         )
     assert [(row["context"], row["tokens"]) for row in figures["forward"]] == [(20, 1), (20, 4), (40, 1), (40, 4)]
@@ -258,7 +258,9 @@ def test_watching_a_step_changes_no_token_and_is_undone(module, lade_on):
 
 def test_step_profile(command, tmp_path):
     trace = tmp_path / "trace.json"
-    figures = command("step_profile", *SMALL, "--max_new_tokens", "32", "--steps", "3", "--trace", str(trace))
+    figures = command(
+        "step_profile", "--shape", "tiny", *SMALL, "--max_new_tokens", "150", "--steps", "3", "--trace", str(trace)
+    )
     assert figures["profiled_steps"] == 3
     labels = {event["name"] for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
     assert {f"lade: {part}" for part in ("propose", "lay out", "forward", "verify", "commit", "learn")} <= labels

@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 import torch
 import transformers
-from support import ROOT, beside, generate_plain, is_patched, prompt, python, tiny_llama
+from support import ROOT, beside, forked, generate_plain, is_patched, prompt, tiny_llama
 from transformers import GenerationMixin, MptConfig, MptForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import lade
@@ -271,7 +271,10 @@ def rebuilt(model):
 
 
 PROGRAM = """
+import sys
 from transformers import GenerationMixin, cache_utils
+for name in [name for name in sys.modules if name.split(".")[0] == "lade"]:
+    del sys.modules[name]
 del cache_utils.DynamicSlidingWindowLayer
 import lade
 try:
@@ -284,14 +287,14 @@ print(GenerationMixin.generate.__module__)
 
 @beside
 def gone_before():
-    return python("-c", PROGRAM)
+    return forked(PROGRAM)
 
 
 def test_a_name_that_is_gone_before_lade_is_imported(gone_before):
     error, place = gone_before.stdout.splitlines()
     for text in (
         "DynamicSlidingWindowLayer is missing",
-        "support.py needs it",
+        "eligibility.py needs it",
         transformers.__version__,
         compat.TESTED,
     ):

@@ -140,7 +140,7 @@ TESTED_IN = {
     "parallel.communicator": "parallel",
     "parallel.group": "parallel",
     "stats": "augment",
-    "support": "contract",
+    "eligibility": "contract",
     "verification.logits": "spoiled",
     "verification.outputs": "contract",
     "verification.selection": "contract",

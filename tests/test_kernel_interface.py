@@ -189,7 +189,7 @@ def test_what_cannot_go_through_it_is_named():
     case = Case(llama(), ragged=False, padded=False)
     layer = case.model.model.layers[0].self_attn
     query = torch.zeros(2, 4, 40, 12, dtype=torch.float64)
-    packed = pack_mask(case.visible, torch.tensor(case.cache.lengths), case.offsets)
+    packed = pack_mask(case.visible, torch.tensor(case.cache.lengths))
     with pytest.raises(NotImplementedError, match="position_bias"):
         ours.lade_block_forward(layer, query, query, query, packed, position_bias=query)
     with pytest.raises(NotImplementedError, match="mask of its own"):

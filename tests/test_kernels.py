@@ -31,6 +31,7 @@ runs_kernel = pytest.mark.skipif(not kernels.is_available(), reason=f"no kernel 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TRIED = (F16, BF16, F32)
+MISMATCH = "the interpreter of this triton does not go with this numpy"
 TOLERANCE = {F16: 2e-3, BF16: 1.6e-2, F32: 4e-6, F64: 1e-13}
 
 
@@ -118,7 +119,7 @@ def make(case: Case, unused: float) -> tuple[dict, torch.Tensor]:
 
     expected = torch.zeros(batch_size, case.q, case.heads, dims[1], dtype=F64)
     is_seen = torch.zeros(batch_size, capacity, dtype=torch.bool)
-    window = case.window or 10**9
+    window = case.window or 10**9  # keys this many positions or more before a token are hidden
     for row, token in itertools.product(range(batch_size), range(case.q)):
         length, offset = case.lengths[row], offsets[row, token].item()
         slots = [slot for slot in range(case.padding, length) if length + offset - slot < window]
@@ -140,12 +141,12 @@ def make(case: Case, unused: float) -> tuple[dict, torch.Tensor]:
     for states in (keys, values):
         states.masked_fill_(~is_seen[:, None, :, None], unused)
 
-    packed = kernels.pack_mask(
-        visible, torch.tensor(case.lengths), offsets, torch.full((batch_size,), case.padding, dtype=torch.int32)
-    )
+    lengths = torch.tensor(case.lengths)
+    first_slots = (lengths[:, None] + offsets - window + 1).clamp(min=case.padding)
+    packed = kernels.pack_mask(visible & (offsets[:, :, None] - offsets[:, None] < window), lengths, first_slots)
     arguments = {"query": query, "keys": keys, "values": values, "packed": packed, "sinks": sinks}
     arguments = {name: None if value is None else value.to(DEVICE) for name, value in arguments.items()}
-    return arguments | {"scale": 1 / 9, "softcap": case.softcap, "window": case.window}, expected
+    return arguments | {"scale": 1 / 9, "softcap": case.softcap}, expected
 
 
 def assert_close(output: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -194,7 +195,7 @@ def test_kernel_on_hidden_tokens_and_small_scores():
 
     case = Case(4, (20,), softcap=50.0)
     arguments, _ = make(case, unused=0.0)
-    arguments["packed"][0, 0, 2] = torch.tensor([20, 20, 0, 0])  # no slot of the prefix, no block token
+    arguments["packed"][0, 0, 2] = torch.tensor([20, 20, 0])  # no slot of the prefix, no block token
     arguments["scale"] = 1e-3
     output = triton_block_attention(**arguments).cpu()
     assert output[0, 2].abs().max() == 0
@@ -223,7 +224,13 @@ def test_one_captured_graph_serves_all_lengths():
 def interpreted():
     if not HAS_TRITON or kernels.is_available():
         return None
-    chosen = ("-p", "no:cacheprovider", "-k", "test_kernel_is or test_kernel_on or test_kernel_passes")
+    chosen = (
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "test_kernel_is or test_kernel_on or test_kernel_passes or test_kernel_touches",
+    )
     return python("-m", "pytest", *chosen, __file__, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG)))
 
 
@@ -232,23 +239,22 @@ def interpreted():
 def test_kernel_in_the_interpreter(interpreted):
     passed = re.search(r"(\d+) passed", interpreted.stdout)
     assert interpreted.returncode == 0, interpreted.stdout[-5000:]
-    assert "skipped" not in interpreted.stdout
-    assert int(passed[1]) == len(CASES + GRID * LONG) + len(TRIED) + 1
+    is_mismatch = MISMATCH in interpreted.stdout
+    assert is_mismatch or "skipped" not in interpreted.stdout
+    assert int(passed[1]) == len(CASES + GRID * LONG) + len(TRIED) + 2 - is_mismatch
 
 
-@beside
-def guarded():
-    program = str(Path(__file__).parent / "support" / "guard_pages.py")
-    return python(program, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG))) if HAS_TRITON else None
-
-
-@needs_triton
-def test_kernel_touches_nothing_but_its_tensors(guarded):
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter's accesses are guarded, not a GPU's")
+def test_kernel_touches_nothing_but_its_tensors(monkeypatch, capfd):
     """A GPU's context does not survive a stray access. Those made on purpose show that the guards would catch one."""
-    if "only 0-dimensional arrays can be converted" in guarded.stderr:
-        pytest.skip("the interpreter of this triton does not go with this numpy")
-    assert guarded.returncode == 0, guarded.stderr[-5000:]
-    found = json.loads(guarded.stdout)
+    from support import guard_pages
+    from triton.runtime import interpreter
+
+    # It would copy what it has run on back to the device, here onto itself; only the kernel is to touch what is misplaced.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *arguments: None)
+    found = guard_pages.found()
+    if "only 0-dimensional arrays can be converted" in capfd.readouterr().err:
+        pytest.skip(MISMATCH)
     assert found["calls"] >= 10
     assert found["unsound"] == []
     assert found["faulty"] == 18  # each of eight tensors at both ends, and two wrong masks
@@ -312,14 +318,12 @@ def test_mask_round_trip():
     for num_queries in (1, 31, 32, 33, 64, 100):
         visible = torch.rand(2, num_queries, num_queries, generator=generator) < 0.5
         lengths, first = torch.tensor([7, 2]), torch.tensor([0, 2])
-        offsets = torch.randint(0, 9, (2, num_queries), generator=generator)
-        packed = kernels.pack_mask(visible, lengths, offsets, first)
-        assert packed.shape == (2, 1, num_queries, 3 + (num_queries + 31) // 32)
+        packed = kernels.pack_mask(visible, lengths, first)
+        assert packed.shape == (2, 1, num_queries, 2 + (num_queries + 31) // 32)
         assert kernels.is_packed(packed)
         found = kernels.unpack_mask(packed)
         assert torch.equal(found.visible, visible)
         assert torch.equal(found.lengths, lengths.int())
-        assert torch.equal(found.offsets, offsets.int())
         assert torch.equal(found.first_slots, first.int()[:, None].expand(2, num_queries))
     assert not kernels.is_packed(packed.float())
     assert not kernels.is_packed(None)
@@ -335,8 +339,8 @@ def test_left_padding():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"packed": torch.zeros(1, 1, 5, 4, dtype=torch.int32)}, "packed must be"),
-        ({"packed": torch.zeros(1, 1, 4, 4)}, "packed must be"),
+        ({"packed": torch.zeros(1, 1, 5, 3, dtype=torch.int32)}, "packed must be"),
+        ({"packed": torch.zeros(1, 1, 4, 3)}, "packed must be"),
         ({"keys": torch.zeros(1, 1, 9, 32)}, "keys and values must be"),
         ({"values": torch.zeros(1, 1, 8, 64)}, "keys and values must be"),
         ({"query": torch.zeros(1, 3, 4, 64)}, "query heads must be a multiple"),
@@ -374,7 +378,7 @@ import torch, lade.kernels.interface
 from lade import kernels
 assert kernels.unavailable_reason().startswith("triton is not installed"), kernels.unavailable_reason()
 x = torch.ones(1, 1, 2, 8)
-packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]), torch.zeros(1, 2))
+packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]))
 assert torch.equal(kernels.block_attention(x, x, x, packed, scale=1.0), x.transpose(1, 2))
 assert "lade.kernels.triton_attention" not in sys.modules
 """,

@@ -52,7 +52,7 @@ def test_plain_and_lookahead_print_the_same_text(plain, run):
 
 def test_the_timed_call_has_not_seen_its_prompt(run):
     """It takes as many steps as a call with a memory of its own, and not as few as one that follows another."""
-    out = run("--dtype", "float32", "--max_new_tokens", "64")
+    out = run("--dtype", "float32", "--max_new_tokens", "32")
     assert "each call begins with an empty memory" in out
     shown = [float(figure) for figure in re.findall(r"([\d.]+) tokens/step", out)]
     model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "stdlib-9m", dtype=torch.float32)
@@ -64,7 +64,7 @@ def test_the_timed_call_has_not_seen_its_prompt(run):
         with lade.Memory().active():
             for found in (first, second):
                 torch.manual_seed(0)
-                model.generate(**inputs, max_new_tokens=64, **choice)
+                model.generate(**inputs, max_new_tokens=32, **choice)
                 found.append(round(lade.last_stats().tokens_per_step, 2))
     assert shown == first
     assert all(later > found for later, found in zip(second, first, strict=True))

@@ -369,7 +369,8 @@ def test_a_failure_in_the_middle(kind, model, monkeypatch):
             assert_goes_on(model, inputs_of(kind), device_steps=8)
 
 
-@pytest.mark.parametrize("kind", ["one", "padded"])
+# The normal run compiles one row without draws: test_on_device_step.py.
+@pytest.mark.parametrize("kind", [pytest.param("one", marks=pytest.mark.long), "padded"])
 def test_compiled_once_for_each_set_of_parameters(kind, shallow, compiled, monkeypatch):
     """Not anew while the text grows, nor in the next call."""
     monkeypatch.setattr(fixed, "BACKEND", "aot_eager")

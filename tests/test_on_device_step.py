@@ -164,7 +164,11 @@ def test_wrong_steps_are_noticed(name, broken, model, monkeypatch):
     assert different
 
 
-@pytest.mark.parametrize(("inputs", "uses_kernel"), [(prompt, False), (padded_prompt, False), (padded_prompt, True)])
+# The normal run compiles padded rows by sdpa with draws, too: test_on_device_sampling.py.
+@pytest.mark.parametrize(
+    ("inputs", "uses_kernel"),
+    [(prompt, False), pytest.param(padded_prompt, False, marks=pytest.mark.long), (padded_prompt, True)],
+)
 def test_compiled_without_anything_anew(inputs, uses_kernel, shallow, compiled, monkeypatch):
     """While the text grows, and in the next call."""
     lade.config_lade(USE_FLASH=uses_kernel)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import beside, generate_plain, prompt, python, tiny_llama
+from support import beside, forked, generate_plain, prompt, tiny_llama
 from transformers import GenerationMixin
 
 import lade
@@ -302,11 +302,8 @@ def test_what_is_assumed_for_batches_and_devices():
 
 
 PROGRAM = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from support import prompt, tiny_llama
 import torch, lade
-os.environ["LADE_CACHE"] = sys.argv[2]
+from support import prompt, tiny_llama
 lade.augment_all()
 model = tiny_llama(torch.bfloat16)
 torch.manual_seed(0)
@@ -320,8 +317,7 @@ for seed in range(4):
 def outputs_of_processes():
     """What a program prints in three processes, one after the other, and the tables that they leave."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ("-c", PROGRAM, str(Path(__file__).parent), folder)
-        found = [python(*arguments, USE_LADE="1", OMP_NUM_THREADS="1") for _ in range(3)]
+        found = [forked(PROGRAM, USE_LADE="1", LADE_CACHE=folder) for _ in range(3)]
         return [(one.stdout, one.stderr) for one in found], len(list(Path(folder).glob("step-costs-*.json")))
 
 

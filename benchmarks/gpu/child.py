@@ -18,7 +18,7 @@ from gpu import stand_in
 from gpu.plan import STAGES
 from gpu.record import Record, Row, read_json
 from gpu.summary import REASONS
-from lade.support import TOO_SHORT
+from lade.eligibility import TOO_SHORT
 
 STEADY = {"SHARE": 0}  # no call learns from another
 

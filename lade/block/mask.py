@@ -174,7 +174,7 @@ def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERY
         places = block.starts() + block.offsets
         visible = visible & (places[:, None] >= first[:, :, None])
         first = first.clamp(min=0) if padding is None else torch.maximum(first, padding[:, None])
-    return pack_mask(visible, block.starts().squeeze(1), block.offsets, padding if first is None else first)
+    return pack_mask(visible, block.starts().squeeze(1), padding if first is None else first)
 
 
 def masks_by_layer(make: Callable[[Reach], Tensor], reaches: Reach | dict[str, Reach]) -> Tensor | dict[str, Tensor]:

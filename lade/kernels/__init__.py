@@ -67,7 +67,6 @@ def block_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    window: int | None = None,
 ) -> Tensor:
     """Attention of each block token over the prefix and the block tokens visible to it. Returns [B, q, H, D_v].
 
@@ -77,14 +76,13 @@ def block_attention(
     scale:   factor of the scores.
     softcap: scores become softcap * tanh(score / softcap).
     sinks:   [H], an additional score per head whose weight is dropped (attention sink).
-    window:  keys this many positions or more before a token are masked.
 
     The Triton kernel runs on CUDA if it supports the dtype and head size and passed its self-check (`kernel_problem`);
     otherwise plain torch. A token without visible keys gets zeros. Raises ValueError for shapes that do not fit.
     """
     _check(query, keys, values, packed, sinks)
     attend = _compiled_block_attention if torch.compiler.is_compiling() else _dispatch
-    return attend(query, keys, values, packed, scale, softcap, sinks, window)
+    return attend(query, keys, values, packed, scale, softcap, sinks)
 
 
 def _dispatch(
@@ -95,9 +93,8 @@ def _dispatch(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-    window: int | None,
 ) -> Tensor:
-    named: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "window": window}
+    named: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     kernel = _kernel_for(query, keys, values)
     if kernel is None:
         return reference_block_attention(query, keys, values, packed, **named)

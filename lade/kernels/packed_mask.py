@@ -1,15 +1,14 @@
 """The packed mask of a block: per query token one row of int32 with all that attention needs besides keys and values.
 
-packed: [B, 1, q, 3 + ceil(q / 32)] int32. The row of block token i is [length, first, offset, word 0, word 1, ...]:
+packed: [B, 1, q, 2 + ceil(q / 32)] int32. The row of block token i is [length, first, word 0, word 1, ...]:
 
 length  committed slots of the batch row (L); the block's keys are in slots L .. L + q - 1
-first   first visible slot of the prefix; slots before it are padding
-offset  position of the token relative to the root's, which is the position of slot L
+first   first slot of the prefix that the token sees; slots before it are padding or out of its layer's reach
 words   bit k % 32 of word k // 32: whether block token k is visible
 
-So slots first .. L - 1 are visible, and the block tokens whose bit is set. A sliding window of w then masks every key
-that is w or more positions before the token. As a 4-D tensor it passes through a model's forward unchanged, like an
-additive 4-D mask. All values are read from device memory, so one CUDA graph serves all lengths.
+So slots first .. L - 1 are visible, and the block tokens whose bit is set. As a 4-D tensor it passes through a model's
+forward unchanged, like an additive 4-D mask. All values are read from device memory, so one CUDA graph serves all
+lengths.
 """
 
 from __future__ import annotations
@@ -19,24 +18,23 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-LENGTH, FIRST, OFFSET, WORDS = 0, 1, 2, 3  # columns; words from WORDS on
+LENGTH, FIRST, WORDS = 0, 1, 2  # columns; words from WORDS on
 WORD_BITS = 32
 
 
 class BlockMask(NamedTuple):
-    """An unpacked mask. lengths: [B]; first_slots, offsets: [B, q], all int32; visible: [B, q, q] bool."""
+    """An unpacked mask. lengths: [B]; first_slots: [B, q], both int32; visible: [B, q, q] bool."""
 
     lengths: Tensor
     first_slots: Tensor
-    offsets: Tensor
     visible: Tensor
 
 
-def pack_mask(visible: Tensor, lengths: Tensor, offsets: Tensor, first_slots: Tensor | None = None) -> Tensor:
+def pack_mask(visible: Tensor, lengths: Tensor, first_slots: Tensor | None = None) -> Tensor:
     """Pack a mask, without a copy to the host. Once per step.
 
-    visible: [B, q, q] bool, query by key. lengths: [B] committed slots. offsets: [B, q] positions relative to the
-    root's. first_slots: [B], or [B, q] if tokens differ; None without padding. Returns the packed mask.
+    visible: [B, q, q] bool, query by key. lengths: [B] committed slots. first_slots: [B], or [B, q] if
+    tokens differ; None for 0. Returns the packed mask.
     """
     batch_size, num_queries, _ = visible.shape
     num_words = -(-num_queries // WORD_BITS)
@@ -47,7 +45,7 @@ def pack_mask(visible: Tensor, lengths: Tensor, offsets: Tensor, first_slots: Te
 
     first_slots = torch.zeros_like(lengths) if first_slots is None else first_slots
     first_slots = first_slots if first_slots.dim() == 2 else first_slots[:, None]
-    columns = [lengths[:, None].expand(-1, num_queries), first_slots.expand(-1, num_queries), offsets]
+    columns = [lengths[:, None].expand(-1, num_queries), first_slots.expand(-1, num_queries)]
     return torch.cat([torch.stack(columns, dim=-1).to(torch.int32), words], dim=-1)[:, None]
 
 
@@ -58,7 +56,7 @@ def unpack_mask(packed: Tensor) -> BlockMask:
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=packed.device)
     bits = (rows[:, :, WORDS:, None] >> shifts & 1).bool()  # [B, q, words, 32]
     visible = bits.flatten(2)[:, :, :num_queries]
-    return BlockMask(rows[:, 0, LENGTH], rows[:, :, FIRST], rows[:, :, OFFSET], visible)
+    return BlockMask(rows[:, 0, LENGTH], rows[:, :, FIRST], visible)
 
 
 def is_packed(mask: object) -> TypeGuard[Tensor]:

@@ -21,7 +21,6 @@ def reference_block_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    window: int | None = None,
 ) -> Tensor:
     """As `lade.kernels.block_attention`; computes in float64 for float64 inputs, else in float32.
 
@@ -31,14 +30,10 @@ def reference_block_attention(
     batch_size, num_heads, num_queries, _ = query.shape
     num_kv_heads, capacity = keys.shape[1:3]
     group = num_heads // num_kv_heads
-    lengths, first_slots, offsets, visible = unpack_mask(packed)
+    lengths, first_slots, visible = unpack_mask(packed)
 
-    starts = first_slots  # [B, q]
-    if window is not None:
-        starts = torch.maximum(starts, lengths[:, None] + offsets - window + 1)
-        visible = visible & (offsets[:, :, None] - offsets[:, None, :] < window)
     slots = torch.arange(capacity, dtype=torch.int32, device=query.device)
-    prefix_visible = (slots >= starts[:, :, None]) & (slots < lengths[:, None, None])  # [B, q, C]
+    prefix_visible = (slots >= first_slots[:, :, None]) & (slots < lengths[:, None, None])  # [B, q, C]
     block_slots = lengths[:, None] + torch.arange(num_queries, device=query.device)  # [B, q]
 
     rows = query.reshape(batch_size, num_kv_heads, group * num_queries, -1)

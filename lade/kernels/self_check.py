@@ -71,14 +71,13 @@ def variant_of(
     *,
     softcap: float | None,
     sinks: Tensor | None,
-    window: int | None,
     **_: Any,
 ) -> Hashable:
     """Everything by which Triton compiles another kernel, and the number of splits; the cache's capacity is no part of it."""
     group = query.shape[1] // keys.shape[1]
     rows = min(max(power_of_2(group * query.shape[2]), LEAST_ROWS), MOST_ROWS)
     sizes = (keys.shape[0] * keys.shape[1], keys.shape[3], values.shape[3])
-    return (group, rows, *sizes, softcap is None, sinks is None, window is None)
+    return (group, rows, *sizes, softcap is None, sinks is None)
 
 
 def power_of_2(number: int) -> int:

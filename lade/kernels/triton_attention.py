@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lade.kernels.packed_mask import FIRST, OFFSET, WORD_BITS, WORDS
+from lade.kernels.packed_mask import FIRST, WORD_BITS, WORDS
 
 LOG2_E = 1.4426950408889634
 # Globals that kernels can read.
-_FIRST, _OFFSET, _WORDS, _WORD_BITS, _LOG2_E = map(tl.constexpr, (FIRST, OFFSET, WORDS, WORD_BITS, LOG2_E))
+_FIRST, _WORDS, _WORD_BITS, _LOG2_E = map(tl.constexpr, (FIRST, WORDS, WORD_BITS, LOG2_E))
 
-NO_WINDOW = 2**31 - 1
 MAX_SPLITS, MIN_SPLIT_BLOCK = 64, 16
 WARPS_PER_SM = 8  # limit of the split kernel's registers and shared memory
 MERGE_TILE = 8192  # values per program of the merge: 64 registers in each of 128 threads
@@ -83,7 +82,7 @@ def _attend(
 
 
 # No specialisation on values that change between steps, which would trigger recompilation.
-@triton.jit(do_not_specialize=["packed_stride_b", "packed_stride_q", "num_queries", "num_splits", "window"])
+@triton.jit(do_not_specialize=["packed_stride_b", "packed_stride_q", "num_queries", "num_splits"])
 def split_kernel(
     query,
     keys,
@@ -105,7 +104,6 @@ def split_kernel(
     num_queries,
     num_kv_heads,
     num_splits,
-    window,
     inner_scale,
     outer_scale,
     GROUP: tl.constexpr,
@@ -135,12 +133,10 @@ def split_kernel(
     packed += batch * packed_stride_b
     packed_row = packed + token * packed_stride_q
     length = tl.load(packed)
-    first = tl.load(packed_row + _FIRST, mask=is_row, other=0)
-    offset = tl.load(packed_row + _OFFSET, mask=is_row, other=0)
-    start = tl.maximum(first, length + offset - window + 1)  # [M] first slot of the prefix that each row sees
+    first = tl.load(packed_row + _FIRST, mask=is_row, other=0)  # [M] first slot of the prefix that each row sees
 
     # The prefix's tiles, from the first visible slot on, then the block's, divided evenly among the splits.
-    first_slot = tl.min(tl.where(is_row, tl.minimum(start, length), length), axis=0)
+    first_slot = tl.min(tl.where(is_row, tl.minimum(first, length), length), axis=0)
     prefix_tiles = tl.cdiv(length - first_slot, BLOCK_N)
     num_tiles = prefix_tiles + tl.cdiv(num_queries, BLOCK_N)
     share = tl.cdiv(num_tiles, num_splits)
@@ -165,7 +161,7 @@ def split_kernel(
     for index in range(begin, tl.minimum(end, prefix_tiles)):
         slot = first_slot + index * BLOCK_N + tl.arange(0, BLOCK_N)
         is_key = slot < length
-        visible = is_key[None, :] & (slot[None, :] >= start[:, None])
+        visible = is_key[None, :] & (slot[None, :] >= first[:, None])
         key_pointers = keys + slot[:, None] * key_stride_c + key_dim[None, :]
         value_pointers = values + slot[:, None] * value_stride_c + value_dim[None, :]
         best, total, output = _attend(
@@ -181,9 +177,7 @@ def split_kernel(
         for i in tl.static_range((BLOCK_N + _WORD_BITS - 1) // _WORD_BITS):
             column = tl.load(packed_row + _WORDS + tl.minimum(first_word + i, last_word), mask=is_row, other=0)
             word = tl.where((other // _WORD_BITS == first_word + i)[None, :], column[:, None], word)
-        other_offset = tl.load(packed + other * packed_stride_q + _OFFSET, mask=is_key, other=0)
-        is_near = offset[:, None] - other_offset[None, :] < window
-        visible = ((word >> (other % _WORD_BITS)[None, :]) & 1 == 1) & is_near & is_key[None, :]
+        visible = ((word >> (other % _WORD_BITS)[None, :]) & 1 == 1) & is_key[None, :]
         slot = length + other
         key_pointers = keys + slot[:, None] * key_stride_c + key_dim[None, :]
         value_pointers = values + slot[:, None] * value_stride_c + value_dim[None, :]
@@ -301,7 +295,6 @@ def triton_block_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    window: int | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
     """As `lade.kernels.block_attention`, without float64. num_splits: None for `choose_splits`."""
@@ -338,7 +331,6 @@ def triton_block_attention(
             num_queries,
             num_kv_heads,
             num_splits,
-            NO_WINDOW if window is None else window,
             *kernel_scales(scale, softcap),
             GROUP=group,
             KEY_DIM=key_dim,

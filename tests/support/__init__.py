@@ -17,7 +17,7 @@ from support.models import (
     tiny,
     tiny_llama,
 )
-from support.processes import ENVIRONMENT, ROOT, beside, python
+from support.processes import ENVIRONMENT, ROOT, beside, forked, python
 
 __all__ = [
     "ENVIRONMENT",
@@ -26,6 +26,7 @@ __all__ = [
     "VOCAB",
     "Recorder",
     "beside",
+    "forked",
     "generate_plain",
     "inference_tensors",
     "is_patched",

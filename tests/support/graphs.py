@@ -1,14 +1,14 @@
 """Stand-ins for CUDA graphs and for what compiles: fixtures, which tests/conftest.py makes known to all tests.
 
-A CUDA graph remembers tensors and no Python. So does a trace by make_fx: a replay that reads a tensor made after the capture, or
-that depends on what Python does in a step, gives a wrong result here as it would there. What only a device can show is in tests
-marked `gpu`.
+A CUDA graph remembers operations and addresses, and no Python. So does a `Tape`: a replay that should read a tensor made after the
+capture, or that depends on what Python does in a step, gives a wrong result here as it would there. What only a device can show is
+in tests marked `gpu`.
 """
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lade
 from lade.forward import buffer_pool
@@ -23,6 +23,41 @@ is_wanted = device_loop.is_wanted
 def kept_buffers(model):
     """What waits for another call of the model, the oldest first: the list itself."""
     return buffer_pool._pool.of(model)
+
+
+class Tape(TorchDispatchMode):
+    """Records the operations of a forward, with the tensors that they read and write; a call runs them again."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.operations = []
+        with self:
+            self.output = forward()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
+        known = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        new = [tensor for tensor in tensors_in(result) if tensor.untyped_storage().data_ptr() not in known]
+        if new or operation._schema.is_mutable:  # a view stays one of the same memory
+            # What it reads later lies where it lay, also where a weight's `.data` is another one by then.
+            read = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+            self.operations.append((operation, *read, tensors_in(result) if new else []))
+        return result
+
+    def __call__(self):
+        """Every result is written where it was at the capture. Returns the output."""
+        for operation, args, kwargs, results in self.operations:
+            found = operation(*args, **kwargs)
+            for old, new in zip(results, tensors_in(found), strict=False):
+                old.copy_(new)
+        return self.output
+
+
+def tensors_in(values):
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.fixture
@@ -53,13 +88,8 @@ def graphs(monkeypatch):
     captured = []
 
     def trace(forward):
-        captured.append(make_fx(forward)())
-        graph, output = captured[-1], captured[-1]()
-
-        def replay():
-            return tree_map(torch.Tensor.copy_, output, graph())
-
-        return replay
+        captured.append(Tape(forward))
+        return captured[-1]
 
     monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
     monkeypatch.setattr(fixed, "capture", trace)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,11 @@ ENVIRONMENT = {
 }
 ENVIRONMENT["LADE_CACHE"] = "0"
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+# Children are forked from a process that has imported these once and does nothing else.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torch.distributed.run", "transformers.models.llama.modeling_llama", "lade.augment", "support"]
+)
 programs, results = {}, {}  # by name; tests/conftest.py starts those that the chosen tests need
 
 
@@ -42,3 +49,21 @@ def python(*arguments: str, folder: str | Path = "/", **environment: str) -> sub
     return subprocess.run(
         command, input="typed", capture_output=True, text=True, check=False, env=environment, cwd=folder
     )
+
+
+def forked(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As `python("-c", program)`, in a process that finds torch, transformers, lade and `support` imported, but not used."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, name) for name in ("out", "err")]
+        process = SERVER.Process(target=_run, args=(program, ENVIRONMENT | environment, *map(str, paths)))
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(program, process.exitcode, *(path.read_text() for path in paths))
+
+
+def _run(program: str, environment: dict[str, str], *outputs: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    exec(compile(program, "<forked>", "exec"), {"__name__": "__main__"})

@@ -6,7 +6,6 @@ import atexit
 import datetime
 import hashlib
 import itertools
-import multiprocessing
 import os
 import random
 import socket
@@ -27,12 +26,8 @@ from lade.parallel import communicator as link
 from lade.parallel import partition as shares
 from lade.parallel.group import ProcessGroup
 from support.models import Recorder, generate_plain, prompt, tiny_llama
+from support.processes import SERVER
 
-# Children are forked from a process that has imported these once and does nothing else.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["torch.distributed.run", "transformers.models.llama.modeling_llama", "lade.augment", "support"]
-)
 PATIENCE = 300  # seconds that nothing takes unless it hangs, however busy the machine is
 
 
