@@ -307,10 +307,8 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
 
     def kinds(before, token, chance):
         grower = Grower(memory, Acceptance(False), vocabulary, 1.0, [7, before], lambda depth: None, (), ())
-        grower._add(token, -1, PAIR, 1, chance)
-        owners, firsts, found = grower._rows([0])
-        assert len(owners) == len(firsts) == sum(map(len, found))
-        return firsts
+        grower._add(token, -1, 1, chance, PAIR, iter(()))
+        return [first for _, first in grower._rows(0)]
 
     assert kinds(9, 10, BOTH_ROWS) == [PAIR, SINGLE]
     assert kinds(9, 10, 0.9 * BOTH_ROWS) == [PAIR]

@@ -16,7 +16,7 @@ from lade.drafting import Outcome, TreeDrafter
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.verification import draws as noise_module
-from lade.verification.draws import ExponentialDraws, win_chances
+from lade.verification.draws import ExponentialDraws, races
 from lade.verification.selection import PerRowSelection
 from lade.verification.sequences import TokenSequences
 
@@ -222,9 +222,15 @@ def test_a_call_in_another_thread(lade_on, waits, streams, monkeypatch):
     assert torch.equal(after_call, torch.get_rng_state() if waits else after_one)
 
 
+def win_chances(ids, chances, draws):
+    """As a row's guesses are judged."""
+    times, total, known = races(np.asarray(chances), draws.take(ids))
+    return times**-noise_module.SHARPNESS / total * np.exp(-times * (1 - known))
+
+
 def test_chances_add_up_to_what_happens(monkeypatch):
     """Over many races: what a token is given beforehand is how often it wins, where probabilities are exact."""
-    monkeypatch.setattr(noise_module, "SHARPNESS", 100.0)
+    monkeypatch.setattr(noise_module, "SHARPNESS", 40.0)
     ids, rng = [3, 5, 8], np.random.default_rng(0)
     chances = [0.5, 0.2, 0.1]
     given, won = np.zeros(3), np.zeros(3)

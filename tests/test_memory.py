@@ -420,6 +420,31 @@ def test_most_likely(vocab_size, max_sorted, monkeypatch):
     assert ids.max() <= 2
 
 
+def test_most_likely_where_many_are_equal_or_not_a_number(monkeypatch):
+    monkeypatch.setattr(likeliest_module, "MAX_SORTED", 0)
+    logits = torch.randn(5, 4096, generator=torch.Generator().manual_seed(0)) * 3
+    logits[1] = logits[1].round()
+    logits[2] = 0.0
+    logits[3, 7] = torch.nan
+    chances, ids = likeliest_module.likeliest(logits, 0.5)
+    expected = (logits / 0.5).softmax(-1)
+    torch.testing.assert_close(chances, expected.topk(ROW_LENGTH).values, equal_nan=True)
+    torch.testing.assert_close(chances, expected.gather(1, ids), equal_nan=True)
+    assert all(len(set(row)) == ROW_LENGTH for row in ids[[0, 1, 2, 4]].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_most_likely_again_changes_nothing_that_was_found(dtype):
+    """Probabilities are computed in memory that is used again; in inference mode and outside, in any order."""
+    logits = (torch.randn(2, 5, 4096, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    with torch.inference_mode():
+        first, ids = likeliest_module.likeliest(logits[0], 0.7)
+    before = first.clone()
+    likeliest_module.likeliest(logits[1], 0.7)
+    assert torch.equal(first, before)
+    torch.testing.assert_close(first, (logits[0].float() / 0.7).softmax(-1).gather(1, ids))
+
+
 def test_suffix_matches():
     index = SuffixIndex()
     index.extend([1, 2, 3, 4, 9, 2, 3, 4, 5, 9, 9, 1, 2, 3, 4])

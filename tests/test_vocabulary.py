@@ -11,10 +11,10 @@ import lade
 from lade.drafting import growth as growth_module
 from lade.drafting import vocabulary as vocabulary_module
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, PAIR, VOCABULARY, Acceptance
-from lade.drafting.growth import Grower
+from lade.drafting.growth import GREEDY_LENGTH, Grower
 from lade.drafting.likeliest import likeliest, most_likely
 from lade.drafting.memory import KEY_SHIFT, Memory
-from lade.drafting.top_k_table import BIN_EDGES, NUM_BINS, ROW_LENGTH, unpacked
+from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, NUM_BINS, ROW_LENGTH, unpacked
 from lade.drafting.vocabulary import (
     MAX_BYTES,
     Vocabulary,
@@ -23,6 +23,7 @@ from lade.drafting.vocabulary import (
     size_of_rows,
     vocabulary_of,
 )
+from lade.verification.draws import SHARPNESS, races
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_rows_are_the_models(temperature):
     found = make_vocabulary(model)
     assert len(found) == VOCAB
     assert found.ids.shape[1] == ROW_LENGTH
-    ids, bins = unpacked(found.rows([3, 40], temperature))
+    ids, bins = unpacked(found.at(temperature)[[3, 40]])
     logits = torch.stack([model(torch.tensor([[token]])).logits[0, -1] for token in (3, 40)])
     chances, expected = likeliest(logits, temperature)
     assert ids.tolist() == expected.tolist()
@@ -71,12 +72,14 @@ def test_memory_is_bounded(num_tokens):
     assert num_rows == num_tokens or num_tokens > 150_000
 
 
-def test_short_rows_are_filled_up():
-    found = Vocabulary(np.arange(24, dtype=np.int32).reshape(3, 8), np.full((3, 8), -3, dtype=np.float16))
-    ids, bins = unpacked(found.rows([1], 1.0))
-    assert ids.shape == bins.shape == (1, ROW_LENGTH)
-    assert ids[0].tolist() == [*range(8, 16), *[15] * (ROW_LENGTH - 8)]
-    assert not bins[0, 8:].any()
+def test_short_rows_hold_each_guess_once():
+    """With draws, rows are filled up to one length: with what can be no second guess of a token."""
+    vocabulary = Vocabulary(np.arange(24, dtype=np.int32).reshape(3, 8), np.full((3, 8), -3, dtype=np.float16))
+    draws = np.random.default_rng(0).exponential(size=24).astype(np.float32)
+    for known in (draws, None):
+        grower = Grower(Memory(), Acceptance(True), vocabulary, 1.0, [1], lambda depth, known=known: known, (), ())
+        grown, _ = grower.grow(1, ROW_LENGTH, 0.0, None)
+        assert sorted(grown.tokens) == list(range(8, 16))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "temperature": 0.6, "top_k": 7, "top_p": 0.8}])
@@ -212,24 +215,34 @@ def test_a_file_of_the_last_format_loads(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 7, 40])
 @pytest.mark.parametrize("max_depth", [2, 32])
-def test_trees_are_the_likeliest_of_their_size(size, max_depth, monkeypatch):
-    """As a heap finds them, one node after the other."""
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkeypatch):
+    """As a heap of all guesses finds them, each row looked at by itself."""
     numbers = np.random.default_rng(size)
     memory, acceptance = Memory(), Acceptance(False)
-    acceptance.chances = numbers.uniform(0, 1, NUM_KINDS).tolist()
+    acceptance.chances = np.sort(numbers.uniform(0, 1, NUM_KINDS)).tolist()  # the likelier, the surer
     rows = np.stack([numbers.permutation(VOCAB)[:ROW_LENGTH] for _ in range(VOCAB * VOCAB)])
-    bins = numbers.integers(0, NUM_BINS, rows.shape)
+    bins = -np.sort(-numbers.integers(0, NUM_BINS, rows.shape))  # the likeliest first
     memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], rows, bins)
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
-    grower = Grower(memory, acceptance, None, 1.0, [5, 6], lambda depth: None, (), ())
-    grown = grower.grow(max_depth, size, 0.0, lambda chances: size)
+    draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
+    grower = Grower(memory, acceptance, None, 1.0, [5, 6], lambda depth: draws[depth] if is_drawn else None, (), ())
+
+    def guesses(before, token, depth):
+        ids, bins = memory.pairs.get(before << KEY_SHIFT | token)
+        if not is_drawn:
+            return list(zip(ids, bins, strict=True))[:GREEDY_LENGTH]
+        times, total, known = races(np.array(BIN_MIDDLES)[bins], draws[depth].take(ids))
+        chances = times**-SHARPNESS / total * np.exp(-times * max(0, 1 - known))
+        return list(zip(ids, np.searchsorted(BIN_EDGES, chances), strict=True))
+
+    grown, _ = grower.grow(max_depth, size, 0.0, None)
     frontier, expected = [(-1.0, 5, 6, 0)], []
     while len(expected) <= size:
         negative, before, token, depth = heapq.heappop(frontier)
         expected.append(-negative)
         if depth < max_depth:
-            ids, bin_indices = memory.pairs.get(before << KEY_SHIFT | token)
-            for guess, index in list(zip(ids, bin_indices, strict=True))[:8]:
+            for guess, index in guesses(before, token, depth + 1):
                 heapq.heappush(frontier, (negative * acceptance.chances[PAIR + index], token, guess, depth + 1))
     assert grown.chances == pytest.approx(expected[1:], rel=1e-12)
     assert all(parent < node for node, parent in enumerate(grown.parents))

@@ -1,35 +1,40 @@
-"""Growing a token tree best guess first, with array operations over all nodes of a round.
+"""Growing a token tree best guess first.
 
 A node's chance is its own times its parent's, so no child is likelier than its parent, and the best tree of n nodes are the n
-likeliest nodes that there are. A round looks up what may follow those of the n likeliest nodes found so far that were not looked
-behind yet; when there are none, these n are the tree. What a heap finds one node at a time takes as many rounds as the tree is deep.
+likeliest nodes that there are. A heap gives them one by one. Two things keep it small: of each row only the next guess is in the heap,
+and a node is looked behind when LIKELY_CHILD of its chance is the largest number there. What the draws make of rows is computed
+with array operations, for all nodes at once that wait to be looked behind.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import exp
 
 import numpy as np
 
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
 from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH
-from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, Packed, unpacked
+from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, PackedRow
 from lade.drafting.vocabulary import Vocabulary
-from lade.verification.draws import Draws, win_chances
+from lade.verification.draws import SHARPNESS, Draws, races
 
 FOREIGN = -1  # in place of an id that no embedding exists for
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
-LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, could enter the tree
+LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
-Node = tuple[int, int, int, int]  # token, parent, kind, depth
-Source = tuple[Packed, int]  # rows and the kind of their rarest guess
+Node = tuple[int, int, int]  # token, parent, depth
+Source = tuple[PackedRow, int]  # a row and the kind of its rarest guess
+Guess = tuple[float, int, int]  # chance, token, kind
 
-_EDGES = np.array(BIN_EDGES, dtype=np.float32)
 _MIDDLES = np.array(BIN_MIDDLES, dtype=np.float32)
+_BIN = (1 << BIN_BITS) - 1
 
 
 @dataclass(slots=True)
@@ -89,150 +94,211 @@ class Grower:
         distance from the root will be drawn with; None for greedy, or where that is not known. sources: more rows behind the root.
         pointers: where the text's end has occurred before.
         """
-        self._memory, self._vocabulary, self._temperature, self._text = memory, vocabulary, temperature, text
-        self._num_alone = 0 if vocabulary is None else len(vocabulary)  # tokens with such a row
-        self._draws_at, self._sources, self._pointers = draws_at, sources, pointers
-        self._chances = np.array(acceptance.chances)
-        self._pool: list[Node] = []  # all that may belong to the tree, in the order in which they were found
-        self._odds: list[float] = []  # of each, its chance
+        self._pairs, self._singles = memory.pairs.row, memory.singles.row
+        self._rows_alone = () if vocabulary is None else vocabulary.at(temperature)
+        self._text, self._draws_at, self._sources = text, draws_at, sources
+        self._chances = acceptance.chances
+        self._nodes: list[Node] = []  # all that may belong to the tree, in the order in which they were found
+        self._odds: list[float] = []  # of each its chance,
+        self._kinds: list[int] = []  # its kind,
+        self._siblings: list[Iterator[Guess]] = []  # and what else its row holds
+        self._known: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         self._behind: dict[int, tuple[Pointer, ...]] = {-1: pointers} if pointers else {}  # node -> pointers behind it
+        self._drawn: dict[int, Draws | None] = {}  # by distance from the root
+        self._waiting: list[int] = []  # nodes of the tree whose rows were not looked up yet
+        self._ready: dict[int, list[Iterator[Guess]]] = {}  # node -> what its rows say
+        self._heap: list[
+            tuple[float, int]
+        ] = []  # -chance and node, or -LIKELY_CHILD * chance and ~node to look behind it
 
-    def grow(self, max_depth: int, size: int, least: float, enough: Callable[[list[float]], int]) -> Growth:
+    def grow(
+        self, max_depth: int, size: int, least: float, stop: Callable[[int, float, float], bool] | None
+    ) -> tuple[Growth, bool]:
         """The likeliest tree of at most `size` nodes, none of whose chance is below `least`.
 
-        enough: how many of some nodes are worth having, by their chances, the likeliest first.
+        stop: as `EarlyStop.is_enough`, asked for each size. Returns also whether it ended the growth.
         """
-        pool, odds, seen = self._pool, self._odds, {-1}
-        order: list[int] = []
-        limit, batch = size, [-1] if size > 0 else []
-        floor, depth = least, 0  # no rarer node can belong to the tree
-        while batch:
-            for depth in sorted({self._depth(node) for node in batch}):
-                self._look_behind([node for node in batch if self._depth(node) == depth], depth + 1, floor, size)
-            seen.update(batch)
-            order = sorted(range(len(odds)), key=odds.__getitem__, reverse=True)[:size]  # stable: parents stay in front
-            limit = min(size, enough([odds[node] for node in order]))
-            floor = max(least, odds[order[limit - 1]]) if len(order) >= limit > 0 else least
-            worth = floor / LIKELY_CHILD
-            batch = [n for n in order[:limit] if odds[n] >= worth and n not in seen and pool[n][3] < max_depth]
-        kept = order[:limit]
-        place = {node: index for index, node in enumerate(kept)} | {-1: -1}
-        tokens, parents, kinds, depths = zip(*(pool[node] for node in kept), strict=True) if kept else ((), (), (), ())
-        return Growth(
-            list(tokens),
-            [place[parent] for parent in parents],
-            list(kinds),
-            [odds[node] for node in kept],
-            list(depths),
-        )
-
-    def _depth(self, node: int) -> int:
-        return 0 if node < 0 else self._pool[node][3]
-
-    def _add(self, token: int, parent: int, kind: int, depth: int, chance: float) -> int:
-        self._pool.append((token, parent, kind, depth))
-        self._odds.append(chance)
-        return len(self._odds) - 1
-
-    def _look_behind(self, nodes: list[int], depth: int, floor: float, most: int) -> None:
-        """Put what may follow some nodes into the pool, about the `most` likeliest of what is above `floor`. depth: of what follows."""
-        owners, firsts, rows = self._rows(nodes)
-        known: dict[tuple[int, int], int] = {}  # (node, token) -> its place in the pool, where sources may agree
-        has_pointers = not self._behind.keys().isdisjoint(nodes)
-        is_simple = len(owners) == len(set(owners)) and not has_pointers
-        if owners:
-            for parent, token, kind, chance in self._likely(owners, firsts, rows, depth, floor, most):
-                if is_simple:
-                    self._add(token, parent, kind, depth, chance)
-                    continue
-                place = known.get((parent, token))
-                if place is None:
-                    known[parent, token] = self._add(token, parent, kind, depth, chance)
-                elif self._odds[place] < chance:  # each token by the source that is surest of it
-                    self._pool[place], self._odds[place] = (token, parent, kind, depth), chance
-        if has_pointers:
-            for node in nodes:
-                for pointer in self._behind.get(node, ()):
-                    self._follow(pointer, node, depth, floor, known)
-
-    def _likely(
-        self, owners: list[int], firsts: list[int], rows: list[Packed], depth: int, floor: float, most: int
-    ) -> Iterator[tuple[int, int, int, float]]:
-        """What rows say: parent, token, kind and chance."""
-        ids, bins = unpacked(rows[0] if len(rows) == 1 else np.concatenate(rows))
-        draws = self._draws_at(depth)
-        if draws is None:
-            ids, bins = ids[:, :GREEDY_LENGTH], bins[:, :GREEDY_LENGTH]
-        else:
-            bins = _EDGES.searchsorted(win_chances(ids, _MIDDLES.take(bins), draws)).astype(np.int32)
-        kinds = bins + np.array(firsts)[:, None]
-        chances = self._chances.take(kinds)
-        chances *= np.array([1.0 if node < 0 else self._odds[node] for node in owners])[:, None]
-        flat, width = chances.ravel(), ids.shape[1]
-        places = (flat >= floor).nonzero()[0]
-        spare = most + 8  # the same token may come from two sources
-        if len(places) > spare:
-            places = (flat >= np.partition(flat, flat.size - spare)[flat.size - spare]).nonzero()[0]
-        parents = [owners[place // width] for place in places.tolist()]
-        return zip(
-            parents, ids.ravel()[places].tolist(), kinds.ravel()[places].tolist(), flat[places].tolist(), strict=True
-        )
-
-    def _rows(self, nodes: list[int]) -> tuple[list[int], list[int], list[Packed]]:
-        """The rows behind some nodes: whose each one is, the kind of its rarest guess, and the rows."""
-        pool, text, memory = self._pool, self._text, self._memory
-        pairs, singles = memory.pairs.slots, memory.singles.slots
-        found: dict[int, tuple[list[int], list[int]]] = {PAIR: ([], []), SINGLE: ([], []), VOCABULARY: ([], [])}
-        for node in nodes:
+        heap, nodes, odds = self._heap, self._nodes, self._odds
+        order: dict[int, float] = {}
+        expected, is_stopped = 0.0, False
+        if size > 0 and max_depth > 0:
+            self._waiting.append(-1)
+            self._look_behind(-1, 1, least)
+            is_stopped = stop is not None and stop(0, 0.0, -heap[0][0] if heap else 0.0)
+        while heap and len(order) < size and not is_stopped:
+            negative, node = heappop(heap)
             if node < 0:
-                before, token, chance = text[-2] if len(text) > 1 else -1, text[-1], 1.0
-            else:
-                token, parent, _, _ = pool[node]
-                before, chance = text[-1] if parent < 0 else pool[parent][0], self._odds[node]
-            pair = pairs.get(before << KEY_SHIFT | token)
-            if pair is not None:
-                found[PAIR][0].append(node)
-                found[PAIR][1].append(pair)
-                if chance < BOTH_ROWS:
-                    continue
-            single = singles.get(token)
-            if single is not None:
-                found[SINGLE][0].append(node)
-                found[SINGLE][1].append(single)
-            elif pair is None and 0 <= token < self._num_alone:
-                found[VOCABULARY][0].append(node)
-                found[VOCABULARY][1].append(token)
-        owners: list[int] = []
-        firsts: list[int] = []
-        rows: list[Packed] = []
-        for first, (those, slots) in found.items():
-            if those:
-                owners += those
-                firsts += [first] * len(those)
-                if first == VOCABULARY and self._vocabulary is not None:
-                    rows.append(self._vocabulary.rows(slots, self._temperature))
-                else:
-                    rows.append((memory.pairs if first == PAIR else memory.singles).rows(slots))
-        if nodes[0] < 0:
-            for source, first in self._sources:
-                owners.append(-1)
-                firsts.append(first)
-                rows.append(source)
-        return owners, firsts, rows
+                self._look_behind(~node, nodes[~node][2] + 1, least)
+                continue
+            if node in order:  # a surer source has said the same
+                continue
+            order[node] = -negative
+            expected -= negative
+            is_stopped = stop is not None and stop(len(order), expected, -negative)
+            _, parent, depth = nodes[node]
+            self._push_next(self._siblings[node], parent, depth, least)
+            if depth < max_depth and -negative * LIKELY_CHILD >= least:
+                self._waiting.append(node)
+                heappush(heap, (negative * LIKELY_CHILD, ~node))
+        kept = sorted(order)
+        kept.sort(key=odds.__getitem__, reverse=True)  # stable: parents stay in front
+        place = {node: index for index, node in enumerate(kept)}
+        place[-1] = -1
+        growth = Growth(
+            [nodes[node][0] for node in kept],
+            [place[nodes[node][1]] for node in kept],
+            [self._kinds[node] for node in kept],
+            [odds[node] for node in kept],
+            [nodes[node][2] for node in kept],
+        )
+        return growth, is_stopped
 
-    def _follow(self, pointer: Pointer, node: int, depth: int, floor: float, known: dict[tuple[int, int], int]) -> None:
-        """Put what followed an earlier occurrence into the pool. known: (node, token) -> place, of what is there."""
+    def _look_behind(self, node: int, depth: int, least: float) -> None:
+        """Put what may follow a node into the heap: of each of its sources the surest guess. depth: of what follows."""
+        if node not in self._ready:
+            self._prepare()
+        for pointer in self._behind.get(node, ()):
+            self._follow(pointer, node, depth, least)
+        for guesses in self._ready[node]:
+            self._push_next(guesses, node, depth, least)
+
+    def _push_next(self, guesses: Iterator[Guess], parent: int, depth: int, least: float) -> None:
+        """Put the next guess of a row into the heap."""
+        for chance, token, kind in guesses:
+            if chance < least:
+                return
+            found = self._known.get((parent, token))
+            if found is None:
+                self._add(token, parent, depth, chance, kind, guesses)
+                return
+            if self._odds[found] < chance:  # each token by the source that is surest of it
+                self._odds[found], self._kinds[found] = chance, kind
+                heappush(self._heap, (-chance, found))
+
+    def _add(self, token: int, parent: int, depth: int, chance: float, kind: int, guesses: Iterator[Guess]) -> int:
+        node = len(self._nodes)
+        self._nodes.append((token, parent, depth))
+        self._odds.append(chance)
+        self._kinds.append(kind)
+        self._siblings.append(guesses)
+        self._known[parent, token] = node
+        heappush(self._heap, (-chance, node))
+        return node
+
+    def _prepare(self) -> None:
+        """Look up the rows behind the nodes that wait for it."""
+        rows: list[tuple[list[Iterator[Guess]], float, int, PackedRow]] = []
+        draws: list[Draws] = []
+        is_race = True
+        for node in self._waiting:
+            guesses = self._ready[node] = []
+            found = self._rows(node)
+            if found:
+                chance, depth = (1.0, 1) if node < 0 else (self._odds[node], self._nodes[node][2] + 1)
+                rows += [(guesses, chance, first, row) for row, first in found]
+                if depth not in self._drawn:
+                    self._drawn[depth] = self._draws_at(depth)
+                numbers = self._drawn[depth]
+                if numbers is None:
+                    is_race = False
+                else:
+                    draws += [numbers] * len(found)
+        self._waiting.clear()
+        if rows and is_race:
+            self._race(rows, draws)
+        else:
+            for guesses, chance, first, row in rows:
+                guesses.append(self._likeliest(chance, first, row[:GREEDY_LENGTH].tolist()))
+
+    def _likeliest(self, chance: float, first: int, row: list[int]) -> Iterator[Guess]:
+        """A row's guesses in its own order, made when asked for."""
+        chances = self._chances
+        for both in row:
+            kind = first + (both & _BIN)
+            yield chance * chances[kind], both >> BIN_BITS, kind
+
+    def _race(
+        self, rows: Sequence[tuple[list[Iterator[Guess]], float, int, PackedRow]], draws: Sequence[Draws]
+    ) -> None:
+        """Order the guesses of some rows by what they will be drawn with."""
+        packed = np.empty((len(rows), ROW_LENGTH), dtype=np.int32)
+        for i, (_, _, _, row) in enumerate(rows):
+            if len(row) < ROW_LENGTH:  # short rows repeat their last id, in the rarest bin
+                packed[i] = row[-1] & ~_BIN
+                packed[i, : len(row)] = row
+            else:
+                packed[i] = row
+        chances = _MIDDLES.take(packed & _BIN)
+        packed >>= BIN_BITS
+        drawn = np.empty(packed.shape, dtype=np.float32)
+        for i, numbers in enumerate(draws):
+            numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first
+        times, totals, sums = races(chances, drawn)
+        columns = zip(
+            rows,
+            packed.tolist(),
+            times.tolist(),
+            times.argsort(axis=1).tolist(),
+            totals.tolist(),
+            sums.tolist(),
+            strict=True,
+        )
+        for (guesses, chance, first, _), tokens, when, order, total, known in columns:
+            guesses.append(self._winners(chance, first, tokens, when, order, 1.0 / total, min(0.0, known - 1.0)))
+
+    def _winners(
+        self,
+        chance: float,
+        first: int,
+        tokens: list[int],
+        times: list[float],
+        order: list[int],
+        scale: float,
+        rest: float,
+    ) -> Iterator[Guess]:
+        """A row's guesses, the first to arrive first, made when asked for. scale, rest: as `races` says."""
+        chances = self._chances
+        for place in order:
+            time = times[place]
+            kind = first + bisect_left(BIN_EDGES, time**-SHARPNESS * scale * exp(rest * time))
+            yield chance * chances[kind], tokens[place], kind
+
+    def _rows(self, node: int) -> Sequence[Source]:
+        """The rows behind a node, each with the kind of its rarest guess."""
+        text = self._text
+        if node < 0:
+            before, token, chance = text[-2] if len(text) > 1 else -1, text[-1], 1.0
+        else:
+            token, parent, _ = self._nodes[node]
+            before, chance = text[-1] if parent < 0 else self._nodes[parent][0], self._odds[node]
+        found: list[Source] = []
+        pair = self._pairs(before << KEY_SHIFT | token)
+        if pair is not None:
+            found.append((pair, PAIR))
+        if pair is None or chance >= BOTH_ROWS:
+            single = self._singles(token)
+            if single is not None:
+                found.append((single, SINGLE))
+            elif pair is None and 0 <= token < len(self._rows_alone):
+                found.append((self._rows_alone[token], VOCABULARY))
+        if node < 0:
+            found += self._sources
+        return found
+
+    def _follow(self, pointer: Pointer, node: int, depth: int, least: float) -> None:
+        """Put what followed an earlier occurrence into the heap."""
         (place, length, first, start), text = pointer, self._text
         guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
-        chance = (1.0 if node < 0 else self._odds[node]) * float(self._chances[kind])
+        chance = (1.0 if node < 0 else self._odds[node]) * self._chances[kind]
         if guess == FOREIGN:
             return
-        found = known.get((node, guess))
+        found = self._known.get((node, guess))
         if found is None:
-            if chance < floor:
+            if chance < least:
                 return
-            found = known[node, guess] = self._add(guess, node, kind, depth, chance)
+            found = self._add(guess, node, depth, chance, kind, iter(()))
         elif self._odds[found] <= chance:
-            self._pool[found], self._odds[found] = (guess, node, kind, depth), chance
+            self._odds[found], self._kinds[found] = chance, kind
+            heappush(self._heap, (-chance, found))
         # At the text's end it goes on as if it were repeating itself.
         self._behind[found] = ((place + 1 if place + 1 < len(text) else start, length + 1, first, start),)

@@ -19,7 +19,7 @@ from lade.block_size import SavedCosts, saved_costs
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
 from lade.drafting.likeliest import Rows, most_likely
 from lade.drafting.memory_file import read_arrays, write_arrays
-from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, TopKTable
+from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, TopKTable, packed
 from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of
 from lade.state import PerModel
@@ -142,14 +142,17 @@ class Memory:
         knowing more about.
         """
         ids, bins = rows
-        self.pairs.put([before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)], ids, bins)
-        self.singles.put(tokens, ids, bins)
-        unseen = self.unseen
+        both = packed(ids, bins)
+        self.pairs.put_packed(
+            [before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)], both
+        )
+        self.singles.put_packed(tokens, both)
+        unseen, seen = self.unseen, self.singles.slots
         for token in tokens:
             unseen.pop(token, None)
         for row in ids[len(ids) - num_likely :, :MAX_LIKELY].tolist():
             for token in reversed(row):
-                if token not in self.singles:
+                if token not in seen:
                     unseen.pop(token, None)
                     unseen[token] = None
         for token in list(unseen)[:-MAX_UNSEEN] if len(unseen) > MAX_UNSEEN else ():

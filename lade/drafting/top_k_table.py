@@ -22,12 +22,16 @@ BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0)
 
 Row = tuple[list[int], list[int]]  # ids, bins
 Packed = npt.NDArray[np.int32]  # likewise, [R, ROW_LENGTH]: ids and bins in one number, so that one look-up finds both
+PackedRow = npt.NDArray[np.int32]  # likewise, [ROW_LENGTH], or shorter
 BIN_BITS = 4
 
 
 def packed(ids: npt.NDArray[Any], bins: npt.NDArray[Any]) -> Packed:
     """ids, bins: [R, K]."""
-    return ids.astype(np.int32) << BIN_BITS | bins.astype(np.int32)
+    rows = ids.astype(np.int32)
+    rows <<= BIN_BITS
+    rows |= bins.astype(np.int32)
+    return rows
 
 
 def unpacked(rows: Packed) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -62,16 +66,29 @@ class TopKTable:
         ids, bins = unpacked(self._rows[slot])
         return ids.tolist(), bins.tolist()
 
-    def rows(self, slots: Sequence[int]) -> Packed:
-        """The rows of some slots, [R, ROW_LENGTH]."""
-        return self._rows[slots]
+    def row(self, key: int) -> PackedRow | None:
+        """The row of a key as it is stored, [ROW_LENGTH], None when there is none."""
+        slot = self.slots.get(key)
+        return None if slot is None else self._rows[slot]
 
-    def put(self, keys: Sequence[int], ids: npt.NDArray[np.int64], bins: npt.NDArray[np.int64]) -> None:
+    def put(self, keys: Sequence[int], ids: npt.NDArray[Any], bins: npt.NDArray[Any]) -> None:
         """Write rows; of one key the last counts. ids, bins: [M, ROW_LENGTH]."""
-        rows = packed(ids, bins)
+        self.put_packed(keys, packed(ids, bins))
+
+    def put_packed(self, keys: Sequence[int], rows: Packed) -> None:
         with self._lock:
-            slots = [self._slot_for(key) for key in keys]
-            self._rows[slots] = rows
+            found = []
+            slots, oldest = self.slots, self._oldest
+            for key in keys:
+                slot = slots.pop(key, None)
+                if slot is None:
+                    slot = self._new_slot()
+                    oldest = self._oldest
+                elif oldest:
+                    oldest.pop(key, None)
+                slots[key] = slot
+                found.append(slot)
+            self._rows[found] = rows
 
     def clear(self) -> None:
         with self._lock:
@@ -83,15 +100,6 @@ class TopKTable:
         with self._lock:
             ids, bins = unpacked(self._rows[list(self.slots.values())])
             return {"keys": np.array(list(self.slots), dtype=np.int64), "ids": ids, "bins": bins.astype(np.int8)}
-
-    def _slot_for(self, key: int) -> int:
-        slot = self.slots.pop(key, None)
-        if slot is None:
-            slot = self._new_slot()
-        else:
-            self._oldest.pop(key, None)
-        self.slots[key] = slot
-        return slot
 
     def _new_slot(self) -> int:
         slot = len(self.slots)

@@ -272,20 +272,12 @@ class TreeDrafter:
         index, probe, trust = self._suffixes[row], self.acceptance.chances[PROBE], self.acceptance.trust
         starts = zip(index.matches(), (SUFFIX, SECOND_SUFFIX), strict=False)
         pointers = tuple((place, length, kind, place) for (place, length), kind in starts)
-        is_stopped = False
+        stop = None
+        if offers is not None:
+            early = EarlyStop(offers, trust, spare)
 
-        def enough(chances: list[float]) -> int:
-            nonlocal is_stopped
-            if offers is None:
-                return size
-            stop, expected = EarlyStop(offers, trust, spare), list(accumulate(chances, initial=0.0))
-            for num_nodes in (offered - 1 for offered in offers.sizes if offered <= len(expected)):
-                chance = chances[max(0, num_nodes - 1)] if chances else 0.0
-                if stop.is_enough(num_nodes, expected[num_nodes], max(chance, probe)):
-                    is_stopped = True
-                    return num_nodes
-            is_stopped = False
-            return size
+            def stop(num_nodes: int, expected: float, chance: float) -> bool:
+                return early.is_enough(num_nodes, expected, max(chance, probe))
 
         sibling = self._siblings.get(row)
         grower = Grower(
@@ -298,7 +290,7 @@ class TreeDrafter:
             () if sibling is None else (sibling,),
             pointers,
         )
-        growth = grower.grow(max_depth, size, least, enough)
+        growth, is_stopped = grower.grow(max_depth, size, least, stop)
         if not is_stopped:
             self._add_probes(growth, size)
         return growth
@@ -352,7 +344,7 @@ class TreeDrafter:
     def _learn_rows(self) -> None:
         """Remember the rows seen, those of accepted tokens last: later ones count more."""
         ids, bins = with_bins(*self._likeliest(), *self._warping[1:])
-        self._siblings = {row: (packed(ids[[i]], bins[[i]]), SIBLING) for row, i in self._wrong.items()}
+        self._siblings = {row: (packed(ids[i], bins[i]), SIBLING) for row, i in self._wrong.items()}
         previous = [token for seen in self._seen for token in seen.previous]
         tokens = [token for seen in self._seen for token in seen.tokens]
         is_accepted = [flag for seen in self._seen for flag in seen.is_accepted]

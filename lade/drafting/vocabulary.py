@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from lade.block_size.tables import can_store
 from lade.block_size.tables import folder as cache_folder
 from lade.drafting.likeliest import likeliest
 from lade.drafting.memory_file import read_arrays, write_arrays
-from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, ROW_LENGTH, Packed, packed
+from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, Packed, packed
 from lade.state import PerModel
 from lade.verification.draws import TINY
 
@@ -57,18 +56,14 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def rows(self, tokens: Sequence[int], temperature: float) -> Packed:
-        """Some tokens' rows at a temperature, [R, ROW_LENGTH]; short rows repeat their last id."""
+    def at(self, temperature: float) -> Packed:
+        """All rows at a temperature, [N, K]."""
         rows = self._rows.get(temperature)
         if rows is None:
             if len(self._rows) >= MAX_TEMPERATURES:
                 self._rows = {}
             rows = self._rows[temperature] = packed(self.ids, self._bins_at(temperature))
-        found, missing = rows[tokens], ROW_LENGTH - rows.shape[1]
-        if missing:
-            last = found[:, -1:] >> BIN_BITS << BIN_BITS  # in the rarest bin
-            found = np.concatenate([found, np.repeat(last, missing, axis=1)], axis=1)
-        return found
+        return rows
 
     def _bins_at(self, temperature: float) -> npt.NDArray[np.int8]:
         with np.errstate(under="ignore"):  # whatever numpy has been told to raise

@@ -167,19 +167,15 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def win_chances(
-    ids: npt.NDArray[Any] | list[int], chances: npt.NDArray[Any] | list[float], draws: Draws
-) -> npt.NDArray[Any]:
-    """Probability that each of some tokens is sampled, given the draws.
+def races(
+    chances: npt.NDArray[Any], drawn: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Which of some tokens will be sampled, given the draws: the one with the least time e / p.
 
-    ids: [..., K]. chances: [..., K] estimated probabilities of `ids`; the other tokens share the rest. draws: [V].
-    Returns [..., K].
+    chances: [..., K] estimated probabilities p of some tokens. drawn: [..., K] their draws e. Returns times [..., K], the sum of all
+    time**-SHARPNESS [...], and of all chances [...]: a token wins with a probability of about
+    time**-SHARPNESS / sum * exp(-time * (1 - sum of chances)), where the other tokens share the rest.
     """
-    chances = np.asarray(chances)
-    times = np.maximum(draws.take(ids), TINY) / chances
-    weights = (np.minimum.reduce(times, axis=-1, keepdims=True) / times) ** SHARPNESS
-    rest = np.maximum(0.0, 1.0 - np.add.reduce(chances, axis=-1, keepdims=True))
-    with np.errstate(under="ignore"):  # whatever numpy has been told to raise
-        weights *= np.exp(-rest * times) / np.add.reduce(weights, axis=-1, keepdims=True)
-    found: npt.NDArray[Any] = weights
-    return found
+    times = np.maximum(drawn, TINY)
+    times /= chances
+    return times, np.add.reduce(times**-SHARPNESS, axis=-1), np.add.reduce(chances, axis=-1)
