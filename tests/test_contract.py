@@ -732,10 +732,10 @@ def ways(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"do_sample": True, "temperature": 0.3, "top_k": 9}], ids=["greedy", "sampled"]
+    "sampling", [{}, {"do_sample": True, "temperature": 0.1, "top_k": 9}], ids=["greedy", "sampled"]
 )
 def test_stop_strings_end_each_row_by_itself(model, ways, sampling, once):
-    """The streamer keeps the rows in lockstep, and they need more steps."""
+    """The streamer keeps the rows in lockstep, and they need more steps, where most guesses are right."""
     lade.config_lade(SHARE=0)
     inputs, arguments = padded(8), STOPS | sampling | {"eos_token_id": [VOCAB - 1]}
     plain = once(lambda: observe(model, inputs, arguments, on=False))
