@@ -24,11 +24,11 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device; `host` itself on a CPU.
+    """A host tensor on a device; `host` itself on a CPU, or where it lies on the device already.
 
     For tensors of one step, not for those that outlive it: on another stream the copy may not have arrived.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or host.device.type != "cpu":  # other memory cannot be pinned
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
@@ -63,7 +63,7 @@ class Parcel:
         host = torch.from_numpy(packed)
         if self._buffer.is_cuda:  # a new piece of pinned memory: the last one may still be read
             host = host.pin_memory()
-        self._buffer.copy_(host, non_blocking=True)
+        self._buffer.copy_(host, non_blocking=self._buffer.is_cuda)
 
 
 def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -433,6 +433,17 @@ def test_most_likely_where_many_are_equal_or_not_a_number(monkeypatch):
     assert all(len(set(row)) == ROW_LENGTH for row in ids[[0, 1, 2, 4]].tolist())
 
 
+@pytest.mark.parametrize("seed", [8, 11, 26])
+def test_most_likely_where_rows_of_nan_and_of_equals_make_up_for_each_other(seed):
+    """As many groups of likely tokens as all rows have together, but not in each row: a row of NaN has none, ties have more."""
+    logits = torch.randn(33, 32000, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    logits[4] = torch.nan
+    ids, _ = most_likely(logits)
+    assert 0 <= ids.min() <= ids.max() < 32000
+    found = logits[5:].float().gather(1, torch.tensor(ids[5:]))
+    assert torch.equal(found, logits[5:].float().topk(ROW_LENGTH).values)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_most_likely_again_changes_nothing_that_was_found(dtype):
     """Probabilities are computed in memory that is used again; in inference mode and outside, in any order."""

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +66,12 @@ def test_a_parcel_from_where_it_goes():
     parcel = Parcel(meta, torch.device("meta"))
     parcel.fill(meta)
     assert {name: view.shape for name, view in parcel.tensors.items()} == {n: p.shape for n, p in parts(0).items()}
+
+
+def test_only_memory_of_the_host_is_pinned():
+    """Stands in for a tensor on a GPU, which says so when it is to be pinned."""
+    there = SimpleNamespace(device=torch.device("cuda"), to=lambda device: f"on {device}", pin_memory=None)
+    assert to_device(there, torch.device("cuda")) == "on cuda"
 
 
 def test_a_landing_keeps_what_it_was_given():

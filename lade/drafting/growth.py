@@ -116,6 +116,9 @@ class Grower:
     ) -> tuple[Growth, bool]:
         """The likeliest tree of at most `size` nodes, none of whose chance is below `least`.
 
+        Of each row guesses are looked at in order, up to the first below `least`. (Chances are learned by kind, so that a later one
+        may be above it: rarely, and it is left out.)
+
         stop: as `EarlyStop.is_enough`, asked for each size. Returns also whether it ended the growth.
         """
         heap, nodes, odds = self._heap, self._nodes, self._odds

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH
-from lade.transfer import on_host
+from lade.transfer import HOST, on_host
 
 MAX_SORTED = 2**15  # probabilities that are sorted as they are: for so few of them nothing is faster
 MAX_SCRATCH = 2**20  # of a thread, numbers that memory is kept for
@@ -76,7 +76,9 @@ def _chances_on_host(logits: Tensor, temperature: float) -> Tensor:
     buffers: list[Tensor] | None = getattr(_scratch, "buffers", None)
     if buffers is None or buffers[0].numel() < logits.numel():
         with torch.inference_mode(False):
-            buffers = _scratch.buffers = [torch.empty(logits.numel(), dtype=torch.float32) for _ in range(2)]
+            buffers = _scratch.buffers = [
+                torch.empty(logits.numel(), dtype=torch.float32, device=HOST) for _ in range(2)
+            ]
     scores, chances = (buffer[: logits.numel()].view(logits.shape) for buffer in buffers)
     if temperature == 1.0 and logits.dtype == torch.float32:
         scores = logits
@@ -131,9 +133,10 @@ def _top_on_host(chances: npt.NDArray[Any], maxima: npt.NDArray[Any]) -> tuple[T
     """
     num_rows, group_size, num_groups = chances.shape
     least = np.partition(maxima, num_groups - ROW_LENGTH, axis=1)[:, num_groups - ROW_LENGTH, None]
-    groups = np.flatnonzero(maxima >= least)  # in all rows
-    if len(groups) != num_rows * ROW_LENGTH:
+    is_top = maxima >= least
+    if (is_top.sum(axis=1) != ROW_LENGTH).any():
         return None
+    groups = np.flatnonzero(is_top)  # in all rows
     # A group's first member lies group_size - 1 times a row's groups further in `chances` for each row before.
     row_starts = np.arange(0, num_rows * num_groups, num_groups)[:, None]
     groups = groups.reshape(num_rows, ROW_LENGTH) - row_starts

@@ -64,6 +64,9 @@ ROW_WISE_PROCESSORS = logits_processors(
     )
 )
 # Warpers with the same bits for many rows as for one: a cumulative sum of a single row is another kernel on CUDA.
+# There softmax reads 16 bytes at a time, from each row's own first multiple of 16: the sum's order is that of a single row
+# where all rows begin at such a multiple.
+ALIGNED = 4  # float32 numbers
 BATCHED_WARPERS = frozenset(logits_processors(("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper")))
 # When sampling, a row may be at most this many tokens ahead of the slowest one: draws are kept for so many tokens.
 MAX_LEAD = 32
@@ -301,6 +304,8 @@ class PerRowSelection(Selection):
             return None
         assert self.draws is not None
         batch_size, num_rows, vocab_size = logits.shape
+        if logits.is_cuda and vocab_size % ALIGNED:
+            return None
         depths = depths_of(children, num_rows)
         active = [row for row, is_resting in enumerate(rests) if not is_resting]
         first = min(sequences.lengths[row] for row in active) - sequences.prompt_length if active else 0
