@@ -1,9 +1,9 @@
 """Growing a token tree best guess first.
 
-A node's chance is its own times its parent's, so no child is likelier than its parent, and the best tree of n nodes are the n
-likeliest nodes that there are. A heap gives them one by one. Two things keep it small: of each row only the next guess is in the heap,
-and a node is looked behind when LIKELY_CHILD of its chance is the largest number there. What the draws make of rows is computed
-with array operations, for all nodes at once that wait to be looked behind.
+A node's chance is its own times its parent's, so no child is likelier than its parent, and the best tree of n nodes
+are the n likeliest nodes that there are. A heap gives them one by one. Two things keep it small: of each row only the
+next guess is in the heap, and a node is looked behind when LIKELY_CHILD of its chance is the largest number there.
+What the draws make of rows is computed with array operations, for all nodes at once that wait to be looked behind.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class Grower:
     ) -> tuple[Growth, bool]:
         """The likeliest tree of at most `size` nodes, none of whose chance is below `least`.
 
-        Of each row guesses are looked at in order, up to the first below `least`. (Chances are learned by kind, so that a later one
-        may be above it: rarely, and it is left out.)
+        Of each row guesses are looked at in order, up to the first below `least`. Chances are learned by kind, so that
+        a later one may be above it; it is left out.
 
         stop: as `EarlyStop.is_enough`, asked for each size. Returns also whether it ended the growth.
         """

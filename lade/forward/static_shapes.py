@@ -153,10 +153,11 @@ class StaticForward:
     ) -> None:
         """owner: the user's model. model: runs the blocks, the same or a shadow model.
 
-        stats: receives counts and reasons. make_masks: must not refer to this object. keeps_rows: whether the model takes `logits_to_keep`. full_tree: the usual
-        largest number of tree nodes. num_tokens: ids that have an embedding, for a captured forward to compute the
-        digest of its logits; None for logits alone. follows_length: whether a block's cost depends on the text's length rather than
-        the cache's capacity. most_slots: the most cache slots for which blocks are captured; None for no limit.
+        stats: receives counts and reasons. make_masks: must not refer to this object. keeps_rows: whether the model
+        takes `logits_to_keep`. full_tree: the usual largest number of tree nodes. num_tokens: ids that have an
+        embedding, for a captured forward to compute the digest of its logits; None for logits alone. follows_length:
+        whether a block's cost depends on the text's length rather than the cache's capacity. most_slots: the most
+        cache slots for which blocks are captured; None for no limit.
         """
         self.owner, self.model, self.stats = owner, model, stats
         self.make_masks, self.keeps_rows, self.full_tree = make_masks, keeps_rows, full_tree
