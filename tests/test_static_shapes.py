@@ -35,6 +35,7 @@ from lade.forward import buffer_pool as kept
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.fingerprint import fingerprint
+from lade.forward.static_inputs import same_digest
 from lade.models import ModelAdapter
 from lade.state import forget_all
 
@@ -700,6 +701,15 @@ def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
     monkeypatch.setattr(fixed, "capture", capture)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
     assert stats.cuda_graph_reason == "the captured digest is not that of the captured logits"
+
+
+def test_ids_of_a_digest_are_compared():
+    """Tokens that are equally likely may change places, others not. One row: the best token, whether NaN, ids, chances."""
+    chances = torch.tensor([0.5, 0.3, 0.1, 0.1]).view(torch.int32).tolist()
+    digest = torch.tensor([[[7, 0, 7, 3, 1, 2, *chances]]], dtype=torch.int32)
+    assert same_digest(digest, digest)
+    assert same_digest(digest[..., [0, 1, 2, 3, 5, 4, 6, 7, 8, 9]], digest)
+    assert not same_digest(digest[..., [0, 1, 3, 2, 4, 5, 6, 7, 8, 9]], digest)
 
 
 def test_no_graphs_on_a_cpu(model):

@@ -189,6 +189,7 @@ class StaticForward:
         if self.captures:
             self.stats.cuda_graph_reason = reason
         self.compiles = self.captures = False
+        self._digest_at = self._digest = None  # of a block before
 
     def take_cache(
         self, traits: Hashable, num_slots: int, most_slots: int, new_cache: Callable[[int], LookaheadCache]
