@@ -95,14 +95,16 @@ def forwards(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     runners = {"plain": BlockRunner(adapter), "packed": BlockRunner(adapter)}
     cache = filled_cache(runners["plain"], args.context, max(args.tokens), 1)
     weights = packed.weights_to_pack(adapter)
-    once = {"checksums": seconds_of(lambda: [packed.checksums(weight) for weight in weights])}
+    once = {"checksums": seconds_of(lambda: [packed.checksums(weight) for group in weights for weight in group])}
     reasons: list[str | None] = []
     once["pack_and_checksums"] = seconds_of(
         lambda: reasons.append(runners["packed"].use_packed_weights(0, is_asked=True))
     )
     if reasons[0] is not None:
         raise SystemExit(f"this model cannot be packed here: {reasons[0]}")
-    once["checksums"] = min(seconds_of(lambda: [packed.checksums(weight) for weight in weights]) for _ in range(5))
+    once["checksums"] = min(
+        seconds_of(lambda: [packed.checksums(weight) for group in weights for weight in group]) for _ in range(5)
+    )
     once["shadow_model"] = seconds_of(lambda: runners["packed"].model)
     blocks = {q: make_block(adapter, cache, q, 1) for q in args.tokens}
     comparing = 0.0
@@ -129,7 +131,7 @@ def products(model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
             by_shape.setdefault(tuple(part.weight.shape), []).append(part.weight)
     rows = []
     for (outputs, inputs), weights in by_shape.items():
-        copies = [packed.pack(weight) for weight in weights]
+        copies = [packed.pack([weight]) for weight in weights]
         calls: dict[tuple[str, Any], Callable[[], Any]] = {}
         for q in args.tokens:
             rows_in = torch.randn(1, q, inputs).to(weights[0].dtype)

@@ -35,7 +35,7 @@ def small(monkeypatch):
 def products(small, monkeypatch):
     """Packs in every call, and notes (rows, bytes of the result) of each packed product of a model's layers."""
     found, inside = [], threading.local()
-    multiply, compare = packed.multiply, packed.PackedProducts._compare
+    multiply, compare = packed.multiply, packed.Product._compare
 
     def watch(input, weight, bias):
         result = multiply(input, weight, bias)
@@ -51,7 +51,7 @@ def products(small, monkeypatch):
             inside.comparing = False
 
     monkeypatch.setattr(packed, "multiply", watch)
-    monkeypatch.setattr(packed.PackedProducts, "_compare", watch_compare)
+    monkeypatch.setattr(packed.Product, "_compare", watch_compare)
     return found
 
 
@@ -113,7 +113,7 @@ def test_wrong_products_would_be_seen(lade_on, products, monkeypatch):
     lade.config_lade(PACK=1)
     expected = generate_plain(model, prompt(), max_new_tokens=NEW)
     multiply = packed.multiply
-    monkeypatch.setattr(packed.PackedProducts, "_compare", lambda *_: True)
+    monkeypatch.setattr(packed.Product, "_compare", lambda *_: True)
     monkeypatch.setattr(packed, "multiply", lambda *arguments: -multiply(*arguments))
     found, _ = generate(model, prompt())
     assert not torch.equal(found, expected)
@@ -144,12 +144,13 @@ def test_one_different_bit_is_found():
     for dtype, is_fine in ((torch.bfloat16, False), (torch.float32, True)):
         layer = nn.Linear(64, 32, dtype=dtype).requires_grad_(False)
         shared = packed_weights(tiny_llama(torch.float32))
-        _, copies, _ = shared.prepare([layer.weight], 0, is_asked=True)
-        products = packed.PackedProducts(copies, {}, is_exact=dtype == torch.float32)
-        assert products.agrees(layer, torch.randn(4, 64, dtype=dtype))
-        products.agreements.clear()
-        copies[id(layer.weight)].packed = packed.pack(layer.weight * (1 + torch.finfo(dtype).eps))
-        assert products.agrees(layer, torch.randn(4, 64, dtype=dtype)) == is_fine
+        _, copies, _ = shared.prepare([(layer.weight,)], 0, is_asked=True)
+        (copy,) = copies.values()
+        product = packed.Product([layer], copy, packed.PackedProducts(copies, shared, is_exact=dtype == torch.float32))
+        assert product.agrees(torch.randn(4, 64, dtype=dtype))
+        shared.agreements.clear()
+        copy.packed = packed.pack([layer.weight * (1 + torch.finfo(dtype).eps)])
+        assert product.agrees(torch.randn(4, 64, dtype=dtype)) == is_fine
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 64), (5, 64), (2, 3, 64), (64,)], ids=str)
@@ -158,8 +159,8 @@ def test_one_different_bit_is_found():
 def test_a_packed_layer_is_a_linear(small, shape, bias, dtype):
     model = nn.ModuleDict({"layer": nn.Linear(64, 48, bias=bias, dtype=dtype).requires_grad_(False)})
     shared = packed.PackedWeights()
-    _, copies, _ = shared.prepare([model["layer"].weight], 0, is_asked=True)
-    layer = packed.packed_model(model, packed.PackedProducts(copies, {}, is_exact=dtype == torch.float32))["layer"]
+    _, copies, _ = shared.prepare([(model["layer"].weight,)], 0, is_asked=True)
+    layer = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=dtype == torch.float32))["layer"]
     assert type(layer) is PackedLinear
     assert type(model["layer"]) is nn.Linear
     assert layer.weight is model["layer"].weight
@@ -173,6 +174,72 @@ def test_a_packed_layer_is_a_linear(small, shape, bias, dtype):
     with pytest.raises(RuntimeError):
         layer(torch.randn(2, 64, dtype=torch.float64))
     assert layer(torch.randn(0, 64, dtype=dtype)).shape == (0, 48)
+
+
+# One product for layers that have the same input.
+
+
+class Attention(nn.Module):
+    """The layers that a family's attention has, and `change`, which makes the keys' input of the queries'."""
+
+    def __init__(self, bias, dtype, change=lambda input: input):
+        super().__init__()
+        self.change = change
+        for name, width in (("q_proj", 48), ("k_proj", 24), ("v_proj", 16)):
+            setattr(self, name, nn.Linear(64, width, bias=bias, dtype=dtype).requires_grad_(False))
+
+    def forward(self, input):
+        return self.q_proj(input), self.k_proj(self.change(input)), self.v_proj(input)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_of_one_input_are_one_product(products, rows, bias, dtype):
+    model, shared = Attention(bias, dtype), packed.PackedWeights()
+    (group,) = [tuple(layer.weight for layer in layers) for layers in packed.groups_of(model, set())]
+    _, copies, _ = shared.prepare([group], 0, is_asked=True)
+    shadow = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=dtype == torch.float32))
+    for _ in range(3):
+        input = torch.randn(1, rows, 64).to(dtype)
+        found = shadow(input)
+        for mine, its in zip(found, model(input), strict=True):
+            assert mine.is_contiguous()
+            torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5) if dtype == torch.float32 else None
+            assert dtype == torch.float32 or torch.equal(mine, its)
+        assert not vars(input)  # nothing stays with a tensor of the model's
+    is_packed = dtype == torch.bfloat16 or rows > 1  # in float32 a single row is torch's own product
+    assert products == [(rows, rows * 88)] * (3 if is_packed else 0)
+    assert not shared.apart
+
+
+@pytest.mark.parametrize(
+    "change", [lambda input: input + 0, lambda input: input.mul_(2)], ids=["another tensor", "changed in place"]
+)
+def test_layers_of_other_inputs_are_packed_one_by_one(products, change):
+    model, shared = Attention(False, torch.bfloat16, change), packed.PackedWeights()
+    counts = []
+    for _ in range(2):
+        groups = [tuple(layer.weight for layer in layers) for layers in packed.groups_of(model, shared.apart)]
+        _, copies, _ = shared.prepare(groups, 0, is_asked=True)
+        shadow = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=False))
+        input = torch.randn(1, 5, 64).to(torch.bfloat16)
+        for mine, its in zip(shadow(input.clone()), model(input.clone()), strict=True):
+            assert torch.equal(mine, its)
+        counts.append(sorted(map(len, copies)))
+    assert counts == [[3], [1, 1, 1]]
+    assert len(shared.copies) == 3  # the copy of all three is free again
+
+
+def test_layers_that_are_no_one_product(small):
+    model = Attention(False, torch.float32)
+    assert [len(layers) for layers in packed.groups_of(model, set())] == [3]
+    model.k_proj.bias = nn.Parameter(torch.zeros(24))
+    assert [len(layers) for layers in packed.groups_of(model, set())] == [1, 1, 1]
+    model.k_proj = nn.Identity()
+    assert [len(layers) for layers in packed.groups_of(model, set())] == [1, 1]
+    model.k_proj = model.q_proj  # the same weight twice
+    assert [len(layers) for layers in packed.groups_of(model, set())] == [1, 1]
 
 
 def small_bloom():
@@ -325,7 +392,7 @@ def test_a_warm_up_counts_as_the_calls_to_come(lade_on, products):
 def test_calls_share_the_copies(lade_on, products, monkeypatch):
     model, packs = tiny_llama(torch.bfloat16), []
     pack = packed.pack
-    monkeypatch.setattr(packed, "pack", lambda weight: packs.append(weight.shape) or pack(weight))
+    monkeypatch.setattr(packed, "pack", lambda weights: packs.append(len(weights)) or pack(weights))
     lade.config_lade(PACK=1)
     texts = [None] * 4
 
@@ -337,7 +404,7 @@ def test_calls_share_the_copies(lade_on, products, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(packs) == 15
+    assert sorted(packs) == [1] * 9 + [3] * 2
     assert all(torch.equal(text, texts[0]) for text in texts)
 
 
@@ -445,7 +512,7 @@ def test_another_dtype_and_back(lade_on, products):
         model.to(dtype)
         found, stats = generate(model, prompt())
         assert stats.packed_weights == count
-        assert len(packed_weights(model).copies) == count
+        assert sum(map(len, packed_weights(model).copies)) == count
         assert dtype == torch.bfloat16 or torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
 
 
@@ -526,12 +593,12 @@ def test_limits_of_groups_of_the_first_version(files):
 def test_what_does_not_fit_is_not_packed(lade_on, products, monkeypatch):
     model = tiny_llama(torch.bfloat16)
     packed_weights(model).num_asked = packed.TOKENS_BEFORE_PACKING
-    largest, smallest = 64 * 48 * 2, 24 * 48 * 2
+    largest, smallest = 96 * 48 * 2, 48 * 48 * 2  # queries, keys and values together; one output projection
     monkeypatch.setattr(packed, "free_bytes", lambda: 2 * (largest + smallest + 1))
     _, stats = generate(model, prompt())
     assert [copy.num_bytes for copy in packed_weights(model).copies.values() if copy.num_bytes] == [largest, smallest]
-    assert (stats.packed_weights, stats.packed_bytes) == (2, largest + smallest)
-    assert "13 weights are not packed" in stats.packing_reason
+    assert (stats.packed_weights, stats.packed_bytes) == (4, largest + smallest)
+    assert "11 weights are not packed" in stats.packing_reason
     monkeypatch.setattr(packed, "free_bytes", lambda: 1 << 30)
     _, stats = generate(model, prompt())
     assert (stats.packed_weights, stats.packing_reason) == (15, None)

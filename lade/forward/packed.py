@@ -2,7 +2,9 @@
 
 torch's own product of a few rows lays the weight out anew in each call, or multiplies in a layout made for something else. With
 weights laid out once, a block of guesses costs little more than reading them. The user's model is not touched: blocks run on a
-weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`. The prompt runs on the model as it is.
+weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`. The prompt runs on the model as it is. The queries', keys'
+and values' projections are packed one below another and are one product (`PartOfProduct`): in small models calling a product costs more
+than computing it.
 
 The packed copies of a model are shared by its calls and freed with it. Before each call that uses them the weights are compared with
 what they were when they were packed, by a checksum of each row: a write through `weight.data`, as merging an adapter does it,
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
@@ -48,6 +50,13 @@ COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product is compared on random inputs until so many elements have been seen, but not more often than this.
 COMPARED_ELEMENTS, MOST_COMPARISONS = 1 << 15, 64
 PRODUCT_TOLERANCE = 1e-5  # in float32, relative to the largest element; half precision must have the same bits
+# Layers of a module that have the same input, in the order in which they are called. gate_proj and up_proj do as well, but calling a
+# product as large as theirs is a small part of it.
+SAME_INPUT = ("q_proj", "k_proj", "v_proj")
+WAITING = "lade_products"  # attribute of an input: the parts of its products that their layers have not taken yet
+
+Weights = tuple[nn.Parameter, ...]  # of one product: of one layer, or of several that have the same input
+Key = tuple[int, ...]  # the weights' ids
 
 
 def multiply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -56,40 +65,39 @@ def multiply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A weight [N, K] as oneDNN wants it, which is of an opaque layout."""
+def pack(weights: Sequence[Tensor]) -> Tensor:
+    """Weights of [N, K] each, one below another, as oneDNN wants them, which is of an opaque layout."""
     with torch.inference_mode(False), torch.no_grad():  # other calls may be in another mode
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR)
+        weight = torch.cat([part.detach() for part in weights]) if len(weights) > 1 else weights[0].detach()
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
     return packed
 
 
-class PackedLinear(nn.Linear):
-    """Stands for an `nn.Linear` in a shadow model."""
+def key_of(weights: Iterable[Tensor]) -> Key:
+    return tuple(map(id, weights))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """input: [..., K]. Returns [..., N]."""
-        products: PackedProducts = self.__dict__["products"]
-        if products.agrees(self, input):
-            return multiply(input, self.__dict__["packed"], self.bias)
-        return linear(input, self.weight, self.bias)
+
+def bytes_of(weights: Weights) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 @dataclass(slots=True)
 class PackedWeight:
-    """One weight's packed copy, and by what a change of the weight is noticed."""
+    """The packed copy of a product's weights, and by what a change of them is noticed."""
 
-    source: weakref.ref[nn.Parameter]
-    identity: Hashable
-    checksums: Tensor
+    sources: tuple[weakref.ref[nn.Parameter], ...]
+    identities: tuple[Hashable, ...]
+    checksums: tuple[Tensor, ...]
     packed: Tensor | None = None  # None where memory was short
     num_bytes: int = 0  # of the copy
+    num_proven: int = 1  # its first layers, whose part of the product was found to be theirs
 
     @classmethod
-    def of(cls, weight: nn.Parameter) -> PackedWeight:
-        return cls(weakref.ref(weight), identity(weight), checksums(weight))
+    def of(cls, weights: Weights) -> PackedWeight:
+        return cls(tuple(map(weakref.ref, weights)), tuple(map(identity, weights)), tuple(map(checksums, weights)))
 
 
-Copies = dict[int, PackedWeight]  # by id of the weight
+Copies = dict[Key, PackedWeight]
 
 
 @dataclass
@@ -100,11 +108,12 @@ class PackedWeights:
     agreements: dict[tuple[Any, ...], bool] = field(
         default_factory=dict
     )  # by shapes: whether packed products are as torch's
+    apart: set[Key] = field(default_factory=set)  # weights of layers whose inputs were not the same
     num_asked: int = 0  # new tokens, since the weights have last changed
     num_changes: int = 0  # times that weights were found changed
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def prepare(self, weights: Sequence[nn.Parameter], num_new: int, is_asked: bool) -> tuple[bool, Copies, str | None]:
+    def prepare(self, weights: Sequence[Weights], num_new: int, is_asked: bool) -> tuple[bool, Copies, str | None]:
         """The copies of these weights as they are now, for a call for `num_new` tokens. Missing ones are made where memory allows.
 
         is_asked: whatever that number. Returns whether the call is to have copies, which depends on the calls so far and on the weights
@@ -123,7 +132,7 @@ class PackedWeights:
             if self.num_asked < least and not is_asked:
                 return False, {}, f"calls have asked for {self.num_asked} tokens, and packing pays from {least} on"
             reason = self._pack(weights, is_asked)
-            copies = {key: self.copies[key] for key in map(id, weights)}
+            copies = {key: self.copies[key] for key in map(key_of, weights)}
             return True, {key: copy for key, copy in copies.items() if copy.packed is not None}, reason
 
     def expect(self, num_new: int) -> None:
@@ -138,19 +147,21 @@ class PackedWeights:
 
     def _drop_changed(self, num_new: int) -> None:
         current = {key: copy for key, copy in self.copies.items() if is_current(copy)}
-        if any(copy.source() is not None for key, copy in self.copies.items() if key not in current):
+        if any(
+            source() is not None for key, copy in self.copies.items() if key not in current for source in copy.sources
+        ):
             self.num_changes += 1
             self.num_asked = num_new
-        self.copies = current
+        self.copies = {key: copy for key, copy in current.items() if key not in self.apart}
 
-    def _pack(self, weights: Sequence[nn.Parameter], is_asked: bool) -> str | None:
+    def _pack(self, weights: Sequence[Weights], is_asked: bool) -> str | None:
         """Copy what is missing, the largest weights first. Returns why some still are, as a sentence."""
         missing = []
-        for weight in sorted(weights, key=lambda weight: -weight.numel()):
-            if id(weight) not in self.copies:
-                self.copies[id(weight)] = PackedWeight.of(weight)
-            if self.copies[id(weight)].packed is None:
-                missing.append((weight, self.copies[id(weight)]))
+        for group in sorted(weights, key=lambda group: -bytes_of(group)):
+            if key_of(group) not in self.copies:
+                self.copies[key_of(group)] = PackedWeight.of(group)
+            if self.copies[key_of(group)].packed is None:
+                missing.append((group, self.copies[key_of(group)]))
         if not missing:
             return None
         free = free_bytes()
@@ -158,12 +169,12 @@ class PackedWeights:
             return "how much memory is free is not known (PACK=1 packs all the same)"
         left = inf if free is None else free * (LARGEST_SHARE if is_asked else COMFORTABLE_SHARE)
         num_refused = 0
-        for weight, copy in missing:
-            num_bytes = weight.numel() * weight.element_size()
+        for group, copy in missing:
+            num_bytes = bytes_of(group)
             if num_bytes > left:
-                num_refused += 1
+                num_refused += len(group)
                 continue
-            copy.packed, copy.num_bytes = pack(weight), num_bytes
+            copy.packed, copy.num_bytes = pack(group), num_bytes
             left -= num_bytes
         if not num_refused:
             return None
@@ -180,7 +191,7 @@ def packed_weights(model: PreTrainedModel) -> PackedWeights:
 def held_bytes() -> tuple[int, int]:
     """Weights that this process has packed, of all models, and the bytes of their copies."""
     copies = [copy for weights in _packed.all() for copy in weights.copies.values() if copy.packed is not None]
-    return len(copies), sum(copy.num_bytes for copy in copies)
+    return sum(len(copy.sources) for copy in copies), sum(copy.num_bytes for copy in copies)
 
 
 def identity(weight: Tensor) -> Hashable:
@@ -200,13 +211,13 @@ def checksums(weight: Tensor) -> Tensor:
 
 
 def is_current(copy: PackedWeight) -> bool:
-    """Whether a weight still is what was packed."""
-    weight = copy.source()
-    return (
-        weight is not None
+    """Whether the weights still are what was packed."""
+    return all(
+        (weight := source()) is not None
         and weight.device.type == "cpu"
-        and identity(weight) == copy.identity
-        and torch.equal(checksums(weight), copy.checksums)
+        and identity(weight) == known
+        and torch.equal(checksums(weight), sums)
+        for source, known, sums in zip(copy.sources, copy.identities, copy.checksums, strict=True)
     )
 
 
@@ -215,9 +226,13 @@ class PackedProducts:
     """The packed products of one call."""
 
     copies: Copies
-    agreements: dict[tuple[Any, ...], bool]
+    shared: PackedWeights
     is_exact: bool  # the call computes in float32: bits may differ, as they do between sizes of blocks
     seconds: float = 0.0  # spent on comparing products, since somebody set it to 0
+
+    @property
+    def num_weights(self) -> int:
+        return sum(map(len, self.copies))
 
     @property
     def num_bytes(self) -> int:
@@ -226,47 +241,112 @@ class PackedProducts:
     @property
     def refusal(self) -> str | None:
         """Why some products were torch's own, as a sentence, where comparing them has said so."""
-        found = [shape for (shape, *_), is_same in self.agreements.items() if not is_same]
+        found = [shape for (shape, *_), is_same in self.shared.agreements.items() if not is_same]
         if not found:
             return None
         rows, inputs, outputs, *_, dtype = found[0]
         how = "is not within rounding of" if self.is_exact else "differs in its bits from"
         return f"the packed product of {rows} x {inputs} by {inputs} x {outputs} in {str(dtype)[6:]} {how} torch's own, which ran instead"
 
-    def agrees(self, layer: nn.Linear, input: Tensor) -> bool:
-        """Whether a layer's packed product of such an input may stand for aten's. Compared when a shape is first met."""
-        num_features = layer.in_features
-        num_rows = input.numel() // max(1, num_features)
-        dtype = layer.weight.dtype
-        if not LEAST_ROWS[dtype] <= num_rows <= MOST_ROWS or input.dtype != dtype or input.shape[-1] != num_features:
+    def is_same(self, found: Tensor, expected: Tensor) -> bool:
+        """Bit for bit in half precision, so that no text depends on whether memory was there to pack; within rounding in float32."""
+        if self.is_exact:
+            return largest_difference(found, expected) <= PRODUCT_TOLERANCE * largest_value(expected)
+        return torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+class Product:
+    """What a shadow model's layers compute with one packed copy: their outputs side by side."""
+
+    def __init__(self, layers: Sequence[nn.Linear], copy: PackedWeight, products: PackedProducts) -> None:
+        self.weights = tuple(layer.weight for layer in layers)
+        self.biases = tuple(layer.bias for layer in layers)
+        self.copy, self.products = copy, products
+        self.bias = self.biases[0] if len(layers) == 1 or self.biases[0] is None else torch.cat(self.biases)
+        self.widths = [layer.out_features for layer in layers]
+        self.in_features, self.dtype = layers[0].in_features, layers[0].weight.dtype
+        self.key = key_of(self.weights)
+
+    def of(self, input: Tensor) -> Tensor:
+        """input: [..., K]. Returns [..., the sum of the layers' N]."""
+        assert self.copy.packed is not None
+        return multiply(input, self.copy.packed, self.bias)
+
+    def agrees(self, input: Tensor) -> bool:
+        """Whether the packed product of such an input may stand for aten's. Compared when a shape is first met."""
+        num_rows = input.numel() // max(1, self.in_features)
+        if not LEAST_ROWS[self.dtype] <= num_rows <= MOST_ROWS:
+            return False
+        if input.dtype != self.dtype or input.shape[-1] != self.in_features:
             return False
         if not input.is_contiguous():  # torch then rounds before it adds a bias
             return False
-        shape = (num_rows, num_features, layer.out_features, layer.bias is not None, dtype)
-        key = (shape, input.dim(), torch.get_num_threads(), self.is_exact)
-        found = self.agreements.get(key)
+        products = self.products
+        shape = (num_rows, self.in_features, sum(self.widths), self.bias is not None, self.dtype)
+        key = (shape, input.dim(), torch.get_num_threads(), products.is_exact)
+        found = products.shared.agreements.get(key)
         if found is None:
             began = perf_counter()
-            found = self.agreements[key] = self._compare(layer, input.shape)
-            self.seconds += perf_counter() - began
+            found = products.shared.agreements[key] = self._compare(input.shape)
+            products.seconds += perf_counter() - began
         return found
 
-    def _compare(self, layer: nn.Linear, shape: torch.Size) -> bool:
-        """Bit for bit in half precision, so that no text depends on whether memory was there to pack; within rounding in float32."""
-        weight, bias, packed = layer.weight, layer.bias, self.copies[id(layer.weight)].packed
-        assert packed is not None
+    def _compare(self, shape: torch.Size) -> bool:
         numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
-        num_elements = shape[:-1].numel() * layer.out_features
+        num_elements = shape[:-1].numel() * sum(self.widths)
         for _ in range(min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
-            input = torch.randn(shape, generator=numbers).to(weight.dtype)
-            expected, found = linear(input, weight, bias), multiply(input, packed, bias)
-            if self.is_exact:
-                is_same = largest_difference(found, expected) <= PRODUCT_TOLERANCE * largest_value(expected)
-            else:
-                is_same = torch.equal(found.view(torch.int16), expected.view(torch.int16))
-            if not is_same:
+            input = torch.randn(shape, generator=numbers).to(self.dtype)
+            expected = torch.cat([linear(input, *layer) for layer in zip(self.weights, self.biases, strict=True)], -1)
+            if not self.products.is_same(self.of(input), expected):
                 return False
         return True
+
+
+class PackedLinear(nn.Linear):
+    """Stands for an `nn.Linear` in a shadow model."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., K]. Returns [..., N]."""
+        product: Product = self.__dict__["product"]
+        return product.of(input) if product.agrees(input) else linear(input, self.weight, self.bias)
+
+
+class PartOfProduct(nn.Linear):
+    """Stands for one of several `nn.Linear` that have the same input, in a shadow model. The first computes the product of all.
+
+    The others find their parts with the input. Where one does not, or its first part is not what it would have computed (its input
+    was changed in place), it computes its own, and later calls pack these layers one by one.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., K]. Returns [..., N], a tensor of its own as an nn.Linear's output is."""
+        product: Product = self.__dict__["product"]
+        place: int = self.__dict__["place"]
+        if place == 0:
+            if not product.agrees(input):
+                return linear(input, self.weight, self.bias)
+            first, *others = [part.contiguous() for part in product.of(input).split(product.widths, -1)]
+            vars(input).setdefault(WAITING, {})[product.key] = others
+            return first
+        waiting = vars(input).get(WAITING, {})
+        others = waiting.get(product.key)
+        if others is None:
+            if product.agrees(input):
+                product.products.shared.apart.add(product.key)
+            return linear(input, self.weight, self.bias)
+        found = others[place - 1]
+        if place == len(product.widths) - 1:  # nothing stays with a tensor that the model may keep or return
+            del waiting[product.key]
+            if not waiting:
+                delattr(input, WAITING)
+        if place < product.copy.num_proven:
+            return found
+        expected = linear(input, self.weight, self.bias)
+        if not product.products.is_same(found, expected):
+            product.products.shared.apart.add(product.key)
+            return expected
+        product.copy.num_proven += place == product.copy.num_proven
+        return found
 
 
 def packing_reason(adapter: ModelAdapter) -> str | None:
@@ -311,18 +391,45 @@ def is_plain(layer: nn.Module) -> bool:
     )
 
 
-def weights_to_pack(adapter: ModelAdapter) -> list[nn.Parameter]:
+def groups_of(model: nn.Module, apart: set[Key]) -> Iterator[tuple[nn.Linear, ...]]:
+    """The layers of a model whose weights can be packed, each once: those of one product together."""
+    grouped: set[int] = set()
+    parts = list(parts_of(model))
+    for part in parts:
+        group: Any = tuple(part._modules.get(name) for name in SAME_INPUT)
+        if can_be_one_product(group) and key_of(layer.weight for layer in group) not in apart:
+            grouped.update(map(id, group))
+            yield group
+    for part in parts:
+        if is_plain(part) and id(part) not in grouped:
+            yield (part,)  # type: ignore[misc]
+
+
+def can_be_one_product(layers: Sequence[Any]) -> bool:
+    if not all(layer is not None and is_plain(layer) for layer in layers):
+        return False
+    kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
+    return len(kinds) == 1 and len({id(layer.weight) for layer in layers}) == len(layers)
+
+
+def weights_to_pack(adapter: ModelAdapter) -> list[Weights]:
     """Of the layers that blocks go through: not of those that read images."""
+    apart = packed_weights(adapter.model).apart
     roots = (adapter.model.get_decoder(), adapter.model.get_output_embeddings())
-    layers: list[Any] = [part for root in roots if root is not None for part in parts_of(root) if is_plain(part)]
-    return list({id(layer.weight): layer.weight for layer in layers}.values())
+    groups = [group for root in roots if root is not None for group in groups_of(root, apart)]
+    weights: list[Any] = [tuple(layer.weight for layer in group) for group in groups]
+    return list({key_of(group): group for group in weights}.values())
 
 
 def packed_model(model: Any, products: PackedProducts) -> Any:
     """A shadow of a model whose layers multiply with the copies, where there are any."""
     shadow = shadow_model(model)
-    for part in parts_of(shadow):
-        if is_plain(part) and (copy := products.copies.get(id(part.weight))) is not None:
-            part.__class__ = PackedLinear
-            vars(part).update(products=products, packed=copy.packed)
+    for layers in groups_of(shadow, products.shared.apart):
+        copy = products.copies.get(key_of(layer.weight for layer in layers))
+        if copy is None:
+            continue
+        product = Product(layers, copy, products)
+        for place, layer in enumerate(layers):
+            layer.__class__ = PackedLinear if len(layers) == 1 else PartOfProduct
+            vars(layer).update(product=product, place=place)
     return shadow

@@ -130,7 +130,7 @@ class BlockRunner:
             return reason or "the model has no linear layers that gain by it"
         is_due, copies, reason = shared.prepare(weights, num_new, is_asked)
         if copies:
-            self._products = PackedProducts(copies, shared.agreements, adapter.is_exact)
+            self._products = PackedProducts(copies, shared, adapter.is_exact)
         # In half precision the text must not depend on the free memory, so nor may the costs.
         self._counts_as_packed = bool(copies) if adapter.is_exact else is_due
         self.is_typical = adapter.is_exact or not is_due or reason is None
@@ -139,7 +139,7 @@ class BlockRunner:
     @property
     def num_packed(self) -> tuple[int, int]:
         """The number of packed weights and the bytes of their copies."""
-        return (0, 0) if self._products is None else (len(self._products.copies), self._products.num_bytes)
+        return (0, 0) if self._products is None else (self._products.num_weights, self._products.num_bytes)
 
     def most_captured_slots(self, config: LookaheadConfig) -> int | None:
         """The most cache slots for which blocks are captured; None for no limit."""
