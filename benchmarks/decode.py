@@ -71,13 +71,11 @@ class Trial:
         return round(self.num_tokens(chosen) / sum(self.steps[i] * len(self.outputs[i]) for i in chosen), 4)
 
 
-def packed(model: Any) -> Any:
-    """A shadow of the model that multiplies with packed weights. Raises SystemExit where that is not possible."""
+def packed(model: Any) -> tuple[Any, str | None]:
+    """A shadow of the model that multiplies with packed weights, and the reason why it cannot, if so."""
     runner = BlockRunner(adapter_for(model))
     reason = runner.use_packed_weights(0, is_asked=True)
-    if reason is not None:
-        raise SystemExit(f"--methods plain_packed cannot run here: {reason}")
-    return runner.model
+    return runner.model, reason
 
 
 def batches(prompts: list[dict[str, torch.Tensor]], size: int, pad_token: int) -> list[dict[str, torch.Tensor]]:
@@ -111,7 +109,9 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Tria
     """One batch by one method; what came of it is added to the trial. lade is on for its own methods alone."""
     is_ahead = name in OWN
     if name == "plain_packed":
-        model = packed(model)
+        model, reason = packed(model)
+        if reason is not None:
+            raise SystemExit(f"--methods plain_packed cannot run here: {reason}")
     memory = kept.active() if name == "lade_kept" else nullcontext()
     with harness.use_lade(is_ahead), temporary_settings(**OWN.get(name, {})), memory:
         torch.manual_seed(0)

@@ -94,12 +94,12 @@ def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     prompts = shapes.random_prompts(model, args.prompts, 1, args.context)
     common = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     methods = methods_of(args)
-    names, view = list(methods), None
-    try:
-        view = packed_view(model)
+    names = list(methods)
+    view, reason = packed_view(model)
+    if reason is None:
         names.append("plain_packed")
-    except SystemExit as error:
-        print(f"plain_packed is left out: {error}")
+    else:
+        print(f"plain_packed is left out: {reason}")
     runs: dict[str, list[Run]] = {name: [Run() for _ in range(args.trials)] for name in names}
 
     def run(name: str, inputs: dict[str, Any], into: Run) -> None:

@@ -27,7 +27,12 @@ logger = logging.getLogger("lade")
 # GUESS_SET_SIZE=-1 means unlimited. So large a block would never pay, so this many n-grams are kept per key.
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
-MODES: dict[str, None] = dict.fromkeys(("lookahead", "tree", "auto"))  # an ordered set; `register_drafter` adds to it
+# Who makes each mode's drafter: for lade's own "module:function", imported by the first call; `register_drafter` adds to it.
+MODES: dict[str, str | Callable[[Any], Any]] = {
+    "lookahead": "lade.drafting.lookahead:lookahead_drafter",
+    "tree": "lade.drafting.tree:tree_drafter",
+    "auto": "lade.drafting.tree:tree_drafter",
+}
 MAX_WORKERS = 4096
 # Of USE_LADE, in any case.
 ON_VALUES = ("1", "true", "yes", "on")

@@ -1,4 +1,5 @@
-"""CONTRIBUTING.md: its setting and its command, put into a copy of lade, work; its drafter runs in test_docs.py."""
+"""CONTRIBUTING.md: its setting and its command, put into a copy of lade, work, and its drafter as one of lade's own. All of the
+page's drafter runs in test_docs.py."""
 
 import re
 import shutil
@@ -6,7 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from support import generate_plain, prompt
 from support.processes import ENVIRONMENT, ROOT
+
+import lade
+from lade.config import MODES
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -66,3 +71,18 @@ for wrong in ({"NUM_ECHOES": 10}, {"num_echoes": 1}):
     assert "NUM_ECHOES must be an integer from 1 to 9, got 10" in done.stdout
     assert "'num_echoes'" in done.stdout
     assert "NUM_ECHOES" in done.stdout.splitlines()[3]
+
+
+def test_a_drafter_of_lades_own(model, lade_on, monkeypatch, tmp_path):
+    """A file, and a line in the table of modes."""
+    section = PAGE.partition("## Adding a drafter\n")[2].partition("```python\n")[2]
+    code = section.partition("from lade.drafting import register_drafter\n")[0]
+    (tmp_path / "lookup_drafter.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(MODES, "lookup", "lookup_drafter:LookupDrafter")
+    inputs = prompt(9)
+    expected = generate_plain(model, inputs, max_new_tokens=60)
+    lade.config_lade(MODE="lookup", MAX_BLOCK=8)
+    assert model.generate(**inputs, max_new_tokens=60).equal(expected)
+    assert lade.last_stats().steps < lade.last_stats().generated_tokens
+    assert lade.last_stats().fallback_reason is None

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
-from lade.config import MODES
 
 ROOT = Path(lade.__file__).parent.parent
 PAGES = [
@@ -39,19 +38,10 @@ def bundled():
     return {"model": model, "tokenizer": tokenizer, "inputs": tokenizer("def main():\n", return_tensors="pt")}
 
 
-@pytest.fixture
-def modes():
-    """Drafters that a page registers are known to its own blocks alone."""
-    before = dict(MODES)
-    yield
-    MODES.clear()
-    MODES.update(before)
-
-
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))], ids=page_id
 )
-def test_python_blocks_run(page, bundled, lade_on, modes, monkeypatch, tmp_path):
+def test_python_blocks_run(page, bundled, lade_on, monkeypatch, tmp_path):
     """The blocks of a page run one after the other in one namespace, in a folder with the bundled model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").symlink_to(ROOT / "models")

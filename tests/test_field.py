@@ -8,7 +8,6 @@ import torch
 from support import prompt, tiny_llama
 
 import lade
-from lade import config
 from lade.block.token_tree import TokenTree
 from lade.config import current_config
 from lade.drafting import DraftRequest, Outcome, make_drafter
@@ -27,11 +26,8 @@ def model():
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     field = importlib.import_module("field")
-    before = dict(config.MODES)
     field.register()
-    yield importlib.import_module("replay")
-    for mode in config.MODES.keys() - before.keys():
-        del config.MODES[mode]
+    return importlib.import_module("replay")
 
 
 class Text:

@@ -9,8 +9,10 @@ from support import generate_plain, prompt
 import lade
 from lade.block.token_tree import TokenTree
 from lade.config import MODES
-from lade.drafting import BUILT_IN, register_drafter
+from lade.drafting import register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
+
+BUILT_IN = list(MODES)
 
 
 @pytest.fixture

@@ -284,20 +284,12 @@ def test_captured_once_for_all_calls(make, arguments, settings, model, graphs):
     assert len(kept_buffers(model)) == 1
 
 
-def test_compiled_and_captured_once_for_all_calls(model, graphs, monkeypatch):
-    """The stand-in cannot trace what is compiled: another one remembers the forward itself."""
-    captured = []
-
-    def remember(forward):
-        captured.append(forward)
-        return forward
-
-    monkeypatch.setattr(fixed, "capture", remember)
-    for compiles in (True, False):
+def test_compiled_and_captured_once_for_all_calls(model, graphs):
+    for number, compiles in enumerate((True, False), start=1):
         lade.config_lade(COMPILE=compiles)
         for seed in range(2):
             check(*both(model, prompt(seed=seed), do_sample=False), compiled=compiles, captured=True)
-        assert len(captured) == (1 if compiles else 2)
+        assert len(graphs) == number
 
 
 @pytest.mark.parametrize(
@@ -574,28 +566,19 @@ def test_buffers_are_for_one_call_at_a_time(model, graphs, monkeypatch):
 
 
 def test_in_threads(model, graphs):
-    """More calls at once than sets that are kept. The stand-in for a capture is not for two threads at once."""
+    """More calls at once than sets that are kept."""
     for seed in range(2):
         check(*both(model, prompt(seed=seed), do_sample=False), compiled=False, captured=True)
-    tracing = threading.Lock()
-    capture = fixed.capture
-
-    def one_at_a_time(forward):
-        with tracing:
-            return capture(forward)
-
     outputs = {}
 
     def work(seed):
         outputs[seed] = model.generate(**prompt(seed=seed), do_sample=False, **NEW)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fixed, "capture", one_at_a_time)
-        threads = [threading.Thread(target=work, args=[seed]) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=work, args=[seed]) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert len(outputs) == 4
     for seed, output in outputs.items():
         assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))

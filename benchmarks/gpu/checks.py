@@ -19,7 +19,7 @@ from torch import Tensor
 import lade
 from gpu.child import Run
 from gpu.record import Row
-from gpu.stand_in import trace
+from gpu.stand_in import Tape
 from lade import kernels
 from lade.forward.graphs import capture
 from lade.tolerance import TOLERANCE
@@ -60,7 +60,7 @@ def small_actions(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]
     yield "copy to the device, pageable", lambda: row.copy_(torch.zeros(64))
     yield "copy to the device, pinned", lambda: row.copy_(host, non_blocking=True)
     yield "copy to the host and wait", row.tolist
-    replay = (capture if is_cuda else trace)(lambda: row * 2)
+    replay = (capture if is_cuda else Tape)(lambda: row * 2)
     yield "replay of a small graph", replay
 
 
@@ -144,7 +144,7 @@ def kernel_row(run: Run, shape: tuple[int, int, int], block: int, dtype: torch.d
     problem = attention.Problem(shape, context, block, run.device, dtype)
     states = problem.query, problem.keys[0], problem.values[0]
     attend = problem.lade()
-    replay = (capture if states[0].is_cuda else trace)(partial(attend, *states))
+    replay = (capture if states[0].is_cuda else Tape)(partial(attend, *states))
     errors: dict[str, float] = {"called": 0.0, "captured": 0.0}
     for length in (context, 0, 1, 63, 64, 65, context // 2 + 1):
         problem.packed[..., 0] = length

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pkgutil import resolve_name
 
 from lade.config import MODES
 from lade.drafting.base import Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.checked import CheckedDrafter
-from lade.drafting.lookahead import LookaheadDrafter, lookahead_drafter
-from lade.drafting.tree import TreeDrafter, tree_drafter
+from lade.drafting.lookahead import LookaheadDrafter
+from lade.drafting.tree import TreeDrafter
 
 __all__ = [
     "Draft",
@@ -26,8 +27,6 @@ __all__ = [
 ]
 
 Maker = Callable[[DraftRequest], Drafter]
-BUILT_IN: dict[str, Maker] = {"lookahead": lookahead_drafter, "tree": tree_drafter, "auto": tree_drafter}
-_drafters: dict[str, Maker] = {}  # of users
 _instead: ContextVar[Maker | None] = ContextVar("_instead", default=None)
 
 
@@ -43,10 +42,10 @@ def register_drafter(mode: str, make: Maker) -> None:
         raise TypeError(f"mode must be a string, got {mode!r}")
     if not callable(make):
         raise TypeError(f"make must be callable, got {make!r}")
-    if mode in BUILT_IN:
-        raise ValueError(f"mode must not be one of {', '.join(map(repr, BUILT_IN))}, got {mode!r}")
-    MODES[mode] = None
-    _drafters[mode] = make
+    built_in = [name for name, maker in MODES.items() if isinstance(maker, str)]
+    if mode in built_in:
+        raise ValueError(f"mode must not be one of {', '.join(map(repr, built_in))}, got {mode!r}")
+    MODES[mode] = make
 
 
 @contextmanager
@@ -61,7 +60,7 @@ def drafts_from(make: Maker) -> Iterator[None]:
 
 def make_drafter(request: DraftRequest) -> Drafter:
     """The drafter that the settings ask for. Drafts of users' drafters are checked."""
-    make, mode = _instead.get(), request.config.mode
-    if make is not None:
-        return make(request)
-    return BUILT_IN[mode](request) if mode in BUILT_IN else CheckedDrafter(_drafters[mode](request), request)
+    instead, make = _instead.get(), MODES[request.config.mode]
+    if instead is not None:
+        return instead(request)
+    return resolve_name(make)(request) if isinstance(make, str) else CheckedDrafter(make(request), request)

@@ -116,10 +116,10 @@ class Selection:
         """
         self._trusted_rows = set(range(len(self.is_finished))) if self.next_is_plain else self._lost_rows
         self.next_is_plain = False
-        return self._walk(self._children_of(tree), block_logits)
+        return self._walk(tree, block_logits)
 
-    def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
-        """As `verify`. children: the index of each row's tree."""
+    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
+        """As `verify`."""
         raise NotImplementedError
 
     def recover(self, lost_rows: set[int], guesses: set[int]) -> None:
@@ -207,10 +207,10 @@ class Selection:
 class GreedySelection(Selection):
     """Greedy decoding without processors: a step is one argmax and one copy to the host."""
 
-    def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
+    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         choices = block_logits.best()
         accepted: Accepted = []
-        for row, edges in enumerate(children):
+        for row, edges in enumerate(self._children_of(tree)):
             if self.is_finished[row]:
                 accepted.append(None)
                 continue
@@ -239,21 +239,10 @@ class SampledAhead:
     draws: list[list[Tensor]]
 
 
-def depths_of(children: list[Children], num_rows: int) -> list[list[int]]:
-    """The depth of the root and of each node, 0 for padding, [B, num_rows]."""
-    found = []
-    for edges in children:
-        depths = [0] * num_rows
-        for (parent, _), node in sorted(edges.items(), key=lambda edge: edge[1]):  # parents come first
-            depths[node + 1] = depths[parent + 1] + 1
-        found.append(depths)
-    return found
-
-
 class PerRowSelection(Selection):
     """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
-    def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
+    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         sequences = self.sequences
         unfinished = [length for length, done in zip(sequences.lengths, self.is_finished, strict=True) if not done]
         accepted: Accepted = []
@@ -261,8 +250,8 @@ class PerRowSelection(Selection):
             done or (self.do_sample and length >= min(unfinished) + MAX_LEAD)
             for length, done in zip(sequences.lengths, self.is_finished, strict=True)
         ]
-        self._sampled = self._sample_ahead(children, block_logits, rests)
-        for row, edges in enumerate(children):
+        self._sampled = self._sample_ahead(tree, block_logits, rests)
+        for row, edges in enumerate(self._children_of(tree)):
             if rests[row]:
                 accepted.append(None)
             else:
@@ -289,9 +278,7 @@ class PerRowSelection(Selection):
         draws = self._draws(probabilities, self.sequences.lengths[row])
         return sample_with_draws(probabilities, draws[row : row + 1])[0]
 
-    def _sample_ahead(
-        self, children: list[Children], block_logits: BlockLogits, rests: list[bool]
-    ) -> SampledAhead | None:
+    def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits, rests: list[bool]) -> SampledAhead | None:
         """Sample after all nodes in one copy to the host, while the host would wait for a device at each token.
 
         rests: rows in which nothing is sampled. None where that could give another token than generate()'s, and on a
@@ -306,7 +293,7 @@ class PerRowSelection(Selection):
         batch_size, num_rows, vocab_size = logits.shape
         if logits.is_cuda and vocab_size % ALIGNED:
             return None
-        depths = depths_of(children, num_rows)
+        depths = [[0, *row] for row in tree.padded_depths(num_rows - 1)]  # [B, 1 + n]
         active = [row for row, is_resting in enumerate(rests) if not is_resting]
         first = min(sequences.lengths[row] for row in active) - sequences.prompt_length if active else 0
         # The number of each row's next token, counted from the first one of all rows.
@@ -360,12 +347,12 @@ class LockstepSelection(Selection):
         """Rows that need no guesses: finished ones, if they are padded. Without padding they go on like the others."""
         return self.is_finished if self._pads else [False] * len(self.is_finished)
 
-    def _walk(self, children: list[Children], block_logits: BlockLogits) -> Accepted:
-        self._block_logits, self._children = block_logits, children
-        accepted = walk_together(children, self._choice, self._commit)
+    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
+        self._block_logits, self._children = block_logits, self._children_of(tree)
+        accepted = walk_together(self._children, self._choice, self._commit)
         if self.draws is not None:
             self.draws.forget(self.sequences.lengths[0] - self.sequences.prompt_length)
-        return [None] * len(children) if accepted is None else list(accepted)
+        return [None] * len(self._children) if accepted is None else list(accepted)
 
     def _choice(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
         are_usable = [self._is_usable(self._block_logits, row, node) for row, node in enumerate(nodes)]
