@@ -17,11 +17,13 @@ import lade
 from lade import commands
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
-from lade.commands.trace import page
+from lade.commands.trace import TEMPLATE, page
 from lade.commands.trace.recorder import record, warm_up
 from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN, bin_of, replay
 from lade.drafting import Draft, register_drafter
+from lade.drafting.acceptance import NUM_KINDS, name_of
 from lade.drafting.base import ROOT_ALONE
+from lade.forward import packed
 from lade.stats import open_stats, tracing
 
 BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
@@ -93,6 +95,18 @@ def test_tracing_is_off_outside_of_it(random_model, lade_on):
     assert not random_model._forward_hooks
 
 
+@pytest.mark.skipif(not packed.has_onednn(), reason="oneDNN is not in this build of torch")
+def test_a_traced_call_runs_as_it_would_untraced(tokenizer, lade_on, monkeypatch):
+    """The same forward: with a hook on the model, for one, nothing would be packed, and block sizes follow other costs."""
+    monkeypatch.setattr(packed, "LEAST_ELEMENTS", dict.fromkeys(packed.LEAST_ELEMENTS, 1))
+    lade.config_lade(MODE="auto", PACK=1)
+    model = tiny_llama(torch.float32, vocab_size=4096)
+    model.generate(**prompt(24), max_new_tokens=8)
+    num_packed = lade.last_stats().packed_weights
+    record(model, tokenizer, [5, 6, 7], max_new_tokens=20)
+    assert lade.last_stats().packed_weights == num_packed > 0
+
+
 @pytest.fixture
 def tree_trace(tokenizer, lade_on):
     """What generate() does by default, on costs that no clock changes."""
@@ -128,6 +142,12 @@ def test_the_default_drafter_explains_itself(tree_trace):
             counts[0] += 1
             counts[1] += node in step["accepted"]
     assert found == stats.sources
+
+
+def test_the_page_says_what_each_source_is():
+    sources = re.search(r"const SOURCES = {\n(.*?)\n};", TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)[1]
+    described = set(re.findall(r"^  (\w+): \[", sources, re.MULTILINE))
+    assert described == {name_of(kind).split()[0] for kind in range(NUM_KINDS)} | {"pool"}
 
 
 def test_the_warm_up_teaches_no_text(random_model, tokenizer, lade_on):

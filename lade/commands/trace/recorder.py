@@ -8,48 +8,37 @@ For a drafter that explains its drafts also the source of each guess and the rea
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import lade
-from lade import stats
 from lade.commands.detokenize import Detokenizer
-from lade.commands.measure import Method, is_looping, settle, synchronize
+from lade.commands.measure import Method, is_looping, settle
 from lade.drafting import Explanation
+from lade.stats import open_stats, tracing
 
 
 class StepRecorder:
-    """Collects the steps of one call with one prompt: `tracing` calls `on_step`, hooks on the model take the times."""
+    """Collects the steps of one call with one prompt: `tracing` calls `on_step`. The times are the call's own
+    statistics: a hook on the model would keep packed weights and graphs away, and another forward would be traced.
+    """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         # Distinct ones: per query its keys as hexadecimal, the first key is the highest bit.
         self.masks: list[list[str]] = []
-        self.prefill_seconds: float | None = None
-        self._forward_seconds = 0.0
-        self._step_began = 0.0
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the call made inside."""
-        hooks = [
-            self.model.register_forward_pre_hook(lambda *_: self._forward_begins()),
-            self.model.register_forward_hook(lambda *_: self._forward_ends()),
-        ]
-        try:
-            with stats.tracing(self.on_step):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        self.first_step_began: float | None = None
+        self._spent = (0.0, 0.0)  # seconds of all steps so far: forwards, the rest
 
     def on_step(self, roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, guesses: Any, texts: Any) -> None:
         """See `lade.stats.tracing`. Only the first row of a batch is looked at."""
-        now = time.perf_counter()
+        now, stats = time.perf_counter(), open_stats()
+        spent = (stats.forward_seconds, stats.draft_seconds + stats.verify_seconds)
+        forward, rest = (total - before for total, before in zip(spent, self._spent, strict=True))
+        self._spent = spent
+        if self.first_step_began is None:
+            self.first_step_began = now - forward - rest
         path = accepted[0] or []
         committed = 0 if accepted[0] is None else len(path) + 1
         explained = Explanation() if draft.explain is None else draft.explain(0)
@@ -69,11 +58,10 @@ class StepRecorder:
                 "accepted": list(path),
                 "committed": texts.row(0)[0, -committed:].tolist() if committed else [],
                 "mask": self._mask_index(layout.offsets_and_visibility(tree)[1][0]),
-                "forward": self._forward_seconds,
-                "rest": now - self._step_began - self._forward_seconds,
+                "forward": forward,
+                "rest": rest,
             }
         )
-        self._step_began = time.perf_counter()  # the recording's own time counts for no step
 
     def _mask_index(self, visible: torch.Tensor) -> int:
         """visible: [q, q] bool."""
@@ -81,17 +69,6 @@ class StepRecorder:
         if rows not in self.masks:
             self.masks.append(rows)
         return self.masks.index(rows)
-
-    def _forward_begins(self) -> None:
-        synchronize(self.model.device)
-        self._forward_began = time.perf_counter()
-
-    def _forward_ends(self) -> None:
-        synchronize(self.model.device)
-        self._forward_seconds = time.perf_counter() - self._forward_began
-        if self.prefill_seconds is None:
-            self.prefill_seconds = self._forward_seconds
-            self._step_began = time.perf_counter()
 
 
 def window_levels(roots: list[int], draft: Any) -> list[list[int]]:
@@ -115,11 +92,11 @@ def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) 
     Raises RuntimeError when lookahead did not run.
     """
     inputs = torch.tensor([prompt_ids], device=model.device)
-    recorder = StepRecorder(model)
+    recorder = StepRecorder()
     started = time.perf_counter()
-    with recorder.recording():
+    with tracing(recorder.on_step):
         output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **arguments)[0].tolist()
-    seconds = time.perf_counter() - started
+    ended = time.perf_counter()
     found, config = lade.last_stats(), lade.current_config()
     if found is None or found.fallback_reason is not None:
         raise RuntimeError(f"lookahead did not run: {found and found.fallback_reason}")
@@ -135,8 +112,8 @@ def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) 
         "version": lade.__version__,
         "mode": config.mode,
         "settings": config.description,
-        "seconds": seconds,
-        "prefill": recorder.prefill_seconds,
+        "seconds": ended - started,
+        "prefill": (recorder.first_step_began or ended) - started,  # the prompt, and setting the call up
         "tokens_per_step": found.tokens_per_step,
         "looping": is_looping(new),
         "prompt": pieces[: len(prompt_ids)],
