@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+gc.disable()  # until everything is imported: see `pytest_collection_finish`
 pytest.register_assert_rewrite("support")  # before it is imported
 
 from support import processes, tiny_llama
@@ -16,7 +19,8 @@ from support.graphs import captured, compiled, eager_steps, graphs, on_cuda, sta
 from transformers import LlamaForCausalLM
 
 import lade
-from lade import eligibility
+from lade import augment, eligibility
+from lade.compat import require_names
 from lade.config import MODES, temporary_settings
 
 os.environ["LADE_CACHE"] = "0"  # no test depends on what this machine has measured before, nor leaves anything behind
@@ -48,6 +52,13 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         config.stash[LEFT_OUT] = bool(left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_collection_finish():
+    """A tenth of the suite's time went into looking for garbage among what torch and transformers have imported."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -86,13 +97,21 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
+@functools.cache
+def names_are_there():
+    """What each patch checks, for 4 ms: here once."""
+    require_names()
+
+
 @pytest.fixture
 def lade_on(monkeypatch):
     """lade patched in and switched on; everything is put back afterwards."""
     monkeypatch.setenv("USE_LADE", "1")
     monkeypatch.setattr(eligibility, "LEAST_TOKENS", 1)  # the loop must be right at any length
     with temporary_settings():
-        lade.augment_all()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(augment, "require_names", names_are_there)
+            lade.augment_all()
         lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
         yield
         lade.restore_all()
