@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -57,6 +58,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """A tenth of the suite's time went into looking for garbage among what torch and transformers have imported."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or triton's bindings complain at the end
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
