@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """A tenth of the suite's time went into looking for garbage among what torch and transformers have imported."""
+    """What torch and transformers have imported is never garbage, and a full collection that looks through it takes 0.3 s."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # or triton's bindings complain at the end
     gc.set_threshold(10_000, 10, 10)
