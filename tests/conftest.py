@@ -1,26 +1,17 @@
-# ruff: noqa: E402
-"""How the suite runs, and the fixtures that several test files take."""
+"""How the suite runs. The fixtures that several test files take are in tests/support/fixtures.py."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.register_assert_rewrite("support")  # before it is imported
-
-from support import processes, tiny_llama
-from support.device_steps import calls  # noqa: F401
-from support.graphs import captured, compiled, eager_steps, graphs, on_cuda, static_blocks  # noqa: F401
-from transformers import LlamaForCausalLM
-
-import lade
-from lade import eligibility
-from lade.config import MODES, temporary_settings
-
 os.environ["LADE_CACHE"] = "0"  # no test depends on what this machine has measured before, nor leaves anything behind
 LEFT_OUT = pytest.StashKey[bool]()
+pytest.register_assert_rewrite("support")  # before it is imported
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,6 +25,13 @@ def pytest_cmdline_main(config):
     is_decided = getattr(options, "numprocesses", 0) is not None or hasattr(config, "workerinput")
     if is_whole and not (is_watched or is_decided):
         options.numprocesses, options.dist = 2, "worksteal"
+
+
+def pytest_configure(config):
+    """Not where tests are only handed out: importing torch and transformers takes seconds."""
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        gc.disable()  # until everything is imported: see `pytest_collection_finish`
+        config.pluginmanager.import_plugin("support.fixtures")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -50,6 +48,14 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
+def pytest_collection_finish():
+    """What torch and transformers have imported is never garbage, and a full collection that looks through it takes 0.3 s."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or triton's bindings complain at the end
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
+
+
 def pytest_terminal_summary(terminalreporter, config):
     is_divided = getattr(config.option, "numprocesses", None)  # and collected elsewhere
     if config.stash.get(LEFT_OUT, is_divided and os.environ.get("LADE_LONG_TESTS") != "1"):
@@ -60,39 +66,11 @@ def pytest_runtestloop(session):
     """Start the programs that the chosen tests need, in the order of the tests."""
     if session.config.option.collectonly:
         return
+    from support import processes
+
     thread = ThreadPoolExecutor(1)
+    session.config.add_cleanup(lambda: thread.shutdown(wait=False, cancel_futures=True))  # the tests may end early
     for item in session.items:
         for name in getattr(item, "fixturenames", ()):
             if name in processes.programs and name not in processes.results:
                 processes.results[name] = thread.submit(processes.programs[name])
-
-
-def pytest_sessionfinish(session):
-    for result in processes.results.values():
-        result.cancel()  # where the tests have ended early
-
-
-@pytest.fixture(autouse=True)
-def no_drafter_stays():
-    """Drafters that a test registers are gone after it."""
-    before = dict(MODES)
-    yield
-    for mode in MODES.keys() - before.keys():
-        del MODES[mode]
-
-
-@pytest.fixture(scope="session")
-def model() -> LlamaForCausalLM:
-    return tiny_llama()
-
-
-@pytest.fixture
-def lade_on(monkeypatch):
-    """lade patched in and switched on; everything is put back afterwards."""
-    monkeypatch.setenv("USE_LADE", "1")
-    monkeypatch.setattr(eligibility, "LEAST_TOKENS", 1)  # the loop must be right at any length
-    with temporary_settings():
-        lade.augment_all()
-        lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
-        yield
-        lade.restore_all()

@@ -77,7 +77,7 @@ def test_nothing_else_is_imported():
 
 
 def test_test_files_share_through_support():
-    """What one test file needs of another belongs to tests/support/ (fixtures: to tests/conftest.py)."""
+    """What one test file needs of another belongs to tests/support/ (fixtures: to its fixtures.py)."""
     for path in TESTS.glob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -2,7 +2,7 @@
 
 `models` and `processes` are re-exported. `families` is the table of small random models, `ranks` the processes of tests/test_parallel.py,
 `graphs` the stand-ins for CUDA graphs, `static_shapes` and `device_steps` the comparisons that go with them. `guard_pages` and
-`compile_kernels` are programs. Fixtures that more than one file takes are in tests/conftest.py.
+`compile_kernels` are programs. Fixtures that more than one file takes are in `fixtures`.
 """
 
 from support.models import (

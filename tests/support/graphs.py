@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA graphs (`Tape`) and for what compiles: fixtures, which tests/conftest.py makes known to all tests.
+"""Stand-ins for CUDA graphs (`Tape`) and for what compiles: with their fixtures.
 
 What only a device can show is in tests marked `gpu`.
 """
