@@ -465,7 +465,8 @@ def test_suffix_matches():
     assert index.matches() == []
     loop = SuffixIndex()
     loop.extend([1, 2, 3] * 20)
-    assert loop.matches() == [(57, 8)]  # the latest of the longest
+    assert loop.matches() == [(57, 21)]  # the latest of the longest
+    assert loop.following(57, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_a_vocabulary_that_has_shrunk():

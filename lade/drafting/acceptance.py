@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
-from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH
+from lade.drafting.suffix_index import MIN_MATCH
 from lade.drafting.top_k_table import BIN_MIDDLES, NUM_BINS
 
 PRIOR_WEIGHT = 16.0  # trials that the first estimate counts for
@@ -13,31 +14,54 @@ TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust begins with, and 
 TRUST_MEMORY = 0.9  # share of the past that is left after each step
 FORGET_SHARE = 0.8  # of what was learned that is left after FORGET_EVERY steps without a guess
 FORGET_EVERY = 16
-# How often what followed a match of 3, 4, .. 8 tokens follows again, at first. Greedy text that repeats itself goes on doing so.
-GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95)
-SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7)
+MATCH_LENGTHS = (3, 4, 5, 6, 7, 8, 9, 13, 21)  # matches from one length up to the next count together
+# How often what followed them follows again, at first. Greedy text that repeats itself goes on doing so.
+GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
+SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
 # What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows. Less
 # where the model's likeliest tokens are not likely: then rows are seldom right.
 PROBE_CREDIT = 0.02
 USUAL_SURENESS = 0.5  # mean probability of the likeliest token from which on a probe is worth its full credit
 SURENESS_SHARE = 0.1  # of each token in that mean
 
+NUM_SHORT, NUM_LONG = 6, 3  # of MATCH_LENGTHS; the longer ones came later to saved memories
+
 # A kind is where a guess came from and how sure that source is of it. All kinds, as ranges of integers:
 PAIR = 0  # + bin: the row of the last two tokens
 SINGLE = PAIR + NUM_BINS  # + bin: the row of the last token
 SUFFIX = SINGLE + NUM_BINS  # + match length - MIN_MATCH: what followed the longest earlier occurrence
-SECOND_SUFFIX = SUFFIX + MAX_MATCH - MIN_MATCH + 1  # likewise, of another continuation
-PROBE = SECOND_SUFFIX + MAX_MATCH - MIN_MATCH + 1  # a token whose row is unknown, guessed in order to learn it
+SECOND_SUFFIX = SUFFIX + NUM_SHORT  # likewise, of another continuation
+PROBE = SECOND_SUFFIX + NUM_SHORT  # a token whose row is unknown, guessed in order to learn it
 FIRST_NUM_KINDS = PROBE + 1  # of saved memories that knew no others
 VOCABULARY = PROBE + 1  # + bin: the row of the last token alone, without any text before it
 SIBLING = VOCABULARY + NUM_BINS  # + bin: the row of a wrong guess that stood where the last token stands
-NUM_KINDS = SIBLING + NUM_BINS
+LONG_SUFFIX = SIBLING + NUM_BINS  # + number among the LONG lengths: as SUFFIX
+LONG_SECOND = LONG_SUFFIX + NUM_LONG
+STORE = (
+    LONG_SECOND + NUM_LONG
+)  # + number among MATCH_LENGTHS: what followed the longest occurrence in texts of earlier calls
+SECOND_STORE = STORE + len(MATCH_LENGTHS)
+NUM_KINDS = SECOND_STORE + len(MATCH_LENGTHS)
+
+
+def _kinds(short: int, long: int) -> tuple[int, ...]:
+    """Kinds by match length, up to the longest that is told apart."""
+    bins = [bisect_right(MATCH_LENGTHS, length) - 1 for length in range(MATCH_LENGTHS[-1] + 1)]
+    return tuple(short + place if place < NUM_SHORT else long + place - NUM_SHORT for place in bins)
+
+
+SUFFIX_KINDS, SECOND_KINDS = _kinds(SUFFIX, LONG_SUFFIX), _kinds(SECOND_SUFFIX, LONG_SECOND)
+STORE_KINDS, SECOND_STORE_KINDS = _kinds(STORE, STORE + NUM_SHORT), _kinds(SECOND_STORE, SECOND_STORE + NUM_SHORT)
 
 
 def name_of(kind: int) -> str:
     """The source that a kind belongs to, of suffix matches with their length."""
     if kind < SUFFIX:
         return "pair" if kind < SINGLE else "single"
+    if kind >= STORE:
+        return f"earlier text of {MATCH_LENGTHS[(kind - STORE) % len(MATCH_LENGTHS)]}"
+    if kind >= LONG_SUFFIX:
+        return f"suffix of {MATCH_LENGTHS[NUM_SHORT + (kind - LONG_SUFFIX) % NUM_LONG]}"
     if kind >= PROBE:
         return "probe" if kind == PROBE else "vocabulary" if kind < SIBLING else "sibling"
     return f"suffix of {MIN_MATCH + (kind - SUFFIX) % (SECOND_SUFFIX - SUFFIX)}"
@@ -49,7 +73,9 @@ def prior_chances(do_sample: bool) -> list[float]:
     by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # the surer, the more rests on what came before
     by_other_length = [0.3 * chance for chance in by_length]
     by_token = [0.6 * chance for chance in by_single]
-    return [*BIN_MIDDLES, *by_single, *by_length, *by_other_length, PROBE_CREDIT, *by_token, *by_token]
+    by_short = [*by_length[:NUM_SHORT], *by_other_length[:NUM_SHORT]]
+    by_long = [*by_length[NUM_SHORT:], *by_other_length[NUM_SHORT:], *by_length, *by_other_length]
+    return [*BIN_MIDDLES, *by_single, *by_short, PROBE_CREDIT, *by_token, *by_token, *by_long]
 
 
 class Acceptance:

@@ -18,7 +18,7 @@ import numpy as np
 
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
 from lade.drafting.memory import KEY_SHIFT, Memory
-from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH
+from lade.drafting.suffix_index import MAX_MATCH
 from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, PackedRow
 from lade.drafting.vocabulary import Vocabulary
 from lade.verification.draws import SHARPNESS, Draws, races
@@ -28,7 +28,9 @@ BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is lo
 LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
-Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
+Pointer = tuple[
+    list[int], int, int, tuple[int, ...]
+]  # what followed, number of the next of it, match length, kinds by length
 Node = tuple[int, int, int]  # token, parent, depth
 Source = tuple[PackedRow, int]  # a row and the kind of its rarest guess
 Guess = tuple[float, int, int]  # chance, token, kind
@@ -92,7 +94,7 @@ class Grower:
     ) -> None:
         """vocabulary: rows of tokens alone. temperature: of sampling, for those. text: ids up to the root. draws_at: what a token at some
         distance from the root will be drawn with; None for greedy, or where that is not known. sources: more rows behind the root.
-        pointers: where the text's end has occurred before.
+        pointers: what followed where the text's end has occurred before.
         """
         self._pairs, self._singles = memory.pairs.row, memory.singles.row
         self._rows_alone = () if vocabulary is None else vocabulary.at(temperature)
@@ -290,8 +292,10 @@ class Grower:
 
     def _follow(self, pointer: Pointer, node: int, depth: int, least: float) -> None:
         """Put what followed an earlier occurrence into the heap."""
-        (place, length, first, start), text = pointer, self._text
-        guess, kind = text[place], first + min(length, MAX_MATCH) - MIN_MATCH
+        following, number, length, kinds = pointer
+        if number == len(following):
+            return
+        guess, kind = following[number], kinds[min(length, MAX_MATCH)]
         chance = (1.0 if node < 0 else self._odds[node]) * self._chances[kind]
         if guess == FOREIGN:
             return
@@ -303,5 +307,4 @@ class Grower:
         elif self._odds[found] <= chance:
             self._odds[found], self._kinds[found] = chance, kind
             heappush(self._heap, (-chance, found))
-        # At the text's end it goes on as if it were repeating itself.
-        self._behind[found] = ((place + 1 if place + 1 < len(text) else start, length + 1, first, start),)
+        self._behind[found] = ((following, number + 1, length + 1, kinds),)

@@ -18,7 +18,8 @@ from torch import Tensor
 from lade.block_size import SavedCosts, saved_costs
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
 from lade.drafting.likeliest import Rows, most_likely
-from lade.drafting.memory_file import read_arrays, write_arrays
+from lade.drafting.memory_file import MAX_TEXTS, TEXTS, read_arrays, write_arrays
+from lade.drafting.text_store import END, TextStore
 from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, TopKTable, packed
 from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of
@@ -52,14 +53,17 @@ class Memory:
     What is remembered never changes what a call returns, only how fast it does.
     """
 
-    def __init__(self, max_bytes: int = MAX_BYTES, path: str | Path | None = None) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES, path: str | Path | None = None, texts: int = 0) -> None:
         """max_bytes: about how much the tables may take. path: where save() writes, and what is loaded if it exists.
+        texts: how many tokens of what calls have generated to keep as they are, besides; 24 to 32 bytes each. 0: none.
 
         Of a file with more rows than fit the latest are loaded. Raises ValueError for too few bytes, or a file that is not a
         memory or far too large for max_bytes; the file is left as it is.
         """
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < MIN_BYTES:
             raise ValueError(f"max_bytes must be an integer of at least {MIN_BYTES}, got {max_bytes!r}")
+        if isinstance(texts, bool) or not isinstance(texts, int) or not 0 <= texts <= MAX_TEXTS:
+            raise ValueError(f"texts must be an integer from 0 to {MAX_TEXTS}, got {texts!r}")
         capacity = max_bytes // (2 * BYTES_PER_ROW)
         self.path = None if path is None else Path(path)
         self.singles, self.pairs = TopKTable(capacity), TopKTable(capacity)
@@ -69,6 +73,7 @@ class Memory:
         self.step_costs: SavedCosts = {}  # what steps of it cost, as the file said
         self._model: weakref.ref[Any] | None = None
         self.vocabulary: Vocabulary | None = None  # rows of tokens alone, of a file or made by `warm_vocabulary`
+        self.texts = TextStore(texts) if texts else None
         self.outlives_call = True  # so that what a call learns last is worth learning
         if self.path is not None and self.path.exists():
             self._load(self.path, max_bytes)
@@ -91,6 +96,8 @@ class Memory:
         self.singles.clear()
         self.pairs.clear()
         self.unseen.clear()
+        if self.texts is not None:
+            self.texts.clear()
         self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}
         self.identity, self.step_costs, self._model, self.vocabulary = None, {}, None, None
 
@@ -123,7 +130,10 @@ class Memory:
                 if tokenizer is None:
                     raise ValueError("tokenizer must be given where texts are strings, got None")
                 text = tokenizer(text)["input_ids"]
-            self._warm_on(model, torch.as_tensor(text).flatten().tolist())
+            ids = torch.as_tensor(text).flatten().tolist()
+            self._warm_on(model, ids)
+            if self.texts is not None:
+                self.texts.add(ids)
 
     def warm_vocabulary(self, model: Any) -> None:
         """Learn what the model puts behind each token alone, so that there are guesses from the first step on.
@@ -158,14 +168,17 @@ class Memory:
         for token in list(unseen)[:-MAX_UNSEEN] if len(unseen) > MAX_UNSEEN else ():
             unseen.pop(token, None)
 
-    def save(self, path: str | Path | None = None) -> None:
+    def save(self, path: str | Path | None = None, texts: bool = False) -> None:
         """Write everything to a file, all or nothing. path: None for the one given at first.
 
-        A file that is there keeps its mode.
+        texts: write what Memory(texts=...) keeps too. A file that is there keeps its mode. Raises ValueError without a path, or
+        where no texts are kept that could be written.
         """
         target = self.path if path is None else Path(path)
         if target is None:
             raise ValueError("path must be given here or to Memory(), got None")
+        if texts and self.texts is None:
+            raise ValueError(f"texts must be False for a memory that keeps none, got {texts!r}")
         target = target.resolve()  # a link stays one
         if not target.parent.is_dir():
             raise ValueError(f"path must be in a folder that exists, got {str(target)!r}")
@@ -177,12 +190,15 @@ class Memory:
             arrays |= {f"{name}_{key}": array for key, array in table.as_arrays().items()}
         for do_sample, acceptance in self.acceptance.items():
             arrays[f"chances_{int(do_sample)}"] = np.array([acceptance.trials, acceptance.hits])
+        if texts and self.texts is not None:
+            arrays[TEXTS] = self.texts.as_array()
         vocabulary = self.vocabulary or (None if model is None else vocabulary_of(model, may_make=False))
         write_arrays(target, arrays | ({} if vocabulary is None else vocabulary.as_arrays()))
 
     def _load(self, path: Path, max_bytes: int) -> None:
         try:
-            arrays = read_arrays(path, max_bytes, self.pairs.capacity, VOCABULARY_BYTES)
+            max_texts = 0 if self.texts is None else self.texts.max_tokens
+            arrays = read_arrays(path, max_bytes, self.pairs.capacity, VOCABULARY_BYTES, max_texts)
             header = json.loads(str(arrays["header"]))
             if header["format"] not in READABLE_FORMATS:
                 raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
@@ -205,6 +221,11 @@ class Memory:
             vocab_size = identity["vocab_size"] if identity else 0
             if any(len(ids) and ids.max() >= vocab_size for _, ids, _ in tables.values()):
                 raise ValueError("its tables hold ids beyond the vocabulary")
+            texts = arrays.get(TEXTS, np.zeros(0, dtype=np.int32))
+            if texts.ndim != 1 or texts.dtype.kind != "i":
+                raise ValueError("its texts are not a list of ids")
+            if len(texts) and not END <= texts.min() <= texts.max() < vocab_size:
+                raise ValueError("its texts hold ids beyond the vocabulary")
             vocabulary = None
             if "vocabulary_ids" in arrays:
                 vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
@@ -213,6 +234,8 @@ class Memory:
         except Exception as error:  # whatever a damaged file may lead to
             raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
         self.identity, self.step_costs, self.vocabulary = identity, step_costs, vocabulary
+        if self.texts is not None:
+            self.texts.restore(texts)
         for name, (keys, ids, bins) in tables.items():
             getattr(self, name).put(keys.tolist(), ids, bins)
         for flag, (trials, hits) in chances.items():

@@ -15,7 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_UNPACKED = 8  # times max_bytes that a file may unpack to; reading it takes time, even where little of it is kept
+TEXTS = "texts"  # an array of tokens, which has a limit of its own
 WHOLE = "vocabulary_"  # arrays that are of no use in part
+MAX_TEXTS = 10_000_000  # tokens
+MAX_TEXT_BYTES = 4 * MAX_TEXTS + 4096
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # np.savez's and np.savez_compressed's
 HEADER_VERSION = (1, 0)  # what numpy writes for arrays without names of their own
 
@@ -38,8 +41,8 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
         raise
 
 
-def read_arrays(path: Path, max_bytes: int, max_rows: int, max_whole: int = 0) -> Arrays:
-    """The arrays of an .npz file by name, of longer ones the last `max_rows` rows.
+def read_arrays(path: Path, max_bytes: int, max_rows: int, max_whole: int = 0, max_texts: int = 0) -> Arrays:
+    """The arrays of an .npz file by name, of longer ones the last `max_rows` rows; of TEXTS the last `max_texts` tokens.
 
     max_whole: bytes that those whose name begins with WHOLE, which are read as they are, may take together.
     Raises an exception for any other file, and ValueError before anything is unpacked when the file unpacks to more than
@@ -47,7 +50,10 @@ def read_arrays(path: Path, max_bytes: int, max_rows: int, max_whole: int = 0) -
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-        unpacked = sum(entry.file_size for entry in entries if not entry.filename.startswith(WHOLE))
+        texts = sum(entry.file_size for entry in entries if entry.filename == f"{TEXTS}.npy")
+        if texts > MAX_TEXT_BYTES:
+            raise ValueError(f"its texts unpack to {texts} bytes, which is more than {MAX_TEXT_BYTES}")
+        unpacked = sum(entry.file_size for entry in entries if not entry.filename.startswith(WHOLE)) - texts
         if unpacked > MAX_UNPACKED * max_bytes:
             raise ValueError(f"it unpacks to {unpacked} bytes, which is too much for max_bytes={max_bytes}")
         found, kept, whole = {}, 0, 0
@@ -56,11 +62,14 @@ def read_arrays(path: Path, max_bytes: int, max_rows: int, max_whole: int = 0) -
                 raise ValueError(f"{entry.filename} is compressed in a way that numpy does not write")
             with archive.open(entry) as file:
                 shape, dtype = _read_header(file, entry)
-                is_whole = entry.filename.startswith(WHOLE)
-                skipped = max(0, shape[0] - max_rows) if shape and not is_whole else 0
+                is_whole, is_texts = entry.filename.startswith(WHOLE), entry.filename == f"{TEXTS}.npy"
+                skipped = max(0, shape[0] - (max_texts if is_texts else max_rows)) if shape and not is_whole else 0
                 row_bytes = prod(shape[1:]) * dtype.itemsize
                 size = entry.file_size - file.tell() - skipped * row_bytes
-                kept, whole = (kept, whole + size) if is_whole else (kept + size, whole)
+                if is_whole:
+                    whole += size
+                elif not is_texts:
+                    kept += size
                 if kept > max_bytes:
                     raise ValueError(f"its arrays take more than max_bytes={max_bytes}")
                 if whole > max_whole:

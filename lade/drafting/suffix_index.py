@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MIN_MATCH = 3  # shorter repetitions are too often by chance
-MAX_MATCH = 8  # longer ones are no better
+MAX_MATCH = 21  # longer ones are no better
 MAX_PLACES = 16  # latest places remembered of each key
 
 
@@ -41,5 +41,14 @@ class SuffixIndex:
                 length += 1
             if length > found.get(text[place], (0, 0))[0]:
                 found[text[place]] = (length, place)
-        longest = sorted(found.values(), reverse=True)[:2]
-        return [(place, length) for length, place in longest]
+        return longest_two(found)
+
+    def following(self, place: int, count: int) -> list[int]:
+        """The `count` tokens from a place on. At the text's end it goes on as if it were repeating itself."""
+        found = self.tokens[place : place + count]
+        return found if len(found) == count else (found * (count // len(found) + 1))[:count]
+
+
+def longest_two(found: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:
+    """Place and length of the longest matches. found: by the token that follows, the match's length and place."""
+    return [(place, length) for length, place in sorted(found.values(), reverse=True)[:2]]

@@ -19,12 +19,20 @@ from torch import Tensor
 
 from lade.block.token_tree import TokenTree
 from lade.block_size import EarlyStop, Offers, SpeculationBackoff, StepCostsByLength, choose_size
-from lade.drafting.acceptance import PROBE, SECOND_SUFFIX, SIBLING, SUFFIX, name_of
+from lade.drafting.acceptance import (
+    PROBE,
+    SECOND_KINDS,
+    SECOND_STORE_KINDS,
+    SIBLING,
+    STORE_KINDS,
+    SUFFIX_KINDS,
+    name_of,
+)
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
-from lade.drafting.growth import FOREIGN, Grower, Growth, Source
+from lade.drafting.growth import FOREIGN, Grower, Growth, Pointer, Source
 from lade.drafting.likeliest import Rows, likeliest_on_host, with_bins
 from lade.drafting.memory import Memory, memory_for
-from lade.drafting.suffix_index import SuffixIndex
+from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from lade.drafting.top_k_table import packed
 from lade.drafting.vocabulary import Vocabulary, vocabulary_of
 from lade.verification.draws import Draws, ExponentialDraws
@@ -121,6 +129,7 @@ class TreeDrafter:
                 ids = ids[key_mask[row, key_mask.shape[1] - len(ids) :]]
             # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
             index.extend(token if 0 <= token < num_tokens else FOREIGN for token in ids.tolist())
+        self._prompt_lengths = [len(index.tokens) for index in self._suffixes]
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
         self._sampling_draws = draws
         self._vocabulary = vocabulary
@@ -192,6 +201,10 @@ class TreeDrafter:
     def finish(self) -> None:
         if self._seen and self.memory.outlives_call:
             self._learn_rows()
+        if self.memory.texts is not None:
+            for index, length in zip(self._suffixes, self._prompt_lengths, strict=True):
+                # What a text began with is found by the end of its prompt.
+                self.memory.texts.add(index.tokens[max(0, length - MAX_MATCH) :])
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
         if self.costs is None:
@@ -232,7 +245,7 @@ class TreeDrafter:
         """Whether to propose nothing, because guesses have not paid lately; a text that repeats itself is worth an exception."""
         if self.costs is None or not self._backoff.rests():
             return False
-        return all(length < LONG_MATCH for row in rows for _, length in self._suffixes[row].matches())
+        return all(length < LONG_MATCH for row in rows for _, _, length, _ in self._pointers(row, 1))
 
     def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
         """Trees for some rows, all of the size that pays."""
@@ -270,8 +283,6 @@ class TreeDrafter:
         offers: sizes and costs, where more guesses than can pay are not wanted. spare: sizes to grow beyond what is enough.
         """
         index, probe, trust = self._suffixes[row], self.acceptance.chances[PROBE], self.acceptance.trust
-        starts = zip(index.matches(), (SUFFIX, SECOND_SUFFIX), strict=False)
-        pointers = tuple((place, length, kind, place) for (place, length), kind in starts)
         stop = None
         if offers is not None:
             early = EarlyStop(offers, trust, spare)
@@ -288,12 +299,31 @@ class TreeDrafter:
             index.tokens,
             partial(self._draws, row),
             () if sibling is None else (sibling,),
-            pointers,
+            self._pointers(row, max_depth),
         )
         growth, is_stopped = grower.grow(max_depth, size, least, stop)
         if not is_stopped:
             self._add_probes(growth, size)
         return growth
+
+    def _pointers(self, row: int, count: int) -> tuple[Pointer, ...]:
+        """At most `count` tokens each of what followed where a text's end has occurred before."""
+        index, texts = self._suffixes[row], self.memory.texts
+        own = index.matches()
+        found = [
+            (index.following(place, count), 0, length, kinds)
+            for (place, length), kinds in zip(own, (SUFFIX_KINDS, SECOND_KINDS), strict=False)
+        ]
+        if texts is not None:
+            shorter = own[0][1] if own else 0
+            found += [
+                (texts.following(place, count), 0, length, kinds)
+                for (place, length), kinds in zip(
+                    texts.matches(index.tokens[-MAX_MATCH:]), (STORE_KINDS, SECOND_STORE_KINDS), strict=False
+                )
+                if length > shorter
+            ]
+        return tuple(found)
 
     def _draws(self, row: int, depth: int) -> Draws | None:
         """What a token at some distance from the root will be drawn with; None where that is not known, or for greedy."""

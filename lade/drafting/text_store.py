@@ -1,0 +1,91 @@
+"""Texts of earlier calls, bounded, and where the end of another text has occurred in them."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lade.drafting.suffix_index import MAX_MATCH, MAX_PLACES, MIN_MATCH, longest_two
+
+END = -2  # behind each text; no id
+NOWHERE = -1
+
+
+class TextStore:
+    """The last `max_tokens` tokens of texts, with an index of their trigrams.
+
+    A place counts tokens from the first that was ever added. A token, and the place before of the same trigram, lie at
+    place % max_tokens: what is new overwrites what is old, so that adding takes constant time and memory is bounded.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """max_tokens: each takes 24 to 32 bytes, whether it is there yet or not."""
+        self.max_tokens = max_tokens
+        self._lock = threading.Lock()  # calls in several threads may share a store
+        self.clear()
+
+    def __len__(self) -> int:
+        """Tokens, with one behind each text."""
+        return min(self._end, self.max_tokens)
+
+    def clear(self) -> None:
+        self._tokens = array("q", [END]) * self.max_tokens
+        self._before = array("q", [NOWHERE]) * self.max_tokens  # the place before of the trigram that ends there
+        self._latest = array("q", [NOWHERE]) * (1 << (self.max_tokens - 1).bit_length())  # by the hash of a trigram
+        self._end = 0
+
+    def add(self, text: Sequence[int]) -> None:
+        """Add a text of ids."""
+        size = self.max_tokens
+        with self._lock:
+            for number, token in enumerate([*text, END]):
+                place, at = self._end, self._end % size
+                self._tokens[at], self._before[at] = token, NOWHERE
+                if number >= MIN_MATCH:
+                    key = self._key(text[number - MIN_MATCH : number])
+                    self._before[at], self._latest[key] = self._latest[key], place
+                self._end = place + 1
+
+    def matches(self, text: Sequence[int]) -> list[tuple[int, int]]:
+        """Where a text's end has occurred, as `SuffixIndex.matches`; nothing that lies at the end of a text here."""
+        size, tokens, oldest = self.max_tokens, self._tokens, self._end - len(self)
+        found: dict[int, tuple[int, int]] = {}
+        longest = min(MAX_MATCH, len(text))
+        place = self._latest[self._key(text[-MIN_MATCH:])] if longest >= MIN_MATCH else NOWHERE
+        for _ in range(MAX_PLACES):
+            if place < oldest + MIN_MATCH:
+                break
+            length, most = 0, min(longest, place - oldest)
+            while length < most and tokens[(place - length - 1) % size] == text[-length - 1]:
+                length += 1
+            following = tokens[place % size]
+            if length >= MIN_MATCH and following != END and length > found.get(following, (0, 0))[0]:
+                found[following] = (length, place)
+            place = self._before[place % size]
+        return longest_two(found)
+
+    def following(self, place: int, count: int) -> list[int]:
+        """At most `count` tokens from a place on, up to the end of that text."""
+        tokens, size = self._tokens, self.max_tokens
+        found = [tokens[at % size] for at in range(place, min(place + count, self._end))]
+        return found[: found.index(END)] if END in found else found
+
+    def as_array(self) -> npt.NDArray[np.int32]:
+        """All texts, the oldest first, END behind each. Of the first the beginning may be gone."""
+        with self._lock:
+            places = range(self._end - len(self), self._end)
+            return np.array([self._tokens[place % self.max_tokens] for place in places], dtype=np.int32)
+
+    def restore(self, tokens: npt.NDArray[Any]) -> None:
+        """Add what `as_array` gave."""
+        for text in np.split(tokens, np.flatnonzero(tokens == END) + 1):
+            if len(text):
+                self.add([token for token in text.tolist() if token != END])
+
+    def _key(self, trigram: Sequence[int]) -> int:
+        return hash(tuple(trigram)) & len(self._latest) - 1

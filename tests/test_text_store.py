@@ -1,0 +1,242 @@
+"""Texts of earlier calls: found again, bounded, kept only where asked for, and never a different output."""
+
+import random
+import sys
+import zipfile
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from support import generate_plain, prompt, tiny_llama
+
+import lade
+from lade.drafting.acceptance import MATCH_LENGTHS, NUM_KINDS, SECOND_STORE_KINDS, STORE_KINDS, Acceptance, name_of
+from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
+from lade.drafting.text_store import END, TextStore
+
+
+@pytest.fixture(autouse=True)
+def tree(lade_on):
+    lade.config_lade(MODE="tree", MAX_BLOCK=12, ADAPTIVE=0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def call(model, memory, seed, **arguments):
+    """Statistics of a call whose output equals plain generate()'s."""
+    inputs = prompt(20, seed=seed)
+    torch.manual_seed(seed)
+    plain = generate_plain(model, inputs, max_new_tokens=60, **arguments)
+    torch.manual_seed(seed)
+    with memory.active():
+        assert torch.equal(model.generate(**inputs, max_new_tokens=60, **arguments), plain)
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    return stats
+
+
+SAMPLED = {"do_sample": True, "temperature": 1.0}
+
+
+def steps(model, memory):
+    """Of six calls, the last three of which repeat the first; and tokens accepted from earlier texts."""
+    found = [call(model, memory, seed, **SAMPLED) for seed in (0, 1, 2, 0, 1, 2)]
+    accepted = sum(hits for s in found for name, (_, hits) in s.sources.items() if name.startswith("earlier text"))
+    return sum(s.steps for s in found[3:]), accepted
+
+
+def test_a_text_that_comes_again_takes_fewer_steps(model):
+    without, none = steps(model, lade.Memory())
+    kept, accepted = steps(model, lade.Memory(texts=1000))
+    assert none == 0 < accepted
+    assert kept < 0.7 * without
+
+
+def test_the_latest_of_two_texts_ends_in_the_store(model):
+    """What was generated and the end of its prompt, END behind it; not the rest of the prompt."""
+    memory = lade.Memory(texts=10_000)
+    text = [call(model, memory, seed, **SAMPLED) and prompt(20, seed=seed)["input_ids"][0].tolist() for seed in (0, 1)]
+    kept = memory.texts.as_array().tolist()
+    assert kept.count(END) == 2
+    assert kept[-1] == END
+    first = kept[: kept.index(END)]
+    assert len(first) == 20 + 60  # the whole prompt is shorter than the longest match
+    assert first[:20] == text[0]
+    torch.manual_seed(0)
+    long = prompt(40, seed=5)
+    with memory.active():
+        model.generate(**long, max_new_tokens=7)
+    assert len(memory.texts.as_array()) == len(kept) + MAX_MATCH + 7 + 1
+
+
+def test_a_batch_leaves_each_of_its_texts(model):
+    memory = lade.Memory(texts=10_000)
+    with memory.active():
+        output = model.generate(**prompt(8, 2), max_new_tokens=9)
+    kept = memory.texts.as_array()
+    for row, text in zip(output.tolist(), np.split(kept, np.flatnonzero(kept == END) + 1), strict=False):
+        assert text.tolist()[-10:] == [*row[-9:], END]
+
+
+def test_by_default_there_are_no_texts(model):
+    memory = lade.Memory()
+    call(model, memory, 0)
+    assert memory.texts is None
+
+
+def test_matches():
+    store = TextStore(100)
+    store.add([1, 2, 3, 4, 9, 8, 7])
+    store.add([5, 2, 3, 4, 6])
+    assert [(store.following(place, 9), length) for place, length in store.matches([1, 2, 3, 4])] == [
+        ([9, 8, 7], 4),
+        ([6], 3),
+    ]
+    assert store.matches([9, 8, 7]) == []  # a text ends there
+    assert store.matches([2, 3]) == store.matches([]) == []
+    assert store.matches([8, 5, 2, 3]) == [(11, 3)]
+
+
+def test_what_is_found_is_what_a_search_finds():
+    """Against the plain definition, in a store that overwrites itself many times."""
+    rng = random.Random(0)
+    store, kept = TextStore(200), []
+    for _ in range(60):
+        text = [rng.randrange(4) for _ in range(rng.randrange(3, 40))]
+        store.add(text)
+        kept = [*kept, *text, END][-200:]
+        assert store.as_array().tolist() == kept
+        assert len(store) == len(kept) <= 200
+        tail = text[: rng.randrange(3, len(text) + 1)][-MAX_MATCH:]
+        lengths = {}
+        for place in range(3, len(kept)):
+            length = 0
+            while length < min(place, len(tail)) and kept[place - length - 1] == tail[-length - 1]:
+                length += 1
+            if length >= 3 and kept[place] != END:
+                lengths[kept[place]] = max(length, lengths.get(kept[place], 0))
+        found = store.matches(tail)
+        assert bool(found) == bool(lengths)
+        for place, length in found:
+            following = store.following(place, 5)
+            assert length <= lengths[following[0]]
+            start = len(kept) - (store._end - place)
+            assert kept[start - length : start] == tail[-length:]
+            assert kept[start : start + len(following)] == following
+        if len(kept) < 60:  # fewer places than are looked at
+            assert found[0][1] == max(lengths.values())
+
+
+def test_memory_is_bounded():
+    store = TextStore(1000)
+    arrays = [id(array) for array in (store._tokens, store._before, store._latest)]
+    size = sum(sys.getsizeof(array) for array in (store._tokens, store._before, store._latest))
+    assert size < 32 * 1000 + 500
+    for number in range(100):
+        store.add(range(number, number + 300))
+    assert len(store) == 1000
+    assert arrays == [id(array) for array in (store._tokens, store._before, store._latest)]
+    assert sum(sys.getsizeof(array) for array in (store._tokens, store._before, store._latest)) == size
+
+
+def test_a_text_longer_than_the_store_leaves_its_end():
+    store = TextStore(10)
+    store.add(list(range(100)))
+    assert store.as_array().tolist() == [*range(91, 100), END]
+    assert store.matches([93, 94, 95])[0][1] == 3
+    assert store.matches([50, 51, 52]) == []
+
+
+def test_texts_are_saved_only_where_asked_for(model, tmp_path):
+    path = tmp_path / "memory.npz"
+    memory = lade.Memory(path=path, texts=1000)
+    call(model, memory, 0, **SAMPLED)
+    memory.save()
+    assert "texts" not in np.load(path)
+    assert len(lade.Memory(path=path, texts=1000).texts) == 0
+    memory.save(texts=True)
+    kept = memory.texts.as_array().tolist()
+    assert len(kept) > 60
+    loaded = lade.Memory(path=path, texts=1000)
+    assert loaded.texts.as_array().tolist() == kept
+    assert call(model, loaded, 0, **SAMPLED).steps < call(model, lade.Memory(path=path), 0, **SAMPLED).steps
+    assert lade.Memory(path=path, texts=30).texts.as_array().tolist() == kept[-30:]
+    assert lade.Memory(path=path).texts is None
+    memory.clear()
+    assert len(memory.texts) == 0
+    assert memory.texts.matches(kept[:5]) == []
+
+
+def test_a_file_without_the_later_kinds_begins_with_their_prior(model, tmp_path):
+    path = tmp_path / "memory.npz"
+    memory = lade.Memory(path=path)
+    call(model, memory, 0)
+    memory.save()
+    with np.load(path) as file:
+        arrays = dict(file)
+    num_new = len(MATCH_LENGTHS) * 2 + 6
+    for name in ("chances_0", "chances_1"):
+        assert arrays[name].shape == (2, NUM_KINDS)
+        arrays[name] = arrays[name][:, :-num_new]
+    np.savez(path, **arrays)
+    loaded, saved, prior = lade.Memory(path=path).acceptance[False], memory.acceptance[False], Acceptance(False)
+    assert loaded.hits[:-num_new] == saved.hits[:-num_new] != prior.hits[:-num_new]
+    assert loaded.hits[-num_new:] == prior.hits[-num_new:]
+
+
+@pytest.mark.parametrize("texts", [[5, END - 1], [5, 10**6], [5.0, 6.0], [[5, 6]]])
+def test_damaged_texts_are_refused(model, tmp_path, texts):
+    path = tmp_path / "memory.npz"
+    memory = lade.Memory(path=path)
+    call(model, memory, 0)
+    memory.save()
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, **arrays, texts=np.array(texts))
+    with pytest.raises(ValueError, match=r"path must be a memory saved by lade.*its texts"):
+        lade.Memory(path=path, texts=1000)
+
+
+def test_texts_that_unpack_to_too_much_are_refused_by_their_size(tmp_path):
+    path = tmp_path / "memory.npz"
+    lade.Memory().save(path)
+    data = BytesIO()
+    np.save(data, np.zeros(10_100_000, dtype=np.int32))
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("texts.npy", data.getvalue())
+    with pytest.raises(ValueError, match="its texts unpack to"):
+        lade.Memory(path=path)
+
+
+@pytest.mark.parametrize("value", [-1, 10_000_001, "1", True, 1e3, None])
+def test_texts_is_checked(value):
+    with pytest.raises(ValueError, match=f"texts must be an integer from 0 to 10000000, got {value!r}"):
+        lade.Memory(texts=value)
+
+
+def test_saving_texts_that_are_not_kept_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="texts must be False for a memory that keeps none, got True"):
+        lade.Memory().save(tmp_path / "memory.npz", texts=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_warming_keeps_the_texts(model):
+    memory = lade.Memory(texts=100)
+    memory.warm(model, [[5, 6, 7, 8]])
+    assert memory.texts.as_array().tolist() == [5, 6, 7, 8, END]
+
+
+def test_kinds_of_long_matches():
+    """One kind for each length up to 9, then a few that count together; no kind twice."""
+    names = [name_of(STORE_KINDS[length]) for length in (3, 8, 9, 12, 13, 20, 21)]
+    assert names == [f"earlier text of {length}" for length in (3, 8, 9, 9, 13, 13, 21)]
+    used = {*STORE_KINDS[3:], *SECOND_STORE_KINDS[3:]}
+    assert len(used) == 2 * len(MATCH_LENGTHS)
+    assert max(used) == NUM_KINDS - 1
+    index = SuffixIndex()
+    index.extend([*range(40), *range(15)])
+    assert index.matches() == [(15, 15)]
