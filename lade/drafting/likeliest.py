@@ -13,7 +13,8 @@ from torch import Tensor
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH
 from lade.transfer import HOST, on_host
 
-MAX_SORTED = 2**15  # probabilities that are sorted as they are: for so few of them nothing is faster
+MAX_SORTED = 2**14  # probabilities that are sorted as they are: for so few of them nothing is faster
+LEAST_GROUPED = 16 * ROW_LENGTH  # tokens of a vocabulary in which looking for groups first pays
 MAX_SCRATCH = 2**20  # of a thread, numbers that memory is kept for
 
 _BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
@@ -32,13 +33,20 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
 
 
 def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
-    """Ids and probabilities of the ROW_LENGTH most likely tokens of each row, or of all, [M, K]. logits: [M, V]."""
-    values, ids = likeliest(logits, temperature)
-    if on_host(ids):
+    """Ids and probabilities of the ROW_LENGTH most likely tokens of each row, or of all, [M, K]. logits: [M, V].
+
+    On a CPU probabilities are cut to their first bits, 12 or more: tokens that are equal in these come in any order.
+    """
+    if not on_host(logits):
+        values, ids = likeliest(logits, temperature)
+        # Both in one copy to the host, which would wait for each.
+        found, bits = torch.stack([ids, values.view(torch.int32).long()]).cpu().numpy()
+        return found, bits.astype(np.int32).view(np.float32)
+    chances = _chances_on_host(logits.detach(), temperature)
+    if chances.numel() <= MAX_SORTED or chances.shape[1] < LEAST_GROUPED:
+        values, ids = chances.topk(min(ROW_LENGTH, chances.shape[1]))
         return ids.numpy(), values.numpy()
-    # Both in one copy to the host, which would wait for each.
-    found, bits = torch.stack([ids, values.view(torch.int32).long()]).cpu().numpy()
-    return found, bits.astype(np.int32).view(np.float32)
+    return _top_on_host(chances)
 
 
 def with_bins(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | None, top_p: float | None) -> Rows:
@@ -54,39 +62,38 @@ def with_bins(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | N
 
 
 def likeliest(logits: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """Probabilities and ids of the ROW_LENGTH most likely tokens of each row, or of all. logits: [M, V].
+    """Probabilities and ids of the ROW_LENGTH most likely tokens of each row, or of all, by torch. logits: [M, V].
 
-    temperature: a tensor [] to leave its value open, in a forward that is captured: all operations are then torch's.
+    temperature: a tensor [] to leave its value open, in a forward that is captured.
     """
-    logits = logits.detach()
-    is_captured = isinstance(temperature, Tensor)
-    if isinstance(temperature, Tensor) or not on_host(logits) or logits.numel() > MAX_SCRATCH:
-        chances = (logits.float() / temperature).softmax(dim=-1)
-    else:
-        chances = _chances_on_host(logits, temperature)
-    if chances.numel() > MAX_SORTED:
-        return _top(chances, by_numpy=on_host(chances) and not is_captured)
-    values, ids = chances.topk(min(ROW_LENGTH, chances.shape[1]))
-    return values, ids
+    chances = (logits.detach().float() / temperature).softmax(dim=-1)
+    num_tokens = chances.shape[1]
+    if chances.numel() <= MAX_SORTED or num_tokens < LEAST_GROUPED:
+        values, ids = chances.topk(min(ROW_LENGTH, num_tokens))
+        return values, ids
+    groups = _grouped(chances)  # [M, group_size, G]
+    best = groups.amax(dim=1).topk(ROW_LENGTH, sorted=False).indices
+    members = torch.arange(groups.shape[1], device=chances.device)[:, None] * groups.shape[2]
+    ids = (best[:, None] + members).flatten(1)  # [M, group_size * ROW_LENGTH]
+    values, places = groups.flatten(1).gather(1, ids).topk(ROW_LENGTH, dim=-1)
+    return values, ids.gather(1, places)
 
 
 def _chances_on_host(logits: Tensor, temperature: float) -> Tensor:
-    """Probabilities in float32, in memory that the next call of this thread overwrites."""
+    """Probabilities in float32. Of few rows in memory that the next call of this thread overwrites."""
+    if logits.numel() > MAX_SCRATCH:
+        return (logits.float() / temperature).softmax(dim=-1)
     # The first writes to new memory take as long as the softmax does.
-    buffers: list[Tensor] | None = getattr(_scratch, "buffers", None)
-    if buffers is None or buffers[0].numel() < logits.numel():
+    buffer: Tensor | None = getattr(_scratch, "buffer", None)
+    if buffer is None or buffer.numel() < logits.numel():
         with torch.inference_mode(False):
-            buffers = _scratch.buffers = [
-                torch.empty(logits.numel(), dtype=torch.float32, device=HOST) for _ in range(2)
-            ]
-    scores, chances = (buffer[: logits.numel()].view(logits.shape) for buffer in buffers)
-    if temperature == 1.0 and logits.dtype == torch.float32:
-        scores = logits
-    elif logits.dtype == torch.float32:
-        torch.div(logits, temperature, out=scores)
+            buffer = _scratch.buffer = torch.empty(logits.numel(), dtype=torch.float32, device=HOST)
+    chances = buffer[: logits.numel()].view(logits.shape)
+    if logits.dtype == torch.float32:
+        torch.div(logits, temperature, out=chances)
     else:
-        scores.copy_(logits).div_(temperature)
-    return torch.softmax(scores, dim=-1, out=chances)
+        chances.copy_(logits).div_(temperature)
+    return torch.softmax(chances, dim=-1, out=chances)
 
 
 def _cut(ids: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int, top_p: float) -> Rows:
@@ -102,45 +109,46 @@ def _cut(ids: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int, top_p: fl
     return np.where(is_left, ids[:, :top_k], ids[:, :1]), chances
 
 
-def _top(chances: Tensor, by_numpy: bool) -> tuple[Tensor, Tensor]:
-    """`topk(ROW_LENGTH)` in two rounds: the largest ones lie in the groups with the largest maxima. chances: [M, V].
+def _grouped(chances: Tensor) -> Tensor:
+    """Tokens in groups, of which the ROW_LENGTH with the largest maxima hold the ROW_LENGTH largest numbers.
 
-    A maximum over groups is several times as fast as a sort, and leaves little to sort.
+    A maximum over groups is several times as fast as a sort, and leaves little to sort. chances: [M, V]. Returns
+    [M, group_size, G]; group g holds the ids g, g + G, .., and -1 in place of what is no token.
     """
     num_rows, num_tokens = chances.shape
-    if num_tokens < 16 * ROW_LENGTH:
-        return chances.topk(min(ROW_LENGTH, num_tokens), dim=-1)
     group_size = 8 if num_tokens <= 2**13 else 32 if num_tokens <= 2**15 else 64
-    num_groups = -(-num_tokens // group_size)  # group g holds the ids g, g + num_groups, ...
+    num_groups = -(-num_tokens // group_size)
     if num_groups * group_size > num_tokens:
         chances = torch.nn.functional.pad(chances, (0, num_groups * group_size - num_tokens), value=-1.0)
-    maxima = chances.view(num_rows, group_size, num_groups).amax(dim=1)
-    if by_numpy:
-        found = _top_on_host(chances.view(num_rows, group_size, num_groups).numpy(), maxima.numpy())
-        if found is not None:
-            return found
-    groups = maxima.topk(min(ROW_LENGTH, num_groups), sorted=False).indices
-    members = torch.arange(group_size, device=chances.device)[:, None] * num_groups
-    ids = (groups[:, None] + members).flatten(1)  # [M, group_size * ROW_LENGTH]
-    values, places = chances.gather(1, ids).topk(ROW_LENGTH, dim=-1)
-    return values, ids.gather(1, places)
+    return chances.view(num_rows, group_size, num_groups)
 
 
-def _top_on_host(chances: npt.NDArray[Any], maxima: npt.NDArray[Any]) -> tuple[Tensor, Tensor] | None:
-    """The same with numpy, whose partition and sort take half of torch's time; None where groups are equally likely, or NaN.
+def _top_on_host(chances: Tensor) -> Rows:
+    """Ids and probabilities of the ROW_LENGTH most likely tokens of each row, with numpy. chances: [M, V]."""
+    grouped = _grouped(chances)
+    num_rows, group_size, num_groups = grouped.shape
+    groups, _ = _largest(grouped.amax(dim=1).numpy().view(np.int32))
+    row_starts = np.arange(0, num_rows * group_size * num_groups, group_size * num_groups)[:, None]
+    ids = ((groups + row_starts)[:, None] + np.arange(0, group_size * num_groups, num_groups)[:, None]).reshape(
+        num_rows, -1
+    )
+    places, bits = _largest(grouped.numpy().view(np.int32).take(ids))
+    places += np.arange(0, ids.size, ids.shape[1], dtype=np.int32)[:, None]
+    return ids.take(places) - row_starts, bits.view(np.float32)
 
-    chances: [M, group_size, G]. maxima: [M, G].
+
+def _largest(bits: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Where the ROW_LENGTH largest numbers of each row are, and what they are, largest first, [M, ROW_LENGTH] each.
+
+    bits: [M, N] of float32 numbers, and overwritten. numpy has fast instructions to sort numbers, and none to say where
+    they were: so each number's place takes its last bits. As integers they are in order all the same, NaN with them.
     """
-    num_rows, group_size, num_groups = chances.shape
-    least = np.partition(maxima, num_groups - ROW_LENGTH, axis=1)[:, num_groups - ROW_LENGTH, None]
-    is_top = maxima >= least
-    if (is_top.sum(axis=1) != ROW_LENGTH).any():
-        return None
-    groups = np.flatnonzero(is_top)  # in all rows
-    # A group's first member lies group_size - 1 times a row's groups further in `chances` for each row before.
-    row_starts = np.arange(0, num_rows * num_groups, num_groups)[:, None]
-    groups = groups.reshape(num_rows, ROW_LENGTH) - row_starts
-    ids = (groups[:, None] + np.arange(0, group_size * num_groups, num_groups)[:, None]).reshape(num_rows, -1)
-    values = chances.take(ids + row_starts * group_size)
-    order = values.argsort(axis=1)[:, : -ROW_LENGTH - 1 : -1] + np.arange(0, ids.size, ids.shape[1])[:, None]
-    return torch.from_numpy(values.take(order)), torch.from_numpy(ids.take(order))
+    num_columns = bits.shape[1]
+    place = (1 << (num_columns - 1).bit_length()) - 1
+    bits &= ~place
+    bits |= np.arange(num_columns, dtype=np.int32)
+    bits.partition(num_columns - ROW_LENGTH, axis=1)
+    found = bits[:, num_columns - ROW_LENGTH :]
+    found.sort(axis=1)
+    found = found[:, ::-1]
+    return found & place, found
