@@ -72,13 +72,18 @@ class Recording:
 
 
 def record(
-    model: Any, inputs: dict[str, Tensor], temperature: float | None, max_new_tokens: int, **arguments: Any
+    model: Any,
+    inputs: dict[str, Tensor],
+    temperature: float | None,
+    max_new_tokens: int,
+    seed: int = 0,
+    **arguments: Any,
 ) -> Recording:
     """Plain `generate()` on one prompt. arguments: more of generate()'s, such as top_k."""
     arguments |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     with use_lade(False):
-        tokens, _ = harness.generate_timed(model, inputs, max_new_tokens=max_new_tokens, **arguments)
-    return Recording(inputs["input_ids"][0].tolist(), tokens, temperature, arguments)
+        tokens, _ = harness.generate_timed(model, inputs, seed, max_new_tokens=max_new_tokens, **arguments)
+    return Recording(inputs["input_ids"][0].tolist(), tokens, temperature, arguments, seed)
 
 
 class Oracle:

@@ -60,6 +60,16 @@ def test_decode(command, tmp_path):
     assert figures["methods"]["lade"]["tokens_per_step"] > 1
 
 
+@pytest.mark.parametrize("trace", ["retries", "sessions"])
+def test_repeated(command, trace):
+    """A replay takes the steps of generate(), also with texts of earlier calls."""
+    arguments = ("--trace", trace, "--limit", "1", "--max_new_tokens", "20", "--sizes", "6", "--loop")
+    figures = command("repeated", *arguments, "--temperature", "0")["replays"]["q=6"]
+    assert figures["steps"] == figures["steps_of_loop"]
+    assert figures["texts"]["prompts"] == (3 if trace == "retries" else 4)
+    assert figures["steps"]["texts"] <= figures["steps"]["warm"] < figures["steps"]["cold"]
+
+
 def test_a_benchmark_that_is_stopped_tells_what_it_has(command, module, monkeypatch, tmp_path, capsys):
     """By Ctrl-C or by SIGTERM: the rows that are complete are written, and the program ends with 130."""
     out, step_cost = tmp_path / "figures.json", module("step_cost")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MIN_MATCH = 3  # shorter repetitions are too often by chance
-MAX_MATCH = 21  # longer ones are no better
+MAX_MATCH = 21  # longer ones count as this long
 MAX_PLACES = 16  # latest places remembered of each key
 
 
