@@ -32,10 +32,13 @@ def functions():
     """Of transformers, and of torch where lade uses private names of it, whatever they are wrapped in: by the names they use."""
     tiny_llama(), longrope_model()  # import what a model needs
     users = defaultdict(list)
+    gc.unfreeze()  # or functions are not among the objects: see tests/conftest.py
     for found in gc.get_objects():
         if type(found) is types.FunctionType and is_theirs(found.__module__):
             for name in names_in(found.__code__):
                 users[name].append(found)
+    gc.collect()
+    gc.freeze()
     return users
 
 
