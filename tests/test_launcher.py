@@ -261,7 +261,8 @@ def test_call_after_import(tmp_path, monkeypatch):
     (tmp_path / "late_seen.py").write_text("names = []")
     before = list(sys.meta_path)
     calls = []
-    call_after_import(["late_a", "late_b", "late_c", "sys"], lambda: calls.append([*sys.modules["late_seen"].names]))
+    names = ["late_a", "late_b", "late_c", "sys"]
+    call_after_import(names, lambda: calls.append([*sys.modules["late_seen"].names]), needed="other")
     with pytest.raises(ZeroDivisionError):  # a module that fails has not been imported
         importlib.import_module("late_c")
     for name in ("late_c", "late_b", "late_a"):
@@ -272,8 +273,36 @@ def test_call_after_import(tmp_path, monkeypatch):
     assert sys.meta_path == before
     assert importlib.reload(sys.modules["late_b"]).__loader__.get_source("late_b").startswith("import")
     assert len(calls) == 1
-    call_after_import(["late_a"], lambda: calls.append("at once"))
+    call_after_import(["late_a"], lambda: calls.append("at once"), needed="other")
     assert calls[1:] == ["at once"]
+
+
+def test_what_is_needed_is_whole(tmp_path, monkeypatch):
+    """A module that the action needs may be the one that imports what is waited for."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "__init__.py").write_text("")
+    (tmp_path / "user" / "broken.py").write_text("1 / 0")
+    (tmp_path / "user" / "inner.py").write_text("import awaited")
+    (tmp_path / "user" / "outer.py").write_text("from user import inner\nis_whole = True")
+    (tmp_path / "awaited.py").write_text("")
+    before, calls = list(sys.meta_path), []
+    call_after_import(["awaited"], lambda: calls.append(sys.modules["user.outer"].is_whole), needed="user")
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module("user.broken")
+    importlib.import_module("user.outer")
+    assert calls == [True]
+    assert sys.meta_path == before
+
+
+def test_a_program_that_imports_lade_first(tmp_path):
+    """lade's own modules import transformers, and are not whole when it is."""
+    (tmp_path / "program.py").write_text(
+        "import lade\nlade.augment_all()\nfrom transformers import GenerationMixin\n"
+        "print(GenerationMixin.generate.__code__.co_filename)"
+    )
+    done = python("-m", "lade", "program.py", folder=tmp_path)
+    assert Path(done.stdout.strip()).name == "augment.py", done.stderr
 
 
 def test_env(capsys, monkeypatch, lade_on):

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     """Run the program that `arguments` name behind the options. Returns 0 when it has run to its end."""
     options, program = parse(arguments)
     os.environ.setdefault("USE_LADE", "1")
-    call_after_import(PATCHED_MODULES, lambda: lade.augment_all())
+    call_after_import(PATCHED_MODULES, lambda: lade.augment_all(), needed="lade")
     try:
         if options.module:
             run_module(program[0], program[1:])
