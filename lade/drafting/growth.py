@@ -9,11 +9,14 @@ than one.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import exp
 
 import numpy as np
+import numpy.typing as npt
 
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
 from lade.drafting.memory import KEY_SHIFT, Memory
@@ -25,7 +28,7 @@ from lade.verification.draws import SHARPNESS, Draws, races
 FOREIGN = -1  # in place of an id that no embedding exists for
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
 LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess
-LEAST_EXPONENT = -60.0  # below which a chance makes no difference
+SOON = 8  # guesses of a row that are made ready where the draws are known
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
@@ -35,7 +38,6 @@ Guess = tuple[float, int, int]  # chance, token, kind
 Looked = tuple[int, float, int, PackedRow]  # a node, its chance, and a source behind it
 
 _MIDDLES = np.array(BIN_MIDDLES, dtype=np.float32)
-_EDGES = np.array(BIN_EDGES, dtype=np.float32)
 _BIN = (1 << BIN_BITS) - 1
 
 
@@ -112,7 +114,6 @@ class Grower:
         self._rows_alone = () if vocabulary is None else vocabulary.at(temperature)
         self._text, self._draws_at, self._sources = text, draws_at, sources
         self._chances, self._pointers = acceptance.chances, pointers
-        self._chances_by_kind = np.array(acceptance.chances)
         self._growth = Growth()  # nodes in the order in which they were found
         self._known: set[Edge] = set()  # of these nodes
         self._behind: dict[Edge, Pointer] = {}  # what follows an earlier occurrence
@@ -228,16 +229,33 @@ class Grower:
         times, totals, sums = races(chances, drawn)
         order = times.argsort(axis=1)
         order += np.arange(0, packed.size, ROW_LENGTH)[:, None]
-        times = times.take(order)
-        rest = np.minimum(sums - 1.0, 0.0)[:, None] * times
-        winning = times**-SHARPNESS / totals[:, None] * np.exp(np.maximum(rest, LEAST_EXPONENT))
-        kinds = _EDGES.searchsorted(winning)
-        kinds += np.array([[first] for _, _, first, _ in rows])
-        odds = self._chances_by_kind.take(kinds)
-        odds *= np.array([[chance] for _, chance, _, _ in rows])
-        columns = zip(rows, odds.tolist(), packed.take(order).tolist(), kinds.tolist(), strict=True)
-        for (node, *_), row_odds, tokens, row_kinds in columns:
-            self._push_next(zip(row_odds, tokens, row_kinds, strict=True), node, least)
+        tokens, times = packed.take(order), times.take(order)
+        soon = zip(tokens[:, :SOON].tolist(), times[:, :SOON].tolist(), strict=True)
+        columns = zip(rows, soon, totals.tolist(), sums.tolist(), strict=True)
+        for i, ((node, chance, first, _), early, total, known) in enumerate(columns):
+            arrays = tokens[i], times[i]
+            winners = self._winners(chance, first, early, arrays, 1.0 / total, min(0.0, known - 1.0))
+            self._push_next(winners, node, least)
+
+    def _winners(
+        self,
+        chance: float,
+        first: int,
+        soon: tuple[list[int], list[float]],
+        row: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
+        scale: float,
+        rest: float,
+    ) -> Iterator[Guess]:
+        """A row's guesses, the first to arrive first, made when asked for. row: tokens and times.
+
+        soon: the first SOON of these; later ones are seldom asked for. scale, rest: as `races` says.
+        """
+        chances = self._chances
+        later = (array[SOON:].tolist() for array in row)
+        for tokens, times in (soon, later):
+            for token, time in zip(tokens, times, strict=True):
+                kind = first + bisect_left(BIN_EDGES, time**-SHARPNESS * scale * exp(rest * time))
+                yield chance * chances[kind], token, kind
 
     def _rows(self, before: int, token: int, chance: float) -> list[Source]:
         """The rows behind two tokens, each with the kind of its rarest guess. chance: of the second one."""
