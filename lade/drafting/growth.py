@@ -16,7 +16,6 @@ from heapq import heappop, heappush
 from math import exp
 
 import numpy as np
-import numpy.typing as npt
 
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
 from lade.drafting.memory import KEY_SHIFT, Memory
@@ -28,7 +27,6 @@ from lade.verification.draws import SHARPNESS, Draws, races
 FOREIGN = -1  # in place of an id that no embedding exists for
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
 LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess
-SOON = 8  # guesses of a row that are made ready where the draws are known
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
 Pointer = tuple[int, int, int, int]  # place in the text, match length, kind of the shortest match, place it began at
@@ -227,35 +225,35 @@ class Grower:
         for i, numbers in enumerate(draws):
             numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first
         times, totals, sums = races(chances, drawn)
-        order = times.argsort(axis=1)
-        order += np.arange(0, packed.size, ROW_LENGTH)[:, None]
-        tokens, times = packed.take(order), times.take(order)
-        soon = zip(tokens[:, :SOON].tolist(), times[:, :SOON].tolist(), strict=True)
-        columns = zip(rows, soon, totals.tolist(), sums.tolist(), strict=True)
-        for i, ((node, chance, first, _), early, total, known) in enumerate(columns):
-            arrays = tokens[i], times[i]
-            winners = self._winners(chance, first, early, arrays, 1.0 / total, min(0.0, known - 1.0))
+        columns = zip(
+            rows,
+            packed.tolist(),
+            times.tolist(),
+            times.argsort(axis=1).tolist(),
+            totals.tolist(),
+            sums.tolist(),
+            strict=True,
+        )
+        for (node, chance, first, _), tokens, when, order, total, known in columns:
+            winners = self._winners(chance, first, tokens, when, order, 1.0 / total, min(0.0, known - 1.0))
             self._push_next(winners, node, least)
 
     def _winners(
         self,
         chance: float,
         first: int,
-        soon: tuple[list[int], list[float]],
-        row: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]],
+        tokens: list[int],
+        times: list[float],
+        order: list[int],
         scale: float,
         rest: float,
     ) -> Iterator[Guess]:
-        """A row's guesses, the first to arrive first, made when asked for. row: tokens and times.
-
-        soon: the first SOON of these; later ones are seldom asked for. scale, rest: as `races` says.
-        """
+        """A row's guesses, the first to arrive first, made when asked for. scale, rest: as `races` says."""
         chances = self._chances
-        later = (array[SOON:].tolist() for array in row)
-        for tokens, times in (soon, later):
-            for token, time in zip(tokens, times, strict=True):
-                kind = first + bisect_left(BIN_EDGES, time**-SHARPNESS * scale * exp(rest * time))
-                yield chance * chances[kind], token, kind
+        for place in order:
+            time = times[place]
+            kind = first + bisect_left(BIN_EDGES, time**-SHARPNESS * scale * exp(rest * time))
+            yield chance * chances[kind], tokens[place], kind
 
     def _rows(self, before: int, token: int, chance: float) -> list[Source]:
         """The rows behind two tokens, each with the kind of its rarest guess. chance: of the second one."""
