@@ -383,9 +383,9 @@ def test_where_no_block_pays_no_tree_is_grown(priced, monkeypatch):
     """What may follow is looked up behind the root alone, not behind guesses that will not be laid out."""
     looked_up, inner = [], Grower._look_behind
 
-    def look(self, node, *args):
-        looked_up.append(node)
-        inner(self, node, *args)
+    def look(self, nodes, *args):
+        looked_up.extend(nodes)
+        inner(self, nodes, *args)
 
     monkeypatch.setattr(Grower, "_look_behind", look)
     model, steps = tiny_llama(), {}

@@ -431,6 +431,14 @@ def test_most_likely_where_many_are_equal_or_not_a_number(monkeypatch):
     torch.testing.assert_close(chances, expected.topk(ROW_LENGTH).values, equal_nan=True)
     torch.testing.assert_close(chances, expected.gather(1, ids), equal_nan=True)
     assert all(len(set(row)) == ROW_LENGTH for row in ids[[0, 1, 2, 4]].tolist())
+    # By numpy each number's place takes its last bits, so that rows of equals and of NaN are sorted like others.
+    on_host, cut = (array.copy() for array in likeliest_module.likeliest_on_host(logits, 0.5))
+    torch.testing.assert_close(torch.tensor(cut), chances, equal_nan=True, rtol=2**-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.tensor(cut), expected.gather(1, torch.tensor(on_host)), equal_nan=True, rtol=2**-12, atol=1e-12
+    )
+    assert on_host[[0, 4]].tolist() == ids[[0, 4]].tolist()
+    assert all(len(set(row)) == ROW_LENGTH for row in on_host.tolist())
 
 
 @pytest.mark.parametrize("seed", [8, 11, 26])

@@ -1,9 +1,10 @@
 """Growing a token tree best guess first.
 
 A node's chance is its own times its parent's, so no child is likelier than its parent, and the best tree of n nodes
-are the n likeliest nodes that there are. A heap gives them one by one. Two things keep it small: of each row only the
-next guess is in the heap, and a node is looked behind when LIKELY_CHILD of its chance is the largest number there.
-What the draws make of rows is computed with array operations, for all nodes at once that wait to be looked behind.
+are the n likeliest nodes that there are. A heap gives them one by one. Of each row only the next guess is in the heap.
+Nodes wait to be looked behind until LIKELY_CHILD of the first one's chance is above all that is in the heap. Then all
+that wait are looked behind at once: what the draws make of rows are array operations, and many rows take little longer
+than one.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is lo
 LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
-Pointer = tuple[
-    list[int], int, int, tuple[int, ...]
-]  # what followed, number of the next of it, match length, kinds by length
-Node = tuple[int, int, int]  # token, parent, depth
+# What followed, number of the next of it, match length, kinds by length.
+Pointer = tuple[list[int], int, int, tuple[int, ...]]
+Edge = tuple[int, int]  # parent, token
 Source = tuple[PackedRow, int]  # a row and the kind of its rarest guess
 Guess = tuple[float, int, int]  # chance, token, kind
+Looked = tuple[int, float, int, PackedRow]  # a node, its chance, and a source behind it
 
 _MIDDLES = np.array(BIN_MIDDLES, dtype=np.float32)
 _BIN = (1 << BIN_BITS) - 1
@@ -72,6 +73,18 @@ class Growth:
         siblings = (node for node, above in enumerate(self.parents) if above == parent and self.kinds[node] != PROBE)
         return next(siblings, None)
 
+    def by_chance(self) -> Growth:
+        """The same tree with its likeliest nodes first. Parents stay in front of their children."""
+        order = sorted(range(len(self.tokens)), key=self.chances.__getitem__, reverse=True)  # stable
+        place = {node: index for index, node in enumerate(order)} | {-1: -1}
+        return Growth(
+            [self.tokens[node] for node in order],
+            [place[self.parents[node]] for node in order],
+            [self.kinds[node] for node in order],
+            [self.chances[node] for node in order],
+            [self.depths[node] for node in order],
+        )
+
     def cut(self, size: int) -> None:
         """Keep the first nodes only. Parents come first, so what is left is a tree."""
         for column in (self.tokens, self.parents, self.kinds, self.chances, self.depths):
@@ -99,19 +112,13 @@ class Grower:
         self._pairs, self._singles = memory.pairs.row, memory.singles.row
         self._rows_alone = () if vocabulary is None else vocabulary.at(temperature)
         self._text, self._draws_at, self._sources = text, draws_at, sources
-        self._chances = acceptance.chances
-        self._nodes: list[Node] = []  # all that may belong to the tree, in the order in which they were found
-        self._odds: list[float] = []  # of each its chance,
-        self._kinds: list[int] = []  # its kind,
-        self._siblings: list[Iterator[Guess]] = []  # and what else its row holds
-        self._known: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-        self._behind: dict[int, tuple[Pointer, ...]] = {-1: pointers} if pointers else {}  # node -> pointers behind it
+        self._chances, self._pointers = acceptance.chances, pointers
+        self._growth = Growth()  # nodes in the order in which they were found
+        self._known: set[Edge] = set()  # of these nodes
+        self._behind: dict[Edge, Pointer] = {}  # what follows an earlier occurrence
         self._drawn: dict[int, Draws | None] = {}  # by distance from the root
-        self._waiting: list[int] = []  # nodes of the tree whose rows were not looked up yet
-        self._ready: dict[int, list[Iterator[Guess]]] = {}  # node -> what its rows say
-        self._heap: list[
-            tuple[float, int]
-        ] = []  # -chance and node, or -LIKELY_CHILD * chance and ~node to look behind it
+        self._num_pushed = 0
+        self._heap: list[tuple[float, int, int, int, int, Iterator[Guess]]] = []
 
     def grow(
         self, max_depth: int, size: int, least: float, stop: Callable[[int, float, float], bool] | None
@@ -123,97 +130,81 @@ class Grower:
 
         stop: as `EarlyStop.is_enough`, asked for each size. Returns also whether it ended the growth.
         """
-        heap, nodes, odds = self._heap, self._nodes, self._odds
-        order: dict[int, float] = {}
+        heap, growth, known = self._heap, self._growth, self._known
+        odds, depths = growth.chances, growth.depths
+        waiting: list[int] = []  # nodes that were not looked behind
         expected, is_stopped = 0.0, False
         if size > 0 and max_depth > 0:
-            self._waiting.append(-1)
-            self._look_behind(-1, 1, least)
+            self._look_behind([-1], least)
             is_stopped = stop is not None and stop(0, 0.0, -heap[0][0] if heap else 0.0)
-        while heap and len(order) < size and not is_stopped:
-            negative, node = heappop(heap)
-            if node < 0:
-                self._look_behind(~node, nodes[~node][2] + 1, least)
+        while len(odds) < size and not is_stopped:
+            if waiting and (not heap or -heap[0][0] <= LIKELY_CHILD * odds[waiting[0]]):
+                self._look_behind(waiting, least)
+                waiting.clear()
                 continue
-            if node in order:  # a surer source has said the same
+            if not heap:
+                break
+            negative, _, token, parent, kind, guesses = heappop(heap)
+            self._push_next(guesses, parent, least)
+            if (parent, token) in known:  # a surer source has said the same
                 continue
-            order[node] = -negative
+            known.add((parent, token))
+            depth = 1 if parent < 0 else depths[parent] + 1
+            growth.add(token, parent, kind, -negative, depth)
             expected -= negative
-            is_stopped = stop is not None and stop(len(order), expected, -negative)
-            _, parent, depth = nodes[node]
-            self._push_next(self._siblings[node], parent, depth, least)
+            is_stopped = stop is not None and stop(len(odds), expected, -negative)
             if depth < max_depth and -negative * LIKELY_CHILD >= least:
-                self._waiting.append(node)
-                heappush(heap, (negative * LIKELY_CHILD, ~node))
-        kept = sorted(order)
-        kept.sort(key=odds.__getitem__, reverse=True)  # stable: parents stay in front
-        place = {node: index for index, node in enumerate(kept)}
-        place[-1] = -1
-        growth = Growth(
-            [nodes[node][0] for node in kept],
-            [place[nodes[node][1]] for node in kept],
-            [self._kinds[node] for node in kept],
-            [odds[node] for node in kept],
-            [nodes[node][2] for node in kept],
-        )
-        return growth, is_stopped
+                waiting.append(len(odds) - 1)
+        return growth.by_chance(), is_stopped
 
-    def _look_behind(self, node: int, depth: int, least: float) -> None:
-        """Put what may follow a node into the heap: of each of its sources the surest guess. depth: of what follows."""
-        if node not in self._ready:
-            self._prepare()
-        for pointer in self._behind.get(node, ()):
-            self._follow(pointer, node, depth, least)
-        for guesses in self._ready[node]:
-            self._push_next(guesses, node, depth, least)
+    def _look_behind(self, waiting: Sequence[int], least: float) -> None:
+        """Put what may follow some nodes into the heap: of each of its sources the surest guess."""
+        growth, text = self._growth, self._text
+        rows: list[Looked] = []
+        draws: list[Draws] = []
+        is_race = True
+        for node in waiting:
+            if node < 0:
+                before, token, chance, depth = text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1
+                for pointer in self._pointers:
+                    self._follow(pointer, node, chance, least)
+            else:
+                token, parent, chance = growth.tokens[node], growth.parents[node], growth.chances[node]
+                before, depth = text[-1] if parent < 0 else growth.tokens[parent], growth.depths[node] + 1
+                if (parent, token) in self._behind:
+                    self._follow(self._behind[parent, token], node, chance, least)
+            found = self._rows(before, token, chance)
+            if node < 0:
+                found += self._sources
+            if not found:
+                continue
+            rows += [(node, chance, first, row) for row, first in found]
+            if depth not in self._drawn:
+                self._drawn[depth] = self._draws_at(depth)
+            numbers = self._drawn[depth]
+            if numbers is None:
+                is_race = False
+            else:
+                draws += [numbers] * len(found)
+        if rows and is_race:
+            self._race(rows, draws, least)
+        else:
+            for node, chance, first, row in rows:
+                self._push_next(self._likeliest(chance, first, row[:GREEDY_LENGTH].tolist()), node, least)
 
-    def _push_next(self, guesses: Iterator[Guess], parent: int, depth: int, least: float) -> None:
+    def _push_next(self, guesses: Iterator[Guess], parent: int, least: float) -> None:
         """Put the next guess of a row into the heap."""
         for chance, token, kind in guesses:
             if chance < least:
                 return
-            found = self._known.get((parent, token))
-            if found is None:
-                self._add(token, parent, depth, chance, kind, guesses)
+            if (parent, token) not in self._known:
+                self._push(chance, token, parent, kind, guesses)
                 return
-            if self._odds[found] < chance:  # each token by the source that is surest of it
-                self._odds[found], self._kinds[found] = chance, kind
-                heappush(self._heap, (-chance, found))
 
-    def _add(self, token: int, parent: int, depth: int, chance: float, kind: int, guesses: Iterator[Guess]) -> int:
-        node = len(self._nodes)
-        self._nodes.append((token, parent, depth))
-        self._odds.append(chance)
-        self._kinds.append(kind)
-        self._siblings.append(guesses)
-        self._known[parent, token] = node
-        heappush(self._heap, (-chance, node))
-        return node
-
-    def _prepare(self) -> None:
-        """Look up the rows behind the nodes that wait for it."""
-        rows: list[tuple[list[Iterator[Guess]], float, int, PackedRow]] = []
-        draws: list[Draws] = []
-        is_race = True
-        for node in self._waiting:
-            guesses = self._ready[node] = []
-            found = self._rows(node)
-            if found:
-                chance, depth = (1.0, 1) if node < 0 else (self._odds[node], self._nodes[node][2] + 1)
-                rows += [(guesses, chance, first, row) for row, first in found]
-                if depth not in self._drawn:
-                    self._drawn[depth] = self._draws_at(depth)
-                numbers = self._drawn[depth]
-                if numbers is None:
-                    is_race = False
-                else:
-                    draws += [numbers] * len(found)
-        self._waiting.clear()
-        if rows and is_race:
-            self._race(rows, draws)
-        else:
-            for guesses, chance, first, row in rows:
-                guesses.append(self._likeliest(chance, first, row[:GREEDY_LENGTH].tolist()))
+    def _push(self, chance: float, token: int, parent: int, kind: int, guesses: Iterator[Guess]) -> None:
+        """guesses: what else its row holds."""
+        self._num_pushed += 1  # of guesses that are as likely the first one goes first
+        heappush(self._heap, (-chance, self._num_pushed, token, parent, kind, guesses))
 
     def _likeliest(self, chance: float, first: int, row: list[int]) -> Iterator[Guess]:
         """A row's guesses in its own order, made when asked for."""
@@ -222,17 +213,13 @@ class Grower:
             kind = first + (both & _BIN)
             yield chance * chances[kind], both >> BIN_BITS, kind
 
-    def _race(
-        self, rows: Sequence[tuple[list[Iterator[Guess]], float, int, PackedRow]], draws: Sequence[Draws]
-    ) -> None:
-        """Order the guesses of some rows by what they will be drawn with."""
+    def _race(self, rows: Sequence[Looked], draws: Sequence[Draws], least: float) -> None:
+        """Put the guesses of some rows into the heap, ordered by what they will be drawn with."""
         packed = np.empty((len(rows), ROW_LENGTH), dtype=np.int32)
         for i, (_, _, _, row) in enumerate(rows):
+            packed[i, : len(row)] = row
             if len(row) < ROW_LENGTH:  # short rows repeat their last id, in the rarest bin
-                packed[i] = row[-1] & ~_BIN
-                packed[i, : len(row)] = row
-            else:
-                packed[i] = row
+                packed[i, len(row) :] = row[-1] & ~_BIN
         chances = _MIDDLES.take(packed & _BIN)
         packed >>= BIN_BITS
         drawn = np.empty(packed.shape, dtype=np.float32)
@@ -248,8 +235,9 @@ class Grower:
             sums.tolist(),
             strict=True,
         )
-        for (guesses, chance, first, _), tokens, when, order, total, known in columns:
-            guesses.append(self._winners(chance, first, tokens, when, order, 1.0 / total, min(0.0, known - 1.0)))
+        for (node, chance, first, _), tokens, when, order, total, known in columns:
+            winners = self._winners(chance, first, tokens, when, order, 1.0 / total, min(0.0, known - 1.0))
+            self._push_next(winners, node, least)
 
     def _winners(
         self,
@@ -268,14 +256,8 @@ class Grower:
             kind = first + bisect_left(BIN_EDGES, time**-SHARPNESS * scale * exp(rest * time))
             yield chance * chances[kind], tokens[place], kind
 
-    def _rows(self, node: int) -> Sequence[Source]:
-        """The rows behind a node, each with the kind of its rarest guess."""
-        text = self._text
-        if node < 0:
-            before, token, chance = text[-2] if len(text) > 1 else -1, text[-1], 1.0
-        else:
-            token, parent, _ = self._nodes[node]
-            before, chance = text[-1] if parent < 0 else self._nodes[parent][0], self._odds[node]
+    def _rows(self, before: int, token: int, chance: float) -> list[Source]:
+        """The rows behind two tokens, each with the kind of its rarest guess. chance: of the second one."""
         found: list[Source] = []
         pair = self._pairs(before << KEY_SHIFT | token)
         if pair is not None:
@@ -286,25 +268,15 @@ class Grower:
                 found.append((single, SINGLE))
             elif pair is None and 0 <= token < len(self._rows_alone):
                 found.append((self._rows_alone[token], VOCABULARY))
-        if node < 0:
-            found += self._sources
         return found
 
-    def _follow(self, pointer: Pointer, node: int, depth: int, least: float) -> None:
-        """Put what followed an earlier occurrence into the heap."""
+    def _follow(self, pointer: Pointer, node: int, chance: float, least: float) -> None:
+        """Put what followed an earlier occurrence into the heap. chance: of the node."""
         following, number, length, kinds = pointer
-        if number == len(following):
+        if number == len(following) or following[number] == FOREIGN:
             return
         guess, kind = following[number], kinds[min(length, MAX_MATCH)]
-        chance = (1.0 if node < 0 else self._odds[node]) * self._chances[kind]
-        if guess == FOREIGN:
-            return
-        found = self._known.get((node, guess))
-        if found is None:
-            if chance < least:
-                return
-            found = self._add(guess, node, depth, chance, kind, iter(()))
-        elif self._odds[found] <= chance:
-            self._odds[found], self._kinds[found] = chance, kind
-            heappush(self._heap, (-chance, found))
-        self._behind[found] = ((following, number + 1, length + 1, kinds),)
+        chance *= self._chances[kind]
+        if chance >= least:
+            self._push(chance, guess, node, kind, iter(()))
+        self._behind[node, guess] = following, number + 1, length + 1, kinds

@@ -89,11 +89,11 @@ def _chances_on_host(logits: Tensor, temperature: float) -> Tensor:
         with torch.inference_mode(False):
             buffer = _scratch.buffer = torch.empty(logits.numel(), dtype=torch.float32, device=HOST)
     chances = buffer[: logits.numel()].view(logits.shape)
-    if logits.dtype == torch.float32:
-        torch.div(logits, temperature, out=chances)
-    else:
-        chances.copy_(logits).div_(temperature)
-    return torch.softmax(chances, dim=-1, out=chances)
+    if logits.dtype != torch.float32:
+        logits = chances.copy_(logits)
+    if temperature != 1.0:
+        logits = torch.div(logits, temperature, out=chances)
+    return torch.softmax(logits, dim=-1, out=chances)
 
 
 def _cut(ids: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int, top_p: float) -> Rows:
