@@ -27,7 +27,8 @@ logger = logging.getLogger("lade")
 # GUESS_SET_SIZE=-1 means unlimited. So large a block would never pay, so this many n-grams are kept per key.
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
-# Who makes each mode's drafter: for lade's own "module:function", imported by the first call; `register_drafter` adds to it.
+# The function that makes each mode's drafter: lade's own as "module:function", imported by the first call.
+# `register_drafter` adds to it.
 MODES: dict[str, str | Callable[[Any], Any]] = {
     "lookahead": "lade.drafting.lookahead:lookahead_drafter",
     "tree": "lade.drafting.tree:tree_drafter",

@@ -231,6 +231,30 @@ def test_layers_of_other_inputs_are_packed_one_by_one(products, change):
     assert len(shared.copies) == 3  # the copy of all three is free again
 
 
+def test_parts_that_are_not_asked_for(products):
+    """The product of all is not computed in vain for longer than a call."""
+    model, shared = Attention(False, torch.bfloat16), packed.PackedWeights()
+    (group,) = [tuple(layer.weight for layer in layers) for layers in packed.groups_of(model, set())]
+    _, copies, _ = shared.prepare([group], 0, is_asked=True)
+    shadow = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=False))
+    for is_apart in (False, True):
+        input = torch.randn(1, 5, 64).to(torch.bfloat16)
+        assert torch.equal(shadow.q_proj(input), model.q_proj(input))
+        assert bool(shared.apart) == is_apart
+
+
+def test_one_layer_and_several_are_compared_for_themselves(products, monkeypatch):
+    """Also where their products have the same shape: torch may round them differently."""
+    model, shared = Attention(False, torch.bfloat16), packed.PackedWeights()
+    model.other = nn.Linear(64, 88, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    groups = [tuple(layer.weight for layer in layers) for layers in packed.groups_of(model, set())]
+    _, copies, _ = shared.prepare(groups, 0, is_asked=True)
+    shadow = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=False))
+    input = torch.randn(1, 5, 64).to(torch.bfloat16)
+    shadow(input), shadow.other(input)
+    assert len(shared.agreements) == 2
+
+
 def test_layers_that_are_no_one_product(small):
     model = Attention(False, torch.float32)
     assert [len(layers) for layers in packed.groups_of(model, set())] == [3]

@@ -6,6 +6,7 @@ capture, or that depends on what Python does in a step, gives a wrong result her
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.compiler import set_stance
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+_recording = threading.Lock()  # `set_stance` holds for the process
+
 
 class Tape(TorchDispatchMode):
     """Records the operations of a forward, with the tensors that they read and write; a call runs them again."""
@@ -22,7 +25,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, forward: Callable[[], Any]) -> None:
         super().__init__()
         self.operations: list[tuple[Any, ...]] = []
-        with set_stance("force_eager"), self:  # what is compiled would hide its operations
+        with _recording, set_stance("force_eager"), self:  # what is compiled would hide its operations
             self.output = forward()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -50,7 +50,7 @@ class _Watcher(MetaPathFinder):
             try:
                 run(module)
             finally:
-                if is_needed:  # also one that cannot be imported
+                if is_needed:  # also one that cannot be imported: then the next one that can calls the action
                     self._pending.discard(name)
             self._pending.discard(name)
             if not self._pending and self in sys.meta_path:

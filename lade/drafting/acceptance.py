@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from lade.drafting.suffix_index import MIN_MATCH
+from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH
 from lade.drafting.top_k_table import BIN_MIDDLES, NUM_BINS
 
 PRIOR_WEIGHT = 16.0  # trials that the first estimate counts for
@@ -14,7 +14,7 @@ TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust begins with, and 
 TRUST_MEMORY = 0.9  # share of the past that is left after each step
 FORGET_SHARE = 0.8  # of what was learned that is left after FORGET_EVERY steps without a guess
 FORGET_EVERY = 16
-MATCH_LENGTHS = (3, 4, 5, 6, 7, 8, 9, 13, 21)  # matches from one length up to the next count together
+MATCH_LENGTHS = (MIN_MATCH, 4, 5, 6, 7, 8, 9, 13, MAX_MATCH)  # matches from one length up to the next count together
 # How often what followed them follows again, at first. Greedy text that repeats itself goes on doing so.
 GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
 SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
@@ -37,16 +37,15 @@ VOCABULARY = PROBE + 1  # + bin: the row of the last token alone, without any te
 SIBLING = VOCABULARY + NUM_BINS  # + bin: the row of a wrong guess that stood where the last token stands
 LONG_SUFFIX = SIBLING + NUM_BINS  # + number among the LONG lengths: as SUFFIX
 LONG_SECOND = LONG_SUFFIX + NUM_LONG
-STORE = (
-    LONG_SECOND + NUM_LONG
-)  # + number among MATCH_LENGTHS: what followed the longest occurrence in texts of earlier calls
+# + number among MATCH_LENGTHS: what followed the longest occurrence in texts of earlier calls
+STORE = LONG_SECOND + NUM_LONG
 SECOND_STORE = STORE + len(MATCH_LENGTHS)
 NUM_KINDS = SECOND_STORE + len(MATCH_LENGTHS)
 
 
 def _kinds(short: int, long: int) -> tuple[int, ...]:
     """Kinds by match length, up to the longest that is told apart."""
-    bins = [bisect_right(MATCH_LENGTHS, length) - 1 for length in range(MATCH_LENGTHS[-1] + 1)]
+    bins = [bisect_right(MATCH_LENGTHS, length) - 1 for length in range(MAX_MATCH + 1)]
     return tuple(short + place if place < NUM_SHORT else long + place - NUM_SHORT for place in bins)
 
 

@@ -55,7 +55,8 @@ class Memory:
 
     def __init__(self, max_bytes: int = MAX_BYTES, path: str | Path | None = None, texts: int = 0) -> None:
         """max_bytes: about how much the tables may take. path: where save() writes, and what is loaded if it exists.
-        texts: how many tokens of what calls have generated to keep as they are, besides; 24 to 32 bytes each. 0: none.
+        texts: how many tokens of what calls have generated (each with the end of its prompt), and of what `warm` was given, to
+        keep as they are, besides; 24 to 32 bytes each. 0: none.
 
         Of a file with more rows than fit the latest are loaded. Raises ValueError for too few bytes, or a file that is not a
         memory or far too large for max_bytes; the file is left as it is.

@@ -34,10 +34,11 @@ class TextStore:
         return min(self._end, self.max_tokens)
 
     def clear(self) -> None:
-        self._tokens = array("q", [END]) * self.max_tokens
-        self._before = array("q", [NOWHERE]) * self.max_tokens  # the place before of the trigram that ends there
-        self._latest = array("q", [NOWHERE]) * (1 << (self.max_tokens - 1).bit_length())  # by the hash of a trigram
-        self._end = 0
+        with self._lock:
+            self._tokens = array("q", [END]) * self.max_tokens
+            self._before = array("q", [NOWHERE]) * self.max_tokens  # the place before of the trigram that ends there
+            self._latest = array("q", [NOWHERE]) * (1 << (self.max_tokens - 1).bit_length())  # by the hash of a trigram
+            self._end = 0
 
     def add(self, text: Sequence[int]) -> None:
         """Add a text of ids."""

@@ -1,16 +1,17 @@
 """Linear layers that multiply with weights laid out once for oneDNN, on a CPU.
 
-torch's own product of a few rows lays the weight out anew in each call, or multiplies in a layout made for something else. With
-weights laid out once, a block of guesses costs little more than reading them. The user's model is not touched: blocks run on a
-weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`. The prompt runs on the model as it is. The queries', keys'
-and values' projections are packed one below another and are one product (`PartOfProduct`): in small models calling a product costs more
-than computing it.
+torch's own product of a few rows lays the weight out anew in each call, or multiplies in a layout made for something
+else. With weights laid out once, a block of guesses costs little more than reading them. The user's model is not
+touched: blocks run on a weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`. The prompt
+runs on the model as it is. The queries', keys' and values' projections are packed one below another and are one
+product (`PartOfProduct`): in small models calling a product costs more than computing it.
 
-The packed copies of a model are shared by its calls and freed with it. Before each call that uses them the weights are compared with
-what they were when they were packed, by a checksum of each row: a write through `weight.data`, as merging an adapter does it,
-shows neither in the address nor in the version counter of a parameter.
+The packed copies of a model are shared by its calls and freed with it. Before each call that uses them the weights
+are compared with what they were when they were packed, by a checksum of each row: a write through `weight.data`, as
+merging an adapter does it, shows neither in the address nor in the version counter of a parameter.
 
-Source: the operators that torch.compile's freezing uses, `mkldnn::_reorder_linear_weight` and `mkldnn::_linear_pointwise`.
+Source: the operators that torch.compile's freezing uses, `mkldnn::_reorder_linear_weight` and
+`mkldnn::_linear_pointwise`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from lade.models.shadow import parts_of, shadow_model
 from lade.state import PerModel
 from lade.tolerance import largest_difference, largest_value
 
-# The fewest elements of a weight that pay by dtype, and the fewest rows of an input. In float32 torch's product of one row is as fast
-# as a packed one, and small weights gain nothing.
+# The fewest elements of a weight that pay by dtype, and the fewest rows of an input. In float32 torch's product of
+# one row is as fast as a packed one, and small weights gain nothing.
 LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
 LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 2}
 MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would have to be compared
 PACKED_FOR = 16  # rows that weights are laid out for
-# New tokens that calls must have asked for before their model is packed: packing and comparing products cost about a dozen plain steps.
-# Each change of the weights doubles it, so that a training loop does not pack in vain.
+# New tokens that calls must have asked for before their model is packed: packing and comparing products cost about a
+# dozen plain steps. Each change of the weights doubles it, so that a training loop does not pack in vain.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
 LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
 # Of the memory that is free, the share that the copies may take.
@@ -50,8 +51,8 @@ COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product is compared on random inputs until so many elements have been seen, but not more often than this.
 COMPARED_ELEMENTS, MOST_COMPARISONS = 1 << 15, 64
 PRODUCT_TOLERANCE = 1e-5  # in float32, relative to the largest element; half precision must have the same bits
-# Layers of a module that have the same input, in the order in which they are called. gate_proj and up_proj do as well, but calling a
-# product as large as theirs is a small part of it.
+# Layers of a module that have the same input, in the order in which they are called. gate_proj and up_proj do as
+# well, but calling a product as large as theirs is a small part of it.
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 WAITING = "lade_products"  # attribute of an input: the parts of its products that their layers have not taken yet
 
@@ -105,19 +106,19 @@ class PackedWeights:
     """What a model's calls share."""
 
     copies: Copies = field(default_factory=dict)
-    agreements: dict[tuple[Any, ...], bool] = field(
-        default_factory=dict
-    )  # by shapes: whether packed products are as torch's
+    # By shapes: whether packed products are as torch's.
+    agreements: dict[tuple[Any, ...], bool] = field(default_factory=dict)
     apart: set[Key] = field(default_factory=set)  # weights of layers whose inputs were not the same
     num_asked: int = 0  # new tokens, since the weights have last changed
     num_changes: int = 0  # times that weights were found changed
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def prepare(self, weights: Sequence[Weights], num_new: int, is_asked: bool) -> tuple[bool, Copies, str | None]:
-        """The copies of these weights as they are now, for a call for `num_new` tokens. Missing ones are made where memory allows.
+        """The copies of these weights as they are now, for a call for `num_new` tokens. Missing ones are made where
+        memory allows.
 
-        is_asked: whatever that number. Returns whether the call is to have copies, which depends on the calls so far and on the weights
-        alone; those that there are; and why some are missing, as a sentence.
+        is_asked: whatever that number. Returns whether the call is to have copies, which depends on the calls so far
+        and on the weights alone; those that there are; and why some are missing, as a sentence.
         """
         with self.lock:
             self.num_asked += num_new
@@ -178,7 +179,8 @@ class PackedWeights:
             left -= num_bytes
         if not num_refused:
             return None
-        return f"{num_refused} weights are not packed: too little of the {(free or 0) >> 20} MiB of free memory would be left"
+        size = f"{(free or 0) >> 20} MiB"
+        return f"{num_refused} weights are not packed: too little of the {size} of free memory would be left"
 
 
 _packed: PerModel[PackedWeights] = PerModel(PackedWeights)
@@ -190,7 +192,7 @@ def packed_weights(model: PreTrainedModel) -> PackedWeights:
 
 def held_bytes() -> tuple[int, int]:
     """Weights that this process has packed, of all models, and the bytes of their copies."""
-    copies = [copy for weights in _packed.all() for copy in weights.copies.values() if copy.packed is not None]
+    copies = [copy for weights in _packed.all() for copy in list(weights.copies.values()) if copy.packed is not None]
     return sum(len(copy.sources) for copy in copies), sum(copy.num_bytes for copy in copies)
 
 
@@ -241,15 +243,19 @@ class PackedProducts:
     @property
     def refusal(self) -> str | None:
         """Why some products were torch's own, as a sentence, where comparing them has said so."""
-        found = [shape for (shape, *_), is_same in self.shared.agreements.items() if not is_same]
+        found = [shape for (shape, *_), is_same in list(self.shared.agreements.items()) if not is_same]
         if not found:
             return None
-        rows, inputs, outputs, *_, dtype = found[0]
+        rows, inputs, widths, *_, dtype = found[0]
+        product = f"the packed product of {rows} x {inputs} by {inputs} x {sum(widths)} in {str(dtype)[6:]}"
         how = "is not within rounding of" if self.is_exact else "differs in its bits from"
-        return f"the packed product of {rows} x {inputs} by {inputs} x {outputs} in {str(dtype)[6:]} {how} torch's own, which ran instead"
+        return f"{product} {how} torch's own, which ran instead"
 
     def is_same(self, found: Tensor, expected: Tensor) -> bool:
-        """Bit for bit in half precision, so that no text depends on whether memory was there to pack; within rounding in float32."""
+        """Bit for bit in half precision, within rounding in float32.
+
+        So in half precision no text depends on whether memory was there to pack.
+        """
         if self.is_exact:
             return largest_difference(found, expected) <= PRODUCT_TOLERANCE * largest_value(expected)
         return torch.equal(found.view(torch.int16), expected.view(torch.int16))
@@ -263,7 +269,8 @@ class Product:
         self.biases = tuple(layer.bias for layer in layers)
         self.copy, self.products = copy, products
         self.bias = self.biases[0] if len(layers) == 1 or self.biases[0] is None else torch.cat(self.biases)
-        self.widths = [layer.out_features for layer in layers]
+        self.widths = tuple(layer.out_features for layer in layers)
+        self.is_taken = True  # whether the parts of the latest product have found their layers
         self.in_features, self.dtype = layers[0].in_features, layers[0].weight.dtype
         self.key = key_of(self.weights)
 
@@ -282,7 +289,7 @@ class Product:
         if not input.is_contiguous():  # torch then rounds before it adds a bias
             return False
         products = self.products
-        shape = (num_rows, self.in_features, sum(self.widths), self.bias is not None, self.dtype)
+        shape = (num_rows, self.in_features, self.widths, self.bias is not None, self.dtype)
         key = (shape, input.dim(), torch.get_num_threads(), products.is_exact)
         found = products.shared.agreements.get(key)
         if found is None:
@@ -312,19 +319,23 @@ class PackedLinear(nn.Linear):
 
 
 class PartOfProduct(nn.Linear):
-    """Stands for one of several `nn.Linear` that have the same input, in a shadow model. The first computes the product of all.
+    """Stands for one of several `nn.Linear` that have the same input, in a shadow model.
 
-    The others find their parts with the input. Where one does not, or its first part is not what it would have computed (its input
-    was changed in place), it computes its own, and later calls pack these layers one by one.
+    The first computes the product of all, and the others find their parts with the input. Where one does not, or its
+    first part is not what it would have computed (its input was changed in place), it computes its own. Then, and
+    where parts are not asked for, later calls pack these layers one by one.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [..., K]. Returns [..., N], a tensor of its own as an nn.Linear's output is."""
+        """input: [..., K]. Returns [..., N], contiguous as an nn.Linear's output is."""
         product: Product = self.__dict__["product"]
         place: int = self.__dict__["place"]
         if place == 0:
             if not product.agrees(input):
                 return linear(input, self.weight, self.bias)
+            if not product.is_taken:
+                product.products.shared.apart.add(product.key)
+            product.is_taken = False
             first, *others = [part.contiguous() for part in product.of(input).split(product.widths, -1)]
             vars(input).setdefault(WAITING, {})[product.key] = others
             return first
@@ -335,7 +346,8 @@ class PartOfProduct(nn.Linear):
                 product.products.shared.apart.add(product.key)
             return linear(input, self.weight, self.bias)
         found = others[place - 1]
-        if place == len(product.widths) - 1:  # nothing stays with a tensor that the model may keep or return
+        if place == len(product.widths) - 1:  # the model may keep the tensor, or return it
+            product.is_taken = True
             del waiting[product.key]
             if not waiting:
                 delattr(input, WAITING)
@@ -350,7 +362,10 @@ class PartOfProduct(nn.Linear):
 
 
 def packing_reason(adapter: ModelAdapter) -> str | None:
-    """Why no weights of a model can be packed, as a sentence; None where some can. Does not depend on how busy the machine is."""
+    """Why no weights of a model can be packed, as a sentence; None where some can.
+
+    Does not depend on how busy the machine is.
+    """
     code, dtype = adapter.code, adapter.dtype
     if any(part.device.type != "cpu" for part in adapter.model.parameters()):
         return "weights are packed for a CPU, and this model is not on one"
