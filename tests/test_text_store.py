@@ -171,31 +171,30 @@ def test_texts_are_saved_only_where_asked_for(model, tmp_path):
     assert memory.texts.matches(kept[:5]) == []
 
 
-def test_a_file_without_the_later_kinds_begins_with_their_prior(model, tmp_path):
-    path = tmp_path / "memory.npz"
-    memory = lade.Memory(path=path)
+def saved(model, folder):
+    """A memory that keeps no texts and has seen a call; its file, and what is in it."""
+    memory = lade.Memory(path=folder / "memory.npz")
     call(model, memory, 0)
     memory.save()
-    with np.load(path) as file:
-        arrays = dict(file)
+    with np.load(memory.path) as file:
+        return memory, memory.path, dict(file)
+
+
+def test_a_file_without_the_later_kinds_begins_with_their_prior(model, tmp_path):
+    memory, path, arrays = saved(model, tmp_path)
     num_new = len(MATCH_LENGTHS) * 2 + 6
     for name in ("chances_0", "chances_1"):
         assert arrays[name].shape == (2, NUM_KINDS)
         arrays[name] = arrays[name][:, :-num_new]
     np.savez(path, **arrays)
-    loaded, saved, prior = lade.Memory(path=path).acceptance[False], memory.acceptance[False], Acceptance(False)
-    assert loaded.hits[:-num_new] == saved.hits[:-num_new] != prior.hits[:-num_new]
+    loaded, learned, prior = lade.Memory(path=path).acceptance[False], memory.acceptance[False], Acceptance(False)
+    assert loaded.hits[:-num_new] == learned.hits[:-num_new] != prior.hits[:-num_new]
     assert loaded.hits[-num_new:] == prior.hits[-num_new:]
 
 
 @pytest.mark.parametrize("texts", [[5, END - 1], [5, 10**6], [5.0, 6.0], [[5, 6]]])
 def test_damaged_texts_are_refused(model, tmp_path, texts):
-    path = tmp_path / "memory.npz"
-    memory = lade.Memory(path=path)
-    call(model, memory, 0)
-    memory.save()
-    with np.load(path) as file:
-        arrays = dict(file)
+    _, path, arrays = saved(model, tmp_path)
     np.savez(path, **arrays, texts=np.array(texts))
     with pytest.raises(ValueError, match=r"path must be a memory saved by lade.*its texts"):
         lade.Memory(path=path, texts=1000)

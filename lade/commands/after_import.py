@@ -49,9 +49,10 @@ class _Watcher(MetaPathFinder):
                 self._pending.add(name)
             try:
                 run(module)
-            finally:
-                if is_needed:  # also one that cannot be imported: then the next one that can calls the action
+            except BaseException:
+                if is_needed:  # it is not waited for: the next module that can be imported calls the action
                     self._pending.discard(name)
+                raise
             self._pending.discard(name)
             if not self._pending and self in sys.meta_path:
                 sys.meta_path.remove(self)
