@@ -26,11 +26,12 @@ from lade.drafting.ngram_pool import NGramPool, copy_pool
 from lade.forward import static_shapes as fixed
 from lade.forward.graphs import refuse_waiting
 from lade.forward.on_device import step as device_step
-from lade.forward.on_device.sampling import Sampling, empty_draws
+from lade.forward.on_device.sampling import empty_draws
 from lade.forward.on_device.step import StepShape, StepState
 from lade.forward.runner import BlockRunner
 from lade.models import base
 from lade.verification import draws as noise
+from lade.verification.race import Sampling
 
 ATEN, META = torch.ops.aten, torch.device("meta")
 LOOKAHEAD = {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2}
