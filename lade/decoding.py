@@ -198,6 +198,7 @@ class DecodingCall:
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
         max_offset = 0 if self.selection.next_is_plain else self.cache.max_guess_offset(allowed)
         draft = self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
+        self.race = None
         if self.runner.samples and type(self.group) is SingleProcess:
             tree = self.selection.without_finished(draft.tree, draft.max_depth)
             self.race = self.selection.race(tree, self.vocab_size)

@@ -13,6 +13,8 @@ from lade.forward.static_choice import StaticChoice
 from lade.verification import draws as noise
 from lade.verification.selection import PerRowSelection
 
+WRONG = "the captured choice is not that of the captured logits"
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -131,7 +133,7 @@ def test_deeper_trees_than_expected(model, graphs, one_by_one, monkeypatch):
 
 def refused(model, captured_steps):
     stats = check(model, captured_steps=captured_steps)
-    assert stats.cuda_graph_reason == "the captured choice is not that of the captured logits"
+    assert stats.cuda_graph_reason == WRONG
     assert not kept_buffers(model)
 
 
@@ -144,6 +146,20 @@ def test_a_wrong_choice_is_noticed(model, graphs, monkeypatch):
 
     monkeypatch.setattr(StaticChoice, "call", call)
     refused(model, 0)
+
+
+def test_compiled_forwards_go_on_without_it(model, monkeypatch):
+    """The race of a tree that was larger would not fit later blocks."""
+    lade.config_lade(COMPILE=1)
+    monkeypatch.setattr(StaticChoice, "replay", lambda self: None)
+    races, fixed_inputs = [], fixed.StaticForward._fixed_inputs
+    monkeypatch.setattr(
+        fixed.StaticForward, "_fixed_inputs", lambda *args: races.append(args[-1]) or fixed_inputs(*args)
+    )
+    stats = check(model, captured_steps=0)
+    assert stats.compiled_steps == stats.steps - 1
+    assert stats.cuda_graph_reason == WRONG
+    assert [race is not None for race in races] == [True] + [False] * (len(races) - 1)
 
 
 def test_a_choice_that_remembers_too_much_is_noticed(model, graphs, monkeypatch):

@@ -195,8 +195,9 @@ class BlockRunner:
     def samples(self) -> bool:
         """Whether blocks are captured together with their digest, which tokens can then be sampled for."""
         static = self._static
-        is_here = self.device == self.adapter.model.device  # where draws are made
-        return is_here and static is not None and static.captures and static.num_tokens is not None
+        if static is None or not static.captures or static.num_tokens is None:
+            return False
+        return self.device == self.adapter.model.device  # draws are made on the prompt's
 
     def release(self) -> None:
         """Return the cache and graphs to the pool, after a call that succeeded and whose cache is no longer read."""

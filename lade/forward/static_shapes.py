@@ -420,10 +420,10 @@ class StaticForward:
 
     def _check_choice(self, inputs: StaticInputs, choice: StaticChoice) -> None:
         """Capture the choice if needed and check it. Raises NotCompiled if it is wrong."""
-        self.replay(inputs)
         if choice.graph is None:
             with torch.cuda.device_of(choice.draws):
                 choice.graph = capture(choice.call)
+        self.replay(inputs)  # which leaves nothing of what the capture has written
         choice.check()
 
 

@@ -287,11 +287,12 @@ class PerRowSelection(Selection):
 
     def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits) -> list[list[int]] | None:
         """The tokens after the root and all nodes, [B, 1 + n], as `winners`; None to choose one by one, as on a CPU."""
+        if type(block_logits) is not BlockLogits:  # of several processes
+            return None
         logits, sampled = block_logits.logits, block_logits.sampled()
         if sampled is not None and self._race is not None:
             return sampled
-        is_whole = type(block_logits) is BlockLogits and logits.device == self.sequences.device
-        if on_host(logits) or not is_whole:
+        if on_host(logits) or logits.device != self.sequences.device:
             return None
         race = self._race or self.race(tree, logits.shape[-1])
         return None if race is None else race.run(logits)
