@@ -30,8 +30,10 @@ def one_by_one(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def trees(static_blocks, graphs):
+def trees(static_blocks, request):
     """Of one size."""
+    if request.node.get_closest_marker("gpu") is None:
+        request.getfixturevalue("graphs")
     lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0, SHARE=0)
 
 
@@ -223,10 +225,11 @@ def test_nothing_on_a_cpu(model, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("arguments", [{}, {"temperature": 0.6, "top_k": 20}, {"top_k": 0, "min_p": 0.05}], ids=str)
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_captured_by_cuda(arguments, batch_size, one_by_one, monkeypatch):
-    monkeypatch.undo()
+def test_captured_by_cuda(arguments, batch_size, one_by_one):
+    lade.config_lade(COMPILE=0, CUDA_GRAPH=1)
     model = tiny_llama(torch.float32, num_hidden_layers=1, vocab_size=64).cuda()
     inputs = {name: tensor.cuda() for name, tensor in prompt(batch_size=batch_size).items()}
-    lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0, COMPILE=0, CUDA_GRAPH=1)
     for _ in range(2):
+        one_by_one.clear()
         check(model, inputs, **arguments)
+        assert len(one_by_one) == batch_size
