@@ -48,6 +48,7 @@ def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
     yield base.ModelAdapter, "run_blocks", "forward"
     yield fixed.StaticForward, "call", "forward"
     yield fixed.StaticForward, "replay", "forward"
+    yield fixed.StaticChoice, "replay", "forward"
     for cls in (rules.Selection, *rules.Selection.__subclasses__()):
         yield cls, "verify", "verify"
     yield kv_cache.LookaheadCache, "commit", "commit"

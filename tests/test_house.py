@@ -143,6 +143,7 @@ TESTED_IN = {
     "eligibility": "contract",
     "verification.logits": "spoiled",
     "verification.outputs": "contract",
+    "verification.race": "draws",
     "verification.selection": "contract",
 }
 

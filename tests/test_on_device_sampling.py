@@ -19,10 +19,11 @@ from lade.forward import static_shapes as fixed
 from lade.forward.on_device import loop as device_loop
 from lade.forward.on_device import sampling as device_sampling
 from lade.forward.on_device import step as device_step
-from lade.forward.on_device.sampling import REFUSED, DrawRing, Sampling
+from lade.forward.on_device.sampling import REFUSED, DrawRing
 from lade.verification import draws as noise
 from lade.verification import selection as rules
 from lade.verification.draws import generator_state
+from lade.verification.race import Sampling
 
 # The distribution of a model that has learned something: some tokens are far likelier than others.
 SHARPER = 16
@@ -235,7 +236,7 @@ def test_probabilities_are_those_of_each_row_alone(warper):
     """To the last bit, whatever stands beside a row."""
     torch.manual_seed(0)
     logits = (4 * torch.randn(2, 7, 1003)).bfloat16()
-    found = device_sampling.probabilities_of(Sampling(None, (warper,)), logits)
+    found = Sampling(None, (warper,)).probabilities(logits)
     for row, of_row in zip(logits.flatten(0, 1), found.flatten(0, 1), strict=True):
         ids = torch.zeros(1, 5, dtype=torch.long)
         scores = LogitsProcessorList([warper])(ids, row[None].to(copy=True, dtype=torch.float32))

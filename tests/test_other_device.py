@@ -26,11 +26,13 @@ from lade.drafting.ngram_pool import NGramPool, copy_pool
 from lade.forward import static_shapes as fixed
 from lade.forward.graphs import refuse_waiting
 from lade.forward.on_device import step as device_step
-from lade.forward.on_device.sampling import Sampling, empty_draws
+from lade.forward.on_device.sampling import empty_draws
 from lade.forward.on_device.step import StepShape, StepState
 from lade.forward.runner import BlockRunner
 from lade.models import base
+from lade.transfer import Landing
 from lade.verification import draws as noise
+from lade.verification.race import Sampling
 
 ATEN, META = torch.ops.aten, torch.device("meta")
 LOOKAHEAD = {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2}
@@ -236,3 +238,18 @@ def test_a_mask_left_on_the_cpu_is_noticed(model, other_device, monkeypatch):
     monkeypatch.setattr(base, "block_mask", mask_on_cpu)
     with pytest.raises(MixedDevices):
         generate(model, do_sample=False)
+
+
+def test_sampled_behind_a_captured_tree(model, other_device, monkeypatch):
+    """By tensors of that device alone. Comparisons need values, which there are none of."""
+    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("meta",))
+    monkeypatch.setattr(fixed, "capture", lambda forward: forward)
+    monkeypatch.setattr(fixed, "numerics", lambda device: ())
+    monkeypatch.setattr(fixed, "same_digest", lambda *digests: True)
+    monkeypatch.setattr(torch, "equal", lambda *tensors: True)
+    monkeypatch.setattr(Landing, "start", lambda self, tensor: self._host.zero_())
+    lade.config_lade(MODE="tree", CUDA_GRAPH=1)
+    for arguments in ({}, {"batch_size": 2, "padding": 5}):
+        _, stats = generate(model, do_sample=True, temperature=0.8, top_k=20, **arguments)
+        assert stats.cuda_graph_reason is None
+        assert stats.captured_steps == stats.steps - 1

@@ -96,24 +96,35 @@ def test_one_copy_of_the_likeliest_tokens_is_as_good_as_two(vocab_size, temperat
 
 
 @pytest.mark.usefixtures("static_blocks")
-def test_waits_of_a_captured_step(graphs, monkeypatch):
-    """Of a tree, greedy: one, for the forward. A copy there, a copy back, and the keys and values of a path that has to move."""
+@pytest.mark.parametrize(
+    ("sampling", "waits_at_most", "launches_at_most"),
+    [({"do_sample": False}, 1, 5), ({"do_sample": True, "temperature": 0.8, "top_k": 50}, 3, 10)],
+    ids=["greedy", "sampled"],
+)
+def test_waits_of_a_captured_step(sampling, waits_at_most, launches_at_most, graphs, monkeypatch):
+    """Of a tree: one, for the forward. A copy there, a copy back, and the keys and values of a path that has to move.
+
+    Where tokens are sampled: the draws, which are read by the host for eight tokens at once, and the choice's own graph.
+    """
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     step_profile = importlib.import_module("step_profile")
     model, waits = tiny_llama(num_hidden_layers=1), step_profile.Waits()
     lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0, SHARE=0)
-    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    check(*both(model, prompt(), **sampling), compiled=False, captured=True)
     forget_all()  # what was made outside does not count as a device's memory
     with step_profile.counted_on_cpu(waits, *model.parameters(), prompt()):
-        model.generate(**prompt(), do_sample=False, max_new_tokens=100)
+        model.generate(**prompt(), **sampling, max_new_tokens=100)
         with lade.stats.tracing(waits.end_step):
-            model.generate(**prompt(), do_sample=False, max_new_tokens=100)
+            model.generate(**prompt(), **sampling, max_new_tokens=100)
             waits.begin()
     assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
     assert waits.num_steps > 2
-    assert [row["what"] for row in waits.per_step()] == ["wait_for"], waits.per_step()
+    parts = {"lade/verification/draws.py", "lade/forward/static_choice.py", "lade/forward/static_shapes.py"}
+    parts = parts if sampling["do_sample"] else set()
+    found = {row["what"] for row in waits.per_step()}
+    assert found == {"wait_for", *(["cpu"] if parts else [])}, waits.per_step()
     found = {row["where"].split(":")[0] for row in waits.per_step(waits.launches)}
-    assert found <= {"lade/transfer.py", "lade/block/kv_cache.py", *ONCE_PER_CALL}, found
+    assert parts <= found <= {"lade/transfer.py", "lade/block/kv_cache.py", *ONCE_PER_CALL, *parts}, found
     figures = waits.figures()
-    assert figures["waits_per_step"] == 1
-    assert 2 <= figures["launches_per_step"] <= 5
+    assert 1 <= figures["waits_per_step"] <= waits_at_most
+    assert 2 <= figures["launches_per_step"] <= launches_at_most

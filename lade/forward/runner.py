@@ -25,6 +25,7 @@ from lade.models.base import ModelAdapter
 from lade.models.shadow import shadow_model
 from lade.stats import GenerationStats
 from lade.verification.logits import LogitsDigest
+from lade.verification.race import Race
 
 FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # so neither replaced nor captured
 
@@ -190,6 +191,14 @@ class BlockRunner:
         """Of the latest block's logits; None if it was not computed together with them."""
         return None if self._static is None else self._static.digest
 
+    @property
+    def samples(self) -> bool:
+        """Whether blocks are captured together with their digest, which tokens can then be sampled for."""
+        static = self._static
+        if static is None or not static.captures or static.num_tokens is None:
+            return False
+        return self.device == self.adapter.model.device  # draws are made on the prompt's
+
     def release(self) -> None:
         """Return the cache and graphs to the pool, after a call that succeeded and whose cache is no longer read."""
         if self._static is not None:
@@ -197,10 +206,11 @@ class BlockRunner:
 
     # The forward.
 
-    def forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
+    def forward(self, block: Block, cache: LookaheadCache, race: Race | None = None, **wanted: Any) -> Any:
         """One forward over a block. Its keys and values are written after the committed slots of `cache`.
 
-        wanted: further arguments of the model, such as output_hidden_states.
+        race: decides the tokens of `digest.sampled`; only where `samples`. wanted: further arguments of the model, such
+        as output_hidden_states.
         Returns the model's output, logits [B, R, V].
         """
         if self._products is not None:
@@ -212,7 +222,7 @@ class BlockRunner:
             static.make_room(cache, max(cache.lengths) + num_tokens)
             cache.make_room(num_tokens)
             eager = partial(self.eager_forward, block, cache)
-            logits = static.logits(block, cache, self.padding, lambda: eager().logits)
+            logits = static.logits(block, cache, self.padding, lambda: eager().logits, race)
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits)
         return self.eager_forward(block, cache, **wanted)

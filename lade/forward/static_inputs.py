@@ -18,11 +18,13 @@ from lade.compat import CacheLayer
 from lade.drafting.likeliest import likeliest
 from lade.transfer import HOST, Landing, Parcel
 from lade.verification.logits import LogitsDigest, best_on_device
+from lade.verification.race import Race, Sampling
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
 MakeMasks = Callable[[Block, Tensor], Masks]  # block, padding [B] -> masks over all slots of the cache
 Outputs = tuple[Tensor, ...]  # logits [B, R, V], and what `packed_digest` returns of them where that is wanted
+NUM_SINGLE, SAMPLED = 3, 2  # columns of a packed digest before the ids, and which of them holds sampled tokens
 NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with different ones
 
 
@@ -102,6 +104,7 @@ class StaticInputs:
         self._step = Parcel(step_inputs(block, cache, NO_DIGEST), device)  # what changes in each step
         sent = self._step.tensors
         self.slots, self._digest_settings = sent["slots"], (sent["nan_column"], sent["temperature"])
+        self.draw_rows = sent["draw_rows"]  # [B, R] of `StaticChoice.draws`
         self.padding = torch.zeros(batch_size, dtype=torch.int32, device=device)  # slots before each row's first token
         self.block = Block(
             tokens=sent["tokens"],
@@ -122,6 +125,7 @@ class StaticInputs:
         self.cache = Cache(layers=layers)
         self.replay: Callable[[], Outputs] | None = None  # replays the CUDA graph that reads these inputs
         self.checks_left = NUM_CHECKS  # replays of that graph still to be compared
+        self.choices: dict[Sampling, Any] = {}  # a `StaticChoice` for each kind of sampling, most recently used last
         self._landing: Landing | None = None
 
     def begin_call(self, call: object, key_mask: Tensor | None, padding: Tensor | None) -> None:
@@ -141,9 +145,9 @@ class StaticInputs:
     def end_call(self) -> None:
         self._call = None
 
-    def fill(self, block: Block, cache: LookaheadCache, settings: DigestSettings) -> None:
-        """Send a block to the device: one copy, if it lies on the host."""
-        self._step.fill(step_inputs(block, cache, settings))
+    def fill(self, block: Block, cache: LookaheadCache, settings: DigestSettings, race: Race | None = None) -> None:
+        """Send a block to the device: one copy, if it lies on the host. race: of the tokens after its logits' rows."""
+        self._step.fill(step_inputs(block, cache, settings, race))
 
     def call(self, forward: Forward, model: Any, keeps_rows: bool, make_masks: MakeMasks) -> Tensor:
         masks, block = make_masks(self.block, self.padding), self.block
@@ -164,9 +168,12 @@ class StaticInputs:
         return unpacked_digest(self._landing.read())
 
 
-def step_inputs(block: Block, cache: LookaheadCache, settings: DigestSettings) -> dict[str, Tensor]:
+def step_inputs(
+    block: Block, cache: LookaheadCache, settings: DigestSettings, race: Race | None = None
+) -> dict[str, Tensor]:
     """What a forward of static shape is told about a step. On the host as far as the block is."""
     starts = torch.tensor(cache.lengths, device=HOST)[:, None]  # [B, 1]
+    none = torch.zeros(len(starts), len(block.logit_rows), dtype=torch.long, device=HOST)
     return {
         "tokens": block.tokens,
         "offsets": block.offsets,
@@ -177,24 +184,26 @@ def step_inputs(block: Block, cache: LookaheadCache, settings: DigestSettings) -
         "nan_column": torch.tensor([settings.nan_column or 0], device=HOST),
         "temperature": torch.tensor(settings.temperature, dtype=torch.float32, device=HOST),
         "visible": block.visible,
+        "draw_rows": none if race is None else race.index(none.shape[1]),
     }
 
 
 def packed_digest(logits: Tensor, nan_column: Tensor, temperature: Tensor, num_tokens: int | None) -> Tensor:
-    """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 2 + 2 * K] int32, without a copy to the host.
+    """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K] int32, without a copy to the host.
 
     nan_column: [1]. temperature: [] float32. num_tokens: ids that have an embedding.
     """
     is_nan = logits.index_select(-1, nan_column).isnan()  # [B, R, 1]
+    sampled = torch.full_like(is_nan, -1, dtype=torch.int32)  # see `StaticChoice`
     chances, ids = likeliest(logits[..., :num_tokens].flatten(0, 1), temperature)  # [B * R, K]
     shape = (*logits.shape[:2], -1)
-    parts = [best_on_device(logits)[..., None], is_nan, ids.view(shape), chances.view(torch.int32).view(shape)]
+    parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(torch.int32).view(shape)]
     return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
 
 
 def same_digest(found: Tensor, expected: Tensor) -> bool:
     """Whether two packed digests say the same, but for the order of tokens that are equally likely."""
-    start, end = 2, 2 + (found.shape[-1] - 2) // 2  # of the ids
+    start, end = NUM_SINGLE, NUM_SINGLE + (found.shape[-1] - NUM_SINGLE) // 2  # of the ids
     chances = expected[..., end:]
     if not (torch.equal(found[..., :start], expected[..., :start]) and torch.equal(found[..., end:], chances)):
         return False
@@ -209,5 +218,7 @@ def same_digest(found: Tensor, expected: Tensor) -> bool:
 
 def unpacked_digest(packed: npt.NDArray[np.int32]) -> LogitsDigest:
     """packed: of `packed_digest`."""
-    ids, bits = np.split(packed[..., 2:], 2, axis=-1)
-    return LogitsDigest(packed[..., 0], packed[..., 1] != 0, ids, np.ascontiguousarray(bits).view(np.float32))
+    ids, bits = np.split(packed[..., NUM_SINGLE:], 2, axis=-1)
+    return LogitsDigest(
+        packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, np.ascontiguousarray(bits).view(np.float32)
+    )

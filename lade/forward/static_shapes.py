@@ -26,6 +26,7 @@ from lade.config import LookaheadConfig
 from lade.forward.buffer_pool import PooledBuffers, acquire, has_captured, release
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
+from lade.forward.static_choice import StaticChoice
 from lade.forward.static_inputs import (
     NO_DIGEST,
     Forward,
@@ -39,6 +40,7 @@ from lade.state import PerModel
 from lade.stats import GenerationStats
 from lade.tolerance import logits_error
 from lade.verification.logits import LogitsDigest
+from lade.verification.race import Race
 
 BACKEND: Any = "inductor"  # backend of torch.compile
 GRAPH_DEVICES = ("cuda",)  # device types whose forwards can be captured
@@ -52,6 +54,7 @@ TOO_MANY_SLOTS = (
     f"without the kernel a captured block reads all slots of the cache, here more than {MOST_SLOTS_WITHOUT_KERNEL} "
     "(CUDA_GRAPH=1 captures all the same)"
 )
+KEPT_CHOICES = 4  # the most recently used kinds of sampling behind one of these graphs
 KEPT_SHAPES = 8  # the most recently used graphs of one cache that are kept in the pool
 SMALLEST_TREE = 8  # nodes with the root; larger trees are padded to the next power of two
 
@@ -124,7 +127,8 @@ class Buffers(PooledBuffers):
     inputs: dict[Hashable, StaticInputs] = field(default_factory=dict)
 
     def replays(self) -> Iterable[Any]:
-        return [inputs.replay for inputs in self.inputs.values() if inputs.replay is not None]
+        found = [inputs for inputs in self.inputs.values() if inputs.replay is not None]
+        return [replay for inputs in found for replay in (inputs.replay, *inputs.choices.values())]
 
     def drop_stale(self) -> None:
         """Drop inputs and graphs that refer to the storage of the cache before it grew."""
@@ -257,20 +261,21 @@ class StaticForward:
         cache: LookaheadCache,
         padding: Tensor | None,
         ordinary: Callable[[], Tensor],
+        race: Race | None = None,
     ) -> Tensor | None:
         """Logits [B, R, V] of a block for which `cache` has room; None if the eager forward must run.
 
         padding: [B] slots before each row's first token, for the kernel. ordinary: the eager forward, run for
-        comparison on the first blocks of each new shape.
+        comparison on the first blocks of each new shape. race: decides the tokens of `digest.sampled`, if they are wanted.
         """
         self.preparing_seconds, self._digest_at, self._digest = 0.0, None, None
         if self.captures and self.most_slots is not None and cache.capacity > self.most_slots:
             self.captures, self.stats.cuda_graph_reason = False, TOO_MANY_SLOTS
         if not self.is_on:
             return None
-        inputs = self._fixed_inputs(block, cache, padding)
+        inputs = self._fixed_inputs(block, cache, padding, race)
         forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
-        logits = self._captured(inputs, forward, ordinary) if self.captures else None
+        logits = self._captured(inputs, forward, ordinary, race) if self.captures else None
         self.stats.captured_steps += logits is not None
         if logits is None and self.compiles:
             logits = self._run_compiled(inputs, forward)
@@ -291,7 +296,9 @@ class StaticForward:
         assert inputs.replay is not None
         return inputs.replay()
 
-    def _fixed_inputs(self, block: Block, cache: LookaheadCache, padding: Tensor | None) -> StaticInputs:
+    def _fixed_inputs(
+        self, block: Block, cache: LookaheadCache, padding: Tensor | None, race: Race | None
+    ) -> StaticInputs:
         """The static inputs of this shape, filled with this block."""
         if self._buffers is None or self._buffers.cache is not cache:
             self._buffers = Buffers(None, cache)
@@ -300,7 +307,7 @@ class StaticForward:
         shape = (block.positions.shape, block.logit_rows.shape)
         inputs = known.pop(shape, None) or StaticInputs(block, cache, self.owner.device)
         inputs.begin_call(self._call, block.key_mask, padding)
-        inputs.fill(block, cache, self.digest_settings)
+        inputs.fill(block, cache, self.digest_settings, race)
         known[shape] = inputs
         return inputs
 
@@ -352,7 +359,9 @@ class StaticForward:
             raise NotCompiled(f"the compiled forward was off by {error:.2g} of the largest logit")
         return forward
 
-    def _captured(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> Tensor | None:
+    def _captured(
+        self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor], race: Race | None
+    ) -> Tensor | None:
         """Logits by a CUDA graph, captured at a call's first block of the shape; None if that is not possible.
 
         The second block is compared as well, since only different inputs reveal values that the capture froze as
@@ -360,11 +369,17 @@ class StaticForward:
         in the same slots.
         """
         try:
+            began = perf_counter()
             if inputs.checks_left:
-                began = perf_counter()
                 self._check_graph(inputs, forward, ordinary)
                 self.preparing_seconds = perf_counter() - began
+            choice = None if race is None else self._choice(inputs, race)
+            if choice is not None and choice.checks_left:
+                self._check_choice(inputs, choice)
+                self.preparing_seconds = perf_counter() - began
             logits, *digest = self.replay(inputs)
+            if choice is not None:
+                choice.replay()
             if digest:
                 inputs.start_digest(*digest)
                 self._digest_at = inputs
@@ -391,6 +406,25 @@ class StaticForward:
         if digest and not same_digest(digest[0], inputs.packed_digest(logits, self.num_tokens)):
             raise NotCompiled("the captured digest is not that of the captured logits")
         inputs.checks_left -= 1
+
+    def _choice(self, inputs: StaticInputs, race: Race) -> StaticChoice:
+        """What samples behind the graph of this shape, filled with the draws of this block."""
+        choice = inputs.choices.pop(race.sampling, None)
+        if choice is None or not choice.has_room(race):
+            choice = StaticChoice(self.replay(inputs), inputs.draw_rows, race)
+        inputs.choices[race.sampling] = choice
+        if len(inputs.choices) > KEPT_CHOICES:
+            del inputs.choices[next(iter(inputs.choices))]
+        choice.fill(race)
+        return choice
+
+    def _check_choice(self, inputs: StaticInputs, choice: StaticChoice) -> None:
+        """Capture the choice if needed and check it. Raises NotCompiled if it is wrong."""
+        if choice.graph is None:
+            with torch.cuda.device_of(choice.draws):
+                choice.graph = capture(choice.call)
+        self.replay(inputs)  # which leaves nothing of what the capture has written
+        choice.check()
 
 
 def in_short(problem: Exception) -> str:

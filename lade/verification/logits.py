@@ -21,12 +21,14 @@ class LogitsDigest:
 
     best:    [B, R] the most likely tokens.
     is_nan:  [B, R] whether the logits in the NaN column are NaN.
+    sampled: [B, R] the tokens sampled after these rows; -1 where none was, or where a probability is NaN.
     ids:     [B, R, K] the K most likely tokens that have an embedding, in order of their probabilities.
     chances: [B, R, K] these probabilities, at the temperature of the call.
     """
 
     best: npt.NDArray[Any]
     is_nan: npt.NDArray[Any]
+    sampled: npt.NDArray[Any]
     ids: npt.NDArray[Any]
     chances: npt.NDArray[Any]
 
@@ -59,6 +61,13 @@ class BlockLogits:
         rows = torch.where(self.logits[..., self.nan_column].isnan(), best - size, best).tolist()
         self._is_nan = [[token < 0 for token in row] for row in rows]
         return [[token % size for token in row] for row in rows]
+
+    def sampled(self) -> list[list[int]] | None:
+        """The tokens sampled together with the logits, [B, 1 + n], -1 where that is not known; None without a digest."""
+        if self._digest is None:
+            return None
+        tokens: list[list[int]] = self._digest.sampled[:, : self.logits.shape[1]].tolist()
+        return tokens
 
     def is_number(self, row: int, node: int) -> bool:
         """Whether the logits after one node (-1 = root) of one row are not NaN."""

@@ -30,10 +30,11 @@ from transformers import (
 
 from lade.block.token_tree import TokenTree
 from lade.compat import logits_processors
-from lade.transfer import HOST, on_host, to_device
+from lade.transfer import on_host
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
 from lade.verification.outputs import OutputRecorder
+from lade.verification.race import ALIGNED, BATCHED_WARPERS, Race, Sampling
 from lade.verification.sequences import TokenSequences
 from lade.verification.walk import Children, children_of, walk, walk_together
 
@@ -63,11 +64,6 @@ ROW_WISE_PROCESSORS = logits_processors(
         "TypicalLogitsWarper",
     )
 )
-# Warpers with the same bits for many rows as for one: a cumulative sum of a single row is another kernel on CUDA.
-# There softmax reads 16 bytes at a time, from each row's own first multiple of 16: the sum's order is that of a single row
-# where all rows begin at such a multiple.
-ALIGNED = 4  # float32 numbers
-BATCHED_WARPERS = frozenset(logits_processors(("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper")))
 # When sampling, a row may be at most this many tokens ahead of the slowest one: draws are kept for so many tokens.
 MAX_LEAD = 32
 
@@ -121,6 +117,13 @@ class Selection:
     def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         """As `verify`."""
         raise NotImplementedError
+
+    def race(self, tree: TokenTree, vocab_size: int) -> Race | None:
+        """What decides the tokens after all nodes of a step's tree, for sampling them behind the step's own forward.
+
+        vocab_size: width of the logits. Returns None where this could give other tokens than generate()'s.
+        """
+        return None
 
     def recover(self, lost_rows: set[int], guesses: set[int]) -> None:
         """After a step spoiled by NaN. lost_rows: rows whose committed text gives NaN. guesses: ids to avoid."""
@@ -231,41 +234,75 @@ class GreedySelection(Selection):
         return self.is_finished[row]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledAhead:
-    """tokens: [B, 1 + n] sampled after the root and each node, -1 where a probability is NaN. draws: [B, V] for each."""
-
-    tokens: list[list[int]]
-    draws: list[list[Tensor]]
-
-
 class PerRowSelection(Selection):
     """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
+    _race: Race | None = None  # of the step under way
+
+    def race(self, tree: TokenTree, vocab_size: int) -> Race | None:
+        self._race = self._race_along(tree, vocab_size)
+        return self._race
+
+    def _race_along(self, tree: TokenTree, vocab_size: int) -> Race | None:
+        sequences, rests = self.sequences, self._rests
+        is_served = not (sequences.device.type == "cuda" and vocab_size % ALIGNED)
+        if self.draws is None or self._batched is None or all(rests) or not is_served:
+            return None
+        first = min(length for length, rest in zip(sequences.lengths, rests, strict=True) if not rest)
+        # The number of each row's next token, counted from the first one of all rows.
+        leads = [0 if rest else length - first for length, rest in zip(sequences.lengths, rests, strict=True)]
+        depths = tree.padded_depths(tree.num_nodes)
+        places = [[lead + depth for depth in (0, *row)] for lead, row in zip(leads, depths, strict=True)]
+        indices = range(first - sequences.prompt_length, first - sequences.prompt_length + 1 + max(map(max, places)))
+        draws = [self.draws.ahead(index, vocab_size) for index in indices]
+        known = [part for part in draws if part is not None]
+        return Race(self._batched, known, places) if len(known) == len(draws) else None
+
+    @cached_property
+    def _batched(self) -> Sampling | None:
+        """The warpers, if they can be applied to many rows at once."""
+        return Sampling.of(self.processor, BATCHED_WARPERS) if self._is_direct else None
+
+    @property
+    def _rests(self) -> list[bool]:
+        """Rows in which nothing is chosen in this step."""
+        rows = list(zip(self.sequences.lengths, self.is_finished, strict=True))
+        least = min((length for length, done in rows if not done), default=0)
+        return [done or (self.do_sample and length >= least + MAX_LEAD) for length, done in rows]
+
     def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        sequences = self.sequences
-        unfinished = [length for length, done in zip(sequences.lengths, self.is_finished, strict=True) if not done]
+        sequences, rests = self.sequences, self._rests
+        first = min(length for length, done in zip(sequences.lengths, self.is_finished, strict=True) if not done)
+        self._sampled = self._sample_ahead(tree, block_logits)
         accepted: Accepted = []
-        rests = [
-            done or (self.do_sample and length >= min(unfinished) + MAX_LEAD)
-            for length, done in zip(sequences.lengths, self.is_finished, strict=True)
-        ]
-        self._sampled = self._sample_ahead(tree, block_logits, rests)
         for row, edges in enumerate(self._children_of(tree)):
             if rests[row]:
                 accepted.append(None)
             else:
                 accepted.append(walk(edges, partial(self._choice, block_logits, row), partial(self._commit, row)))
         if self.draws is not None:
-            self.draws.forget(min(unfinished) - sequences.prompt_length)
+            self.draws.forget(first - sequences.prompt_length)
+        self._race = None
         return accepted
+
+    def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits) -> list[list[int]] | None:
+        """The tokens after the root and all nodes, [B, 1 + n], as `winners`; None to choose one by one, as on a CPU."""
+        if type(block_logits) is not BlockLogits:  # of several processes
+            return None
+        logits, sampled = block_logits.logits, block_logits.sampled()
+        if sampled is not None and self._race is not None:
+            return sampled
+        if on_host(logits) or logits.device != self.sequences.device:
+            return None
+        race = self._race or self.race(tree, logits.shape[-1])
+        return None if race is None else race.run(logits)
 
     def _choice(self, block_logits: BlockLogits, row: int, node: int) -> int | None:
         return self._choose(block_logits, row, node) if self._is_usable(block_logits, row, node) else None
 
     def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
-        if self._sampled is not None and self.draws is not None:
-            token, draws = self._sampled.tokens[row][node + 1], self._sampled.draws[row][node + 1]
+        if self._sampled is not None and self._race is not None and self.draws is not None:
+            token, draws = self._sampled[row][node + 1], self._race.draws[self._race.places[row][node + 1]]
             index = self.sequences.lengths[row] - self.sequences.prompt_length
             if token >= 0 and self.draws.draw(index, draws.shape[1]) is draws:
                 return token
@@ -277,46 +314,6 @@ class PerRowSelection(Selection):
         probabilities = torch.nn.functional.softmax(scores, dim=-1)
         draws = self._draws(probabilities, self.sequences.lengths[row])
         return sample_with_draws(probabilities, draws[row : row + 1])[0]
-
-    def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits, rests: list[bool]) -> SampledAhead | None:
-        """Sample after all nodes in one copy to the host, while the host would wait for a device at each token.
-
-        rests: rows in which nothing is sampled. None where that could give another token than generate()'s, and on a
-        CPU.
-        """
-        logits, sequences = block_logits.logits, self.sequences
-        is_whole = type(block_logits) is BlockLogits and logits.device == sequences.device
-        is_served = self.do_sample and is_whole and not on_host(logits)
-        if not (is_served and self._is_direct and {type(p) for p in self.processor} <= BATCHED_WARPERS):
-            return None
-        assert self.draws is not None
-        batch_size, num_rows, vocab_size = logits.shape
-        if logits.is_cuda and vocab_size % ALIGNED:
-            return None
-        depths = [[0, *row] for row in tree.padded_depths(num_rows - 1)]  # [B, 1 + n]
-        active = [row for row, is_resting in enumerate(rests) if not is_resting]
-        first = min(sequences.lengths[row] for row in active) - sequences.prompt_length if active else 0
-        # The number of each row's next token, counted from the first one of all rows.
-        leads = [
-            0 if rest else length - sequences.prompt_length - first
-            for length, rest in zip(sequences.lengths, rests, strict=True)
-        ]
-        places = [[lead + depth for depth in row] for lead, row in zip(leads, depths, strict=True)]
-        draws = [self.draws.ahead(first + place, vocab_size) for place in range(1 + max(map(max, places)))]
-        known = [part for part in draws if part is not None]
-        if not active or len(known) < len(draws):
-            return None
-        scores = logits.to(dtype=torch.float32, copy=True).flatten(0, 1)
-        for warper in self.processor:
-            scores = warper(None, scores)  # no ids needed
-        probabilities = torch.nn.functional.softmax(scores, dim=-1)  # [B * (1 + n), V]
-        index = torch.tensor(
-            [place * batch_size + row for row, of_row in enumerate(places) for place in of_row], device=HOST
-        )
-        ratios = probabilities / torch.cat(known).index_select(0, to_device(index, logits.device))
-        is_nan = probabilities[:, 0].isnan()  # softmax makes the whole row NaN
-        tokens = ratios.argmax(dim=-1).masked_fill_(is_nan, -1).view(batch_size, num_rows).tolist()
-        return SampledAhead(tokens, [[known[place] for place in row] for row in places])
 
     def _commit(self, row: int, token: int) -> bool:
         self.sequences.append([token], row)

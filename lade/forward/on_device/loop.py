@@ -23,7 +23,7 @@ from lade.drafting.ngram_pool import copy_pool
 from lade.forward.buffer_pool import PooledBuffers, acquire, release
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
-from lade.forward.on_device.sampling import REFUSED, DrawRing, Sampling, empty_draws, hand_back, sampling_of
+from lade.forward.on_device.sampling import REFUSED, DrawRing, empty_draws, hand_back, sampling_of
 from lade.forward.on_device.step import NO_TOKEN, StepShape, StepState, fill, lay_out, progress, step
 from lade.forward.runner import BlockRunner
 from lade.forward.static_shapes import (
@@ -39,6 +39,7 @@ from lade.forward.static_shapes import (
 from lade.state import PerModel
 from lade.stats import GenerationStats
 from lade.tolerance import logits_error
+from lade.verification.race import Sampling
 from lade.verification.selection import GreedySelection, Selection
 
 # Block tokens of all rows for which a GPU takes hardly longer than for one: it is bound by reading the weights.

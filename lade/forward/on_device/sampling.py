@@ -11,10 +11,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from copy import copy
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +19,7 @@ from transformers import LogitsProcessorList
 
 from lade.compat import logits_processors
 from lade.verification.draws import READABLE, drawing, generator_state, set_generator_state
+from lade.verification.race import Sampling
 from lade.verification.selection import MAX_LEAD, PerRowSelection, Selection
 
 if TYPE_CHECKING:
@@ -40,18 +38,9 @@ WARPERS = logits_processors(
         "TypicalLogitsWarper",
     )
 )
-CONSTANTS = (bool, int, float, str, type(None))  # parameter types that can be constants in a compiled step
 MAX_UNSEEN = 2  # unread steps in flight, the next one included
 NEVER = 2**62  # longer than any text, in tokens
 REFUSED = "logits or probabilities that are not numbers: the ordinary loop finds out what generate() makes of them"
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a step samples. Equal if the warpers have the same types and parameters."""
-
-    key: Hashable
-    warpers: tuple[Callable[..., Tensor], ...] = field(compare=False)
 
 
 def sampling_of(selection: Selection) -> Sampling | None:
@@ -62,19 +51,9 @@ def sampling_of(selection: Selection) -> Sampling | None:
         and selection.on_commit is None
         and not selection.stop_strings
         and type(selection.processor) is LogitsProcessorList
-        and all(map(is_warper, selection.processor))
         and selection.sequences.device.type in READABLE
     )
-    if not is_served:
-        return None
-    # Copies, since compiled or captured steps must not change with the caller's objects.
-    warpers = tuple(map(copy, selection.processor))
-    return Sampling(tuple((type(warper), *sorted(vars(warper).items())) for warper in warpers), warpers)
-
-
-def is_warper(processor: Any) -> bool:
-    """Whether it is exactly one of `WARPERS`, no subclass, with only constant parameters."""
-    return type(processor) in WARPERS and all(type(value) in CONSTANTS for value in vars(processor).values())
+    return Sampling.of(selection.processor, WARPERS) if is_served else None
 
 
 def max_row_lead(batch_size: int) -> int:
@@ -105,7 +84,7 @@ def sample(state: StepState, sampling: Sampling, tree_logits: Tensor) -> tuple[T
     """
     assert state.draws is not None
     is_active = ~state.is_finished & ~is_far_ahead(state)
-    probabilities = probabilities_of(sampling, tree_logits)
+    probabilities = sampling.probabilities(tree_logits)
     lengths = (
         state.lengths[:, None] + state.offsets[:, : tree_logits.shape[1]]
     )  # [B, 1 + n] length of the text up to each token
@@ -114,14 +93,6 @@ def sample(state: StepState, sampling: Sampling, tree_logits: Tensor) -> tuple[T
     is_valid = (probabilities >= 0).flatten(1).all(dim=1)  # [B]; of invalid values softmax can only give NaN
     state.is_refused |= (is_active & ~is_valid).any()
     return chosen, is_active & ~state.is_refused
-
-
-def probabilities_of(sampling: Sampling, logits: Tensor) -> Tensor:
-    """The probabilities that generate() computes, in float32. logits: [B, 1 + n, V]. Returns the same shape."""
-    scores = logits.to(dtype=torch.float32, copy=True).flatten(0, 1)
-    for warper in sampling.warpers:
-        scores = warper(None, scores)  # no ids needed: none of the warpers uses them
-    return torch.nn.functional.softmax(scores, dim=-1).view(logits.shape)
 
 
 def is_far_ahead(state: StepState) -> Tensor:

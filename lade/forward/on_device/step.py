@@ -23,9 +23,10 @@ from lade.block.layout import block_layout
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer, packed_block_mask
 from lade.drafting.ngram_pool import NGramPool
 from lade.drafting.window import JacobiWindow, rolled
-from lade.forward.on_device.sampling import Sampling, sample
+from lade.forward.on_device.sampling import sample
 from lade.forward.static_inputs import StaticSlotLayer, plain_forward
 from lade.verification.logits import best_on_device
+from lade.verification.race import Sampling
 
 NO_TOKEN = -1  # not a token id; the pool ignores n-grams that begin with it
 

@@ -1,0 +1,63 @@
+"""Sampling behind a captured forward, by a second graph that reads the first one's logits.
+
+The parameters of sampling are constants of this small graph alone, so that new ones do not capture the forward again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lade.forward.graphs import NotCompiled
+from lade.forward.static_inputs import NUM_CHECKS, SAMPLED, Outputs
+from lade.verification.race import Race, winners
+
+LEAST_PLACES = 16  # tokens that a graph has room for the draws of; doubled until a step's fit
+
+
+class StaticChoice:
+    """The tokens sampled after all rows of one captured forward, with one kind of warpers.
+
+    They replace what the packed digest says in the column for them.
+    """
+
+    def __init__(self, outputs: Outputs, draw_rows: Tensor, race: Race) -> None:
+        """outputs: of the captured forward. draw_rows: [B, R] where `Race.index` arrives. race: the first one."""
+        logits, packed = outputs
+        num_places = LEAST_PLACES
+        while num_places < len(race.draws):
+            num_places *= 2
+        shape = (num_places * len(logits), logits.shape[-1])
+        self.draws = torch.ones(shape, dtype=torch.float32, device=logits.device)
+        self._sampled, self._parts = packed[..., SAMPLED], (race.sampling, logits, self.draws, draw_rows)
+        self.graph: Callable[[], Any] | None = None
+        self.checks_left = NUM_CHECKS
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the draws and of the memory reserved by capturing the graph."""
+        return self.draws.nbytes + getattr(self.graph, "num_bytes", 0)
+
+    def has_room(self, race: Race) -> bool:
+        return sum(map(len, race.draws)) <= len(self.draws)
+
+    def fill(self, race: Race) -> None:
+        torch.cat(race.draws, out=self.draws[: sum(map(len, race.draws))])
+
+    def call(self) -> None:
+        """What is captured."""
+        self._sampled.copy_(winners(*self._parts))
+
+    def replay(self) -> None:
+        assert self.graph is not None
+        self.graph()
+
+    def check(self) -> None:
+        """Compare one replay with the ordinary computation. Raises NotCompiled if they differ."""
+        self.replay()
+        if not torch.equal(self._sampled, winners(*self._parts).to(torch.int32)):
+            raise NotCompiled("the captured choice is not that of the captured logits")
+        self.checks_left -= 1

@@ -1,0 +1,92 @@
+"""Sampling after all nodes of a tree at once, while the host would wait for a device at each token.
+
+The draws are those that generate() would use at each depth. Only warpers that give the same bits for many rows as for
+one are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lade.compat import logits_processors
+from lade.transfer import HOST, to_device
+
+# A cumulative sum of a single row is another kernel on CUDA, so top-p is not among them.
+BATCHED_WARPERS = logits_processors(("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper"))
+# CUDA's softmax reads 16 bytes at a time, from each row's own first multiple of 16: the sum's order is that of a single
+# row where all rows begin at such a multiple.
+ALIGNED = 4  # float32 numbers
+CONSTANTS = (bool, int, float, str, type(None))  # parameter types that can be constants in a compiled or captured step
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Warpers of scores [R, V]. Equal if they have the same types and parameters."""
+
+    key: Hashable
+    warpers: tuple[Callable[..., Tensor], ...] = field(compare=False)
+
+    @classmethod
+    def of(cls, processors: Iterable[Any], kinds: frozenset[type]) -> Sampling | None:
+        """Of processors that are exactly of these kinds, no subclasses, with only constant parameters; or None."""
+        # Copies, since compiled or captured steps must not change with the caller's objects.
+        warpers = tuple(map(copy, processors))
+        if not kinds.issuperset(map(type, warpers)):
+            return None
+        key = tuple((type(warper), *sorted(vars(warper).items())) for warper in warpers)
+        is_constant = all(type(value) in CONSTANTS for warper in warpers for value in vars(warper).values())
+        return cls(key, warpers) if is_constant else None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The probabilities that generate() computes, in float32. logits: [B, R, V]. Returns the same shape."""
+        scores = logits.to(dtype=torch.float32, copy=True).flatten(0, 1)
+        for warper in self.warpers:
+            scores = warper(None, scores)  # no ids needed: none of the warpers uses them
+        return torch.nn.functional.softmax(scores, dim=-1).view(logits.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What decides the tokens after all nodes of a step: argmax(p / e), with one exponential draw e per token.
+
+    draws:  of consecutive tokens, [B, V] each.
+    places: [B, 1 + n] which of them serve the tokens after the root and each node.
+    """
+
+    sampling: Sampling
+    draws: list[Tensor]
+    places: list[list[int]]
+
+    def index(self, num_rows: int) -> Tensor:
+        """Rows of the concatenated draws, [B, num_rows] on the host. num_rows: at least 1 + n."""
+        batch_size = len(self.places)
+        return torch.tensor(
+            [
+                [place * batch_size + row for place in places] + [row] * (num_rows - len(places))
+                for row, places in enumerate(self.places)
+            ],
+            device=HOST,
+        )
+
+    def run(self, logits: Tensor) -> list[list[int]]:
+        """As `winners`. logits: [B, R, V]."""
+        index = to_device(self.index(logits.shape[1]), logits.device)
+        tokens: list[list[int]] = winners(self.sampling, logits, torch.cat(self.draws), index).tolist()
+        return tokens
+
+
+def winners(sampling: Sampling, logits: Tensor, draws: Tensor, index: Tensor) -> Tensor:
+    """The tokens that generate() would sample, [B, R]; -1 where a probability is NaN.
+
+    logits: [B, R, V]. draws: [D, V]. index: [B, R] rows of the draws.
+    """
+    probabilities = sampling.probabilities(logits)
+    ratios = probabilities / draws.index_select(0, index.flatten()).view(logits.shape)
+    is_nan = probabilities[..., 0].isnan()  # softmax makes the whole row NaN
+    return ratios.argmax(dim=-1).masked_fill_(is_nan, -1)
