@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from support import prompt, tiny_llama
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -529,15 +528,6 @@ def test_prompts_of_ones_own(tmp_path):
         read_prompts(tmp_path / "missing.jsonl")
     with pytest.raises(ValueError, match="limit must be 1 or more, got 0"):
         read_prompts(None, 0)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A random model with the bundled tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama(torch.float32, vocab_size=4096, max_position_embeddings=2048).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(BUNDLED).save_pretrained(folder)
-    return str(folder)
 
 
 def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, lade_on):

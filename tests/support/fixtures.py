@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 
 import pytest
-from transformers import LlamaForCausalLM
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import lade
 from lade import augment, eligibility
 from lade.compat import require_names
 from lade.config import MODES, temporary_settings
+from lade.drafting import vocabulary
 from support.device_steps import calls  # noqa: F401
 from support.graphs import captured, compiled, eager_steps, graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
+from support.processes import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +33,27 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> str:
+    """A folder with a random model and the bundled tokenizer, for commands whose figures are not looked at."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(torch.float32, vocab_size=4096, max_position_embeddings=2048).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m").save_pretrained(folder)
+    return str(folder)
+
+
+rows_of_files = {}
+
+
+def make_vocabulary(model, make=vocabulary.make_vocabulary):
+    """Of a model from a file once for all tests: it takes a second of the bundled one, and each test forgets it."""
+    key = getattr(model, "name_or_path", ""), model.dtype, model.config._attn_implementation
+    if key[0] and key in rows_of_files:
+        return rows_of_files[key]
+    rows_of_files[key] = make(model)
+    return rows_of_files[key]
+
+
 @functools.cache
 def names_are_there():
     """What each patch checks, for 4 ms: here once."""
@@ -41,6 +65,7 @@ def lade_on(monkeypatch):
     """lade patched in and switched on; everything is put back afterwards."""
     monkeypatch.setenv("USE_LADE", "1")
     monkeypatch.setattr(eligibility, "LEAST_TOKENS", 1)  # the loop must be right at any length
+    monkeypatch.setattr(vocabulary, "make_vocabulary", make_vocabulary)
     with temporary_settings():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(augment, "require_names", names_are_there)
