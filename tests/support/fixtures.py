@@ -42,16 +42,22 @@ def checkpoint(tmp_path_factory) -> str:
     return str(folder)
 
 
-rows_of_files = {}
+@pytest.fixture(scope="session", autouse=True)
+def rows_of_files():
+    """The vocabulary's rows of a model from a file are made once: they take a second, and each test forgets its models'."""
+    known, make = {}, vocabulary.make_vocabulary
 
+    def remembered(model):
+        key = getattr(model, "name_or_path", ""), model.dtype, model.config._attn_implementation
+        if not key[0]:
+            return make(model)
+        if key not in known:
+            known[key] = make(model)
+        return known[key]
 
-def make_vocabulary(model, make=vocabulary.make_vocabulary):
-    """Of a model from a file once for all tests: it takes a second of the bundled one, and each test forgets it."""
-    key = getattr(model, "name_or_path", ""), model.dtype, model.config._attn_implementation
-    if key[0] and key in rows_of_files:
-        return rows_of_files[key]
-    rows_of_files[key] = make(model)
-    return rows_of_files[key]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "make_vocabulary", remembered)
+        yield
 
 
 @functools.cache
@@ -65,7 +71,6 @@ def lade_on(monkeypatch):
     """lade patched in and switched on; everything is put back afterwards."""
     monkeypatch.setenv("USE_LADE", "1")
     monkeypatch.setattr(eligibility, "LEAST_TOKENS", 1)  # the loop must be right at any length
-    monkeypatch.setattr(vocabulary, "make_vocabulary", make_vocabulary)
     with temporary_settings():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(augment, "require_names", names_are_there)
