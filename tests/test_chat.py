@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import generate_plain, tiny_llama
+from support.processes import AtTerminal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
@@ -485,25 +486,10 @@ def test_the_editor(monkeypatch, terminal):
     assert terminal.conversation.messages == []
 
 
-class Child:
-    """A program behind a pseudo-terminal, read until something has appeared."""
+class Child(AtTerminal):
+    """Is read until something has appeared."""
 
-    def __init__(self, *command: str, **environment: str):
-        import pty
-
-        self.pid, self.terminal = pty.fork()
-        if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what it runs in the background ignore it
-            os.execvpe(command[0], command, {**os.environ, **environment})
-        self.seen, self.is_running = "", True
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.is_running:
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait()
+    seen = ""
 
     def type(self, text: str) -> None:
         os.write(self.terminal, text.encode())
@@ -534,12 +520,6 @@ class Child:
         text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return text
 
-    def wait(self) -> int:
-        _, status = os.waitpid(self.pid, 0)
-        os.close(self.terminal)
-        self.is_running = False
-        return os.waitstatus_to_exitcode(status)
-
 
 # Runs a program whose first answer does not go on after 200 tokens until it is stopped.
 ENDLESS = """
@@ -555,7 +535,7 @@ def held(self, *arguments, **named):
     return is_over(self, *arguments, **named)
 
 StopOnInterrupt.__call__ = held
-del sys.argv[0]
+sys.argv = {arguments}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -567,15 +547,9 @@ def test_at_a_terminal(tmp_path):
     settings = tmp_path / "settings.json"
     settings.write_text('{"ADAPTIVE": 0, "MAX_BLOCK": 4}')
     script = str(ROOT / "applications" / "chatbot.py")
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with Child(
-        *(sys.executable, "-c", ENDLESS, script, "--chat", "--debug", "--color"),
-        *("--max_new_tokens=1800", "--quant=8", "--use_ds"),
-        USE_LADE="1",
-        LADE_CONFIG=str(settings),
-        PYTHONPATH=paths,
-        TERM="dumb",
-    ) as child:
+    arguments = [script, "--chat", "--debug", "--color", "--max_new_tokens=1800", "--quant=8", "--use_ds"]
+    program = ENDLESS.format(arguments=arguments)
+    with Child(program, USE_LADE="1", LADE_CONFIG=str(settings), TERM="dumb") as child:
         intro = child.read_until("You: ")
         assert "--quant is ignored" in intro
         assert "--use_ds is ignored" in intro
@@ -629,10 +603,10 @@ def test_messages_of_several_lines(tmp_path):
     editor = tmp_path / "editor.py"
     editor.write_text("import sys; open(sys.argv[1], 'a').write('\\nwith an editor')")
     saved = tmp_path / "saved.json"
+    arguments = ["lade", "chat", "--max_new_tokens", "4", "--question", "asked first"]
     with Child(
-        *(sys.executable, "-m", "lade", "chat", "--max_new_tokens", "4", "--question", "asked first"),
+        f"import runpy; sys.argv = {arguments}; runpy.run_module('lade', run_name='__main__')",
         USE_LADE="1",
-        PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         TERM="xterm",
         XDG_STATE_HOME=str(tmp_path),
         VISUAL=f"{sys.executable} {editor}",

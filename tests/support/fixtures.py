@@ -37,7 +37,8 @@ def model() -> LlamaForCausalLM:
 def checkpoint(tmp_path_factory) -> str:
     """A folder with a random model and the bundled tokenizer, for commands whose figures are not looked at."""
     folder = tmp_path_factory.mktemp("model")
-    tiny_llama(torch.float32, vocab_size=4096, max_position_embeddings=2048).save_pretrained(folder)
+    sizes = {"vocab_size": 4096, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    tiny_llama(torch.float32, **sizes).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m").save_pretrained(folder)
     return str(folder)
 

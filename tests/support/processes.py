@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,38 @@ def forked(program: str, **environment: str) -> subprocess.CompletedProcess[str]
         process.start()
         process.join()
         return subprocess.CompletedProcess(program, process.exitcode, *(path.read_text() for path in paths))
+
+
+class AtTerminal:
+    """A forked program behind a pseudo-terminal. terminal: the file descriptor of this end."""
+
+    SET_UP = """
+import os, signal, sys
+os.setsid()  # so that the terminal becomes its own, with the signals of its keys
+for number in range(3):
+    os.dup2(os.open({name!r}, os.O_RDWR), number)
+sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", 1), open(2, "w", 1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
+"""
+
+    def __init__(self, program: str, **environment: str) -> None:
+        self.terminal, theirs = os.openpty()
+        program = self.SET_UP.format(name=os.ttyname(theirs)) + program
+        self.process = SERVER.Process(target=_run, args=(program, ENVIRONMENT | environment))
+        self.process.start()
+        select.select([self.terminal], [], [], 300)  # before it has opened its end, ours must not be the only one
+        os.close(theirs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        os.close(self.terminal)
+
+    def wait(self) -> int:
+        self.process.join()
+        return self.process.exitcode
 
 
 def _run(program: str, environment: dict[str, str], *outputs: str) -> None:
