@@ -1,14 +1,11 @@
 """The chatbot: what it shows and when, what it remembers and recomputes, and that Ctrl-C leaves both in order."""
 
 import json
-import os
 import random
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,7 +75,7 @@ def fed(request, monkeypatch):
 
 
 def test_later_turns_feed_only_what_is_new(bundled, tokenizer, either, fed):
-    conversation = Conversation(bundled, tokenizer, max_new_tokens=30)
+    conversation = Conversation(bundled, tokenizer, max_new_tokens=16)
     conversation.ask("What does os.path.join do?")
     for question in ("What are the arguments of shutil.copytree?", "And of os.walk?"):
         expected = fresh_answer(conversation, question)
@@ -159,7 +156,7 @@ class Stopper:
 def test_ctrl_c_ends_the_answer(bundled, tokenizer, either):
     question = "What does os.path.join do?"
     write = Stopper(at=5)
-    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=30), write)
+    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=16), write)
     handler = signal.getsignal(signal.SIGINT)
     full = fresh_answer(terminal.conversation, question)
     answer = terminal.answer(question)
@@ -178,7 +175,7 @@ def test_ctrl_c_ends_the_answer(bundled, tokenizer, either):
 
 
 def test_second_ctrl_c_takes_the_question_back(bundled, tokenizer, either):
-    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=30), lambda text: None)
+    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=16), lambda text: None)
     terminal.answer("What does os.path.join do?")
     messages, cached = list(terminal.conversation.messages), len(terminal.conversation._cached_ids)
     terminal.write = Stopper(at=3, times=2)
@@ -486,41 +483,6 @@ def test_the_editor(monkeypatch, terminal):
     assert terminal.conversation.messages == []
 
 
-class Child(AtTerminal):
-    """Is read until something has appeared."""
-
-    seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self.terminal, text.encode())
-
-    def press_until(self, key: str, pattern: str) -> str:
-        """Press a key until the pattern appears: Ctrl-C is lost where it comes just before readline listens."""
-        for _ in range(300):
-            self.type(key)
-            try:
-                return self.read_until(pattern, seconds=1)
-            except AssertionError:
-                self.type(" ")  # wakes a readline that waits for a key and not for signals
-                time.sleep(0.1)
-        return self.read_until(pattern, seconds=1)
-
-    def read_until(self, pattern: str, seconds: float = 300) -> str:
-        """Everything up to the end of what matches, which is then taken as read."""
-        deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.seen, re.DOTALL)):
-            ready, _, _ = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"{pattern!r} did not appear in {self.seen!r}"
-            try:
-                data = os.read(self.terminal, 4096)
-            except OSError:  # Linux says so at the end
-                data = b""
-            assert data, f"the program ended before {pattern!r} appeared: {self.seen!r}"
-            self.seen += data.decode(errors="replace")
-        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
-        return text
-
-
 # Runs a program whose first answer does not go on after 200 tokens until it is stopped.
 ENDLESS = """
 import runpy, sys, time
@@ -549,7 +511,7 @@ def test_at_a_terminal(tmp_path):
     script = str(ROOT / "applications" / "chatbot.py")
     arguments = [script, "--chat", "--debug", "--color", "--max_new_tokens=1800", "--quant=8", "--use_ds"]
     program = ENDLESS.format(arguments=arguments)
-    with Child(program, USE_LADE="1", LADE_CONFIG=str(settings), TERM="dumb") as child:
+    with AtTerminal(program, USE_LADE="1", LADE_CONFIG=str(settings), TERM="dumb") as child:
         intro = child.read_until("You: ")
         assert "--quant is ignored" in intro
         assert "--use_ds is ignored" in intro
@@ -604,7 +566,7 @@ def test_messages_of_several_lines(tmp_path):
     editor.write_text("import sys; open(sys.argv[1], 'a').write('\\nwith an editor')")
     saved = tmp_path / "saved.json"
     arguments = ["lade", "chat", "--max_new_tokens", "4", "--question", "asked first"]
-    with Child(
+    with AtTerminal(
         f"import runpy; sys.argv = {arguments}; runpy.run_module('lade', run_name='__main__')",
         USE_LADE="1",
         TERM="xterm",

@@ -374,7 +374,7 @@ def test_a_failure_in_the_middle(kind, model, monkeypatch):
 def test_compiled_once_for_each_set_of_parameters(kind, shallow, compiled, monkeypatch):
     """Not anew while the text grows, nor in the next call."""
     monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
-    arguments = SAMPLED | {"max_new_tokens": 80}
+    arguments = SAMPLED | {"max_new_tokens": 48}
     with torch._dynamo.config.patch(error_on_recompile=True):
         for temperature, num_graphs in [(0.3, 1), (0.3, 1), (0.4, 2), (0.3, 2)]:
             check(shallow, inputs_of(kind), compiled=True, **arguments | {"temperature": temperature})

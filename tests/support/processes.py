@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import select
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,7 +66,10 @@ def forked(program: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 class AtTerminal:
-    """A forked program behind a pseudo-terminal. terminal: the file descriptor of this end."""
+    """A forked program behind a pseudo-terminal, read until something has appeared.
+
+    terminal: the file descriptor of this end. seen: what was read and not yet asked for.
+    """
 
     SET_UP = """
 import os, signal, sys
@@ -75,6 +81,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it
 """
 
     def __init__(self, program: str, **environment: str) -> None:
+        self.seen = ""
         self.terminal, theirs = os.openpty()
         program = self.SET_UP.format(name=os.ttyname(theirs)) + program
         self.process = SERVER.Process(target=_run, args=(program, ENVIRONMENT | environment))
@@ -89,7 +96,40 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it
         self.process.kill()
         os.close(self.terminal)
 
+    def type(self, text: str) -> None:
+        os.write(self.terminal, text.encode())
+
+    def press_until(self, key: str, pattern: str) -> str:
+        """Press a key until the pattern appears: Ctrl-C is lost where it comes just before readline listens."""
+        for _ in range(300):
+            self.type(key)
+            try:
+                return self.read_until(pattern, seconds=1)
+            except AssertionError:
+                self.type(" ")  # wakes a readline that waits for a key and not for signals
+                time.sleep(0.1)
+        return self.read_until(pattern, seconds=1)
+
+    def read_until(self, pattern: str, seconds: float = 300) -> str:
+        """Everything up to the end of what matches, which is then taken as read."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen, re.DOTALL)):
+            ready, _, _ = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))
+            assert ready, f"{pattern!r} did not appear in {self.seen!r}"
+            try:
+                data = os.read(self.terminal, 4096)
+            except OSError:  # Linux says so at the end
+                data = b""
+            assert data, f"the program ended before {pattern!r} appeared: {self.seen!r}"
+            self.seen += data.decode(errors="replace")
+        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return text
+
     def wait(self) -> int:
+        """Its exit status. seen: everything up to its end."""
+        with suppress(OSError):  # Linux says so at the end
+            while data := os.read(self.terminal, 4096):
+                self.seen += data.decode(errors="replace")
         self.process.join()
         return self.process.exitcode
 
