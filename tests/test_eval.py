@@ -13,9 +13,10 @@ from types import ModuleType, SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from support import ENVIRONMENT, ROOT, beside, tiny_llama
+import torch
+from support import ENVIRONMENT, ROOT, beside
 from support.processes import AtTerminal
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade import commands
@@ -127,8 +128,8 @@ def first_question(task: str) -> Question:
 
 
 @pytest.fixture(scope="module")
-def random_model():
-    return tiny_llama(vocab_size=4096)
+def random_model(checkpoint):
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
 
 
 @pytest.fixture
