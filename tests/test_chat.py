@@ -38,9 +38,9 @@ def bundled():
 
 
 @pytest.fixture(scope="module")
-def random_model(checkpoint):
+def random_model():
     """Writes nonsense that is split into other tokens when it is read as text."""
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, max_position_embeddings=512)
+    return tiny_llama(vocab_size=4096)
 
 
 @pytest.fixture(params=["1", "0"], ids=["lade", "plain"])

@@ -129,7 +129,7 @@ def first_question(task: str) -> Question:
 
 @pytest.fixture(scope="module")
 def random_model(checkpoint):
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, max_position_embeddings=512)
 
 
 @pytest.fixture

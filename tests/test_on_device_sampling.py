@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import Recorder, generate_plain, padded_prompt, prompt, tiny_llama
-from support.device_steps import check, fake_step, ordinary_stats, seeded
+from support.device_steps import check, fake_step, ordinary_stats, seeded, unchanged
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as warpers
@@ -59,13 +59,13 @@ def sharp_llama(dtype=torch.float64, **changes):
 
 @pytest.fixture(scope="module")
 def model():
-    return sharp_llama()
+    return unchanged(sharp_llama())
 
 
 @pytest.fixture(scope="module")
 def shallow():
     """One layer is traced in half the time of two, which `test_captured_once_for_each_set_of_parameters` takes."""
-    return sharp_llama(num_hidden_layers=1)
+    return unchanged(sharp_llama(num_hidden_layers=1))
 
 
 def inputs_of(kind):
