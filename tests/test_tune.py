@@ -533,7 +533,7 @@ def test_prompts_of_ones_own(tmp_path):
 def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, lade_on):
     monkeypatch.setenv("LADE_CONFIG", "what was found before.json")
     out = tmp_path / "found.json"
-    arguments = ["--quick", "--model_path", checkpoint, "--device", "cpu", "--max_new_tokens", "16", "--limit", "2"]
+    arguments = ["--quick", "--model_path", checkpoint, "--device", "cpu", "--max_new_tokens", "8", "--limit", "2"]
     assert commands.main(["tune", *arguments, "--out", str(out)]) == 0
     shown, content = capsys.readouterr().out, json.loads(out.read_text())
     assert str(out) in shown
@@ -541,7 +541,7 @@ def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, l
     assert (measured["model"], measured["prompts"], measured["arguments"]) == (
         checkpoint,
         {"choosing": 1, "judging": 1},
-        {"max_new_tokens": 16, "seed": 0},
+        {"max_new_tokens": 8, "seed": 0},
     )
     assert measured["environment"]["dtype"] == "float32"
     assert list(measured["step_cost"]) == [str(size) for size in QUICK_PLAN.block_sizes]
