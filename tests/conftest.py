@@ -11,6 +11,7 @@ import pytest
 
 os.environ["LADE_CACHE"] = "0"  # no test depends on what this machine has measured before, nor leaves anything behind
 LEFT_OUT = pytest.StashKey[bool]()
+FORKS = {"AtTerminal", "forked", "ranks"}  # what test files import from support
 pytest.register_assert_rewrite("support")  # before it is imported
 
 
@@ -46,6 +47,8 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         config.stash[LEFT_OUT] = bool(left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    # The process that others are forked from takes seconds to start: one worker gets all the files that need it.
+    items.sort(key=lambda item: FORKS.isdisjoint(vars(item.module)))
 
 
 def pytest_collection_finish():

@@ -22,9 +22,10 @@ FOLDER = ROOT / "benchmarks"
 
 
 @pytest.fixture
-def command(lade_on, monkeypatch, capsys):
-    """Runs a benchmark's main() with arguments. Returns what its last line says."""
+def command(lade_on, checkpoint, monkeypatch, capsys):
+    """Runs a benchmark's main() with arguments, by default on a random model. Returns what its last line says."""
     monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(importlib.import_module("harness"), "BUNDLED", checkpoint)
 
     def run(name: str, *arguments: str) -> dict:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])

@@ -1,20 +1,18 @@
 """The chatbot: what it shows and when, what it remembers and recomputes, and that Ctrl-C leaves both in order."""
 
 import json
-import os
 import random
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import generate_plain, tiny_llama
+from support.processes import AtTerminal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
@@ -77,7 +75,7 @@ def fed(request, monkeypatch):
 
 
 def test_later_turns_feed_only_what_is_new(bundled, tokenizer, either, fed):
-    conversation = Conversation(bundled, tokenizer, max_new_tokens=30)
+    conversation = Conversation(bundled, tokenizer, max_new_tokens=16)
     conversation.ask("What does os.path.join do?")
     for question in ("What are the arguments of shutil.copytree?", "And of os.walk?"):
         expected = fresh_answer(conversation, question)
@@ -158,7 +156,7 @@ class Stopper:
 def test_ctrl_c_ends_the_answer(bundled, tokenizer, either):
     question = "What does os.path.join do?"
     write = Stopper(at=5)
-    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=30), write)
+    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=16), write)
     handler = signal.getsignal(signal.SIGINT)
     full = fresh_answer(terminal.conversation, question)
     answer = terminal.answer(question)
@@ -177,7 +175,7 @@ def test_ctrl_c_ends_the_answer(bundled, tokenizer, either):
 
 
 def test_second_ctrl_c_takes_the_question_back(bundled, tokenizer, either):
-    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=30), lambda text: None)
+    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=16), lambda text: None)
     terminal.answer("What does os.path.join do?")
     messages, cached = list(terminal.conversation.messages), len(terminal.conversation._cached_ids)
     terminal.write = Stopper(at=3, times=2)
@@ -485,62 +483,6 @@ def test_the_editor(monkeypatch, terminal):
     assert terminal.conversation.messages == []
 
 
-class Child:
-    """A program behind a pseudo-terminal, read until something has appeared."""
-
-    def __init__(self, *command: str, **environment: str):
-        import pty
-
-        self.pid, self.terminal = pty.fork()
-        if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets what it runs in the background ignore it
-            os.execvpe(command[0], command, {**os.environ, **environment})
-        self.seen, self.is_running = "", True
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.is_running:
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait()
-
-    def type(self, text: str) -> None:
-        os.write(self.terminal, text.encode())
-
-    def press_until(self, key: str, pattern: str) -> str:
-        """Press a key until the pattern appears: Ctrl-C is lost where it comes just before readline listens."""
-        for _ in range(300):
-            self.type(key)
-            try:
-                return self.read_until(pattern, seconds=1)
-            except AssertionError:
-                self.type(" ")  # wakes a readline that waits for a key and not for signals
-                time.sleep(0.1)
-        return self.read_until(pattern, seconds=1)
-
-    def read_until(self, pattern: str, seconds: float = 300) -> str:
-        """Everything up to the end of what matches, which is then taken as read."""
-        deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.seen, re.DOTALL)):
-            ready, _, _ = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"{pattern!r} did not appear in {self.seen!r}"
-            try:
-                data = os.read(self.terminal, 4096)
-            except OSError:  # Linux says so at the end
-                data = b""
-            assert data, f"the program ended before {pattern!r} appeared: {self.seen!r}"
-            self.seen += data.decode(errors="replace")
-        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
-        return text
-
-    def wait(self) -> int:
-        _, status = os.waitpid(self.pid, 0)
-        os.close(self.terminal)
-        self.is_running = False
-        return os.waitstatus_to_exitcode(status)
-
-
 # Runs a program whose first answer does not go on after 200 tokens until it is stopped.
 ENDLESS = """
 import runpy, sys, time
@@ -555,7 +497,7 @@ def held(self, *arguments, **named):
     return is_over(self, *arguments, **named)
 
 StopOnInterrupt.__call__ = held
-del sys.argv[0]
+sys.argv = {arguments}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -567,15 +509,9 @@ def test_at_a_terminal(tmp_path):
     settings = tmp_path / "settings.json"
     settings.write_text('{"ADAPTIVE": 0, "MAX_BLOCK": 4}')
     script = str(ROOT / "applications" / "chatbot.py")
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with Child(
-        *(sys.executable, "-c", ENDLESS, script, "--chat", "--debug", "--color"),
-        *("--max_new_tokens=1800", "--quant=8", "--use_ds"),
-        USE_LADE="1",
-        LADE_CONFIG=str(settings),
-        PYTHONPATH=paths,
-        TERM="dumb",
-    ) as child:
+    arguments = [script, "--chat", "--debug", "--color", "--max_new_tokens=1800", "--quant=8", "--use_ds"]
+    program = ENDLESS.format(arguments=arguments)
+    with AtTerminal(program, USE_LADE="1", LADE_CONFIG=str(settings), TERM="dumb") as child:
         intro = child.read_until("You: ")
         assert "--quant is ignored" in intro
         assert "--use_ds is ignored" in intro
@@ -629,10 +565,10 @@ def test_messages_of_several_lines(tmp_path):
     editor = tmp_path / "editor.py"
     editor.write_text("import sys; open(sys.argv[1], 'a').write('\\nwith an editor')")
     saved = tmp_path / "saved.json"
-    with Child(
-        *(sys.executable, "-m", "lade", "chat", "--max_new_tokens", "4", "--question", "asked first"),
+    arguments = ["lade", "chat", "--max_new_tokens", "4", "--question", "asked first"]
+    with AtTerminal(
+        f"import runpy; sys.argv = {arguments}; runpy.run_module('lade', run_name='__main__')",
         USE_LADE="1",
-        PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         TERM="xterm",
         XDG_STATE_HOME=str(tmp_path),
         VISUAL=f"{sys.executable} {editor}",

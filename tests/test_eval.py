@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,8 +13,10 @@ from types import ModuleType, SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from support import ENVIRONMENT, ROOT, beside, tiny_llama
-from transformers import AutoTokenizer
+import torch
+from support import ENVIRONMENT, ROOT, beside
+from support.processes import AtTerminal
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade import commands
@@ -127,8 +128,8 @@ def first_question(task: str) -> Question:
 
 
 @pytest.fixture(scope="module")
-def random_model():
-    return tiny_llama(vocab_size=4096)
+def random_model(checkpoint):
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, max_position_embeddings=512)
 
 
 @pytest.fixture
@@ -828,7 +829,7 @@ def test_bad_arguments(arguments, message, lade_on, capsys):
 
 # Runs a program whose third answer, after two of the warm-up, says so on stdout and does not end by itself.
 ENDLESS = """
-import runpy, signal, sys, time
+import runpy, sys, time
 from transformers import StoppingCriteriaList
 from lade.commands.eval.methods import Answerer
 
@@ -846,32 +847,29 @@ def held(self, *arguments, **named):
     return is_over(self, *arguments, **named)
 
 Answerer.answer, StoppingCriteriaList.__call__ = counted, held
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background is started without
-del sys.argv[0]
+sys.argv = {arguments}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @beside
 def stopped():
-    """The file in applications/, stopped by a real signal: its status, what it says of that, and the lines it wrote."""
+    """The file in applications/, stopped by Ctrl-C: its status, what it says, and the lines it wrote."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "out.jsonl")
-        command = [sys.executable, "-c", ENDLESS, str(ROOT / "applications" / "eval.py"), "--task", "gsm8k"]
-        command += ["--data", write_rows(Path(folder, "d.jsonl"), ROWS["gsm8k"]), "--max_new_tokens", "8"]
-        command += ["--out", str(file)]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
-            while process.stdout.readline() not in (b"in generate()\n", b""):  # b"": it has ended
-                pass
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=300)
-        return process.returncode, err, file.read_text(encoding="utf-8").splitlines()
+        arguments = [str(ROOT / "applications" / "eval.py"), "--task", "gsm8k", "--max_new_tokens", "8"]
+        arguments += ["--data", write_rows(Path(folder, "d.jsonl"), ROWS["gsm8k"]), "--out", str(file)]
+        with AtTerminal(ENDLESS.format(arguments=arguments)) as program:
+            program.read_until("in generate")
+            program.type("\x03")
+            status = program.wait()
+        return status, program.seen, file.read_text(encoding="utf-8").splitlines()
 
 
 def test_ctrl_c_in_the_application(stopped):
-    status, err, lines = stopped
-    assert status == 130, err
-    assert b"the same command goes on from" in err
-    assert b"Traceback" not in err
+    status, said, lines = stopped
+    assert status == 130, said
+    assert "the same command goes on from" in said
+    assert "Traceback" not in said
     methods = [json.loads(line)["answer"]["method"] for line in lines[1:]]  # the first line holds the settings
     assert methods == ["plain", "lade"]

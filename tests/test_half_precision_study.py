@@ -86,7 +86,7 @@ def test_everything_is_put_back(study):
 
 
 @pytest.mark.parametrize("extra", [(), ("--temperature", "0.7")], ids=["greedy", "sampled"])
-def test_the_command(study, lade_on, monkeypatch, capsys, extra):
+def test_the_command(study, lade_on, checkpoint, monkeypatch, capsys, extra):
     small = (
         "--limit",
         "1",
@@ -97,7 +97,7 @@ def test_the_command(study, lade_on, monkeypatch, capsys, extra):
         "--methods",
         "plain,lade,retake_1,own_keys",
     )
-    monkeypatch.setattr(sys, "argv", ["half_precision.py", *small, *extra])
+    monkeypatch.setattr(sys, "argv", ["half_precision.py", "--model_path", checkpoint, *small, *extra])
     study.main()
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(figures["methods"]) == ["plain", "lade", "retake_1", "own_keys"]

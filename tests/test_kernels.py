@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import beside, python
+from support import beside, forked, python
 
 from lade import kernels
 from lade.kernels import self_check
@@ -369,10 +369,10 @@ def test_says_why_there_is_no_kernel():
 
 @beside
 def without_triton():
-    return python(
-        "-c",
-        """
+    return forked("""
 import sys
+for name in [name for name in sys.modules if name.split(".")[0] == "triton" or name.startswith("lade.kernels")]:
+    del sys.modules[name]
 sys.modules["triton"] = None  # an import of it now raises ImportError
 import torch, lade.kernels.interface
 from lade import kernels
@@ -381,8 +381,7 @@ x = torch.ones(1, 1, 2, 8)
 packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]))
 assert torch.equal(kernels.block_attention(x, x, x, packed, scale=1.0), x.transpose(1, 2))
 assert "lade.kernels.triton_attention" not in sys.modules
-""",
-    )
+""")
 
 
 def test_everything_but_the_kernel_works_without_triton(without_triton):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from support import ROOT, beside, python, tiny_llama
+from support import ROOT, beside, forked, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
@@ -16,8 +16,9 @@ SHORT = ("--max_new_tokens", "24")
 
 @beside
 def plain():
-    """The script in a process of its own, as a user starts it."""
-    return python(str(ROOT / "minimal.py"), *SHORT, "--dtype", "float32")
+    """The script in a process of its own."""
+    arguments = [str(ROOT / "minimal.py"), *SHORT, "--dtype", "float32"]
+    return forked(f"import runpy, sys; sys.argv = {arguments}; runpy.run_path(sys.argv[0], run_name='__main__')")
 
 
 @pytest.fixture

@@ -23,8 +23,9 @@ def bench(monkeypatch):
 
 
 @pytest.fixture
-def command(bench, lade_on, monkeypatch, capsys):
-    """Runs the bench's main() with arguments. Returns what its last line says."""
+def command(bench, lade_on, checkpoint, monkeypatch, capsys):
+    """Runs the bench's main() with arguments on a random model. Returns what its last line says."""
+    monkeypatch.setattr(bench.harness, "BUNDLED", checkpoint)
 
     def run(*arguments: str) -> dict:
         monkeypatch.setattr(sys, "argv", ["replay.py", *arguments])

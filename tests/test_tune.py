@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from support import prompt, tiny_llama
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -114,9 +113,9 @@ def settings_with(rows, *settings):
 
 def test_where_blocks_are_free_the_most_tokens_per_step_win(clock, lade_on):
     model = clock(0.0)
-    findings = tune(model, PROMPTS, {"max_new_tokens": 40}, SMALL_PLAN, no_progress)
+    findings = tune(model, PROMPTS, {"max_new_tokens": 24}, SMALL_PLAN, no_progress)
     assert set(findings.seconds.values()) == {1.0}
-    assert (findings.hopeless, len(findings.rows), findings.context) == ([], 4 + 2, 25 + 20)
+    assert (findings.hopeless, len(findings.rows), findings.context) == ([], 4 + 2, 25 + 12)
     assert (findings.prompts, findings.trials, findings.is_stopped) == ((1, 1), 1, False)
     timed = [row for row in findings.rows if row.ratio]
     assert len(timed) == SMALL_PLAN.num_finalists + len(ANCHORS)
@@ -133,8 +132,8 @@ def test_where_blocks_are_free_the_most_tokens_per_step_win(clock, lade_on):
         if row.settings in ANCHORS:
             continue
         with config.temporary_settings(**measure.NOT_SHARED, **row.settings):  # they were really in force
-            model.generate(**PROMPTS[1], max_new_tokens=40)
-        assert round(40 / lade.last_stats().steps, 4) == row.tokens_per_step
+            model.generate(**PROMPTS[1], max_new_tokens=24)
+        assert round(24 / lade.last_stats().steps, 4) == row.tokens_per_step
 
 
 @pytest.fixture
@@ -144,7 +143,7 @@ def poor_default(monkeypatch):
 
 
 def test_what_beats_the_default_is_recommended(clock, lade_on, poor_default, tmp_path):
-    findings = tune(clock(0.0), PROMPTS, {"max_new_tokens": 40}, SMALL_PLAN, no_progress)
+    findings = tune(clock(0.0), PROMPTS, {"max_new_tokens": 24}, SMALL_PLAN, no_progress)
     best = findings.best
     assert best is findings.rows[0]
     assert best.settings in SMALL_PLAN.candidates
@@ -177,7 +176,7 @@ def test_the_best_block_follows_from_the_cost(clock, lade_on):
     """The same model and prompts, on a machine where each token of a block costs a twentieth of a step."""
     chosen = []
     for slope in (0.0, 0.05):
-        findings = tune(clock(slope), PROMPTS, {"max_new_tokens": 32}, SMALL_PLAN, no_progress)
+        findings = tune(clock(slope), PROMPTS, {"max_new_tokens": 24}, SMALL_PLAN, no_progress)
         chosen.append(
             max(
                 (row for row in findings.rows if row.ratio and row.settings not in ANCHORS),
@@ -239,7 +238,7 @@ def test_the_same_work_is_no_gain(clock, lade_on, monkeypatch):
 
     monkeypatch.setattr(measure, "generate_timed", lucky)
     plan = dataclasses.replace(SMALL_PLAN, candidates=())
-    findings = tune(model, PROMPTS, {"max_new_tokens": 40}, plan, no_progress)
+    findings = tune(model, PROMPTS, {"max_new_tokens": 24}, plan, no_progress)
     tree = settings_with(findings.rows, TREE)[0]
     assert tree.gain["p20"] > 1.3
     assert tree.is_judged
@@ -343,7 +342,7 @@ def test_ctrl_c_keeps_what_was_found(clock, lade_on, poor_default):
         ("judging", True, True, True),
     ):
         number = 0 if label == "choosing" else 2
-        findings = tune(clock(0.0), PROMPTS, {"max_new_tokens": 40}, plan, interrupting(label, number))
+        findings = tune(clock(0.0), PROMPTS, {"max_new_tokens": 24}, plan, interrupting(label, number))
         assert findings.is_stopped
         assert bool(findings.rows) == has_rows
         assert any(row.ratio for row in findings.rows) == is_timed
@@ -415,7 +414,7 @@ def test_where_no_candidate_can_pay(clock, lade_on):
 
 
 def test_report(clock, lade_on, poor_default):
-    findings = tune(clock(0.02), PROMPTS, {"max_new_tokens": 32}, SMALL_PLAN, no_progress)
+    findings = tune(clock(0.02), PROMPTS, {"max_new_tokens": 24}, SMALL_PLAN, no_progress)
     text = as_text(findings, Path("found.json"))
     assert max(map(len, text.splitlines())) <= 120
     plot = text.partition("tokens in the block\n")[2].partition("+--")[0]
@@ -531,19 +530,10 @@ def test_prompts_of_ones_own(tmp_path):
         read_prompts(None, 0)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A random model with the bundled tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama(torch.float32, vocab_size=4096, max_position_embeddings=2048).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(BUNDLED).save_pretrained(folder)
-    return str(folder)
-
-
 def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, lade_on):
     monkeypatch.setenv("LADE_CONFIG", "what was found before.json")
     out = tmp_path / "found.json"
-    arguments = ["--quick", "--model_path", checkpoint, "--device", "cpu", "--max_new_tokens", "16", "--limit", "2"]
+    arguments = ["--quick", "--model_path", checkpoint, "--device", "cpu", "--max_new_tokens", "8", "--limit", "2"]
     assert commands.main(["tune", *arguments, "--out", str(out)]) == 0
     shown, content = capsys.readouterr().out, json.loads(out.read_text())
     assert str(out) in shown
@@ -551,7 +541,7 @@ def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, l
     assert (measured["model"], measured["prompts"], measured["arguments"]) == (
         checkpoint,
         {"choosing": 1, "judging": 1},
-        {"max_new_tokens": 16, "seed": 0},
+        {"max_new_tokens": 8, "seed": 0},
     )
     assert measured["environment"]["dtype"] == "float32"
     assert list(measured["step_cost"]) == [str(size) for size in QUICK_PLAN.block_sizes]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 
 import pytest
-from transformers import LlamaForCausalLM
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import lade
 from lade import augment, eligibility
 from lade.compat import require_names
 from lade.config import MODES, temporary_settings
-from support.device_steps import calls  # noqa: F401
+from lade.drafting import vocabulary
+from support.device_steps import calls, unchanged  # noqa: F401
 from support.graphs import captured, compiled, eager_steps, graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
+from support.processes import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +30,35 @@ def no_drafter_stays():
 
 @pytest.fixture(scope="session")
 def model() -> LlamaForCausalLM:
-    return tiny_llama()
+    return unchanged(tiny_llama())
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> str:
+    """A folder with a random model and the bundled tokenizer, for commands whose figures are not looked at."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 4096, "num_hidden_layers": 1, "max_position_embeddings": 2048}
+    tiny_llama(torch.float32, **sizes).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rows_of_files():
+    """The vocabulary's rows of a model from a file are made once: they take a second, and each test forgets its models'."""
+    known, make = {}, vocabulary.make_vocabulary
+
+    def remembered(model):
+        key = getattr(model, "name_or_path", ""), model.dtype, model.config._attn_implementation
+        if not key[0]:
+            return make(model)
+        if key not in known:
+            known[key] = make(model)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "make_vocabulary", remembered)
+        yield
 
 
 @functools.cache

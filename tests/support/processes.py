@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import select
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,6 +63,75 @@ def forked(program: str, **environment: str) -> subprocess.CompletedProcess[str]
         process.start()
         process.join()
         return subprocess.CompletedProcess(program, process.exitcode, *(path.read_text() for path in paths))
+
+
+class AtTerminal:
+    """A forked program behind a pseudo-terminal, read until something has appeared.
+
+    terminal: the file descriptor of this end. seen: what was read and not yet asked for.
+    """
+
+    SET_UP = """
+import os, signal, sys
+os.setsid()  # so that the terminal becomes its own, with the signals of its keys
+for number in range(3):
+    os.dup2(os.open({name!r}, os.O_RDWR), number)
+sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", 1), open(2, "w", 1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
+"""
+
+    def __init__(self, program: str, **environment: str) -> None:
+        self.seen = ""
+        self.terminal, theirs = os.openpty()
+        program = self.SET_UP.format(name=os.ttyname(theirs)) + program
+        self.process = SERVER.Process(target=_run, args=(program, ENVIRONMENT | environment))
+        self.process.start()
+        select.select([self.terminal], [], [], 300)  # before it has opened its end, ours must not be the only one
+        os.close(theirs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        os.close(self.terminal)
+
+    def type(self, text: str) -> None:
+        os.write(self.terminal, text.encode())
+
+    def press_until(self, key: str, pattern: str) -> str:
+        """Press a key until the pattern appears: Ctrl-C is lost where it comes just before readline listens."""
+        for _ in range(300):
+            self.type(key)
+            try:
+                return self.read_until(pattern, seconds=1)
+            except AssertionError:
+                self.type(" ")  # wakes a readline that waits for a key and not for signals
+                time.sleep(0.1)
+        return self.read_until(pattern, seconds=1)
+
+    def read_until(self, pattern: str, seconds: float = 300) -> str:
+        """Everything up to the end of what matches, which is then taken as read."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen, re.DOTALL)):
+            ready, _, _ = select.select([self.terminal], [], [], max(0, deadline - time.monotonic()))
+            assert ready, f"{pattern!r} did not appear in {self.seen!r}"
+            try:
+                data = os.read(self.terminal, 4096)
+            except OSError:  # Linux says so at the end
+                data = b""
+            assert data, f"the program ended before {pattern!r} appeared: {self.seen!r}"
+            self.seen += data.decode(errors="replace")
+        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return text
+
+    def wait(self) -> int:
+        """Its exit status. seen: everything up to its end."""
+        with suppress(OSError):  # Linux says so at the end
+            while data := os.read(self.terminal, 4096):
+                self.seen += data.decode(errors="replace")
+        self.process.join()
+        return self.process.exitcode
 
 
 def _run(program: str, environment: dict[str, str], *outputs: str) -> None:
