@@ -18,8 +18,8 @@ MATCH_LENGTHS = (MIN_MATCH, 4, 5, 6, 7, 8, 9, 13, MAX_MATCH)  # matches from one
 # How often what followed them follows again, at first. Greedy text that repeats itself goes on doing so.
 GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
 SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
-# What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows. Less
-# where the model's likeliest tokens are not likely: then rows are seldom right.
+# What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows.
+# Less where the model's likeliest tokens are not likely: then rows are seldom right.
 PROBE_CREDIT = 0.02
 USUAL_SURENESS = 0.5  # mean probability of the likeliest token from which on a probe is worth its full credit
 SURENESS_SHARE = 0.1  # of each token in that mean
@@ -78,7 +78,7 @@ def prior_chances(do_sample: bool) -> list[float]:
 
 
 class Acceptance:
-    """Chance of each kind: hits over trials, beginning with a prior; and how far the sum of all chances is to be trusted."""
+    """Chance of each kind: hits over trials, beginning with a prior; and how far their sum is to be trusted."""
 
     def __init__(self, do_sample: bool) -> None:
         self._prior = prior_chances(do_sample)
@@ -96,7 +96,7 @@ class Acceptance:
 
     @property
     def promise(self) -> float:
-        """How predictable the text looks, from 0 to 1: next to 0 where the model's likeliest tokens are seldom likely."""
+        """How predictable the text looks, from 0 to 1: near 0 where the model's likeliest tokens are seldom likely."""
         return min(1.0, self._sureness / USUAL_SURENESS) ** 2
 
     def learn(
@@ -109,8 +109,8 @@ class Acceptance:
     ) -> None:
         """Take in the outcome of one tree, which has guesses.
 
-        kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its ancestors. path:
-        the accepted nodes; only guesses behind them were judged. hits: the nodes that were right.
+        kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its
+        ancestors. path: the accepted nodes; only guesses behind them were judged. hits: the nodes that were right.
         """
         self._num_idle = 0
         judged = {-1, *path}
@@ -140,7 +140,7 @@ class Acceptance:
         self._value_probes()
 
     def forget(self) -> None:
-        """Move a little back towards the prior: what is not guessed is not learned, and the text may have become easy."""
+        """Move back towards the prior: what is not guessed is not learned, and the text may have become easy."""
         for kind, prior in enumerate(self._prior):
             self.trials[kind] = PRIOR_WEIGHT + FORGET_SHARE * (self.trials[kind] - PRIOR_WEIGHT)
             self.hits[kind] = PRIOR_WEIGHT * prior + FORGET_SHARE * (self.hits[kind] - PRIOR_WEIGHT * prior)

@@ -1,9 +1,9 @@
 """The tree drafter: every row of a block tells what may come next there, so all of them are remembered and used again.
 
-A row of logits that no accepted token came from still says what the model thinks of its context. Its likeliest tokens are
-kept under the last token and under the last two, and a tree is grown from them, best guess first. Source: Token Recycling
-(arXiv:2408.08696) for the table by one token; the pairs, the learned chances, the order of growth and the suffix match are
-described in docs/drafting.md.
+A row of logits that no accepted token came from still says what the model thinks of its context. Its likeliest tokens
+are kept under the last token and under the last two, and a tree is grown from them, best guess first. Source: Token
+Recycling (arXiv:2408.08696) for the table by one token; the pairs, the learned chances, the order of growth and the
+suffix match are described in docs/drafting.md.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ class TreeDrafter:
     ) -> None:
         """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
 
-        temperature: of sampling, None for greedy. max_block: the largest q. costs: what blocks cost; None to propose as many
-        guesses as there is room for. draws: what sampling draws; None to do without. vocabulary: rows of tokens that nothing else is known of.
+        temperature: of sampling, None for greedy. max_block: the largest q. costs: what blocks cost; None to propose as
+        many guesses as there is room for. draws: what sampling draws; None to do without. vocabulary: rows of tokens
+        that nothing else is known of.
         """
         self.memory, self.num_tokens, self.max_block, self.costs = memory, num_tokens, max_block, costs
         self.acceptance = memory.acceptance[temperature is not None]
@@ -242,7 +243,7 @@ class TreeDrafter:
         return found
 
     def _takes_rest(self, rows: list[int]) -> bool:
-        """Whether to propose nothing, because guesses have not paid lately; a text that repeats itself is worth an exception."""
+        """Whether to propose nothing, because guesses have not paid lately; unless the text repeats itself."""
         if self.costs is None or not self._backoff.rests():
             return False
         return all(length < LONG_MATCH for row in rows for _, _, length, _ in self._pointers(row, 1))
@@ -280,7 +281,7 @@ class TreeDrafter:
     def _grow(self, row: int, max_depth: int, size: int, least: float, offers: Offers | None, spare: int = 0) -> Growth:
         """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`.
 
-        offers: sizes and costs, where more guesses than can pay are not wanted. spare: sizes to grow beyond what is enough.
+        offers: sizes and costs, where no more guesses than can pay are wanted. spare: sizes to grow beyond these.
         """
         index, probe, trust = self._suffixes[row], self.acceptance.chances[PROBE], self.acceptance.trust
         stop = None
@@ -326,7 +327,7 @@ class TreeDrafter:
         return tuple(found)
 
     def _draws(self, row: int, depth: int) -> Draws | None:
-        """What a token at some distance from the root will be drawn with; None where that is not known, or for greedy."""
+        """The draws of a token at some distance from the root; None where they are not known, or for greedy."""
         if self._sampling_draws is None:
             return None
         return self._sampling_draws.peek(row, self._num_generated[row] + depth - 1, self._vocab_size)

@@ -64,8 +64,8 @@ ROW_WISE_PROCESSORS = logits_processors(
     )
 )
 # Warpers with the same bits for many rows as for one: a cumulative sum of a single row is another kernel on CUDA.
-# There softmax reads 16 bytes at a time, from each row's own first multiple of 16: the sum's order is that of a single row
-# where all rows begin at such a multiple.
+# There softmax reads 16 bytes at a time, from each row's own first multiple of 16: the sum's order is that of a single
+# row where all rows begin at such a multiple.
 ALIGNED = 4  # float32 numbers
 BATCHED_WARPERS = frozenset(logits_processors(("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper")))
 # When sampling, a row may be at most this many tokens ahead of the slowest one: draws are kept for so many tokens.
@@ -233,7 +233,7 @@ class GreedySelection(Selection):
 
 @dataclass(frozen=True, slots=True)
 class SampledAhead:
-    """tokens: [B, 1 + n] sampled after the root and each node, -1 where a probability is NaN. draws: [B, V] for each."""
+    """tokens: [B, 1 + n] sampled after the root and each node, -1 for a NaN probability. draws: [B, V] for each."""
 
     tokens: list[list[int]]
     draws: list[list[Tensor]]
