@@ -22,7 +22,7 @@ from lade.drafting.acceptance import (
     Acceptance,
 )
 from lade.drafting.growth import BOTH_ROWS, Grower
-from lade.drafting.top_k_table import NUM_BINS, ROW_LENGTH
+from lade.drafting.top_k_table import NUM_BINS, ROW_LENGTH, packed
 from lade.drafting.tree import LONG_MATCH, TreeDrafter
 from lade.drafting.vocabulary import Vocabulary
 from lade.stats import tracing
@@ -301,7 +301,7 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
     """And that of the token alone where neither is there."""
     memory = lade.Memory()
     rows = (np.full((1, ROW_LENGTH), 5), np.full((1, ROW_LENGTH), 3))
-    memory.learn([9], [10], rows, 1)
+    memory.learn([9], [10], packed(*rows), 1)
     memory.singles.put([11], *rows)
     vocabulary = Vocabulary(np.full((13, 8), 5, dtype=np.int32), np.full((13, 8), -3, dtype=np.float16))
 

@@ -114,15 +114,18 @@ class Acceptance:
         """
         self._num_idle = 0
         judged = {-1, *path}
-        hoped = 0.0
-        for kind, parent, chance in zip(kinds, parents, expected, strict=True):
-            if kind != PROBE:
-                hoped += chance
-                if parent in judged:
-                    self._count_trial(kind)
-        for node in hits:
-            if kinds[node] != PROBE:
-                self._count_hit(kinds[node])
+        tried = [kind for kind, parent in zip(kinds, parents, strict=True) if parent in judged and kind != PROBE]
+        right = [kinds[node] for node in hits if kinds[node] != PROBE]
+        for kind in tried:
+            self.trials[kind] += 1
+            if self.trials[kind] > MAX_TRIALS:
+                self.trials[kind] /= 2
+                self.hits[kind] /= 2
+        for kind in right:
+            self.hits[kind] += 1
+        for kind in {*tried, *right}:
+            self._set_chance(kind)
+        hoped = sum([chance for kind, chance in zip(kinds, expected, strict=True) if kind != PROBE])
         self._learn_trust(hoped, len(hits))
 
     def rest(self) -> None:
@@ -159,17 +162,6 @@ class Acceptance:
 
     def _value_probes(self) -> None:
         self.chances[PROBE] = PROBE_CREDIT * self.promise
-
-    def _count_trial(self, kind: int) -> None:
-        self.trials[kind] += 1
-        if self.trials[kind] > MAX_TRIALS:
-            self.trials[kind] /= 2
-            self.hits[kind] /= 2
-        self._set_chance(kind)
-
-    def _count_hit(self, kind: int) -> None:
-        self.hits[kind] += 1
-        self._set_chance(kind)
 
     def _set_chance(self, kind: int) -> None:
         # A hit is counted after its trial. Where the trial halved both, there may be more hits than trials.

@@ -54,7 +54,7 @@ def with_bins(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | N
     """`most_likely` of rows that are known: their ids and probabilities, [M, K] each."""
     if (top_k and top_k < ROW_LENGTH) or (top_p and top_p < 1.0):
         found, chances = _cut(found, chances, top_k or ROW_LENGTH, top_p or 1.0)
-    bins = np.searchsorted(_BIN_EDGES, chances)
+    bins = _BIN_EDGES.searchsorted(chances)
     missing = ROW_LENGTH - found.shape[1]
     if missing:  # a vocabulary of fewer tokens, or all others are cut off
         found = np.concatenate([found, np.repeat(found[:, :1], missing, axis=1)], axis=1)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lade.block_size import SavedCosts, saved_costs
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
-from lade.drafting.likeliest import Rows, most_likely
+from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import MAX_TEXTS, TEXTS, read_arrays, write_arrays
 from lade.drafting.text_store import END, TextStore
-from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, TopKTable, packed
+from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of
 from lade.state import PerModel
@@ -147,22 +147,20 @@ class Memory:
         self.vocabulary = make_vocabulary(model)
         keep_vocabulary(model, self.vocabulary)
 
-    def learn(self, previous: list[int], tokens: list[int], rows: Rows, num_likely: int) -> None:
+    def learn(self, previous: list[int], tokens: list[int], rows: Packed, num_likely: int) -> None:
         """Remember what the model put after some tokens, later ones counting more.
 
-        previous, tokens: [M] the last two ids before each row. num_likely: of how many rows, from the last, the tokens
-        are worth knowing more about.
+        previous, tokens: [M] the last two ids before each row, [M, ROW_LENGTH]. num_likely: of how many rows, from the
+        last, the tokens are worth knowing more about.
         """
-        ids, bins = rows
-        both = packed(ids, bins)
-        self.pairs.put_packed(
-            [before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)], both
-        )
-        self.singles.put_packed(tokens, both)
+        pairs = [before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)]
+        self.pairs.put_packed(pairs, rows)
+        self.singles.put_packed(tokens, rows)
         unseen, seen = self.unseen, self.singles.slots
         for token in tokens:
             unseen.pop(token, None)
-        for row in ids[len(ids) - num_likely :, :MAX_LIKELY].tolist():
+        likely, _ = unpacked(rows[len(rows) - num_likely :, :MAX_LIKELY])
+        for row in likely.tolist():
             for token in reversed(row):
                 if token not in seen:
                     unseen.pop(token, None)
@@ -259,7 +257,7 @@ class Memory:
                     0, :, :num_tokens
                 ]
             before = [ids[start - 1] if start else -1, *chunk[:-1]]
-            self.learn(before, chunk, most_likely(logits), len(chunk))
+            self.learn(before, chunk, packed(*most_likely(logits)), len(chunk))
 
 
 def identity_of(model: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from lade.drafting.growth import FOREIGN, Grower, Growth, Pointer, Source
 from lade.drafting.likeliest import Rows, likeliest_on_host, with_bins
 from lade.drafting.memory import Memory, memory_for
 from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
-from lade.drafting.top_k_table import packed
+from lade.drafting.top_k_table import packed, unpacked
 from lade.drafting.vocabulary import Vocabulary, vocabulary_of
 from lade.verification.draws import Draws, ExponentialDraws
 from lade.verification.sequences import TokenSequences
@@ -374,13 +374,14 @@ class TreeDrafter:
 
     def _learn_rows(self) -> None:
         """Remember the rows seen, those of accepted tokens last: later ones count more."""
-        ids, bins = with_bins(*self._likeliest(), *self._warping[1:])
-        self._siblings = {row: (packed(ids[i], bins[i]), SIBLING) for row, i in self._wrong.items()}
+        rows = packed(*with_bins(*self._likeliest(), *self._warping[1:]))
+        self._siblings = {row: (rows[i], SIBLING) for row, i in self._wrong.items()}
         previous = [token for seen in self._seen for token in seen.previous]
         tokens = [token for seen in self._seen for token in seen.tokens]
         is_accepted = [flag for seen in self._seen for flag in seen.is_accepted]
         order = sorted(range(len(tokens)), key=is_accepted.__getitem__)  # stable
-        ids, bins = ids[order], bins[order]
-        self.memory.learn([previous[i] for i in order], [tokens[i] for i in order], (ids, bins), sum(is_accepted))
-        self.acceptance.learn_sureness(bins[len(order) - sum(is_accepted) :, 0].tolist())
+        rows, num_accepted = rows[order], sum(is_accepted)
+        self.memory.learn([previous[i] for i in order], [tokens[i] for i in order], rows, num_accepted)
+        _, bins = unpacked(rows[len(order) - num_accepted :, 0])
+        self.acceptance.learn_sureness(bins.tolist())
         self._seen = []
