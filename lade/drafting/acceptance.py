@@ -18,6 +18,9 @@ MATCH_LENGTHS = (MIN_MATCH, 4, 5, 6, 7, 8, 9, 13, MAX_MATCH)  # matches from one
 # How often what followed them follows again, at first. Greedy text that repeats itself goes on doing so.
 GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
 SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
+# Likewise of a copy that is taken up again behind a difference, by its tokens that are equal again.
+RESUMED_LENGTHS = (0, 1, 2, 3, 5, 9)
+RESUMED_COPIES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 # What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows.
 # Less where the model's likeliest tokens are not likely: then rows are seldom right.
 PROBE_CREDIT = 0.02
@@ -40,7 +43,8 @@ LONG_SECOND = LONG_SUFFIX + NUM_LONG
 # + number among MATCH_LENGTHS: what followed the longest occurrence in texts of earlier calls
 STORE = LONG_SECOND + NUM_LONG
 SECOND_STORE = STORE + len(MATCH_LENGTHS)
-NUM_KINDS = SECOND_STORE + len(MATCH_LENGTHS)
+RESUMED = SECOND_STORE + len(MATCH_LENGTHS)  # + number among RESUMED_LENGTHS: a copy taken up behind a difference
+NUM_KINDS = RESUMED + len(RESUMED_LENGTHS)
 
 
 def _kinds(short: int, long: int) -> tuple[int, ...]:
@@ -52,11 +56,15 @@ def _kinds(short: int, long: int) -> tuple[int, ...]:
 SUFFIX_KINDS, SECOND_KINDS = _kinds(SUFFIX, LONG_SUFFIX), _kinds(SECOND_SUFFIX, LONG_SECOND)
 STORE_KINDS, SECOND_STORE_KINDS = _kinds(STORE, STORE + NUM_SHORT), _kinds(SECOND_STORE, SECOND_STORE + NUM_SHORT)
 
+RESUMED_KINDS = tuple(RESUMED + bisect_right(RESUMED_LENGTHS, length) - 1 for length in range(MAX_MATCH + 1))
+
 
 def name_of(kind: int) -> str:
     """The source that a kind belongs to, of suffix matches with their length."""
     if kind < SUFFIX:
         return "pair" if kind < SINGLE else "single"
+    if kind >= RESUMED:
+        return f"resumed copy of {RESUMED_LENGTHS[kind - RESUMED]}"
     if kind >= STORE:
         return f"earlier text of {MATCH_LENGTHS[(kind - STORE) % len(MATCH_LENGTHS)]}"
     if kind >= LONG_SUFFIX:
@@ -72,8 +80,9 @@ def prior_chances(do_sample: bool) -> list[float]:
     by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # the surer, the more rests on what came before
     by_other_length = [0.3 * chance for chance in by_length]
     by_token = [0.6 * chance for chance in by_single]
+    by_equal = [chance / 2 if do_sample else chance for chance in RESUMED_COPIES]
     by_short = [*by_length[:NUM_SHORT], *by_other_length[:NUM_SHORT]]
-    by_long = [*by_length[NUM_SHORT:], *by_other_length[NUM_SHORT:], *by_length, *by_other_length]
+    by_long = [*by_length[NUM_SHORT:], *by_other_length[NUM_SHORT:], *by_length, *by_other_length, *by_equal]
     return [*BIN_MIDDLES, *by_single, *by_short, PROBE_CREDIT, *by_token, *by_token, *by_long]
 
 

@@ -21,6 +21,7 @@ from lade.block.token_tree import TokenTree
 from lade.block_size import EarlyStop, Offers, SpeculationBackoff, StepCostsByLength, choose_size
 from lade.drafting.acceptance import (
     PROBE,
+    RESUMED_KINDS,
     SECOND_KINDS,
     SECOND_STORE_KINDS,
     SIBLING,
@@ -32,7 +33,7 @@ from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Out
 from lade.drafting.growth import FOREIGN, Grower, Growth, Pointer, Source
 from lade.drafting.likeliest import Rows, likeliest_on_host, with_bins
 from lade.drafting.memory import Memory, memory_for
-from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
+from lade.drafting.suffix_index import MAX_MATCH, Copy, SuffixIndex
 from lade.drafting.top_k_table import packed, unpacked
 from lade.drafting.vocabulary import Vocabulary, vocabulary_of
 from lade.verification.draws import Draws, ExponentialDraws
@@ -40,6 +41,7 @@ from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
+LONG_COPY = 9  # tokens of a match from which on it is taken up again behind a difference
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
 
 # Why a block has its size.
@@ -134,6 +136,7 @@ class TreeDrafter:
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
         self._sampling_draws = draws
         self._vocabulary = vocabulary
+        self._copies: dict[int, Copy] = {}  # of each row, what it has copied lately
         self._siblings: dict[int, Source] = {}  # of each row, what stood behind a wrong guess in the place of its root
         self._wrong: dict[int, int] = {}  # of each row, such a guess's place among the rows seen
         self._vocab_size = 0  # width of the logits
@@ -184,6 +187,8 @@ class TreeDrafter:
                     rows = logits[row, : 1 + len(growth.tokens)].clone()
                 self._seen.append(Seen.of_step(index.tokens[-2:], growth, path, rows))
             num_judged, num_accepted = num_judged + 1, num_accepted + len(path)
+            if row in self._copies:
+                self._copies[row].extend(index.tokens, committed)
             index.extend(committed)
             if not growth.tokens:
                 self.acceptance.rest()
@@ -315,6 +320,15 @@ class TreeDrafter:
             (index.following(place, count), 0, length, kinds)
             for (place, length), kinds in zip(own, (SUFFIX_KINDS, SECOND_KINDS), strict=False)
         ]
+        if own and own[0][1] >= LONG_COPY:
+            self._copies[row] = Copy(own[0][0])
+        elif row in self._copies:
+            resumed = self._copies[row].resumed(index.tokens)
+            found += [
+                (index.following(place, count), 0, length, RESUMED_KINDS)
+                for place, length in resumed
+                if all(place != other for other, _ in own)
+            ]
         if texts is not None:
             shorter = own[0][1] if own else 0
             found += [
