@@ -165,6 +165,7 @@ def test_trees_and_figures_agree(model):
         "pair",
         "single",
         "suffix",
+        "resumed copy",
         "vocabulary",
         "sibling",
     }

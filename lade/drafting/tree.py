@@ -41,7 +41,7 @@ from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
-LONG_COPY = 9  # tokens of a match from which on it is taken up again behind a difference
+LONG_COPY = 13  # tokens of a match from which on it is taken up again behind a difference
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
 
 # Why a block has its size.
