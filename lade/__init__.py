@@ -4,8 +4,8 @@ import lade
 lade.augment_all()
 
 runs while the environment has USE_LADE=1; `with lade.enabled():` switches it on for a block of code, and
-`model.generate(..., custom_generate=lade.generate)` for one call. Importing lade changes nothing by itself, and imports neither torch nor
-transformers: that happens when the first name that needs them is used.
+`model.generate(..., custom_generate=lade.generate)` for one call. Importing lade changes nothing by itself, and imports
+neither torch nor transformers: that happens when the first name that needs them is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How far two computations of the same numbers may be apart: one table for all self-checks.
 
-Differences are relative to the largest expected value. The bounds lie well above what another order of summation changes, and well
-below what a wrong mask, position or cache slot changes.
+Differences are relative to the largest expected value. The bounds lie well above what another order of summation
+changes, and well below what a wrong mask, position or cache slot changes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ TOLERANCE = {
     # Logits of a compiled or captured forward, against those of the ordinary one.
     "logits": {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1},
 }
-# The trial block of an unknown model has no exact counterpart: its error must be so many times smaller than what an ignored mask
-# causes. In half precision rounding makes up a larger part of both.
+# The trial block of an unknown model has no exact counterpart: its error must be so many times smaller than what an
+# ignored mask causes. In half precision rounding makes up a larger part of both.
 MASK_EFFECT_RATIO = {torch.float64: 1000.0, torch.float32: 1000.0, torch.float16: 10.0, torch.bfloat16: 10.0}
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference. Equal entries count as 0, infinite ones included: some models make a logit minus infinity."""
+    """The largest absolute difference. Equal entries count as 0, infinite ones too: some models make a logit -inf."""
     return float((found - expected).abs().masked_fill(found == expected, 0).max())
 
 

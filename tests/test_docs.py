@@ -1,9 +1,12 @@
 """README and docs: the Python in them runs, the links lead somewhere, and every setting is described."""
 
+import ast
 import importlib
 import inspect
+import io
 import os
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -123,3 +126,22 @@ def test_lines_fit(page):
     for line in text.splitlines():
         is_breakable = " " in line.strip()[:100] and not line.lstrip().startswith(("|", "<", "!["))
         assert len(line) <= 120 or not is_breakable, line
+
+
+def prose_of(module: Path) -> dict[int, str]:
+    """Lines by their number that are comments, or lie in a docstring."""
+    source = module.read_text(encoding="utf-8")
+    numbers = [token.start[0] for token in tokenize.generate_tokens(io.StringIO(source).readline)
+               if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")]  # fmt: skip
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            numbers += range(node.body[0].lineno, node.body[0].end_lineno + 1)
+    lines = source.splitlines()
+    return {number: lines[number - 1] for number in numbers}
+
+
+def test_comments_fit():
+    """The formatter wraps code to 120 columns, but neither comments nor docstrings."""
+    for module in Path(lade.__file__).parent.rglob("*.py"):
+        for number, line in prose_of(module).items():
+            assert len(line) <= 120, f"{module}:{number}"

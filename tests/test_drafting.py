@@ -9,6 +9,7 @@ from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.layout import BlockLayout
+from lade.block.token_tree import TokenTree
 from lade.block_size import LiveCosts
 from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
 from lade.drafting.acceptance import (
@@ -21,11 +22,13 @@ from lade.drafting.acceptance import (
     VOCABULARY,
     Acceptance,
 )
+from lade.drafting.base import Outcome
 from lade.drafting.growth import BOTH_ROWS, Grower
-from lade.drafting.top_k_table import NUM_BINS, ROW_LENGTH
+from lade.drafting.top_k_table import NUM_BINS, ROW_LENGTH, packed
 from lade.drafting.tree import LONG_MATCH, TreeDrafter
 from lade.drafting.vocabulary import Vocabulary
 from lade.stats import tracing
+from lade.verification.sequences import TokenSequences
 
 SAMPLED = {"do_sample": True, "temperature": 0.4}
 
@@ -162,6 +165,7 @@ def test_trees_and_figures_agree(model):
         "pair",
         "single",
         "suffix",
+        "resumed copy",
         "vocabulary",
         "sibling",
     }
@@ -301,7 +305,7 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
     """And that of the token alone where neither is there."""
     memory = lade.Memory()
     rows = (np.full((1, ROW_LENGTH), 5), np.full((1, ROW_LENGTH), 3))
-    memory.learn([9], [10], rows, 1)
+    memory.learn([9], [10], packed(*rows), 1)
     memory.singles.put([11], *rows)
     vocabulary = Vocabulary(np.full((13, 8), 5, dtype=np.int32), np.full((13, 8), -3, dtype=np.float16))
 
@@ -329,3 +333,33 @@ def test_no_chance_is_above_one():
         assert max(acceptance.chances) <= 1.0
     acceptance.restore([1.0] * NUM_KINDS, [1.5] * NUM_KINDS)
     assert max(acceptance.chances) == 1.0
+
+
+def test_a_copy_is_gone_on_with_behind_a_difference():
+    """Without a match of three tokens: at once as if one token was replaced, then also where a token is equal again."""
+    passage = list(range(20, 50))
+    prompt_ids = torch.tensor([[*passage, 1, 2, *passage[:12]]])
+    drafter = TreeDrafter(lade.Memory(), 64, prompt_ids, None, None, 16, None)
+    texts = TokenSequences(prompt_ids, 100)
+
+    def guesses_behind(*tokens):
+        """Guesses behind the text and these tokens, with their sources, from the root along the first children."""
+        tree = drafter.propose(texts, [False], None).tree if texts.generated[0] else TokenTree.empty(1)
+        for token in tokens:
+            texts.append([token], 0)
+        logits = torch.zeros(1, 1 + tree.num_nodes, 64)
+        drafter.learn(Outcome(tree, logits, [list(range(len(tokens) - 1))], None, texts))
+        draft = drafter.propose(texts, [False], None)
+        sources = draft.explain(0).sources
+        return [
+            (token, source) for token, source in zip(draft.tree.tokens[0], sources, strict=True) if "copy" in source
+        ]
+
+    assert guesses_behind(32) == []
+    found = guesses_behind(33, 7)
+    assert found[:2] == [(35, "resumed copy of 0"), (36, "resumed copy of 1")]
+    found = guesses_behind(8)  # the next token is replaced as well
+    assert found[0] == (36, "resumed copy of 0")
+    found = guesses_behind(35)  # one token was replaced by two: what is equal again comes first
+    assert found[0] == (36, "resumed copy of 1")
+    assert (37, "resumed copy of 0") in found

@@ -15,6 +15,7 @@ from lade.block.token_tree import TokenTree
 from lade.drafting import Outcome, TreeDrafter
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
+from lade.drafting.top_k_table import packed
 from lade.verification import draws as noise_module
 from lade.verification.draws import ExponentialDraws, races
 from lade.verification.selection import PerRowSelection
@@ -250,7 +251,7 @@ def first_guess_is_right(seed, probabilities, reads_noise):
     """Whether the first guess behind a token whose row is known is the token that sampling then puts there."""
     prompt_ids = torch.tensor([[7, 9]])
     memory = Memory()
-    memory.learn([9], [5], most_likely(probabilities.log()), 1)
+    memory.learn([9], [5], packed(*most_likely(probabilities.log())), 1)
     torch.manual_seed(seed)
     noise = ExponentialDraws(CPU, 1) if reads_noise else None
     drafter = TreeDrafter(memory, VOCAB_SIZE, prompt_ids, None, 1.0, 8, None, noise)

@@ -19,7 +19,7 @@ from lade.drafting import likeliest as likeliest_module
 from lade.drafting import memory as memory_module
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
-from lade.drafting.suffix_index import SuffixIndex
+from lade.drafting.suffix_index import MAX_DIFFERENCE, Copy, SuffixIndex
 from lade.drafting.top_k_table import ROW_LENGTH, TopKTable
 from lade.state import forget_all
 
@@ -475,6 +475,27 @@ def test_suffix_matches():
     loop.extend([1, 2, 3] * 20)
     assert loop.matches() == [(57, 21)]  # the latest of the longest
     assert loop.following(57, 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_a_copy_is_taken_up_behind_a_difference():
+    """Where the same number of tokens was replaced, and where the last tokens are equal again."""
+    earlier = [*range(50)]
+
+    def resumed(*tokens):
+        copy = Copy(10)  # the text has copied up to the token 9
+        copy.extend(earlier, tokens)
+        return copy.resumed([*earlier, *tokens])
+
+    assert resumed(10, 11) == []  # no difference yet
+    assert resumed(10, 99) == [(12, 0)]  # 11 was replaced
+    assert resumed(10, 99, 98) == [(13, 0)]
+    assert resumed(10, 99, 12, 13) == [(14, 2)]
+    assert resumed(10, 99, 98, 12) == [(13, 1), (14, 0)]  # 11 was replaced by two
+    assert resumed(10, 99, 11) == [(12, 1), (13, 0)]  # something was inserted
+    assert resumed(10, 13, 14) == [(15, 2), (13, 0)]  # 11 and 12 are left out
+    assert resumed(*[99] * MAX_DIFFERENCE) == [(10 + MAX_DIFFERENCE, 0)]
+    assert resumed(*[99] * (MAX_DIFFERENCE + 1)) == []
+    assert Copy(49).resumed(earlier) == []
 
 
 def test_a_vocabulary_that_has_shrunk():

@@ -11,7 +11,15 @@ import torch
 from support import generate_plain, prompt, tiny_llama
 
 import lade
-from lade.drafting.acceptance import MATCH_LENGTHS, NUM_KINDS, SECOND_STORE_KINDS, STORE_KINDS, Acceptance, name_of
+from lade.drafting.acceptance import (
+    MATCH_LENGTHS,
+    NUM_KINDS,
+    RESUMED_KINDS,
+    SECOND_STORE_KINDS,
+    STORE_KINDS,
+    Acceptance,
+    name_of,
+)
 from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from lade.drafting.text_store import END, TextStore
 
@@ -235,7 +243,9 @@ def test_kinds_of_long_matches():
     assert names == [f"earlier text of {length}" for length in (3, 8, 9, 9, 13, 13, 21)]
     used = {*STORE_KINDS[3:], *SECOND_STORE_KINDS[3:]}
     assert len(used) == 2 * len(MATCH_LENGTHS)
-    assert max(used) == NUM_KINDS - 1
+    assert max(used) < RESUMED_KINDS[0]
+    assert max(RESUMED_KINDS) == NUM_KINDS - 1
+    assert [name_of(RESUMED_KINDS[length]) for length in (0, 4, 21)] == [f"resumed copy of {n}" for n in (0, 3, 9)]
     index = SuffixIndex()
     index.extend([*range(40), *range(15)])
     assert index.matches() == [(15, 15)]

@@ -135,7 +135,7 @@ class FixedCosts(StepCosts):
     """
 
     def __init__(self, name: str | None, device_type: str, batch_size: int, sizes: tuple[int, ...] = SIZES) -> None:
-        """name: under which the table is stored; None to use the default table and measure nothing. sizes: see `StepCosts`."""
+        """name: under which the table is stored; None for the default one, unmeasured. sizes: see `StepCosts`."""
         super().__init__(sizes)
         self._name, self._batch_size = name, batch_size
         self._lock = threading.Lock()
@@ -199,7 +199,7 @@ class LiveCosts(StepCosts):
     """
 
     def __init__(self, similar: LiveCosts | None = None, sizes: tuple[int, ...] = SIZES) -> None:
-        """similar: costs for a shorter or longer context, used for sizes that were not measured here. sizes: see `StepCosts`."""
+        """similar: costs for another length of context, for sizes not measured here. sizes: see `StepCosts`."""
         super().__init__(sizes)
         self._similar = similar
         self._seen: dict[int, deque[float]] = {}  # size -> its latest costs

@@ -1,4 +1,4 @@
-"""`lade warmup`: compile ahead what a model's calls need, so that the first answer of a later process does not wait for it."""
+"""`lade warmup`: compile ahead what a model's calls need, so that no first answer waits for it."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ _instead: ContextVar[Maker | None] = ContextVar("_instead", default=None)
 def register_drafter(mode: str, make: Maker) -> None:
     """Let `config_lade(MODE=mode)` choose a drafter of yours.
 
-    make: called once for each call of generate(); returns a `Drafter`. A drafter may propose any tokens that the model knows: wrong
-    ones cost time and never change the output. In half precision what it proposes must follow from the call alone, not from a clock,
-    or the text may differ between runs. Raises TypeError for a mode that is no string or a `make` that cannot be called, and
-    ValueError for a mode of lade's own.
+    make: called once for each call of generate(); returns a `Drafter`. A drafter may propose any tokens that the model
+    knows: wrong ones cost time and never change the output. In half precision what it proposes must follow from the
+    call alone, not from a clock, or the text may differ between runs. Raises TypeError for a mode that is no string or
+    a `make` that cannot be called, and ValueError for a mode of lade's own.
     """
     if not isinstance(mode, str):
         raise TypeError(f"mode must be a string, got {mode!r}")

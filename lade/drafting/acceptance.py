@@ -18,8 +18,11 @@ MATCH_LENGTHS = (MIN_MATCH, 4, 5, 6, 7, 8, 9, 13, MAX_MATCH)  # matches from one
 # How often what followed them follows again, at first. Greedy text that repeats itself goes on doing so.
 GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
 SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
-# What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows. Less
-# where the model's likeliest tokens are not likely: then rows are seldom right.
+# Likewise of a copy that is taken up again behind a difference, by its tokens that are equal again.
+RESUMED_LENGTHS = (0, 1, 2, 3, 5, 9)
+RESUMED_COPIES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+# What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows.
+# Less where the model's likeliest tokens are not likely: then rows are seldom right.
 PROBE_CREDIT = 0.02
 USUAL_SURENESS = 0.5  # mean probability of the likeliest token from which on a probe is worth its full credit
 SURENESS_SHARE = 0.1  # of each token in that mean
@@ -40,7 +43,8 @@ LONG_SECOND = LONG_SUFFIX + NUM_LONG
 # + number among MATCH_LENGTHS: what followed the longest occurrence in texts of earlier calls
 STORE = LONG_SECOND + NUM_LONG
 SECOND_STORE = STORE + len(MATCH_LENGTHS)
-NUM_KINDS = SECOND_STORE + len(MATCH_LENGTHS)
+RESUMED = SECOND_STORE + len(MATCH_LENGTHS)  # + number among RESUMED_LENGTHS: a copy taken up behind a difference
+NUM_KINDS = RESUMED + len(RESUMED_LENGTHS)
 
 
 def _kinds(short: int, long: int) -> tuple[int, ...]:
@@ -52,11 +56,15 @@ def _kinds(short: int, long: int) -> tuple[int, ...]:
 SUFFIX_KINDS, SECOND_KINDS = _kinds(SUFFIX, LONG_SUFFIX), _kinds(SECOND_SUFFIX, LONG_SECOND)
 STORE_KINDS, SECOND_STORE_KINDS = _kinds(STORE, STORE + NUM_SHORT), _kinds(SECOND_STORE, SECOND_STORE + NUM_SHORT)
 
+RESUMED_KINDS = tuple(RESUMED + bisect_right(RESUMED_LENGTHS, length) - 1 for length in range(MAX_MATCH + 1))
+
 
 def name_of(kind: int) -> str:
     """The source that a kind belongs to, of suffix matches with their length."""
     if kind < SUFFIX:
         return "pair" if kind < SINGLE else "single"
+    if kind >= RESUMED:
+        return f"resumed copy of {RESUMED_LENGTHS[kind - RESUMED]}"
     if kind >= STORE:
         return f"earlier text of {MATCH_LENGTHS[(kind - STORE) % len(MATCH_LENGTHS)]}"
     if kind >= LONG_SUFFIX:
@@ -72,13 +80,14 @@ def prior_chances(do_sample: bool) -> list[float]:
     by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # the surer, the more rests on what came before
     by_other_length = [0.3 * chance for chance in by_length]
     by_token = [0.6 * chance for chance in by_single]
+    by_equal = [chance / 2 if do_sample else chance for chance in RESUMED_COPIES]
     by_short = [*by_length[:NUM_SHORT], *by_other_length[:NUM_SHORT]]
-    by_long = [*by_length[NUM_SHORT:], *by_other_length[NUM_SHORT:], *by_length, *by_other_length]
+    by_long = [*by_length[NUM_SHORT:], *by_other_length[NUM_SHORT:], *by_length, *by_other_length, *by_equal]
     return [*BIN_MIDDLES, *by_single, *by_short, PROBE_CREDIT, *by_token, *by_token, *by_long]
 
 
 class Acceptance:
-    """Chance of each kind: hits over trials, beginning with a prior; and how far the sum of all chances is to be trusted."""
+    """Chance of each kind: hits over trials, beginning with a prior; and how far their sum is to be trusted."""
 
     def __init__(self, do_sample: bool) -> None:
         self._prior = prior_chances(do_sample)
@@ -96,7 +105,7 @@ class Acceptance:
 
     @property
     def promise(self) -> float:
-        """How predictable the text looks, from 0 to 1: next to 0 where the model's likeliest tokens are seldom likely."""
+        """How predictable the text looks, from 0 to 1: near 0 where the model's likeliest tokens are seldom likely."""
         return min(1.0, self._sureness / USUAL_SURENESS) ** 2
 
     def learn(
@@ -109,20 +118,23 @@ class Acceptance:
     ) -> None:
         """Take in the outcome of one tree, which has guesses.
 
-        kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its ancestors. path:
-        the accepted nodes; only guesses behind them were judged. hits: the nodes that were right.
+        kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its
+        ancestors. path: the accepted nodes; only guesses behind them were judged. hits: the nodes that were right.
         """
         self._num_idle = 0
         judged = {-1, *path}
-        hoped = 0.0
-        for kind, parent, chance in zip(kinds, parents, expected, strict=True):
-            if kind != PROBE:
-                hoped += chance
-                if parent in judged:
-                    self._count_trial(kind)
-        for node in hits:
-            if kinds[node] != PROBE:
-                self._count_hit(kinds[node])
+        tried = [kind for kind, parent in zip(kinds, parents, strict=True) if parent in judged and kind != PROBE]
+        right = [kinds[node] for node in hits if kinds[node] != PROBE]
+        for kind in tried:
+            self.trials[kind] += 1
+            if self.trials[kind] > MAX_TRIALS:
+                self.trials[kind] /= 2
+                self.hits[kind] /= 2
+        for kind in right:
+            self.hits[kind] += 1
+        for kind in {*tried, *right}:
+            self._set_chance(kind)
+        hoped = sum([chance for kind, chance in zip(kinds, expected, strict=True) if kind != PROBE])
         self._learn_trust(hoped, len(hits))
 
     def rest(self) -> None:
@@ -140,7 +152,7 @@ class Acceptance:
         self._value_probes()
 
     def forget(self) -> None:
-        """Move a little back towards the prior: what is not guessed is not learned, and the text may have become easy."""
+        """Move back towards the prior: what is not guessed is not learned, and the text may have become easy."""
         for kind, prior in enumerate(self._prior):
             self.trials[kind] = PRIOR_WEIGHT + FORGET_SHARE * (self.trials[kind] - PRIOR_WEIGHT)
             self.hits[kind] = PRIOR_WEIGHT * prior + FORGET_SHARE * (self.hits[kind] - PRIOR_WEIGHT * prior)
@@ -159,17 +171,6 @@ class Acceptance:
 
     def _value_probes(self) -> None:
         self.chances[PROBE] = PROBE_CREDIT * self.promise
-
-    def _count_trial(self, kind: int) -> None:
-        self.trials[kind] += 1
-        if self.trials[kind] > MAX_TRIALS:
-            self.trials[kind] /= 2
-            self.hits[kind] /= 2
-        self._set_chance(kind)
-
-    def _count_hit(self, kind: int) -> None:
-        self.hits[kind] += 1
-        self._set_chance(kind)
 
     def _set_chance(self, kind: int) -> None:
         # A hit is counted after its trial. Where the trial halved both, there may be more hits than trials.

@@ -38,7 +38,7 @@ class Explanation:
 class Draft:
     """The guesses of one step.
 
-    explain: row -> why they are what they are, to be asked before the next `propose`; None for a drafter that does not say.
+    explain: row -> why they are what they are, to be asked before the next `propose`; None where that is not said.
     """
 
     tree: TokenTree
@@ -56,10 +56,10 @@ class Draft:
 class Outcome:
     """What one step, or the prompt's forward, has shown.
 
-    tree: the guesses as they were laid out. logits: [B, 1 + n, V] behind the root and behind each node. accepted: the accepted
-    nodes of each row, None for a row to which nothing was committed. choices: [B, W] the model's choices behind the window's last
-    level; None without a window. sequences: the committed text. digest: what the host already has of these logits, and of padding
-    behind them; None if nothing.
+    tree: the guesses as they were laid out. logits: [B, 1 + n, V] behind the root and behind each node. accepted: the
+    accepted nodes of each row, None for a row to which nothing was committed. choices: [B, W] the model's choices
+    behind the window's last level; None without a window. sequences: the committed text. digest: what the host already
+    has of these logits, and of padding behind them; None if nothing.
     """
 
     tree: TokenTree
@@ -79,11 +79,12 @@ class Outcome:
 class DraftRequest:
     """The call that a drafter is made for.
 
-    num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool,
-    False for padding; None without. temperature, top_k, top_p: of sampling, None for greedy, or where nothing is cut off. draws: what
-    sampling draws; None for greedy.
-    forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow live costs.
-    may_measure: step costs may be measured on this machine. block_sizes: to which blocks of trees are padded, None where they are not.
+    num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or
+    more] bool, False for padding; None without. temperature, top_k, top_p: of sampling, None for greedy, or where
+    nothing is cut off. draws: what sampling draws; None for greedy.
+    forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow
+    live costs. may_measure: step costs may be measured on this machine. block_sizes: to which blocks of trees are
+    padded, None where they are not.
     """
 
     config: LookaheadConfig
@@ -102,19 +103,19 @@ class DraftRequest:
 
     @property
     def is_split(self) -> bool:
-        """Whether processes compute one forward together: they must lay out the same block, whatever each one's clock says."""
+        """Whether processes compute one forward together: they must lay out the same block, whatever a clock says."""
         return (self.model.tp_size or 1) > 1
 
     @property
     def cost_source(self) -> str:
-        """Where costs that choose a block's size come from: "live", "measured" once and stored, or "assumed" for such a device."""
+        """Where the costs that choose a block's size come from: "live", "measured" once and stored, or "assumed"."""
         if self.is_exact:
             return "live"
         is_fixed = self.config.deterministic or torch.are_deterministic_algorithms_enabled() or not self.config.adaptive
         return "assumed" if is_fixed or not self.may_measure else "measured"
 
     def step_costs(self, *kind: str, saved: SavedCosts | None = None) -> StepCostsByLength | None:
-        """What blocks cost; None where their size does not follow costs. kind: of the drafter. saved: of an earlier process."""
+        """What blocks cost; None where no size follows costs. kind: of the drafter. saved: of an earlier process."""
         if not self.config.adaptive or self.is_split:
             return None
         batch_size, device = len(self.prompt_ids), self.model.device
@@ -155,7 +156,7 @@ class Drafter(Protocol):
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
         """What a step has cost. num_slots: tokens of the longest row. num_tokens: q.
 
-        seconds: of all but `propose` and the user's own code. search_seconds: of `propose`, without the draws of sampling.
+        seconds: of all but `propose` and the user's own code. search_seconds: of `propose`, without sampling's draws.
         """
         return
 

@@ -7,7 +7,7 @@ from lade.verification.sequences import TokenSequences
 
 
 class CheckedDrafter(Drafter):
-    """A registered drafter, whose drafts are checked: an unknown token id or a node too far ahead would fail inside the model."""
+    """A registered drafter with checks: an unknown id or a node too far ahead would fail inside the model."""
 
     def __init__(self, drafter: Drafter, request: DraftRequest) -> None:
         self._drafter, self._mode = drafter, request.config.mode

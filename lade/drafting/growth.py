@@ -105,9 +105,10 @@ class Grower:
         sources: Sequence[Source],
         pointers: tuple[Pointer, ...],
     ) -> None:
-        """vocabulary: rows of tokens alone. temperature: of sampling, for those. text: ids up to the root. draws_at: what a token at some
-        distance from the root will be drawn with; None for greedy, or where that is not known. sources: more rows behind the root.
-        pointers: what followed where the text's end has occurred before.
+        """vocabulary: rows of tokens alone. temperature: of sampling, for those. text: ids up to the root.
+
+        draws_at: the draws of a token at some distance from the root; None for greedy, or where they are not known.
+        sources: more rows behind the root. pointers: what followed where the text's end has occurred before.
         """
         self._pairs, self._singles = memory.pairs.row, memory.singles.row
         self._rows_alone = () if vocabulary is None else vocabulary.at(temperature)

@@ -35,8 +35,8 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
 def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
     """Ids and probabilities of the ROW_LENGTH most likely tokens of each row, or of all, [M, K]. logits: [M, V].
 
-    On a CPU probabilities are cut to the first 12 bits or more behind their first one (to 10 in the choice among groups of
-    tokens, where the vocabulary has more than 131,072): tokens that are equal in these come in any order.
+    On a CPU probabilities are cut to the first 12 bits or more behind their first one (to 10 in the choice among groups
+    of tokens, where the vocabulary has more than 131,072): tokens that are equal in these come in any order.
     """
     if not on_host(logits):
         values, ids = likeliest(logits, temperature)
@@ -54,7 +54,7 @@ def with_bins(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | N
     """`most_likely` of rows that are known: their ids and probabilities, [M, K] each."""
     if (top_k and top_k < ROW_LENGTH) or (top_p and top_p < 1.0):
         found, chances = _cut(found, chances, top_k or ROW_LENGTH, top_p or 1.0)
-    bins = np.searchsorted(_BIN_EDGES, chances)
+    bins = _BIN_EDGES.searchsorted(chances)
     missing = ROW_LENGTH - found.shape[1]
     if missing:  # a vocabulary of fewer tokens, or all others are cut off
         found = np.concatenate([found, np.repeat(found[:, :1], missing, axis=1)], axis=1)

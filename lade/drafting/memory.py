@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lade.block_size import SavedCosts, saved_costs
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
-from lade.drafting.likeliest import Rows, most_likely
+from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import MAX_TEXTS, TEXTS, read_arrays, write_arrays
 from lade.drafting.text_store import END, TextStore
-from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, TopKTable, packed
+from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of
 from lade.state import PerModel
@@ -30,7 +30,7 @@ MIN_BYTES = 64 * 2**10
 MAX_LIKELY = 8  # tokens of a row that may be worth a row of their own
 MAX_UNSEEN = 256  # tokens without a row that are remembered
 KEY_SHIFT = 32  # a pair of tokens as one integer
-FORMAT = 3  # of the file; 2 had rows of 8 and fewer kinds of guesses, 1 chances of sampled guesses that knew nothing of the draws
+FORMAT = 3  # of the file; 2 had rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling
 READABLE_FORMATS = (2, 3)
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
 NUM_SIGNS = 256  # of the embedding, by which a model is known again
@@ -42,8 +42,8 @@ IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": s
 class Memory:
     """Rows of likely next tokens by the last token and by the last two, with the learned chances of such guesses.
 
-    It belongs to one model, the first that uses it. Inside `with memory.active():` the calls of this thread use it instead of
-    the one that all calls of the model share:
+    It belongs to one model, the first that uses it. Inside `with memory.active():` the calls of this thread use it
+    instead of the one that all calls of the model share:
 
         memory = lade.Memory(path="alice.npz")    # loaded where the file is there
         with memory.active():
@@ -55,11 +55,11 @@ class Memory:
 
     def __init__(self, max_bytes: int = MAX_BYTES, path: str | Path | None = None, texts: int = 0) -> None:
         """max_bytes: about how much the tables may take. path: where save() writes, and what is loaded if it exists.
-        texts: how many tokens of what calls have generated (each with the end of its prompt), and of what `warm` was given, to
-        keep as they are, besides; 24 to 32 bytes each. 0: none.
+        texts: how many tokens of what calls have generated (each with the end of its prompt), and of what `warm` was
+        given, to keep as they are, besides; 24 to 32 bytes each. 0: none.
 
-        Of a file with more rows than fit the latest are loaded. Raises ValueError for too few bytes, or a file that is not a
-        memory or far too large for max_bytes; the file is left as it is.
+        Of a file with more rows than fit the latest are loaded. Raises ValueError for too few bytes, or a file that is
+        not a memory or far too large for max_bytes; the file is left as it is.
         """
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < MIN_BYTES:
             raise ValueError(f"max_bytes must be an integer of at least {MIN_BYTES}, got {max_bytes!r}")
@@ -139,29 +139,28 @@ class Memory:
     def warm_vocabulary(self, model: Any) -> None:
         """Learn what the model puts behind each token alone, so that there are guesses from the first step on.
 
-        Costs about 2 * parameters * vocabulary floating-point operations, once per model: what is found serves all memories of the
-        model, holds nothing of anybody's texts, takes at most 8 MiB beside `max_bytes`, and is kept in the cache folder and by `save()`.
+        Costs about 2 * parameters * vocabulary floating-point operations, once per model: what is found serves all
+        memories of the model, holds nothing of anybody's texts, takes at most 8 MiB beside `max_bytes`, and is kept in
+        the cache folder and by `save()`.
         """
         self.belong_to(model)
         self.vocabulary = make_vocabulary(model)
         keep_vocabulary(model, self.vocabulary)
 
-    def learn(self, previous: list[int], tokens: list[int], rows: Rows, num_likely: int) -> None:
+    def learn(self, previous: list[int], tokens: list[int], rows: Packed, num_likely: int) -> None:
         """Remember what the model put after some tokens, later ones counting more.
 
-        previous, tokens: [M] the last two ids before each row. num_likely: of how many rows, from the last, the tokens are worth
-        knowing more about.
+        previous, tokens: [M] the last two ids before each row, [M, ROW_LENGTH]. num_likely: of how many rows, from the
+        last, the tokens are worth knowing more about.
         """
-        ids, bins = rows
-        both = packed(ids, bins)
-        self.pairs.put_packed(
-            [before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)], both
-        )
-        self.singles.put_packed(tokens, both)
+        pairs = [before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)]
+        self.pairs.put_packed(pairs, rows)
+        self.singles.put_packed(tokens, rows)
         unseen, seen = self.unseen, self.singles.slots
         for token in tokens:
             unseen.pop(token, None)
-        for row in ids[len(ids) - num_likely :, :MAX_LIKELY].tolist():
+        likely, _ = unpacked(rows[len(rows) - num_likely :, :MAX_LIKELY])
+        for row in likely.tolist():
             for token in reversed(row):
                 if token not in seen:
                     unseen.pop(token, None)
@@ -172,8 +171,8 @@ class Memory:
     def save(self, path: str | Path | None = None, texts: bool = False) -> None:
         """Write everything to a file, all or nothing. path: None for the one given at first.
 
-        texts: write what Memory(texts=...) keeps too. A file that is there keeps its mode. Raises ValueError without a path, or
-        where no texts are kept that could be written.
+        texts: write what Memory(texts=...) keeps too. A file that is there keeps its mode. Raises ValueError without a
+        path, or where no texts are kept that could be written.
         """
         target = self.path if path is None else Path(path)
         if target is None:
@@ -258,11 +257,11 @@ class Memory:
                     0, :, :num_tokens
                 ]
             before = [ids[start - 1] if start else -1, *chunk[:-1]]
-            self.learn(before, chunk, most_likely(logits), len(chunk))
+            self.learn(before, chunk, packed(*most_likely(logits)), len(chunk))
 
 
 def identity_of(model: Any) -> dict[str, Any]:
-    """By what a model is known again in whatever dtype: its kind and size, and signs of its embedding where they can be read."""
+    """By what a model is known again in any dtype: kind, size, and signs of its embedding where they can be read."""
     config = model.config.get_text_config()
     weight = model.get_input_embeddings().weight
     signs = ""
@@ -313,8 +312,8 @@ _active: ContextVar[Memory | None] = ContextVar("memory", default=None)
 def memory_for(model: Any, share: bool, cost_source: str) -> Memory:
     """The active memory if there is one; else the one that calls of the model share, or an empty one.
 
-    cost_source: as in `DraftRequest`. What was learned in blocks whose sizes followed a clock depends on it, so that it must not
-    reach calls whose text could follow. Raises ValueError when the active one belongs to another model.
+    cost_source: as in `DraftRequest`. What was learned in blocks whose sizes followed a clock depends on it, so that it
+    must not reach calls whose text could follow. Raises ValueError when the active one belongs to another model.
     """
     active = _active.get()
     if active is not None:

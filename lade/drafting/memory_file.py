@@ -42,11 +42,11 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
 
 
 def read_arrays(path: Path, max_bytes: int, max_rows: int, max_whole: int = 0, max_texts: int = 0) -> Arrays:
-    """The arrays of an .npz file by name, of longer ones the last `max_rows` rows; of TEXTS the last `max_texts` tokens.
+    """The arrays of an .npz file by name, of longer ones the last `max_rows` rows; of TEXTS so many tokens.
 
     max_whole: bytes that those whose name begins with WHOLE, which are read as they are, may take together.
-    Raises an exception for any other file, and ValueError before anything is unpacked when the file unpacks to more than
-    MAX_UNPACKED * max_bytes, or what is to be kept of it takes more than max_bytes.
+    Raises an exception for any other file, and ValueError before anything is unpacked when the file unpacks to more
+    than MAX_UNPACKED * max_bytes, or what is to be kept of it takes more than max_bytes.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()

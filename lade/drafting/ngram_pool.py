@@ -1,7 +1,8 @@
-"""The pool: for each key token, the tails that followed it, most recently seen first. Knows nothing about models or text.
+"""The pool: for each key token, the tails that followed it, latest first. Knows nothing about models or text.
 
-`NGramPool` is tensors on the device, changed by a fixed number of operations per step. `HostPool` is the same in dictionaries: on a
-CPU, where tensors this small cost more to call than to compute, a step's work takes it a tenth of the time.
+`NGramPool` is tensors on the device, changed by a fixed number of operations per step. `HostPool` is the same in
+dictionaries: on a CPU, where tensors this small cost more to call than to compute, a step's work takes it a tenth of
+the time.
 """
 
 from __future__ import annotations

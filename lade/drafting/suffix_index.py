@@ -1,12 +1,13 @@
-"""Where the end of a text has occurred in it before, and what followed there."""
+"""Where the end of a text has occurred in it before, and what followed there, also behind a difference."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MIN_MATCH = 3  # shorter repetitions are too often by chance
 MAX_MATCH = 21  # longer ones count as this long
 MAX_PLACES = 16  # latest places remembered of each key
+MAX_DIFFERENCE = 16  # tokens that a copy may differ in, on either side, and still be taken up again
 
 
 class SuffixIndex:
@@ -47,6 +48,43 @@ class SuffixIndex:
         """The `count` tokens from a place on. At the text's end it goes on as if it were repeating itself."""
         found = self.tokens[place : place + count]
         return found if len(found) == count else (found * (count // len(found) + 1))[:count]
+
+
+class Copy:
+    """Where a text copies an earlier part of itself, so that it can be taken up again behind a difference."""
+
+    def __init__(self, place: int) -> None:
+        """place: of the next token of the earlier part."""
+        self.place = place  # of the next token, or of the first that differs
+        self.num_different = 0  # tokens of the text from the difference on
+
+    def extend(self, text: Sequence[int], tokens: Sequence[int]) -> None:
+        """text: up to `tokens`, which follow."""
+        for token in tokens:
+            if self.num_different or self.place >= len(text) or text[self.place] != token:
+                self.num_different += 1
+            else:
+                self.place += 1
+
+    def resumed(self, text: Sequence[int]) -> list[tuple[int, int]]:
+        """Where the earlier part may go on behind a difference: places and numbers of equal tokens before them.
+
+        The place where most of the text's last tokens are equal again, and the one where as many tokens were replaced.
+        Nothing before a difference, nor behind a long one.
+        """
+        if not 0 < self.num_different <= MAX_DIFFERENCE:
+            return []
+        end = len(text)
+        equal = {}  # tokens, by place
+        for place in range(self.place, min(self.place + MAX_DIFFERENCE + 1, end)):
+            length = 0
+            while length < self.num_different and text[place - length - 1] == text[end - length - 1]:
+                length += 1
+            equal[place] = length
+        replaced = self.place + self.num_different
+        best = max(equal, key=equal.__getitem__, default=replaced)  # the first of them
+        found = [(best, equal[best])] if equal.get(best) else []
+        return found + [(replaced, 0)] * (replaced < end and replaced != best)
 
 
 def longest_two(found: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,9 +1,9 @@
 """The tree drafter: every row of a block tells what may come next there, so all of them are remembered and used again.
 
-A row of logits that no accepted token came from still says what the model thinks of its context. Its likeliest tokens are
-kept under the last token and under the last two, and a tree is grown from them, best guess first. Source: Token Recycling
-(arXiv:2408.08696) for the table by one token; the pairs, the learned chances, the order of growth and the suffix match are
-described in docs/drafting.md.
+A row of logits that no accepted token came from still says what the model thinks of its context. Its likeliest tokens
+are kept under the last token and under the last two, and a tree is grown from them, best guess first. Source: Token
+Recycling (arXiv:2408.08696) for the table by one token; the pairs, the learned chances, the order of growth and the
+suffix match are described in docs/drafting.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lade.block.token_tree import TokenTree
 from lade.block_size import EarlyStop, Offers, SpeculationBackoff, StepCostsByLength, choose_size
 from lade.drafting.acceptance import (
     PROBE,
+    RESUMED_KINDS,
     SECOND_KINDS,
     SECOND_STORE_KINDS,
     SIBLING,
@@ -32,14 +33,15 @@ from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Out
 from lade.drafting.growth import FOREIGN, Grower, Growth, Pointer, Source
 from lade.drafting.likeliest import Rows, likeliest_on_host, with_bins
 from lade.drafting.memory import Memory, memory_for
-from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
-from lade.drafting.top_k_table import packed
+from lade.drafting.suffix_index import MAX_MATCH, Copy, SuffixIndex
+from lade.drafting.top_k_table import packed, unpacked
 from lade.drafting.vocabulary import Vocabulary, vocabulary_of
 from lade.verification.draws import Draws, ExponentialDraws
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
+LONG_COPY = 13  # tokens of a match from which on it is taken up again behind a difference
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
 
 # Why a block has its size.
@@ -117,8 +119,9 @@ class TreeDrafter:
     ) -> None:
         """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
 
-        temperature: of sampling, None for greedy. max_block: the largest q. costs: what blocks cost; None to propose as many
-        guesses as there is room for. draws: what sampling draws; None to do without. vocabulary: rows of tokens that nothing else is known of.
+        temperature: of sampling, None for greedy. max_block: the largest q. costs: what blocks cost; None to propose as
+        many guesses as there is room for. draws: what sampling draws; None to do without. vocabulary: rows of tokens
+        that nothing else is known of.
         """
         self.memory, self.num_tokens, self.max_block, self.costs = memory, num_tokens, max_block, costs
         self.acceptance = memory.acceptance[temperature is not None]
@@ -133,6 +136,7 @@ class TreeDrafter:
         self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
         self._sampling_draws = draws
         self._vocabulary = vocabulary
+        self._copies: dict[int, Copy] = {}  # of each row, what it has copied lately
         self._siblings: dict[int, Source] = {}  # of each row, what stood behind a wrong guess in the place of its root
         self._wrong: dict[int, int] = {}  # of each row, such a guess's place among the rows seen
         self._vocab_size = 0  # width of the logits
@@ -183,6 +187,8 @@ class TreeDrafter:
                     rows = logits[row, : 1 + len(growth.tokens)].clone()
                 self._seen.append(Seen.of_step(index.tokens[-2:], growth, path, rows))
             num_judged, num_accepted = num_judged + 1, num_accepted + len(path)
+            if row in self._copies:
+                self._copies[row].extend(index.tokens, committed)
             index.extend(committed)
             if not growth.tokens:
                 self.acceptance.rest()
@@ -242,7 +248,7 @@ class TreeDrafter:
         return found
 
     def _takes_rest(self, rows: list[int]) -> bool:
-        """Whether to propose nothing, because guesses have not paid lately; a text that repeats itself is worth an exception."""
+        """Whether to propose nothing, because guesses have not paid lately; unless the text repeats itself."""
         if self.costs is None or not self._backoff.rests():
             return False
         return all(length < LONG_MATCH for row in rows for _, _, length, _ in self._pointers(row, 1))
@@ -280,7 +286,7 @@ class TreeDrafter:
     def _grow(self, row: int, max_depth: int, size: int, least: float, offers: Offers | None, spare: int = 0) -> Growth:
         """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`.
 
-        offers: sizes and costs, where more guesses than can pay are not wanted. spare: sizes to grow beyond what is enough.
+        offers: sizes and costs, where no more guesses than can pay are wanted. spare: sizes to grow beyond these.
         """
         index, probe, trust = self._suffixes[row], self.acceptance.chances[PROBE], self.acceptance.trust
         stop = None
@@ -314,6 +320,15 @@ class TreeDrafter:
             (index.following(place, count), 0, length, kinds)
             for (place, length), kinds in zip(own, (SUFFIX_KINDS, SECOND_KINDS), strict=False)
         ]
+        if own and own[0][1] >= LONG_COPY:
+            self._copies[row] = Copy(own[0][0])
+        elif row in self._copies:
+            resumed = self._copies[row].resumed(index.tokens)
+            found += [
+                (index.following(place, count), 0, length, RESUMED_KINDS)
+                for place, length in resumed
+                if all(place != other for other, _ in own)
+            ]
         if texts is not None:
             shorter = own[0][1] if own else 0
             found += [
@@ -326,7 +341,7 @@ class TreeDrafter:
         return tuple(found)
 
     def _draws(self, row: int, depth: int) -> Draws | None:
-        """What a token at some distance from the root will be drawn with; None where that is not known, or for greedy."""
+        """The draws of a token at some distance from the root; None where they are not known, or for greedy."""
         if self._sampling_draws is None:
             return None
         return self._sampling_draws.peek(row, self._num_generated[row] + depth - 1, self._vocab_size)
@@ -373,13 +388,14 @@ class TreeDrafter:
 
     def _learn_rows(self) -> None:
         """Remember the rows seen, those of accepted tokens last: later ones count more."""
-        ids, bins = with_bins(*self._likeliest(), *self._warping[1:])
-        self._siblings = {row: (packed(ids[i], bins[i]), SIBLING) for row, i in self._wrong.items()}
+        rows = packed(*with_bins(*self._likeliest(), *self._warping[1:]))
+        self._siblings = {row: (rows[i], SIBLING) for row, i in self._wrong.items()}
         previous = [token for seen in self._seen for token in seen.previous]
         tokens = [token for seen in self._seen for token in seen.tokens]
         is_accepted = [flag for seen in self._seen for flag in seen.is_accepted]
         order = sorted(range(len(tokens)), key=is_accepted.__getitem__)  # stable
-        ids, bins = ids[order], bins[order]
-        self.memory.learn([previous[i] for i in order], [tokens[i] for i in order], (ids, bins), sum(is_accepted))
-        self.acceptance.learn_sureness(bins[len(order) - sum(is_accepted) :, 0].tolist())
+        rows, num_accepted = rows[order], sum(is_accepted)
+        self.memory.learn([previous[i] for i in order], [tokens[i] for i in order], rows, num_accepted)
+        _, bins = unpacked(rows[len(order) - num_accepted :, 0])
+        self.acceptance.learn_sureness(bins.tolist())
         self._seen = []

@@ -1,7 +1,7 @@
 """A row for every token from the start: what the model puts behind it where no text comes before.
 
-Such a row is a weak guess, used where nothing better is known of a token. It says nothing about anybody's texts, so that all memories of a
-model may share it: it is made once per model, and kept in the user's cache folder.
+Such a row is a weak guess, used where nothing better is known of a token. It says nothing about anybody's texts, so
+that all memories of a model may share it: it is made once per model, and kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("lade")
 MAX_BYTES = 8 * 2**20  # of a model's rows
 LEAST_LENGTH = 8  # ids of a row; where that is too much for all tokens, those with the largest ids have no row
 BYTES_PER_ID = 4 + 2
-# Floating-point operations up to which rows are made without being asked for, by kind of device: some tenths of a second.
+# Floating-point operations up to which rows are made unasked, by kind of device: some tenths of a second.
 CHEAP = {"cpu": 1e11, "cuda": 2e13}
 MAX_TEMPERATURES = 2  # that rows are kept ready for
 AFFORDABLE = 100.0  # times as many where they are asked for beforehand
@@ -41,7 +41,7 @@ _BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
 
 
 class Vocabulary:
-    """Rows of the tokens 0, 1, ..: ids, [N, K], and the logarithms of their probabilities at temperature 1, likeliest first."""
+    """Rows of the tokens 0, 1, ..: ids, [N, K], likeliest first, and log probabilities at temperature 1."""
 
     def __init__(self, ids: npt.NDArray[np.int32], logs: npt.NDArray[np.float16]) -> None:
         """Raises ValueError where these cannot be such rows."""
@@ -107,8 +107,8 @@ def make_vocabulary(model: Any) -> Vocabulary:
 def vocabulary_of(model: Any, may_make: bool, may_load: bool = True) -> Vocabulary | None:
     """The rows of a model: known to this process, or stored by an earlier one, or made now if they cost little.
 
-    may_make: whether the model may be run for them. may_load: whether what earlier processes have stored may decide. None where there
-    are none.
+    may_make: whether the model may be run for them. may_load: whether what earlier processes have stored may decide.
+    None where there are none.
     """
     slot = _slot_of(model)
     with slot.lock:
@@ -123,7 +123,7 @@ def vocabulary_of(model: Any, may_make: bool, may_load: bool = True) -> Vocabula
 
 
 def prepare_vocabulary(model: Any) -> bool:
-    """Make and store the rows of a model on request, where that takes no more than some tens of seconds. Returns whether it did."""
+    """Make and store a model's rows on request, where that takes at most tens of seconds. Returns whether it did."""
     vocabulary = _make_quietly(model) if _is_within(model, AFFORDABLE) else None
     if vocabulary is not None:
         keep_vocabulary(model, vocabulary)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class JacobiWindow:
-    """levels: [B, N-1, W] ids. Each step replaces the last level by what the model said about it and drops the first."""
+    """levels: [B, N-1, W] ids. Each step drops the first and appends the model's choices behind the last one."""
 
     def __init__(self, levels: Tensor) -> None:
         self.levels = levels
@@ -52,8 +52,8 @@ class JacobiWindow:
     def roll(self, chosen: Tensor, shifts: list[int] | None = None) -> None:
         """Level r becomes level r+1, the last level the model's choices; then each row moves left by its shift.
 
-        chosen: [B, W] ids. shifts: columns per row. The columns that a shift leaves empty keep their tokens: any token is
-        a valid guess.
+        chosen: [B, W] ids. shifts: columns per row. The columns that a shift leaves empty keep their tokens: any token
+        is a valid guess.
         """
         is_moved = shifts is not None and any(shifts)
         self.levels = rolled(self.levels, chosen, torch.tensor(shifts, device=chosen.device) if is_moved else None)

@@ -73,7 +73,7 @@ def variant_of(
     sinks: Tensor | None,
     **_: Any,
 ) -> Hashable:
-    """Everything by which Triton compiles another kernel, and the number of splits; the cache's capacity is no part of it."""
+    """Everything by which Triton compiles another kernel, and the number of splits; without the cache's capacity."""
     group = query.shape[1] // keys.shape[1]
     rows = min(max(power_of_2(group * query.shape[2]), LEAST_ROWS), MOST_ROWS)
     sizes = (keys.shape[0] * keys.shape[1], keys.shape[3], values.shape[3])

@@ -273,9 +273,9 @@ def choose_tiles(num_rows: int, key_dim: int, value_dim: int, dtype: torch.dtype
 
 
 def choose_splits(num_programs: int, tiles: Tiles, num_sms: int) -> int:
-    """Number of splits that fills the device once, whatever the length, which changes under a CUDA graph: splits without keys exit.
+    """Number of splits that fills the device once, whatever the length: under a CUDA graph it changes.
 
-    num_programs: programs without splits.
+    Splits without keys exit. num_programs: programs without splits.
     """
     fill = num_sms * WARPS_PER_SM // (tiles.num_warps * num_programs)
     return max(1, min(fill, MAX_SPLITS))

@@ -172,8 +172,8 @@ def races(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     """Which of some tokens will be sampled, given the draws: the one with the least time e / p.
 
-    chances: [..., K] estimated probabilities p of some tokens. drawn: [..., K] their draws e. Returns times [..., K], the sum of all
-    time**-SHARPNESS [...], and of all chances [...]: a token wins with a probability of about
+    chances: [..., K] estimated probabilities p of some tokens. drawn: [..., K] their draws e. Returns times [..., K],
+    the sum of all time**-SHARPNESS [...], and of all chances [...]: a token wins with a probability of about
     time**-SHARPNESS / sum * exp(-time * (1 - sum of chances)), where the other tokens share the rest.
     """
     times = np.maximum(drawn, TINY)

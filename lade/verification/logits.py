@@ -63,7 +63,7 @@ class BlockLogits:
         return [[token % size for token in row] for row in rows]
 
     def sampled(self) -> list[list[int]] | None:
-        """The tokens sampled together with the logits, [B, 1 + n], -1 where that is not known; None without a digest."""
+        """The tokens sampled with the logits, [B, 1 + n], -1 where that is not known; None without a digest."""
         if self._digest is None:
             return None
         tokens: list[list[int]] = self._digest.sampled[:, : self.logits.shape[1]].tolist()
