@@ -266,7 +266,7 @@ class StaticForward:
         """Logits [B, R, V] of a block for which `cache` has room; None if the eager forward must run.
 
         padding: [B] slots before each row's first token, for the kernel. ordinary: the eager forward, run for
-        comparison on the first blocks of each new shape. race: decides the tokens of `digest.sampled`, if they are wanted.
+        comparison on the first blocks of each new shape. race: decides the tokens of `digest.sampled`; None for none.
         """
         self.preparing_seconds, self._digest_at, self._digest = 0.0, None, None
         if self.captures and self.most_slots is not None and cache.capacity > self.most_slots:
