@@ -7,7 +7,7 @@ from support.device_steps import seeded
 from support.graphs import kept_buffers
 
 import lade
-from lade.forward import static_choice
+from lade.forward import buffer_pool, static_choice
 from lade.forward import static_shapes as fixed
 from lade.forward.static_choice import StaticChoice
 from lade.verification import draws as noise
@@ -133,10 +133,28 @@ def test_deeper_trees_than_expected(model, graphs, one_by_one, monkeypatch):
     assert len(one_by_one) == 1
 
 
-def refused(model, captured_steps):
-    stats = check(model, captured_steps=captured_steps)
-    assert stats.cuda_graph_reason == WRONG
-    assert not kept_buffers(model)
+def refused(model, graphs):
+    """The forward's graphs are right, and go on without one that samples, in later calls as well."""
+    assert check(model).cuda_graph_reason == WRONG
+    num_graphs = len(graphs)
+    assert check(model).cuda_graph_reason is None
+    check(model, do_sample=False)
+    assert len(graphs) == num_graphs
+    assert kept_buffers(model)
+
+
+def test_memory_goes_to_the_forwards_first(model, graphs, monkeypatch):
+    """Of a pool that is too small what samples is dropped, and captured again by the next call that asks for it."""
+    check(model)
+    (buffers,) = kept_buffers(model)
+    (inputs,) = buffers.inputs.values()
+    (choice,) = inputs.choices.values()
+    monkeypatch.setattr(buffer_pool, "KEPT_BYTES", buffers.num_bytes - choice.num_bytes)
+    for num_graphs in (2, 3):
+        check(model)
+        assert len(graphs) == num_graphs  # at last one more that samples, no other forward
+    assert kept_buffers(model) == [buffers]
+    assert not inputs.choices
 
 
 def test_a_wrong_choice_is_noticed(model, graphs, monkeypatch):
@@ -147,18 +165,18 @@ def test_a_wrong_choice_is_noticed(model, graphs, monkeypatch):
         self._sampled.add_(1)
 
     monkeypatch.setattr(StaticChoice, "call", call)
-    refused(model, 0)
+    refused(model, graphs)
 
 
 def test_compiled_forwards_go_on_without_it(model, monkeypatch):
-    """The race of a tree that was larger would not fit later blocks."""
+    """Nothing decides the tokens of later blocks any more."""
     lade.config_lade(COMPILE=1)
     monkeypatch.setattr(StaticChoice, "replay", lambda self: None)
     races, fixed_inputs = [], fixed.StaticForward._fixed_inputs
     monkeypatch.setattr(
         fixed.StaticForward, "_fixed_inputs", lambda *args: races.append(args[-1]) or fixed_inputs(*args)
     )
-    stats = check(model, captured_steps=0)
+    stats = check(model)
     assert stats.compiled_steps == stats.steps - 1
     assert stats.cuda_graph_reason == WRONG
     assert [race is not None for race in races] == [True] + [False] * (len(races) - 1)
@@ -178,7 +196,7 @@ def test_a_choice_that_remembers_too_much_is_noticed(model, graphs, monkeypatch)
 
     monkeypatch.setattr(StaticChoice, "call", call)
     monkeypatch.setattr(StaticChoice, "fill", fill)
-    refused(model, 1)
+    refused(model, graphs)
 
 
 def test_without_checks_a_wrong_choice_would_be_believed(model, monkeypatch):

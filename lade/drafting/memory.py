@@ -150,8 +150,8 @@ class Memory:
     def learn(self, previous: list[int], tokens: list[int], rows: Packed, num_likely: int) -> None:
         """Remember what the model put after some tokens, later ones counting more.
 
-        previous, tokens: [M] the last two ids before each row, [M, ROW_LENGTH]. num_likely: of how many rows, from the
-        last, the tokens are worth knowing more about.
+        previous, tokens: [M] the last two ids before each row. rows: [M, ROW_LENGTH], as `packed` makes them.
+        num_likely: of how many rows, from the last, the tokens are worth knowing more about.
         """
         pairs = [before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)]
         self.pairs.put_packed(pairs, rows)

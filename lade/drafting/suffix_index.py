@@ -78,7 +78,7 @@ class Copy:
         equal = {}  # tokens, by place
         for place in range(self.place, min(self.place + MAX_DIFFERENCE + 1, end)):
             length = 0
-            while length < self.num_different and text[place - length - 1] == text[end - length - 1]:
+            while length < min(self.num_different, place) and text[place - length - 1] == text[end - length - 1]:
                 length += 1
             equal[place] = length
         replaced = self.place + self.num_different

@@ -195,7 +195,7 @@ class BlockRunner:
     def samples(self) -> bool:
         """Whether blocks are captured together with their digest, which tokens can then be sampled for."""
         static = self._static
-        if static is None or not static.captures or static.num_tokens is None:
+        if static is None or not (static.captures and static.samples):
             return False
         return self.device == self.adapter.model.device  # draws are made on the prompt's
 

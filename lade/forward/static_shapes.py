@@ -23,7 +23,7 @@ from lade.block.kv_cache import LookaheadCache, least_capacity
 from lade.block.mask import Block
 from lade.compat import is_out_of_memory
 from lade.config import LookaheadConfig
-from lade.forward.buffer_pool import PooledBuffers, acquire, has_captured, release
+from lade.forward.buffer_pool import PooledBuffers, acquire, has_captured, kept_bytes, release
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
 from lade.forward.static_choice import StaticChoice
@@ -107,7 +107,7 @@ def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int,
 
 
 def capture_failure(model: PreTrainedModel, what: str) -> str | None:
-    """Why an earlier capture of the model failed in this process, or None. what: "forward" or "step"."""
+    """Why an earlier capture of the model failed in this process, or None. what: "forward", "choice" or "step"."""
     return _not_capturable.of(model).get(what)
 
 
@@ -167,6 +167,7 @@ class StaticForward:
         self.make_masks, self.keeps_rows, self.full_tree = make_masks, keeps_rows, full_tree
         self.compiles, self.captures = compiles, captures
         self.num_tokens, self.follows_length, self.most_slots = num_tokens, follows_length, most_slots
+        self.samples = captures and num_tokens is not None and capture_failure(owner, "choice") is None
         self.digest_settings = NO_DIGEST
         self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
         self._buffers: Buffers | None = None
@@ -248,6 +249,10 @@ class StaticForward:
         buffers.inputs = dict(captured[-KEPT_SHAPES:])
         for inputs in buffers.inputs.values():
             inputs.end_call()
+        for inputs in buffers.inputs.values():  # what samples is captured again sooner than the forwards
+            if buffers.num_bytes <= kept_bytes(self.owner.device):
+                break
+            inputs.choices.clear()
         if buffers.inputs:
             release(self.owner, buffers)
 
@@ -369,14 +374,11 @@ class StaticForward:
         in the same slots.
         """
         try:
-            began = perf_counter()
             if inputs.checks_left:
+                began = perf_counter()
                 self._check_graph(inputs, forward, ordinary)
                 self.preparing_seconds = perf_counter() - began
             choice = None if race is None else self._choice(inputs, race)
-            if choice is not None and choice.checks_left:
-                self._check_choice(inputs, choice)
-                self.preparing_seconds = perf_counter() - began
             logits, *digest = self.replay(inputs)
             if choice is not None:
                 choice.replay()
@@ -407,16 +409,30 @@ class StaticForward:
             raise NotCompiled("the captured digest is not that of the captured logits")
         inputs.checks_left -= 1
 
-    def _choice(self, inputs: StaticInputs, race: Race) -> StaticChoice:
-        """What samples behind the graph of this shape, filled with the draws of this block."""
-        choice = inputs.choices.pop(race.sampling, None)
-        if choice is None or not choice.has_room(race):
-            choice = StaticChoice(self.replay(inputs), inputs.draw_rows, race)
-        inputs.choices[race.sampling] = choice
-        if len(inputs.choices) > KEPT_CHOICES:
-            del inputs.choices[next(iter(inputs.choices))]
-        choice.fill(race)
-        return choice
+    def _choice(self, inputs: StaticInputs, race: Race) -> StaticChoice | None:
+        """What samples behind the graph of this shape, filled with the draws of this block; None if that fails.
+
+        The forward's graph is right all the same: tokens are then sampled without one.
+        """
+        if not self.samples:
+            return None
+        try:
+            began = perf_counter()
+            choice = inputs.choices.pop(race.sampling, None)
+            if choice is None or not choice.has_room(race):
+                choice = StaticChoice(self.replay(inputs), inputs.draw_rows, race)
+            choice.fill(race)
+            if choice.checks_left:
+                self._check_choice(inputs, choice)
+                self.preparing_seconds += perf_counter() - began
+            inputs.choices[race.sampling] = choice
+            if len(inputs.choices) > KEPT_CHOICES:
+                del inputs.choices[next(iter(inputs.choices))]
+            return choice
+        except Exception as problem:
+            self.stats.cuda_graph_reason = remember_failure(self.owner, "choice", problem)
+            self.samples = False
+            return None
 
     def _check_choice(self, inputs: StaticInputs, choice: StaticChoice) -> None:
         """Capture the choice if needed and check it. Raises NotCompiled if it is wrong."""

@@ -18,6 +18,10 @@ from support.graphs import captured, compiled, eager_steps, graphs, on_cuda, sta
 from support.models import tiny_llama
 from support.processes import ROOT
 
+for kind in (torch.cuda, torch.xpu, torch.mtia):  # not where forked processes import it: asking spoils CUDA for them
+    if not kind.is_available():  # torch would keep each seed until there is one, with a stack trace: a millisecond
+        kind.manual_seed_all = lambda seed: None
+
 
 @pytest.fixture(autouse=True)
 def no_drafter_stays():

@@ -125,12 +125,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it
         text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return text
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = 300) -> int:
         """Its exit status. seen: everything up to its end."""
         with suppress(OSError):  # Linux says so at the end
-            while data := os.read(self.terminal, 4096):
+            while select.select([self.terminal], [], [], seconds)[0] and (data := os.read(self.terminal, 4096)):
                 self.seen += data.decode(errors="replace")
-        self.process.join()
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, f"the program did not end: {self.seen!r}"
         return self.process.exitcode
 
 
