@@ -28,7 +28,6 @@ from lade.parallel.partition import BlockPart
 from lade.stats import GenerationStats
 from lade.transfer import HOST, to_device
 from lade.verification.outputs import OutputRecorder
-from lade.verification.race import Race
 from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
@@ -104,7 +103,6 @@ class DecodingCall:
     """The state of one call: token selection, drafter, runner and key/value cache."""
 
     cache: LookaheadCache
-    race: Race | None = None  # of the step under way, where its forward samples
 
     def __init__(
         self,
@@ -198,10 +196,8 @@ class DecodingCall:
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
         max_offset = 0 if self.selection.next_is_plain else self.cache.max_guess_offset(allowed)
         draft = self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
-        self.race = None
-        if self.runner.samples and type(self.group) is SingleProcess:
-            tree = self.selection.without_finished(draft.tree, draft.max_depth)
-            self.race = self.selection.race(tree, self.vocab_size)
+        if self.runner.samples and type(self.group) is SingleProcess:  # here, since draws do not count as the forward
+            self.selection.begin_race(self.selection.without_finished(draft.tree, draft.max_depth), self.vocab_size)
         return draft
 
     def lay_out(self, draft: Draft) -> Step:
@@ -232,7 +228,7 @@ class DecodingCall:
 
     def forward(self, step: Step) -> Any:
         """Run the model over the block. Returns the model's output."""
-        outputs = self.runner.forward(step.block, self.cache, self.race, **self.recorder.model_arguments)
+        outputs = self.runner.forward(step.block, self.cache, self.selection.race, **self.recorder.model_arguments)
         wait_for(self.device)
         self.stats.steps += 1
         self.stats.block_tokens.append(step.layout.num_tokens)

@@ -235,7 +235,7 @@ def test_guesses_that_are_no_numbers(graphs):
 def test_nothing_on_a_cpu(model, monkeypatch):
     """Without graphs no tokens are sampled ahead."""
     lade.config_lade(CUDA_GRAPH=0)
-    monkeypatch.setattr(PerRowSelection, "race", lambda *_: pytest.fail("asked for"))
+    monkeypatch.setattr(PerRowSelection, "begin_race", lambda *_: pytest.fail("asked for"))
     check(model, captured_steps=0)
 
 

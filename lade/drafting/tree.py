@@ -313,7 +313,10 @@ class TreeDrafter:
         return growth
 
     def _pointers(self, row: int, count: int) -> tuple[Pointer, ...]:
-        """At most `count` tokens each of what followed where a text's end has occurred before."""
+        """At most `count` tokens each of what followed where a text's end has occurred before.
+
+        A long match is remembered as what the text copies, to be taken up again behind a difference.
+        """
         index, texts = self._suffixes[row], self.memory.texts
         own = index.matches()
         found = [

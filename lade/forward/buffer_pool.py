@@ -34,6 +34,9 @@ class PooledBuffers:
         """Bytes of the cache and of the memory reserved by capturing the graphs."""
         return self.cache.num_bytes + sum(getattr(replay, "num_bytes", 0) for replay in self.replays())
 
+    def lighten(self) -> None:
+        """Drop what later calls can do without: asked before the buffers themselves are dropped."""
+
 
 B = TypeVar("B", bound=PooledBuffers)
 _lock = threading.Lock()
@@ -74,6 +77,8 @@ def release(model: PreTrainedModel, buffers: PooledBuffers) -> None:
     _captured_rows.of(model).add(buffers.cache.num_rows)
     room = kept_bytes(model.device)
     if buffers.num_bytes > room:
+        buffers.lighten()
+    if buffers.num_bytes > room:
         return
     if model.device.type == "cuda":
         buffers.released = torch.cuda.current_stream(model.device).record_event()
@@ -89,8 +94,11 @@ def has_captured(model: PreTrainedModel, num_rows: int) -> bool:
 
 
 def _trim(pool: list[PooledBuffers], room: int) -> None:
-    """Drop the oldest buffers until the rest take at most `room` bytes."""
-    while pool and sum(buffers.num_bytes for buffers in pool) > room:
+    """Lighten the oldest buffers, then drop the oldest, until the rest take at most `room` bytes."""
+    for buffers in pool:
+        if sum(kept.num_bytes for kept in pool) > room:
+            buffers.lighten()
+    while pool and sum(kept.num_bytes for kept in pool) > room:
         del pool[0]
 
 

@@ -23,7 +23,7 @@ from lade.block.kv_cache import LookaheadCache, least_capacity
 from lade.block.mask import Block
 from lade.compat import is_out_of_memory
 from lade.config import LookaheadConfig
-from lade.forward.buffer_pool import PooledBuffers, acquire, has_captured, kept_bytes, release
+from lade.forward.buffer_pool import PooledBuffers, acquire, has_captured, release
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
 from lade.forward.static_choice import StaticChoice
@@ -129,6 +129,11 @@ class Buffers(PooledBuffers):
     def replays(self) -> Iterable[Any]:
         found = [inputs for inputs in self.inputs.values() if inputs.replay is not None]
         return [replay for inputs in found for replay in (inputs.replay, *inputs.choices.values())]
+
+    def lighten(self) -> None:
+        """Drop the graphs that sample: they are captured again sooner than the forwards."""
+        for inputs in self.inputs.values():
+            inputs.choices.clear()
 
     def drop_stale(self) -> None:
         """Drop inputs and graphs that refer to the storage of the cache before it grew."""
@@ -249,10 +254,6 @@ class StaticForward:
         buffers.inputs = dict(captured[-KEPT_SHAPES:])
         for inputs in buffers.inputs.values():
             inputs.end_call()
-        for inputs in buffers.inputs.values():  # what samples is captured again sooner than the forwards
-            if buffers.num_bytes <= kept_bytes(self.owner.device):
-                break
-            inputs.choices.clear()
         if buffers.inputs:
             release(self.owner, buffers)
 

@@ -83,6 +83,8 @@ class SelectionRequest:
 class Selection:
     """Common part: the sequences, which rows are finished, and generate()'s rules."""
 
+    race: Race | None = None  # what decides the tokens after all nodes of the step under way, where they are sampled so
+
     def __init__(self, request: SelectionRequest) -> None:
         batch_size = len(request.input_ids)
         self.processor, self.criteria = request.logits_processor, request.stopping_criteria
@@ -118,12 +120,11 @@ class Selection:
         """As `verify`."""
         raise NotImplementedError
 
-    def race(self, tree: TokenTree, vocab_size: int) -> Race | None:
-        """What decides the tokens after all nodes of a step's tree, for sampling them behind the step's own forward.
+    def begin_race(self, tree: TokenTree, vocab_size: int) -> None:
+        """Set `race`, for sampling after all nodes of a step's tree at once, if that gives generate()'s tokens.
 
-        vocab_size: width of the logits. Returns None where this could give other tokens than generate()'s.
+        vocab_size: width of the logits.
         """
-        return None
 
     def recover(self, lost_rows: set[int], guesses: set[int]) -> None:
         """After a step spoiled by NaN. lost_rows: rows whose committed text gives NaN. guesses: ids to avoid."""
@@ -237,17 +238,11 @@ class GreedySelection(Selection):
 class PerRowSelection(Selection):
     """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
-    _race: Race | None = None  # of the step under way
-
-    def race(self, tree: TokenTree, vocab_size: int) -> Race | None:
-        self._race = self._race_along(tree, vocab_size)
-        return self._race
-
-    def _race_along(self, tree: TokenTree, vocab_size: int) -> Race | None:
+    def begin_race(self, tree: TokenTree, vocab_size: int) -> None:
         sequences, rests = self.sequences, self._rests
         is_served = not (sequences.device.type == "cuda" and vocab_size % ALIGNED)
         if self.draws is None or self._batched is None or all(rests) or not is_served:
-            return None
+            return
         first = min(length for length, rest in zip(sequences.lengths, rests, strict=True) if not rest)
         # The number of each row's next token, counted from the first one of all rows.
         leads = [0 if rest else length - first for length, rest in zip(sequences.lengths, rests, strict=True)]
@@ -256,7 +251,7 @@ class PerRowSelection(Selection):
         indices = range(first - sequences.prompt_length, first - sequences.prompt_length + 1 + max(map(max, places)))
         draws = [self.draws.ahead(index, vocab_size) for index in indices]
         known = [part for part in draws if part is not None]
-        return Race(self._batched, known, places) if len(known) == len(draws) else None
+        self.race = Race(self._batched, known, places) if len(known) == len(draws) else None
 
     @cached_property
     def _batched(self) -> Sampling | None:
@@ -282,7 +277,7 @@ class PerRowSelection(Selection):
                 accepted.append(walk(edges, partial(self._choice, block_logits, row), partial(self._commit, row)))
         if self.draws is not None:
             self.draws.forget(first - sequences.prompt_length)
-        self._race = None
+        self.race = None
         return accepted
 
     def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits) -> list[list[int]] | None:
@@ -290,19 +285,20 @@ class PerRowSelection(Selection):
         if type(block_logits) is not BlockLogits:  # of several processes
             return None
         logits, sampled = block_logits.logits, block_logits.sampled()
-        if sampled is not None and self._race is not None:
+        if sampled is not None and self.race is not None:
             return sampled
         if on_host(logits) or logits.device != self.sequences.device:
             return None
-        race = self._race or self.race(tree, logits.shape[-1])
-        return None if race is None else race.run(logits)
+        if self.race is None:
+            self.begin_race(tree, logits.shape[-1])
+        return None if self.race is None else self.race.run(logits)
 
     def _choice(self, block_logits: BlockLogits, row: int, node: int) -> int | None:
         return self._choose(block_logits, row, node) if self._is_usable(block_logits, row, node) else None
 
     def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
-        if self._sampled is not None and self._race is not None and self.draws is not None:
-            token, draws = self._sampled[row][node + 1], self._race.draws[self._race.places[row][node + 1]]
+        if self._sampled is not None and self.race is not None and self.draws is not None:
+            token, draws = self._sampled[row][node + 1], self.race.draws[self.race.places[row][node + 1]]
             index = self.sequences.lengths[row] - self.sequences.prompt_length
             if token >= 0 and self.draws.draw(index, draws.shape[1]) is draws:
                 return token
