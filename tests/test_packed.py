@@ -28,7 +28,7 @@ NEW = 40
 @pytest.fixture
 def small(monkeypatch):
     """Weights of any size are packed, since those of tests are small."""
-    monkeypatch.setattr(packed, "LEAST_ELEMENTS", dict.fromkeys(packed.LEAST_ELEMENTS, 1))
+    monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
 
 
 @pytest.fixture
@@ -366,10 +366,37 @@ def test_layers_that_are_not_packed(small):
     assert packed.is_plain(nn.Linear(8, 8))
 
 
-def test_small_weights_gain_nothing_in_float32(lade_on):
+@pytest.mark.parametrize("pays", [True, False])
+def test_small_weights_in_float32(lade_on, monkeypatch, pays):
+    """Where the machine says that they gain, but for the smallest."""
+    monkeypatch.setattr(packed, "small_products_pay", lambda: pays)
     lade.config_lade(PACK=1)
-    _, stats = generate(tiny_llama(torch.float32), prompt())
-    assert (stats.packed_weights, stats.packing_reason) == (0, "the model has no linear layers that gain by it")
+    model = tiny_llama(torch.float32, hidden_size=512, intermediate_size=192, num_key_value_heads=1)
+    small = model.model.layers[0].self_attn.k_proj.weight.numel()
+    assert small < packed.SMALL_ELEMENTS == model.model.layers[0].mlp.up_proj.weight.numel()
+    found, stats = generate(model, prompt())
+    assert torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
+    if pays:
+        assert (stats.packed_weights, stats.packing_reason) == (10, None)  # of each of two layers all but k and v
+    else:
+        assert (stats.packed_weights, stats.packing_reason) == (0, "the model has no linear layers that gain by it")
+
+
+@pytest.mark.parametrize(("torch_takes", "packed_takes", "pays"), [(3, 2, True), (2, 2, False), (2, 3, False)])
+def test_what_is_timed(monkeypatch, torch_takes, packed_takes, pays):
+    now, multiply = [0.0], packed.multiply
+
+    def taking(seconds, product):
+        def run(*arguments):
+            now[0] += seconds
+            return product(*arguments)
+
+        return run
+
+    monkeypatch.setattr(packed, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(packed, "linear", taking(torch_takes, torch.nn.functional.linear))
+    monkeypatch.setattr(packed, "multiply", taking(packed_takes, multiply))
+    assert packed.small_products_pay.__wrapped__() is pays
 
 
 def test_without_onednn(lade_on, products):

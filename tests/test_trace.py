@@ -98,7 +98,7 @@ def test_tracing_is_off_outside_of_it(random_model, lade_on):
 @pytest.mark.skipif(not packed.has_onednn(), reason="oneDNN is not in this build of torch")
 def test_a_traced_call_runs_as_it_would_untraced(tokenizer, lade_on, monkeypatch):
     """The same forward: with a hook on the model, for one, nothing would be packed, and block sizes follow other costs."""
-    monkeypatch.setattr(packed, "LEAST_ELEMENTS", dict.fromkeys(packed.LEAST_ELEMENTS, 1))
+    monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
     lade.config_lade(MODE="auto", PACK=1)
     model = tiny_llama(torch.float32, vocab_size=4096)
     model.generate(**prompt(24), max_new_tokens=8)

@@ -16,6 +16,7 @@ Source: the operators that torch.compile's freezing uses, `mkldnn::_reorder_line
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -37,8 +38,9 @@ from lade.state import PerModel
 from lade.tolerance import largest_difference, largest_value
 
 # The fewest elements of a weight that pay by dtype, and the fewest rows of an input. In float32 torch's product of
-# one row is as fast as a packed one, and small weights gain nothing.
+# one row is as fast as a packed one, and it depends on the machine whether weights below two million elements gain.
 LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
+SMALL_ELEMENTS = 3 << 15  # where they do: below, calling oneDNN costs more than it gains
 LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 2}
 MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would have to be compared
 PACKED_FOR = 16  # rows that weights are laid out for
@@ -392,6 +394,36 @@ def has_onednn() -> bool:
     return is_there and bool(torch._C._get_mkldnn_enabled())
 
 
+@functools.cache
+def small_products_pay() -> bool:
+    """Whether packed products of a few rows with small float32 weights are faster here than torch's own, by a tenth.
+
+    Timed once per process: torch multiplies with another library than oneDNN, which on some processors is slow.
+    """
+    with torch.inference_mode():
+        input = torch.full((8, 512), 0.5, dtype=torch.float32, device="cpu")
+        weights = [torch.full((512, 512), 0.5, dtype=torch.float32, device="cpu") for _ in range(4)]
+        copies = [pack([weight]) for weight in weights]
+        seconds: dict[str, list[float]] = {"torch": [], "packed": []}
+        for _ in range(8):
+            began = perf_counter()
+            for weight in weights:
+                linear(input, weight)
+            between = perf_counter()
+            for copy in copies:
+                multiply(input, copy, None)
+            seconds["torch"].append(between - began)
+            seconds["packed"].append(perf_counter() - between)
+    return min(seconds["packed"]) < 0.9 * min(seconds["torch"])
+
+
+def least_elements(dtype: torch.dtype) -> int:
+    """Of a weight that pays."""
+    if dtype == torch.float32 and small_products_pay():
+        return SMALL_ELEMENTS
+    return LEAST_ELEMENTS[dtype]
+
+
 def is_plain(layer: nn.Module) -> bool:
     """Whether a layer is a Linear as torch made it, with a weight that pays."""
     if type(layer) is not nn.Linear or "forward" in vars(layer) or any(vars(layer)[name] for name in HOOKS):
@@ -400,7 +432,7 @@ def is_plain(layer: nn.Module) -> bool:
     return (
         type(weight) is nn.Parameter
         and weight.dtype in LEAST_ELEMENTS
-        and weight.numel() >= LEAST_ELEMENTS[weight.dtype]
+        and weight.numel() >= least_elements(weight.dtype)
         and weight.is_contiguous()
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))
     )
