@@ -154,10 +154,10 @@ class DecodingCall:
         is_alone = type(group) is SingleProcess and not is_synced and self.most_slots is None
         parts = (self.runner, config, self.selection, self.drafter, stats, self.key_mask, self.positions)
         self.on_device = device_loop(*parts) if is_alone else None
+        most = input_ids.shape[1] + num_new + config.max_block_tokens
         if self.on_device:
-            self.cache = self.on_device.make_cache(num_slots)
+            self.cache = self.on_device.take_cache(num_slots, most)
         else:
-            most = input_ids.shape[1] + num_new + config.max_block_tokens
             self.cache = self.runner.take_cache(num_slots, most, len(input_ids))
         self.cache.most_slots = self.most_slots
 

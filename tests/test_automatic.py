@@ -21,7 +21,6 @@ from lade.config import LookaheadConfig, current_config
 from lade.drafting import make_drafter
 from lade.forward import buffer_pool as kept
 from lade.forward import choice as forward_choice
-from lade.forward import runner
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.choice import largest_head_dim, slow_kernel_reason
@@ -161,7 +160,6 @@ def test_a_short_call_has_what_a_long_one_has_captured(settings, model, on_cuda)
 def test_not_in_a_long_cache_without_the_kernel(settings, model, on_cuda, kernel, monkeypatch):
     """Neither from the beginning nor when the cache grows. With the kernel a block reads what the text has."""
     monkeypatch.setattr(fixed, "MOST_SLOTS_WITHOUT_KERNEL", 256)
-    monkeypatch.setattr(runner, "MOST_SLOTS_WITHOUT_KERNEL", 256)
     lade.config_lade(**settings, USE_FLASH=0)
     stats = run(model, prompt(300))
     assert (stats.captured_steps, stats.cuda_graph_reason) == (0, fixed.TOO_MANY_SLOTS)

@@ -26,7 +26,6 @@ from lade.drafting.ngram_pool import NGramPool, copy_pool
 from lade.forward import static_shapes as fixed
 from lade.forward.graphs import refuse_waiting
 from lade.forward.on_device import step as device_step
-from lade.forward.on_device.sampling import empty_draws
 from lade.forward.on_device.step import StepShape, StepState
 from lade.forward.runner import BlockRunner
 from lade.models import base
@@ -200,8 +199,7 @@ def test_step_on_the_device(batch_size, uses_kernel, sampling, model, other_devi
             states = torch.zeros(batch_size, 2, 8, 12, device=META)
             cache.update(states, states, layer)
         cache.end_prefill(batch_size)
-        draws = None if sampling is None else empty_draws(shape, 61)
-        state = StepState(shape, cache, Reach(window=9), draws)
+        state = StepState(shape, cache, Reach(window=9), num_logits=61)
         copy_pool(NGramPool(4, 2, 61, META), state.pool)
         watched.reads.clear()
         saved = state.save()

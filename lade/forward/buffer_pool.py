@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from lade.block.kv_cache import LookaheadCache
+from lade.block.kv_cache import LookaheadCache, least_capacity
 from lade.state import PerModel
 
 KEPT_SHARE = 1 / 8  # share of device memory for one model's pool
@@ -25,9 +25,14 @@ class PooledBuffers:
     cache: LookaheadCache
     released: torch.cuda.Event | None = None  # when the device has finished the last call's work
 
-    def replays(self) -> Iterable[Any]:
+    def replays(self) -> list[Any]:
         """The captured graphs."""
-        return ()
+        raise NotImplementedError
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether later calls can use them."""
+        return self.key is not None and bool(self.replays())
 
     @property
     def num_bytes(self) -> int:
@@ -37,6 +42,9 @@ class PooledBuffers:
     def lighten(self) -> None:
         """Drop what later calls can do without: asked before the buffers themselves are dropped."""
 
+    def end_call(self) -> None:
+        """Drop what only the present call uses."""
+
 
 B = TypeVar("B", bound=PooledBuffers)
 _lock = threading.Lock()
@@ -44,8 +52,15 @@ _pool: PerModel[list[PooledBuffers]] = PerModel(list)  # oldest first
 _captured_rows: PerModel[set[int]] = PerModel(set)
 
 
-def acquire(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, most: int | None) -> B | None:
-    """Take the smallest pooled buffers with a cache of `least` to `most` slots, emptied; None if none fit.
+def acquire(
+    kind: type[B],
+    model: PreTrainedModel,
+    key: Hashable,
+    least: int,
+    most: int | None,
+    new_cache: Callable[[int], LookaheadCache],
+) -> B:
+    """The smallest pooled buffers with a cache of `least` to `most` slots, emptied; new ones of `least` if none fit.
 
     most: None if the cost of a step does not depend on the capacity.
     """
@@ -59,21 +74,53 @@ def acquire(kind: type[B], model: PreTrainedModel, key: Hashable, least: int, mo
             and least <= buffers.cache.capacity
             and (most is None or buffers.cache.capacity <= most)
         ]
-        if not fitting:
+        found = min(fitting, key=lambda buffers: buffers.cache.capacity, default=None)
+        if found is None:
             # Make room for a new cache, which takes about as many bytes per slot as the pooled ones.
             expected = least * max((buffers.cache.num_bytes // buffers.cache.capacity for buffers in pool), default=0)
             _trim(pool, kept_bytes(model.device) - expected)
-            return None
-        found = min(fitting, key=lambda buffers: buffers.cache.capacity)
-        pool.remove(found)
+        else:
+            pool.remove(found)
+    if found is None:
+        return kind(key, new_cache(least))
     if found.released is not None:  # this call may use another stream than the last one
         torch.cuda.current_stream(model.device).wait_event(found.released)
     found.cache.clear()
     return found
 
 
+def make_room(buffers: B, model: PreTrainedModel, num_slots: int, most: int | None) -> B:
+    """Buffers with `num_slots` slots for a call to go on in, with the same cache object. most: as for `acquire`.
+
+    Where a graph reads the present memory, that goes to the pool for shorter calls. Elsewhere the cache grows.
+    """
+    cache = buffers.cache
+    if num_slots <= cache.capacity or not buffers.is_kept:
+        cache.ensure_capacity(num_slots)
+        return buffers
+    larger = acquire(type(buffers), model, buffers.key, padded_capacity(num_slots), most, cache.like)
+    cache.exchange(larger.cache)
+    buffers.cache, larger.cache = larger.cache, cache
+    release(model, buffers)
+    return larger
+
+
+def padded_capacity(num_slots: int) -> int:
+    """The next power of two, so that calls of similar lengths share what is compiled or captured."""
+    return 1 << (num_slots - 1).bit_length()
+
+
+def capacities(num_slots: int, most_slots: int) -> tuple[int, int]:
+    """The least and the most slots of the cache for a call that starts with num_slots and may need most_slots."""
+    least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
+    return least, most
+
+
 def release(model: PreTrainedModel, buffers: PooledBuffers) -> None:
-    """Put the buffers of a finished call into the model's pool, unless they take too much memory."""
+    """Put a call's buffers into the model's pool if later calls can use them, unless they take too much memory."""
+    buffers.end_call()
+    if not buffers.is_kept:
+        return
     _captured_rows.of(model).add(buffers.cache.num_rows)
     room = kept_bytes(model.device)
     if buffers.num_bytes > room:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import Block, masks_by_layer, packed_block_mask
+from lade.block.mask import Block
 from lade.compat import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
+from lade.forward.buffer_pool import padded_capacity
 from lade.forward.packed import PackedProducts, packed_model, packed_weights, packing_reason, weights_to_pack
-from lade.forward.static_inputs import DigestSettings
-from lade.forward.static_shapes import MOST_SLOTS_WITHOUT_KERNEL, StaticForward, padded_capacity, padded_nodes
+from lade.forward.static_inputs import DigestSettings, masks_of
+from lade.forward.static_shapes import StaticForward, padded_nodes
 from lade.kernels import kernel_problem, left_padding
 from lade.kernels.interface import NAME as KERNEL
 from lade.kernels.interface import unsupported_reason as kernel_unsupported_reason
@@ -28,16 +29,6 @@ from lade.verification.logits import LogitsDigest
 from lade.verification.race import Race
 
 FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # so neither replaced nor captured
-
-
-def make_masks(adapter: ModelAdapter, uses_kernel: bool, block: Block, padding: Tensor | None) -> Any:
-    """The masks of `ModelAdapter.masks`, or packed ones for lade's kernel.
-
-    padding: [B] left-padding slots per row, for the kernel; None without any.
-    """
-    if not uses_kernel:
-        return adapter.masks(block)
-    return masks_by_layer(partial(packed_block_mask, block, padding), adapter.reaches)
 
 
 class BlockRunner:
@@ -101,20 +92,8 @@ class BlockRunner:
         self, config: LookaheadConfig, stats: GenerationStats, compiles: bool, captures: bool
     ) -> None:
         """Compile or capture blocks until that fails. stats: receives counts and reasons."""
-        full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
-        self._static = StaticForward(
-            self.adapter.model,
-            self.model,
-            stats,
-            make_masks=partial(make_masks, self.adapter, self.uses_kernel),
-            keeps_rows=self.adapter.keeps_rows,
-            full_tree=full_tree,
-            compiles=compiles,
-            captures=captures,
-            num_tokens=None if config.uses_window else self.adapter.num_tokens,
-            follows_length=self.uses_kernel,
-            most_slots=self.most_captured_slots(config),
-        )
+        flags = {"uses_kernel": self.uses_kernel, "compiles": compiles, "captures": captures}
+        self._static = StaticForward(self.adapter, self.model, config, stats, **flags)
 
     def use_packed_weights(self, num_new: int, is_asked: bool) -> str | None:
         """Let blocks use packed weights where possible and useful. Returns why some or all are not packed, or None.
@@ -141,10 +120,6 @@ class BlockRunner:
     def num_packed(self) -> tuple[int, int]:
         """The number of packed weights and the bytes of their copies."""
         return (0, 0) if self._products is None else (self._products.num_weights, self._products.num_bytes)
-
-    def most_captured_slots(self, config: LookaheadConfig) -> int | None:
-        """The most cache slots for which blocks are captured; None for no limit."""
-        return None if self.uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
 
     @property
     def captures(self) -> bool:
@@ -178,7 +153,7 @@ class BlockRunner:
         is_whole = (self.adapter.model.tp_size or 1) == 1
         if self._static is None or not is_whole:
             return self.make_cache(num_slots)
-        traits = (batch_size, repr(self.adapter.reaches), self.uses_kernel)
+        traits = (batch_size, repr(self.adapter.reaches))
         return self._static.take_cache(traits, num_slots, most_slots, self.make_cache)
 
     def use_digests(self, nan_column: int | None, temperature: float) -> None:
@@ -215,12 +190,10 @@ class BlockRunner:
         """
         if self._products is not None:
             self._products.seconds = 0.0
-        static, num_tokens = self._static, block.tokens.shape[1]
+        static = self._static
         if static is not None and wanted:
             static.turn_off(f"{min(wanted)} asks for more than the compiled forward returns")
         if static is not None and static.is_on:
-            static.make_room(cache, max(cache.lengths) + num_tokens)
-            cache.make_room(num_tokens)
             eager = partial(self.eager_forward, block, cache)
             logits = static.logits(block, cache, self.padding, lambda: eager().logits, race)
             if logits is not None:
@@ -234,8 +207,12 @@ class BlockRunner:
 
     def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
         """The eager forward over a block that `cache` has room for. wanted: as for `forward`."""
-        masks = make_masks(self.adapter, self.uses_kernel, block, self.padding)
-        return self.adapter.ordinary_forward(block, cache, self.model, masks, **wanted)
+        adapter = self.adapter
+        if self.uses_kernel:
+            masks = masks_of(block, adapter.dtype, adapter.reaches, True, self.padding)
+        else:
+            masks = adapter.masks(block)
+        return adapter.ordinary_forward(block, cache, self.model, masks, **wanted)
 
     def padded_nodes(self, num_nodes: int) -> int:
         """The number of nodes, padding included, that a tree takes in the block."""

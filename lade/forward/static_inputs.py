@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import Block
+from lade.block.mask import Block, Reach, block_mask, masks_by_layer, packed_block_mask
 from lade.compat import CacheLayer
 from lade.drafting.likeliest import likeliest
 from lade.transfer import HOST, Landing, Parcel
@@ -22,7 +23,6 @@ from lade.verification.race import Race, Sampling
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
-MakeMasks = Callable[[Block, Tensor], Masks]  # block, padding [B] -> masks over all slots of the cache
 Outputs = tuple[Tensor, ...]  # logits [B, R, V], and what `packed_digest` returns of them where that is wanted
 NUM_SINGLE, SAMPLED = 3, 2  # columns of a packed digest before the ids, and which of them holds sampled tokens
 NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with different ones
@@ -59,13 +59,8 @@ class StaticSlotLayer(CacheLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """key_states, value_states: [B, H, q, D]. Returns keys and values of all slots, [B, H, C, D]."""
-        if len(self.slots) == 1:
-            self.keys.index_copy_(2, self.slots[0], key_states)
-            self.values.index_copy_(2, self.slots[0], value_states)
-        else:
-            index = self.slots[:, None, :, None]  # [B, 1, q, 1]
-            self.keys.scatter_(2, index.expand_as(key_states), key_states)
-            self.values.scatter_(2, index.expand_as(value_states), value_states)
+        write_slots(self.keys, self.slots, key_states)
+        write_slots(self.values, self.slots, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -76,6 +71,33 @@ class StaticSlotLayer(CacheLayer):
 
     def get_max_length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
+
+
+def write_slots(states: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write new keys or values [B, H, k, D] to slots [B, k] of a layer's states [B, H, C, D]."""
+    if len(slots) == 1:
+        states.index_copy_(2, slots[0], new)
+    else:
+        states.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+
+
+def static_view(cache: LookaheadCache, slots: Tensor) -> Cache:
+    """A cache of the same memory that is written at slots [B, q] and knows no length."""
+    layers: list[Any] = [
+        StaticSlotLayer(getattr(layer, "keys", None), getattr(layer, "values", None), slots) for layer in cache.layers
+    ]
+    return Cache(layers=layers)
+
+
+def masks_of(
+    block: Block, dtype: torch.dtype, reaches: Reach | dict[str, Reach], uses_kernel: bool, padding: Tensor | None
+) -> Masks:
+    """The masks of `ModelAdapter.masks`, or packed ones for lade's kernel.
+
+    padding: [B] left-padding slots per row, for the kernel; None without any.
+    """
+    make = partial(packed_block_mask, block, padding) if uses_kernel else partial(block_mask, block, dtype)
+    return masks_by_layer(make, reaches)
 
 
 def plain_forward(
@@ -117,25 +139,21 @@ class StaticInputs:
             capacity=cache.capacity,
             start_slots=sent["starts"],
         )
-        self._call: object | None = None  # the call whose padding is known here
-        layers: list[Any] = [
-            StaticSlotLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
-            for layer in cache.layers
-        ]
-        self.cache = Cache(layers=layers)
+        self._has_begun = False  # whether the padding is that of the call under way
+        self.cache = static_view(cache, self.slots)
         self.replay: Callable[[], Outputs] | None = None  # replays the CUDA graph that reads these inputs
         self.checks_left = NUM_CHECKS  # replays of that graph still to be compared
         self.choices: dict[Sampling, Any] = {}  # a `StaticChoice` for each kind of sampling, most recently used last
         self._landing: Landing | None = None
 
-    def begin_call(self, call: object, key_mask: Tensor | None, padding: Tensor | None) -> None:
+    def begin_call(self, key_mask: Tensor | None, padding: Tensor | None) -> None:
         """Set what stays the same during a call, at the first block of it. key_mask: as in `Block`.
 
-        call: identifies the call. padding: [B] slots before each row's first token, for the kernel; None without any.
+        padding: [B] slots before each row's first token, for the kernel; None without any.
         """
-        if self._call is call:
+        if self._has_begun:
             return
-        self._call = call
+        self._has_begun = True
         assert self.block.key_mask is not None
         self.block.key_mask.fill_(True)
         if key_mask is not None:
@@ -143,15 +161,11 @@ class StaticInputs:
         self.padding.zero_() if padding is None else self.padding.copy_(padding)
 
     def end_call(self) -> None:
-        self._call = None
+        self._has_begun = False
 
     def fill(self, block: Block, cache: LookaheadCache, settings: DigestSettings, race: Race | None = None) -> None:
         """Send a block to the device: one copy, if it lies on the host. race: of the tokens after its logits' rows."""
         self._step.fill(step_inputs(block, cache, settings, race))
-
-    def call(self, forward: Forward, model: Any, keeps_rows: bool, make_masks: MakeMasks) -> Tensor:
-        masks, block = make_masks(self.block, self.padding), self.block
-        return forward(model, keeps_rows, block.tokens, block.positions, masks, block.logit_rows, self.cache)
 
     def packed_digest(self, logits: Tensor, num_tokens: int | None) -> Tensor:
         """As `packed_digest`, with the settings that were sent."""

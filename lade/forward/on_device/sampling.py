@@ -126,12 +126,10 @@ class DrawRing:
             self._states.pop(self._end - size - 1, None)
             self._end += 1
 
-    def move_to(self, draws: Tensor | None) -> Tensor:
-        """Continue in another ring of the same shape, or in a new one for None. Returns that ring."""
-        draws = torch.empty_like(self.draws) if draws is None else draws
+    def move_to(self, draws: Tensor) -> None:
+        """Continue in another ring of the same shape."""
         draws.copy_(self.draws)
         self.draws = draws
-        return draws
 
     def of(self, length: int) -> Tensor:
         """A copy [B, V] of the draws for the token after texts of a length, one of the last R."""
