@@ -551,7 +551,7 @@ def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
     """A problem that an earlier call had says nothing about one without the kernel."""
     self_check._problems[CPU, F64, ()] = "wrong"
     stats = GenerationStats()
-    BlockRunner(base.ModelAdapter(model)).check_kernel(stats)
+    BlockRunner(base.ModelAdapter(model)).finish(stats)
     assert stats.kernel_reason is None
     lade.config_lade(USE_FLASH=1)
     assert run(model).kernel_reason == "wrong"

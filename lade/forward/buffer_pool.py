@@ -23,6 +23,7 @@ class PooledBuffers:
 
     key: Hashable
     cache: LookaheadCache
+    most: int | None = None  # slots of the largest pooled cache for the present call; None for any
     released: torch.cuda.Event | None = None  # when the device has finished the last call's work
 
     def replays(self) -> list[Any]:
@@ -82,15 +83,16 @@ def acquire(
         else:
             pool.remove(found)
     if found is None:
-        return kind(key, new_cache(least))
+        return kind(key, new_cache(least), most)
     if found.released is not None:  # this call may use another stream than the last one
         torch.cuda.current_stream(model.device).wait_event(found.released)
     found.cache.clear()
+    found.most = most
     return found
 
 
-def make_room(buffers: B, model: PreTrainedModel, num_slots: int, most: int | None) -> B:
-    """Buffers with `num_slots` slots for a call to go on in, with the same cache object. most: as for `acquire`.
+def make_room(buffers: B, model: PreTrainedModel, num_slots: int) -> B:
+    """Buffers with `num_slots` slots for a call to go on in, with the same cache object.
 
     Where a graph reads the present memory, that goes to the pool for shorter calls. Elsewhere the cache grows.
     """
@@ -98,7 +100,7 @@ def make_room(buffers: B, model: PreTrainedModel, num_slots: int, most: int | No
     if num_slots <= cache.capacity or not buffers.is_kept:
         cache.ensure_capacity(num_slots)
         return buffers
-    larger = acquire(type(buffers), model, buffers.key, padded_capacity(num_slots), most, cache.like)
+    larger = acquire(type(buffers), model, buffers.key, padded_capacity(num_slots), buffers.most, cache.like)
     cache.exchange(larger.cache)
     buffers.cache, larger.cache = larger.cache, cache
     release(model, buffers)

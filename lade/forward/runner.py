@@ -28,8 +28,6 @@ from lade.stats import GenerationStats
 from lade.verification.logits import LogitsDigest
 from lade.verification.race import Race
 
-FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # so neither replaced nor captured
-
 
 class BlockRunner:
     """Runs one call's blocks on a model. Call the `use_*` methods before making a cache or running a block."""
@@ -52,14 +50,7 @@ class BlockRunner:
 
         key_mask: as in `Block`, for the whole call.
         """
-        adapter = self.adapter
-        if adapter.has_own_blocks:
-            return "this family's blocks need masks of their own"
-        if adapter.code.is_patched:
-            return "the kernel needs a changed view of the model, which a dispatched or patched model does not allow"
-        if adapter.code.functions:
-            return FOREIGN_ATTENTION
-        reason = kernel_unsupported_reason(adapter.model)
+        reason = self._own_code_reason() or kernel_unsupported_reason(self.adapter.model)
         if reason is not None:
             return reason
         if key_mask is not None:
@@ -71,13 +62,9 @@ class BlockRunner:
 
     def static_shapes_reason(self) -> str | None:
         """Why blocks cannot have static shapes, to be compiled or captured, as a sentence; None if they can."""
-        adapter = self.adapter
-        if adapter.has_own_blocks:
-            return "this family's blocks run on a changed view of the model"
-        if adapter.code.is_patched:
-            return "the model is dispatched or patched"
-        if adapter.code.functions:
-            return FOREIGN_ATTENTION
+        adapter, reason = self.adapter, self._own_code_reason()
+        if reason is not None:
+            return reason
         if adapter.code.is_hooked:
             return "the model has hooks, which compiled or captured forwards pass by"
         if not adapter.takes_positions:
@@ -87,6 +74,15 @@ class BlockRunner:
         if adapter.needs_equal_lengths:
             return "rotary frequencies of this model depend on the length of the text"
         return None
+
+    def _own_code_reason(self) -> str | None:
+        """Why the model's attention can be neither replaced, compiled nor captured, as a sentence; None if it can."""
+        adapter = self.adapter
+        if adapter.has_own_blocks:
+            return "this family's blocks run on a changed view of the model"
+        if adapter.code.is_patched:
+            return "the model is dispatched or patched"
+        return "the model's attention is not transformers' own" if adapter.code.functions else None
 
     def use_static_shapes(
         self, config: LookaheadConfig, stats: GenerationStats, compiles: bool, captures: bool
@@ -153,8 +149,7 @@ class BlockRunner:
         is_whole = (self.adapter.model.tp_size or 1) == 1
         if self._static is None or not is_whole:
             return self.make_cache(num_slots)
-        traits = (batch_size, repr(self.adapter.reaches))
-        return self._static.take_cache(traits, num_slots, most_slots, self.make_cache)
+        return self._static.take_cache(num_slots, most_slots, batch_size)
 
     def use_digests(self, nan_column: int | None, temperature: float) -> None:
         """Settings of `digest`, known after the prompt's forward. nan_column: as in `BlockLogits`."""
@@ -174,10 +169,18 @@ class BlockRunner:
             return False
         return self.device == self.adapter.model.device  # draws are made on the prompt's
 
-    def release(self) -> None:
-        """Return the cache and graphs to the pool, after a call that succeeded and whose cache is no longer read."""
+    def finish(self, stats: GenerationStats) -> None:
+        """Record in `stats` what self-checks refused, and return the cache and graphs to the pool.
+
+        After a call that succeeded and whose cache is no longer read.
+        """
         if self._static is not None:
             self._static.release()
+        problem = kernel_problem(self.adapter.model.device, self.adapter.dtype) if self.uses_kernel else None
+        if problem is not None:
+            stats.used_kernel, stats.kernel_reason = False, problem
+        if self._products is not None and stats.packing_reason is None:
+            stats.packing_reason = self._products.refusal
 
     # The forward.
 
@@ -202,12 +205,8 @@ class BlockRunner:
 
     def eager_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
         """The eager forward over a block. wanted: as for `forward`."""
-        block = self.adapter.begin_block(block.to(self.device), cache)
-        return self.ordinary_forward(block, cache, **wanted)
-
-    def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
-        """The eager forward over a block that `cache` has room for. wanted: as for `forward`."""
         adapter = self.adapter
+        block = adapter.begin_block(block.to(self.device), cache)
         if self.uses_kernel:
             masks = masks_of(block, adapter.dtype, adapter.reaches, True, self.padding)
         else:
@@ -231,14 +230,3 @@ class BlockRunner:
         if self._products is not None:
             return self._products.seconds
         return 0.0 if self._static is None or not self._static.is_on else self._static.preparing_seconds
-
-    def check_products(self, stats: GenerationStats) -> None:
-        """Record in `stats` why packed products failed their self-check at a shape's first use."""
-        if self._products is not None and stats.packing_reason is None:
-            stats.packing_reason = self._products.refusal
-
-    def check_kernel(self, stats: GenerationStats) -> None:
-        """Record in `stats` why the kernel failed its self-check on the call's blocks."""
-        problem = kernel_problem(self.adapter.model.device, self.adapter.dtype) if self.uses_kernel else None
-        if problem is not None:
-            stats.used_kernel, stats.kernel_reason = False, problem

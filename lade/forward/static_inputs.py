@@ -217,17 +217,15 @@ def packed_digest(logits: Tensor, nan_column: Tensor, temperature: Tensor, num_t
 
 def same_digest(found: Tensor, expected: Tensor) -> bool:
     """Whether two packed digests say the same, but for the order of tokens that are equally likely."""
-    start, end = NUM_SINGLE, NUM_SINGLE + (found.shape[-1] - NUM_SINGLE) // 2  # of the ids
-    chances = expected[..., end:]
-    if not (torch.equal(found[..., :start], expected[..., :start]) and torch.equal(found[..., end:], chances)):
-        return False
-    is_tied = torch.zeros_like(chances, dtype=torch.bool)
-    is_tied[..., -1] = True  # with one that is left out, perhaps
-    equal = chances[..., 1:] == chances[..., :-1]
-    is_tied[..., 1:] |= equal
-    is_tied[..., :-1] |= equal
-    is_tied |= chances == chances[..., -1:]
-    return bool((is_tied | (found[..., start:end] == expected[..., start:end])).all())
+    is_same = torch.equal(found[..., :NUM_SINGLE], expected[..., :NUM_SINGLE])
+    return is_same and torch.equal(likeliest_in_order(found), likeliest_in_order(expected))
+
+
+def likeliest_in_order(packed: Tensor) -> Tensor:
+    """Chance and id of each likely token of a packed digest as one number, [B, R, K], in the order of these."""
+    ids, chances = packed[..., NUM_SINGLE:].long().chunk(2, dim=-1)
+    ids = ids.where(chances > chances[..., -1:], 0)  # the last one's chance may be that of others, too
+    return (chances << 32 | ids).sort(dim=-1).values
 
 
 def unpacked_digest(packed: npt.NDArray[np.int32]) -> LogitsDigest:

@@ -196,7 +196,6 @@ class StaticForward:
         self.digest_settings = NO_DIGEST
         self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
         self._buffers: Buffers | None = None
-        self._most_capacity: int | None = None
         self._digest_at: StaticInputs | None = None  # where the digest of the latest block arrives
         self._digest: LogitsDigest | None = None
 
@@ -220,23 +219,16 @@ class StaticForward:
         self.compiles = self.captures = False
         self._digest_at = self._digest = None  # of a block before
 
-    def take_cache(
-        self, traits: Hashable, num_slots: int, most_slots: int, new_cache: Callable[[int], LookaheadCache]
-    ) -> LookaheadCache:
-        """An empty cache for a call: a pooled one that CUDA graphs read and that fits, or a new one.
-
-        traits: further properties that graphs depend on. num_slots: the slots that the call starts with. most_slots:
-        the most that it may need.
-        """
+    def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
+        """As `BlockRunner.take_cache`."""
+        adapter, model, device = self.adapter, self.model, self.owner.device
         least, most = capacities(num_slots, most_slots)
         if not self.captures:
-            return new_cache(least)
-        model, device = self.model, self.owner.device
-        attention = model.config._attn_implementation
-        code = (self.uses_kernel, model.dtype, attention, self.compiles, BACKEND if self.compiles else None)
-        key = (traits, *code, self.num_tokens, device, numerics(device), fingerprint(self.owner))
-        self._most_capacity = None if self.uses_kernel else most
-        self._buffers = acquire(Buffers, self.owner, key, least, self._most_capacity, new_cache)
+            return adapter.make_cache(least)
+        code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(self.owner))
+        key = (batch_size, repr(adapter.reaches), self.num_tokens, device, numerics(device), *code)
+        most_kept = None if self.uses_kernel else most
+        self._buffers = acquire(Buffers, self.owner, key, least, most_kept, adapter.make_cache)
         return self._buffers.cache
 
     def release(self) -> None:
@@ -267,7 +259,7 @@ class StaticForward:
             self._buffers = Buffers(None, cache)
         cache.check_room(max(cache.lengths) + 1)
         num_slots = max(cache.lengths) + block.tokens.shape[1]
-        self._buffers = make_room(self._buffers, self.owner, num_slots, self._most_capacity)
+        self._buffers = make_room(self._buffers, self.owner, num_slots)
         if self.captures and cache.capacity > self.most_slots:
             self.captures, self.stats.cuda_graph_reason = False, TOO_MANY_SLOTS
         if not self.is_on:
@@ -302,7 +294,7 @@ class StaticForward:
     def _fixed_inputs(self, buffers: Buffers, block: Block, padding: Tensor | None, race: Race | None) -> StaticInputs:
         """The static inputs of this shape, filled with this block."""
         buffers.drop_stale()
-        shape = (block.positions.shape, block.logit_rows.shape)
+        shape = shape_of(block)
         inputs = buffers.inputs.pop(shape, None) or StaticInputs(block, buffers.cache, self.owner.device)
         inputs.begin_call(block.key_mask, padding)
         inputs.fill(block, buffers.cache, self.digest_settings, race)
@@ -310,16 +302,8 @@ class StaticForward:
         return inputs
 
     def _key(self, inputs: StaticInputs) -> Hashable:
-        assert self._buffers is not None
-        return (
-            inputs.block.positions.shape,
-            inputs.block.logit_rows.shape,
-            self._buffers.capacity,
-            self.model.dtype,
-            inputs.block.tokens.device,
-            self.model.config._attn_implementation,
-            BACKEND,
-        )
+        block, attention = inputs.block, self.model.config._attn_implementation
+        return (*shape_of(block), block.capacity, self.model.dtype, block.tokens.device, attention)
 
     def _compiled(self, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> Forward:
         """The forward compiled for this shape and checked against the eager one; the eager one after a failure."""
@@ -423,6 +407,10 @@ class StaticForward:
                 choice.graph = capture(choice.call)
         self.replay(inputs)  # which leaves nothing of what the capture has written
         choice.check()
+
+
+def shape_of(block: Block) -> tuple[torch.Size, ...]:
+    return block.positions.shape, block.logit_rows.shape
 
 
 def in_short(problem: Exception) -> str:

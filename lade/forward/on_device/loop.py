@@ -39,7 +39,6 @@ from lade.forward.static_shapes import (
 from lade.stats import GenerationStats
 from lade.tolerance import logits_error
 from lade.transfer import Landing
-from lade.verification.race import Sampling
 from lade.verification.selection import GreedySelection, Selection
 
 # Block tokens of all rows for which a GPU takes hardly longer than for one: it is bound by reading the weights.
@@ -59,42 +58,28 @@ class Buffers(PooledBuffers):
         return [] if self.replay is None else [self.replay]
 
 
-def device_loop(
-    runner: BlockRunner,
-    config: LookaheadConfig,
-    selection: Selection,
-    drafter: Any,
-    stats: GenerationStats,
-    key_mask: Tensor | None,
-    positions: Tensor | None,
-) -> DeviceLoop | None:
-    """A `DeviceLoop` for the call; None if the call needs the host between steps, or would not gain.
-
-    drafter: that of the settings. key_mask: [B, P] bool, False for padding. positions: of the prompt, [B or 1, P], or
-    several such along a first dimension.
-    """
-    adapter = runner.adapter
-    device, sequences = adapter.model.device, selection.sequences
-    sampling = sampling_of(selection)
+def runs_on_device(
+    runner: BlockRunner, config: LookaheadConfig, selection: Selection, stats: GenerationStats, positions: Tensor | None
+) -> bool:
+    """Whether a call does not need the host between steps, and is expected to gain. positions: as for `DeviceLoop`."""
+    adapter, sequences = runner.adapter, selection.sequences
+    device = adapter.model.device
     is_served = (
         is_wanted(config, device, adapter.dtype, len(sequences.lengths), captures_steps(config, runner))
         and config.uses_window
         and config.num_guesses > 0
-        and (type(selection) is GreedySelection or sampling is not None)
+        and (type(selection) is GreedySelection or sampling_of(selection) is not None)
         and stats.on_step is None
         and sequences.device == device
         and (adapter.model.tp_size or 1) == 1
         and runner.static_shapes_reason() is None
     )
-    if not is_served:
-        return None
-    if adapter.last_position is not None and positions is not None:
-        # Blocks are always full, so every text must end well before the model's last position.
-        max_offset = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
-        largest = int(positions[..., -1].max()) + selection.max_length - sequences.prompt_length
-        if largest + max_offset > adapter.last_position:
-            return None
-    return DeviceLoop(runner, config, selection, sampling, drafter, stats, key_mask, positions)
+    if not is_served or adapter.last_position is None or positions is None:
+        return is_served
+    # Blocks are always full, so every text must end well before the model's last position.
+    max_offset = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
+    largest = int(positions[..., -1].max()) + selection.max_length - sequences.prompt_length
+    return largest + max_offset <= int(adapter.last_position)
 
 
 def is_wanted(config: LookaheadConfig, device: torch.device, dtype: torch.dtype, num_rows: int, captures: bool) -> bool:
@@ -129,13 +114,16 @@ class DeviceLoop:
         runner: BlockRunner,
         config: LookaheadConfig,
         selection: Selection,
-        sampling: Sampling | None,
         drafter: Any,
         stats: GenerationStats,
         key_mask: Tensor | None,
         positions: Tensor | None,
     ) -> None:
-        """Arguments as for `device_loop`. sampling: None for greedy."""
+        """For a call that `runs_on_device`.
+
+        drafter: that of the settings. key_mask: [B, P] bool, False for padding. positions: of the prompt,
+        [B or 1, P], or several such along a first dimension.
+        """
         adapter = runner.adapter
         self.runner, self.selection, self.drafter, self.stats = runner, selection, drafter, stats
         self.owner, self.model, self.key_mask, self.positions = adapter.model, runner.model, key_mask, positions
@@ -152,7 +140,7 @@ class DeviceLoop:
             position_shape=(1, 1) if positions is None else tuple(positions[..., -1:].shape),
             dtype=adapter.dtype,
             device=selection.sequences.device,
-            sampling=sampling,
+            sampling=sampling_of(selection),
         )
         self.compiles = config.compile
         self.captures = captures_steps(config, runner)
@@ -164,7 +152,6 @@ class DeviceLoop:
         )
         self._most_slots = most_captured_slots(config, runner.uses_kernel)
         self._buffers: Buffers | None = None
-        self._most_capacity: int | None = None
         self._slot_offset = 0  # slot of a token minus its index in the text
         self._position_offset: Tensor | None = None  # position of a token minus its slot; None for 0
         self._ring: DrawRing | None = None  # None for greedy
@@ -177,8 +164,8 @@ class DeviceLoop:
         least, most = capacities(num_slots, most_slots)
         if self.captures:
             key = (*self._key, self.compiles, fingerprint(self.owner))
-            self._most_capacity = None if self.shape.uses_kernel else most
-            self._buffers = acquire(Buffers, self.owner, key, least, self._most_capacity, self.runner.make_cache)
+            most_kept = None if self.shape.uses_kernel else most
+            self._buffers = acquire(Buffers, self.owner, key, least, most_kept, self.runner.make_cache)
         else:
             self._buffers = Buffers(None, self.runner.make_cache(least))
         return self._buffers.cache
@@ -208,9 +195,8 @@ class DeviceLoop:
             while self._slot_offset >= 0 and not all(self.selection.is_finished):
                 if self._ring is not None:
                     self._ring.draws = self._ring.draws.clone()  # other calls may use the buffers that are left here
-                buffers = self._buffers = make_room(
-                    buffers, self.owner, self._num_slots(max(sequences.lengths), TRIAL_STEPS), self._most_capacity
-                )
+                num_slots = self._num_slots(max(sequences.lengths), TRIAL_STEPS)
+                buffers = self._buffers = make_room(buffers, self.owner, num_slots)
                 if self.captures and cache.capacity > self._most_slots:
                     self.stats.cuda_graph_reason = TOO_MANY_SLOTS
                     break
@@ -324,8 +310,7 @@ class DeviceLoop:
             block = replace(
                 lay_out(state)[0], lengths=cache.lengths, key_mask=self.key_mask, capacity=None, start_slots=None
             )
-            cache.begin_block(self.shape.block_tokens, self.shape.device)
-            error = logits_error(logits, self.runner.ordinary_forward(block, cache).logits)
+            error = logits_error(logits, self.runner.eager_forward(block, cache).logits)
         finally:
             state.restore(saved)
             cache.lengths = committed

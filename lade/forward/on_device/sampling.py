@@ -23,7 +23,7 @@ from lade.verification.race import Sampling
 from lade.verification.selection import MAX_LEAD, PerRowSelection, Selection
 
 if TYPE_CHECKING:
-    from lade.forward.on_device.step import StepShape, StepState
+    from lade.forward.on_device.step import StepState
 
 # Warpers that use only the scores, row by row, without host synchronisation; eta and top-h sampling do synchronise.
 WARPERS = logits_processors(
@@ -68,12 +68,6 @@ def ring_size(batch_size: int, ngram_size: int) -> int:
     the next.
     """
     return max_row_lead(batch_size) + MAX_UNSEEN * ngram_size
-
-
-def empty_draws(shape: StepShape, num_logits: int) -> Tensor:
-    """A ring for steps of one shape, [R, B, V]."""
-    size = (ring_size(shape.batch_size, shape.ngram_size), shape.batch_size, num_logits)
-    return torch.ones(size, dtype=torch.float32, device=shape.device)
 
 
 def sample(state: StepState, sampling: Sampling, tree_logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from lade.block.layout import block_layout
 from lade.block.mask import Block, Reach
 from lade.drafting.ngram_pool import NGramPool
 from lade.drafting.window import JacobiWindow, rolled
-from lade.forward.on_device.sampling import empty_draws, sample
+from lade.forward.on_device.sampling import ring_size, sample
 from lade.forward.static_inputs import masks_of, plain_forward, static_view, write_slots
 from lade.transfer import HOST, Landing
 from lade.verification.logits import best_on_device
@@ -91,7 +91,8 @@ class StepState:
         self.key_mask = zeros(batch_size, cache.capacity, dtype=torch.bool)  # False for padding
         self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: left-padding slots per row
 
-        self.draws = None if shape.sampling is None else empty_draws(shape, num_logits)  # [R, B, V], a ring
+        ring = (ring_size(batch_size, shape.ngram_size), batch_size, num_logits)  # [R, B, V]
+        self.draws = None if shape.sampling is None else torch.ones(ring, dtype=torch.float32, device=device)
         self.is_refused = zeros((), dtype=torch.bool)  # NaN logits or refused probabilities: stops all rows
         self.witness = zeros(1)  # a logit column that shows NaN, see `lade.verification.logits.find_nan_column`
         self.rows = torch.arange(batch_size, device=device)[:, None]
@@ -271,7 +272,7 @@ def move_slots(cache: Cache, source: Tensor, target: Tensor) -> None:
 
 
 def progress(state: StepState) -> Landing:
-    """Start copying to the host, [3, B]: the texts' lengths, which rows have ended, and whether the step was refused."""
+    """Start copying to the host, [3, B]: lengths of the texts, which rows have ended, whether the step was refused."""
     found = torch.stack([state.lengths, state.is_finished, state.is_refused.expand_as(state.lengths)])
     landing = Landing(found)
     landing.start(found)
