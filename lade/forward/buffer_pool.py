@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ class PooledBuffers:
 
     key: Hashable
     cache: LookaheadCache
-    most: int | None = None  # slots of the largest pooled cache for the present call; None for any
+    most: float = inf  # slots of the largest pooled cache for the present call
     released: torch.cuda.Event | None = None  # when the device has finished the last call's work
 
     def replays(self) -> list[Any]:
@@ -58,22 +59,16 @@ def acquire(
     model: PreTrainedModel,
     key: Hashable,
     least: int,
-    most: int | None,
+    most: float,
     new_cache: Callable[[int], LookaheadCache],
 ) -> B:
-    """The smallest pooled buffers with a cache of `least` to `most` slots, emptied; new ones of `least` if none fit.
-
-    most: None if the cost of a step does not depend on the capacity.
-    """
+    """The smallest pooled buffers with a cache of `least` to `most` slots, emptied; new ones of `least` if none fit."""
     with _lock:
         pool = _pool.of(model)
         fitting = [
             buffers
             for buffers in pool
-            if isinstance(buffers, kind)
-            and buffers.key == key
-            and least <= buffers.cache.capacity
-            and (most is None or buffers.cache.capacity <= most)
+            if isinstance(buffers, kind) and buffers.key == key and least <= buffers.cache.capacity <= most
         ]
         found = min(fitting, key=lambda buffers: buffers.cache.capacity, default=None)
         if found is None:
@@ -112,10 +107,13 @@ def padded_capacity(num_slots: int) -> int:
     return 1 << (num_slots - 1).bit_length()
 
 
-def capacities(num_slots: int, most_slots: int) -> tuple[int, int]:
-    """The least and the most slots of the cache for a call that starts with num_slots and may need most_slots."""
+def capacities(num_slots: int, most_slots: int, uses_kernel: bool) -> tuple[int, float]:
+    """The least and the most slots of the cache for a call that starts with num_slots and may need most_slots.
+
+    uses_kernel: then the cost of a step does not depend on the capacity.
+    """
     least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
-    return least, most
+    return least, inf if uses_kernel else most
 
 
 def release(model: PreTrainedModel, buffers: PooledBuffers) -> None:

@@ -54,7 +54,7 @@ def choose_forward(
     if captures and padded_capacity(num_slots) > most_captured_slots(config, runner.uses_kernel):
         captures, stats.cuda_graph_reason = False, TOO_MANY_SLOTS
     if reason is None and (compiles or captures):
-        runner.use_static_shapes(config, stats, compiles, captures)
+        runner.use_static_shapes(config, stats, captures)
     choose_packing(runner, config, stats, num_new)
 
 

@@ -84,12 +84,11 @@ class BlockRunner:
             return "the model is dispatched or patched"
         return "the model's attention is not transformers' own" if adapter.code.functions else None
 
-    def use_static_shapes(
-        self, config: LookaheadConfig, stats: GenerationStats, compiles: bool, captures: bool
-    ) -> None:
+    def use_static_shapes(self, config: LookaheadConfig, stats: GenerationStats, captures: bool) -> None:
         """Compile or capture blocks until that fails. stats: receives counts and reasons."""
-        flags = {"uses_kernel": self.uses_kernel, "compiles": compiles, "captures": captures}
-        self._static = StaticForward(self.adapter, self.model, config, stats, **flags)
+        self._static = StaticForward(
+            self.adapter, self.model, config, stats, uses_kernel=self.uses_kernel, captures=captures
+        )
 
     def use_packed_weights(self, num_new: int, is_asked: bool) -> str | None:
         """Let blocks use packed weights where possible and useful. Returns why some or all are not packed, or None.

@@ -178,15 +178,15 @@ class StaticForward:
         stats: GenerationStats,
         *,
         uses_kernel: bool,
-        compiles: bool,
         captures: bool,
     ) -> None:
         """adapter: of the user's model. model: runs the blocks, the same or a shadow model.
 
-        stats: receives counts and reasons. uses_kernel: whether the model's attention is lade's kernel.
+        stats: receives counts and reasons. uses_kernel: whether the model's attention is lade's kernel. captures:
+        whether blocks are captured.
         """
         self.adapter, self.owner, self.model, self.stats = adapter, adapter.model, model, stats
-        self.uses_kernel, self.compiles, self.captures = uses_kernel, compiles, captures
+        self.uses_kernel, self.compiles, self.captures = uses_kernel, config.compile, captures
         # The usual largest number of tree nodes.
         self.full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
         # Ids that have an embedding, for a captured forward to compute the digest of its logits; None for logits alone.
@@ -222,13 +222,12 @@ class StaticForward:
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
         """As `BlockRunner.take_cache`."""
         adapter, model, device = self.adapter, self.model, self.owner.device
-        least, most = capacities(num_slots, most_slots)
+        least, most = capacities(num_slots, most_slots, self.uses_kernel)
         if not self.captures:
             return adapter.make_cache(least)
         code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(self.owner))
         key = (batch_size, repr(adapter.reaches), self.num_tokens, device, numerics(device), *code)
-        most_kept = None if self.uses_kernel else most
-        self._buffers = acquire(Buffers, self.owner, key, least, most_kept, adapter.make_cache)
+        self._buffers = acquire(Buffers, self.owner, key, least, most, adapter.make_cache)
         return self._buffers.cache
 
     def release(self) -> None:

@@ -161,11 +161,10 @@ class DeviceLoop:
 
         num_slots: the slots that the call starts with. most_slots: the most that it may need.
         """
-        least, most = capacities(num_slots, most_slots)
+        least, most = capacities(num_slots, most_slots, self.shape.uses_kernel)
         if self.captures:
             key = (*self._key, self.compiles, fingerprint(self.owner))
-            most_kept = None if self.shape.uses_kernel else most
-            self._buffers = acquire(Buffers, self.owner, key, least, most_kept, self.runner.make_cache)
+            self._buffers = acquire(Buffers, self.owner, key, least, most, self.runner.make_cache)
         else:
             self._buffers = Buffers(None, self.runner.make_cache(least))
         return self._buffers.cache

@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList
 
 from lade.compat import logits_processors
 from lade.verification.draws import READABLE, drawing, generator_state, set_generator_state
-from lade.verification.race import Sampling
+from lade.verification.race import Sampling, winners
 from lade.verification.selection import MAX_LEAD, PerRowSelection, Selection
 
 if TYPE_CHECKING:
@@ -78,14 +78,11 @@ def sample(state: StepState, sampling: Sampling, tree_logits: Tensor) -> tuple[T
     """
     assert state.draws is not None
     is_active = ~state.is_finished & ~is_far_ahead(state)
-    probabilities = sampling.probabilities(tree_logits)
-    lengths = (
-        state.lengths[:, None] + state.offsets[:, : tree_logits.shape[1]]
-    )  # [B, 1 + n] length of the text up to each token
-    draws = state.draws[lengths % len(state.draws), state.rows]  # [B, 1 + n, V]
-    chosen = (probabilities / draws).argmax(dim=-1)
-    is_valid = (probabilities >= 0).flatten(1).all(dim=1)  # [B]; of invalid values softmax can only give NaN
-    state.is_refused |= (is_active & ~is_valid).any()
+    # The length of the text up to each token, [B, 1 + n].
+    lengths = state.lengths[:, None] + state.offsets[:, : tree_logits.shape[1]]
+    index = lengths % len(state.draws) * len(state.rows) + state.rows
+    chosen = winners(sampling, tree_logits, state.draws.flatten(0, 1), index)
+    state.is_refused |= (is_active & (chosen < 0).any(dim=1)).any()
     return chosen, is_active & ~state.is_refused
 
 
