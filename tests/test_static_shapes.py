@@ -100,7 +100,7 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
     torch._dynamo.utils.counters.clear()
 
     def call(self, inputs, forward, original=fixed.StaticForward.call):
-        inputs.cache.layers[0].length = self._buffers.cache.lengths[0]
+        inputs.cache.layers[0].length = self._lease._buffers.cache.lengths[0]
         return original(self, inputs, forward)
 
     def update(self, *args, original=fixed_inputs.StaticSlotLayer.update, **kwargs):

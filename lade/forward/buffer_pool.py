@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +24,6 @@ class PooledBuffers:
 
     key: Hashable
     cache: LookaheadCache
-    most: float = inf  # slots of the largest pooled cache for the present call
     released: torch.cuda.Event | None = None  # when the device has finished the last call's work
 
     def replays(self) -> list[Any]:
@@ -54,66 +53,87 @@ _pool: PerModel[list[PooledBuffers]] = PerModel(list)  # oldest first
 _captured_rows: PerModel[set[int]] = PerModel(set)
 
 
-def acquire(
-    kind: type[B],
-    model: PreTrainedModel,
-    key: Hashable,
-    least: int,
-    most: float,
-    new_cache: Callable[[int], LookaheadCache],
-) -> B:
-    """The smallest pooled buffers with a cache of `least` to `most` slots, emptied; new ones of `least` if none fit."""
-    with _lock:
-        pool = _pool.of(model)
-        fitting = [
-            buffers
-            for buffers in pool
-            if isinstance(buffers, kind) and buffers.key == key and least <= buffers.cache.capacity <= most
-        ]
-        found = min(fitting, key=lambda buffers: buffers.cache.capacity, default=None)
+class Lease(Generic[B]):
+    """The buffers of one call: pooled ones, or its own, which may be pooled afterwards."""
+
+    def __init__(self, kind: type[B], model: PreTrainedModel, uses_kernel: bool) -> None:
+        """uses_kernel: then the cost of a step does not depend on the capacity of the cache."""
+        self._kind, self._model, self._uses_kernel = kind, model, uses_kernel
+        self._most: float = inf  # slots of the largest cache to take from the pool
+        self._buffers: B | None = None
+
+    def begin(
+        self, key: Hashable, num_slots: int, most_slots: int, new_cache: Callable[[int], LookaheadCache]
+    ) -> LookaheadCache:
+        """An empty cache: the smallest pooled one that fits, or a new one.
+
+        key: everything that the graphs depend on; None to pool nothing. num_slots: the slots that the call starts with.
+        most_slots: the most that it may need.
+        """
+        least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
+        self._most = inf if self._uses_kernel else most
+        self._buffers = self._acquire(key, least, new_cache)
+        return self._buffers.cache
+
+    def with_room(self, cache: LookaheadCache, num_slots: int) -> B:
+        """The buffers for a call's cache, which then has num_slots slots.
+
+        Where a graph reads the present memory, the cache goes on in that of larger buffers, and the present ones go to
+        the pool for shorter calls. Elsewhere it grows.
+        """
+        buffers = self._buffers
+        if buffers is None or buffers.cache is not cache:  # one that was made elsewhere
+            buffers = self._buffers = self._kind(None, cache)
+        if num_slots <= cache.capacity or not buffers.is_kept:
+            cache.ensure_capacity(num_slots)
+            return buffers
+        larger = self._buffers = self._acquire(buffers.key, padded_capacity(num_slots), cache.like)
+        cache.exchange(larger.cache)
+        buffers.cache, larger.cache = larger.cache, cache
+        release(self._model, buffers)
+        return larger
+
+    def drop(self) -> None:
+        """Forget the buffers after a failure: no later call may use them. The call goes on with its cache."""
+        self._buffers = None
+
+    def end(self) -> None:
+        """Return the buffers to the pool, at the end of a call that succeeded."""
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            release(self._model, buffers)
+
+    def _acquire(self, key: Hashable, least: int, new_cache: Callable[[int], LookaheadCache]) -> B:
+        """Pooled buffers with a cache of at least so many slots, emptied, or new ones."""
+        if key is None:
+            return self._kind(None, new_cache(least))
+        with _lock:
+            pool = _pool.of(self._model)
+            fitting = [
+                buffers
+                for buffers in pool
+                if isinstance(buffers, self._kind)
+                and buffers.key == key
+                and least <= buffers.cache.capacity <= self._most
+            ]
+            found = min(fitting, key=lambda buffers: buffers.cache.capacity, default=None)
+            if found is None:
+                # Make room for a new cache, which takes about as many bytes per slot as the pooled ones.
+                slot_bytes = max((buffers.cache.num_bytes // buffers.cache.capacity for buffers in pool), default=0)
+                _trim(pool, kept_bytes(self._model.device) - least * slot_bytes)
+            else:
+                pool.remove(found)
         if found is None:
-            # Make room for a new cache, which takes about as many bytes per slot as the pooled ones.
-            expected = least * max((buffers.cache.num_bytes // buffers.cache.capacity for buffers in pool), default=0)
-            _trim(pool, kept_bytes(model.device) - expected)
-        else:
-            pool.remove(found)
-    if found is None:
-        return kind(key, new_cache(least), most)
-    if found.released is not None:  # this call may use another stream than the last one
-        torch.cuda.current_stream(model.device).wait_event(found.released)
-    found.cache.clear()
-    found.most = most
-    return found
-
-
-def make_room(buffers: B, model: PreTrainedModel, num_slots: int) -> B:
-    """Buffers with `num_slots` slots for a call to go on in, with the same cache object.
-
-    Where a graph reads the present memory, that goes to the pool for shorter calls. Elsewhere the cache grows.
-    """
-    cache = buffers.cache
-    if num_slots <= cache.capacity or not buffers.is_kept:
-        cache.ensure_capacity(num_slots)
-        return buffers
-    larger = acquire(type(buffers), model, buffers.key, padded_capacity(num_slots), buffers.most, cache.like)
-    cache.exchange(larger.cache)
-    buffers.cache, larger.cache = larger.cache, cache
-    release(model, buffers)
-    return larger
+            return self._kind(key, new_cache(least))
+        if found.released is not None:  # this call may use another stream than the last one
+            torch.cuda.current_stream(self._model.device).wait_event(found.released)
+        found.cache.clear()
+        return found
 
 
 def padded_capacity(num_slots: int) -> int:
     """The next power of two, so that calls of similar lengths share what is compiled or captured."""
     return 1 << (num_slots - 1).bit_length()
-
-
-def capacities(num_slots: int, most_slots: int, uses_kernel: bool) -> tuple[int, float]:
-    """The least and the most slots of the cache for a call that starts with num_slots and may need most_slots.
-
-    uses_kernel: then the cost of a step does not depend on the capacity.
-    """
-    least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
-    return least, inf if uses_kernel else most
 
 
 def release(model: PreTrainedModel, buffers: PooledBuffers) -> None:

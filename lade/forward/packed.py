@@ -105,8 +105,8 @@ class PackedWeights:
     """What a model's calls share."""
 
     copies: Copies = field(default_factory=dict)
-    # By shapes: whether packed products are as torch's.
-    agreements: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    # By shapes: how packed products differ from torch's, as a sentence; None where they do not.
+    differences: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
     apart: set[Key] = field(default_factory=set)  # weights of layers whose inputs were not the same
     num_asked: int = 0  # new tokens, since the weights have last changed
     num_changes: int = 0  # times that weights were found changed
@@ -236,13 +236,7 @@ class PackedProducts:
     @property
     def refusal(self) -> str | None:
         """Why some products were torch's own, as a sentence, where comparing them has said so."""
-        found = [shape for (shape, *_), is_same in list(self.shared.agreements.items()) if not is_same]
-        if not found:
-            return None
-        rows, inputs, widths, *_, dtype = found[0]
-        product = f"the packed product of {rows} x {inputs} by {inputs} x {sum(widths)} in {str(dtype)[6:]}"
-        how = "is not within rounding of" if self.is_exact else "differs in its bits from"
-        return f"{product} {how} torch's own, which ran instead"
+        return next(filter(None, list(self.shared.differences.values())), None)
 
     def is_same(self, found: Tensor, expected: Tensor) -> bool:
         """Bit for bit in half precision, within rounding in float32.
@@ -286,25 +280,27 @@ class Product:
             return False
         if not input.is_contiguous():  # torch then rounds before it adds a bias
             return False
-        products = self.products
+        products, differences = self.products, self.products.shared.differences
         shape = (num_rows, self.in_features, self.widths, self.bias is not None, self.dtype)
-        key = (shape, input.dim(), torch.get_num_threads(), products.is_exact)
-        found = products.shared.agreements.get(key)
-        if found is None:
+        key = (*shape, input.dim(), torch.get_num_threads(), products.is_exact)
+        if key not in differences:
             began = perf_counter()
-            found = products.shared.agreements[key] = self._compare(input.shape)
+            differences[key] = self._compare(input.shape)
             products.seconds += perf_counter() - began
-        return found
+        return differences[key] is None
 
-    def _compare(self, shape: torch.Size) -> bool:
+    def _compare(self, shape: torch.Size) -> str | None:
+        """How the packed product of random inputs differs from torch's, as a sentence; None if it does not."""
         numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
         num_elements = shape[:-1].numel() * sum(self.widths)
         for _ in range(min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
             input = torch.randn(shape, generator=numbers).to(self.dtype)
             expected = torch.cat([linear(input, *layer) for layer in zip(self.weights, self.biases, strict=True)], -1)
             if not self.products.is_same(self.of(input), expected):
-                return False
-        return True
+                sizes = f"{shape[:-1].numel()} x {shape[-1]} by {shape[-1]} x {sum(self.widths)}"
+                how = "is not within rounding of" if self.products.is_exact else "differs in its bits from"
+                return f"the packed product of {sizes} in {str(self.dtype)[6:]} {how} torch's own, which ran instead"
+        return None
 
 
 class PackedLinear(nn.Linear):

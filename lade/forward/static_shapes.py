@@ -24,7 +24,7 @@ from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
 from lade.compat import is_out_of_memory
 from lade.config import LookaheadConfig
-from lade.forward.buffer_pool import PooledBuffers, acquire, capacities, has_captured, make_room, release
+from lade.forward.buffer_pool import Lease, PooledBuffers, has_captured
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
 from lade.forward.static_choice import StaticChoice
@@ -195,7 +195,7 @@ class StaticForward:
         self.samples = captures and self.num_tokens is not None and capture_failure(self.owner, "choice") is None
         self.digest_settings = NO_DIGEST
         self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
-        self._buffers: Buffers | None = None
+        self._lease = Lease(Buffers, self.owner, uses_kernel)
         self._digest_at: StaticInputs | None = None  # where the digest of the latest block arrives
         self._digest: LogitsDigest | None = None
 
@@ -222,19 +222,15 @@ class StaticForward:
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
         """As `BlockRunner.take_cache`."""
         adapter, model, device = self.adapter, self.model, self.owner.device
-        least, most = capacities(num_slots, most_slots, self.uses_kernel)
-        if not self.captures:
-            return adapter.make_cache(least)
-        code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(self.owner))
-        key = (batch_size, repr(adapter.reaches), self.num_tokens, device, numerics(device), *code)
-        self._buffers = acquire(Buffers, self.owner, key, least, most, adapter.make_cache)
-        return self._buffers.cache
+        key = None
+        if self.captures:
+            code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(self.owner))
+            key = (batch_size, repr(adapter.reaches), self.num_tokens, device, numerics(device), *code)
+        return self._lease.begin(key, num_slots, most_slots, adapter.make_cache)
 
     def release(self) -> None:
         """Return the call's graphs to the pool, with the cache and inputs that they read."""
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None:
-            release(self.owner, buffers)
+        self._lease.end()
 
     def padded_nodes(self, num_nodes: int) -> int:
         """The number of nodes, padding included, that a tree takes in the block."""
@@ -254,16 +250,13 @@ class StaticForward:
         comparison on the first blocks of each new shape. race: decides the tokens of `digest.sampled`; None for none.
         """
         self.preparing_seconds, self._digest_at, self._digest = 0.0, None, None
-        if self._buffers is None or self._buffers.cache is not cache:
-            self._buffers = Buffers(None, cache)
         cache.check_room(max(cache.lengths) + 1)
-        num_slots = max(cache.lengths) + block.tokens.shape[1]
-        self._buffers = make_room(self._buffers, self.owner, num_slots)
+        buffers = self._lease.with_room(cache, max(cache.lengths) + block.tokens.shape[1])
         if self.captures and cache.capacity > self.most_slots:
             self.captures, self.stats.cuda_graph_reason = False, TOO_MANY_SLOTS
         if not self.is_on:
             return None
-        inputs = self._fixed_inputs(self._buffers, block, padding, race)
+        inputs = self._fixed_inputs(buffers, block, padding, race)
         forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
         logits = self._captured(inputs, forward, ordinary, race) if self.captures else None
         self.stats.captured_steps += logits is not None
@@ -354,8 +347,7 @@ class StaticForward:
         except Exception as problem:
             self.stats.cuda_graph_reason = remember_failure(self.owner, "forward", problem)
             self.captures = False
-            if self._buffers is not None:
-                self._buffers.key = None  # must not be reused by a later call
+            self._lease.drop()
             return None
 
     def _check_graph(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> None:

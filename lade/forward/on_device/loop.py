@@ -20,7 +20,7 @@ from torch import Tensor
 from lade.block.kv_cache import LookaheadCache
 from lade.config import LookaheadConfig
 from lade.drafting.ngram_pool import copy_pool
-from lade.forward.buffer_pool import PooledBuffers, acquire, capacities, make_room, release
+from lade.forward.buffer_pool import Lease, PooledBuffers
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
 from lade.forward.on_device.sampling import REFUSED, DrawRing, hand_back, sampling_of
@@ -151,7 +151,7 @@ class DeviceLoop:
             numerics(self.shape.device),
         )
         self._most_slots = most_captured_slots(config, runner.uses_kernel)
-        self._buffers: Buffers | None = None
+        self._lease = Lease(Buffers, self.owner, runner.uses_kernel)
         self._slot_offset = 0  # slot of a token minus its index in the text
         self._position_offset: Tensor | None = None  # position of a token minus its slot; None for 0
         self._ring: DrawRing | None = None  # None for greedy
@@ -161,19 +161,12 @@ class DeviceLoop:
 
         num_slots: the slots that the call starts with. most_slots: the most that it may need.
         """
-        least, most = capacities(num_slots, most_slots, self.shape.uses_kernel)
-        if self.captures:
-            key = (*self._key, self.compiles, fingerprint(self.owner))
-            self._buffers = acquire(Buffers, self.owner, key, least, most, self.runner.make_cache)
-        else:
-            self._buffers = Buffers(None, self.runner.make_cache(least))
-        return self._buffers.cache
+        key = (*self._key, self.compiles, fingerprint(self.owner)) if self.captures else None
+        return self._lease.begin(key, num_slots, most_slots, self.runner.make_cache)
 
     def release(self) -> None:
         """Return the call's buffers to the pool if a graph reads them."""
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None:
-            release(self.owner, buffers)
+        self._lease.end()
 
     def run(self, cache: LookaheadCache, num_logits: int, witness: int | None) -> None:
         """Decode until all rows have ended, or until something fails; the host loop then continues.
@@ -181,8 +174,8 @@ class DeviceLoop:
         cache: contains the prompt, after which each row has one token. num_logits: V. witness: the `nan_column` of
         `lade.verification.logits.BlockLogits`.
         """
-        buffers, sequences = self._buffers, self.selection.sequences
-        if buffers is None or buffers.cache is not cache or all(self.selection.is_finished):
+        sequences = self.selection.sequences
+        if all(self.selection.is_finished):
             return
         if witness is None:
             self.stats.device_reason = REFUSED
@@ -194,8 +187,7 @@ class DeviceLoop:
             while self._slot_offset >= 0 and not all(self.selection.is_finished):
                 if self._ring is not None:
                     self._ring.draws = self._ring.draws.clone()  # other calls may use the buffers that are left here
-                num_slots = self._num_slots(max(sequences.lengths), TRIAL_STEPS)
-                buffers = self._buffers = make_room(buffers, self.owner, num_slots)
+                buffers = self._lease.with_room(cache, self._num_slots(max(sequences.lengths), TRIAL_STEPS))
                 if self.captures and cache.capacity > self._most_slots:
                     self.stats.cuda_graph_reason = TOO_MANY_SLOTS
                     break
@@ -375,4 +367,4 @@ class DeviceLoop:
         elif self.compiles:
             self.stats.compile_reason = in_short(problem)
         self.compiles = self.captures = False
-        self._buffers = None
+        self._lease.drop()
