@@ -365,15 +365,17 @@ def test_what_a_step_costs_depends_on_the_way(model, on_cuda, kernel, monkeypatc
     assert len({id(make_drafter(request).costs.at(100)) for request in requests}) == len(requests)
 
 
-@pytest.mark.parametrize("share", [1.0, 1e-9], ids=["room", "no-room"])
+@pytest.mark.parametrize("share", [1 / 2, 1e-9], ids=["room", "no-room"])
 @pytest.mark.parametrize("mode", ["lookahead", "tree"])
 def test_a_cache_too_large_to_keep(mode, share, model, on_cuda, monkeypatch):
     lade.config_lade(MODE=mode)
     monkeypatch.setattr(kept, "KEPT_SHARE", share)
-    monkeypatch.setattr(kept, "device_memory", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    assert kept.kept_bytes(CUDA) == int(share * 2**30)
+    monkeypatch.setattr(kept, "kept_bytes", lambda device, original=kept.kept_bytes: original(CUDA))
     stats = run(model)
     assert stats.captured_steps == stats.steps - 1
-    assert bool(kept_buffers(model)) == (share == 1.0)
+    assert bool(kept_buffers(model)) == (share == 1 / 2)
 
 
 def test_bytes_of_a_cache():

@@ -171,10 +171,6 @@ def _trim(pool: list[PooledBuffers], room: int) -> None:
 
 def kept_bytes(device: torch.device) -> int:
     """The most bytes of one model's pool."""
-    memory = device_memory(device)
-    return KEPT_BYTES if memory is None else int(KEPT_SHARE * memory)
-
-
-def device_memory(device: torch.device) -> int | None:
-    """Bytes of the device's memory; None if it is not a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return KEPT_BYTES
+    return int(KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory)

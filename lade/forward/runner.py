@@ -214,7 +214,8 @@ class BlockRunner:
 
     def padded_nodes(self, num_nodes: int) -> int:
         """The number of nodes, padding included, that a tree takes in the block."""
-        return num_nodes if self._static is None else self._static.padded_nodes(num_nodes)
+        static = self._static
+        return padded_nodes(num_nodes, static.full_tree) if static is not None and static.is_on else num_nodes
 
     def block_sizes(self, config: LookaheadConfig) -> tuple[int, ...] | None:
         """The block sizes in tokens that trees are padded to; None without padding."""

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -125,7 +124,7 @@ class StaticInputs:
         batch_size = len(block.tokens)
         self._step = Parcel(step_inputs(block, cache, NO_DIGEST), device)  # what changes in each step
         sent = self._step.tensors
-        self.slots, self._digest_settings = sent["slots"], (sent["nan_column"], sent["temperature"])
+        self.slots, self._nan_column, self._temperature = sent["slots"], sent["nan_column"], sent["temperature"]
         self.draw_rows = sent["draw_rows"]  # [B, R] of `StaticChoice.draws`
         self.padding = torch.zeros(batch_size, dtype=torch.int32, device=device)  # slots before each row's first token
         self.block = Block(
@@ -168,8 +167,16 @@ class StaticInputs:
         self._step.fill(step_inputs(block, cache, settings, race))
 
     def packed_digest(self, logits: Tensor, num_tokens: int | None) -> Tensor:
-        """As `packed_digest`, with the settings that were sent."""
-        return packed_digest(logits, *self._digest_settings, num_tokens)
+        """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K] int32, without a copy to the host.
+
+        num_tokens: ids that have an embedding.
+        """
+        is_nan = logits.index_select(-1, self._nan_column).isnan()  # [B, R, 1]
+        sampled = torch.full_like(is_nan, -1, dtype=torch.int32)  # see `StaticChoice`
+        values, ids = likeliest(logits[..., :num_tokens].flatten(0, 1), self._temperature)  # [B * R, K]
+        chances, shape = values.view(torch.int32), (*logits.shape[:2], -1)
+        parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(shape)]
+        return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
 
     def start_digest(self, packed: Tensor) -> None:
         """Begin to copy what `packed_digest` returned to the host."""
@@ -179,7 +186,10 @@ class StaticInputs:
 
     def read_digest(self) -> LogitsDigest:
         assert self._landing is not None
-        return unpacked_digest(self._landing.read())
+        packed = self._landing.read()
+        ids, bits = np.split(packed[..., NUM_SINGLE:], 2, axis=-1)
+        chances = np.ascontiguousarray(bits).view(np.float32)
+        return LogitsDigest(packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, chances)
 
 
 def step_inputs(
@@ -202,19 +212,6 @@ def step_inputs(
     }
 
 
-def packed_digest(logits: Tensor, nan_column: Tensor, temperature: Tensor, num_tokens: int | None) -> Tensor:
-    """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K] int32, without a copy to the host.
-
-    nan_column: [1]. temperature: [] float32. num_tokens: ids that have an embedding.
-    """
-    is_nan = logits.index_select(-1, nan_column).isnan()  # [B, R, 1]
-    sampled = torch.full_like(is_nan, -1, dtype=torch.int32)  # see `StaticChoice`
-    chances, ids = likeliest(logits[..., :num_tokens].flatten(0, 1), temperature)  # [B * R, K]
-    shape = (*logits.shape[:2], -1)
-    parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(torch.int32).view(shape)]
-    return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
-
-
 def same_digest(found: Tensor, expected: Tensor) -> bool:
     """Whether two packed digests say the same, but for the order of tokens that are equally likely."""
     is_same = torch.equal(found[..., :NUM_SINGLE], expected[..., :NUM_SINGLE])
@@ -226,11 +223,3 @@ def likeliest_in_order(packed: Tensor) -> Tensor:
     ids, chances = packed[..., NUM_SINGLE:].long().chunk(2, dim=-1)
     ids = ids.where(chances > chances[..., -1:], 0)  # the last one's chance may be that of others, too
     return (chances << 32 | ids).sort(dim=-1).values
-
-
-def unpacked_digest(packed: npt.NDArray[np.int32]) -> LogitsDigest:
-    """packed: of `packed_digest`."""
-    ids, bits = np.split(packed[..., NUM_SINGLE:], 2, axis=-1)
-    return LogitsDigest(
-        packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, np.ascontiguousarray(bits).view(np.float32)
-    )

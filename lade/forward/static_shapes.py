@@ -232,10 +232,6 @@ class StaticForward:
         """Return the call's graphs to the pool, with the cache and inputs that they read."""
         self._lease.end()
 
-    def padded_nodes(self, num_nodes: int) -> int:
-        """The number of nodes, padding included, that a tree takes in the block."""
-        return padded_nodes(num_nodes, self.full_tree) if self.is_on else num_nodes
-
     def logits(
         self,
         block: Block,
