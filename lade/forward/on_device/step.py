@@ -68,11 +68,7 @@ class StepState:
     """The tensors that steps read and write, for one cache capacity."""
 
     def __init__(
-        self,
-        shape: StepShape,
-        cache: LookaheadCache,
-        reaches: Reach | dict[str, Reach],
-        num_logits: int,
+        self, shape: StepShape, cache: LookaheadCache, reaches: Reach | dict[str, Reach], num_logits: int
     ) -> None:
         """cache: its storage is written by steps. reaches: of the layers. num_logits: V."""
         batch_size, device = shape.batch_size, shape.device
