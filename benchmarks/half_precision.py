@@ -108,7 +108,7 @@ def retaking(units: float, temperature: float | None, tally: Counter[str]) -> It
 @contextmanager
 def own_keys(tally: Counter[str]) -> Iterator[None]:
     """Each token of a block attends in a call of its own, to the keys that it sees and no masked ones behind them."""
-    forward, attention = BlockRunner.ordinary_forward, F.scaled_dot_product_attention
+    forward, attention = BlockRunner.eager_forward, F.scaled_dot_product_attention
 
     def rowwise(
         start: int, paths: list[list[int]], query: Tensor, key: Tensor, value: Tensor, **arguments: Any
@@ -134,7 +134,7 @@ def own_keys(tally: Counter[str]) -> Iterator[None]:
         with replaced(F, "scaled_dot_product_attention", partial(rowwise, block.lengths[0], paths)):
             return forward(self, block, cache, **wanted)
 
-    with replaced(BlockRunner, "ordinary_forward", run):
+    with replaced(BlockRunner, "eager_forward", run):
         yield
 
 

@@ -116,7 +116,7 @@ def forwards(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     figures = as_ratios(in_turn(calls, args.seconds), args.tokens)
     show(f"forward behind {args.context} tokens", figures, args.tokens)
     stats = GenerationStats()
-    runners["packed"].check_products(stats)
+    runners["packed"].finish(stats)
     count, num_bytes = runners["packed"].num_packed
     figures |= {"packed_weights": count, "packed_bytes": num_bytes, "refused": stats.packing_reason}
     return figures | {"seconds_once": {name: round(value, 5) for name, value in once.items()}}

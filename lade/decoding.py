@@ -20,7 +20,7 @@ from lade.config import LookaheadConfig
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.forward.choice import choose_forward
-from lade.forward.on_device.loop import device_loop
+from lade.forward.on_device.loop import DeviceLoop, runs_on_device
 from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.parallel.group import SingleProcess
@@ -152,12 +152,13 @@ class DecodingCall:
         )
         self.most_slots = slots_of_static(callers_cache)
         is_alone = type(group) is SingleProcess and not is_synced and self.most_slots is None
+        on_device = is_alone and runs_on_device(self.runner, config, self.selection, stats, self.positions)
         parts = (self.runner, config, self.selection, self.drafter, stats, self.key_mask, self.positions)
-        self.on_device = device_loop(*parts) if is_alone else None
+        self.on_device = DeviceLoop(*parts) if on_device else None
+        most = input_ids.shape[1] + num_new + config.max_block_tokens
         if self.on_device:
-            self.cache = self.on_device.make_cache(num_slots)
+            self.cache = self.on_device.take_cache(num_slots, most)
         else:
-            most = input_ids.shape[1] + num_new + config.max_block_tokens
             self.cache = self.runner.take_cache(num_slots, most, len(input_ids))
         self.cache.most_slots = self.most_slots
 
@@ -264,9 +265,7 @@ class DecodingCall:
             self.cache.hand_over(self.callers_cache)
         if self.on_device:
             self.on_device.release()
-        self.runner.release()
-        self.runner.check_kernel(self.stats)
-        self.runner.check_products(self.stats)
+        self.runner.finish(self.stats)
         return self.recorder.result(self.selection.sequences.padded(self.selection.pad_token), self.callers_cache)
 
     @contextmanager

@@ -87,7 +87,7 @@ class Landing:
 
     def start(self, tensor: Tensor) -> None:
         """Begin to copy a tensor. The host goes on."""
-        self._host.copy_(tensor, non_blocking=True)
+        self._host.copy_(tensor, non_blocking=self._landed is not None)
         if self._landed is not None:
             self._landed.record(torch.cuda.current_stream(tensor.device))  # may differ from the current device
 

@@ -178,8 +178,7 @@ MUTANTS = [
            "count, has_ended = stop(state, tokens, (num_agreed + 2) * is_active)",
            "on_device_step.py::test_same_tokens_and_steps"),
     mutant("device: draws of the next token", "forward/on_device/sampling.py",
-           "draws = state.draws[lengths % len(state.draws), state.rows]",
-           "draws = state.draws[(lengths + 1) % len(state.draws), state.rows]",
+           "index = lengths % len(state.draws)", "index = (lengths + 1) % len(state.draws)",
            "on_device_sampling.py::test_other_sizes"),
     # Packed weights.
     mutant("packed weights: writes through .data go unnoticed", "forward/packed.py",

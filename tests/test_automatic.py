@@ -21,7 +21,6 @@ from lade.config import LookaheadConfig, current_config
 from lade.drafting import make_drafter
 from lade.forward import buffer_pool as kept
 from lade.forward import choice as forward_choice
-from lade.forward import runner
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.choice import largest_head_dim, slow_kernel_reason
@@ -161,7 +160,6 @@ def test_a_short_call_has_what_a_long_one_has_captured(settings, model, on_cuda)
 def test_not_in_a_long_cache_without_the_kernel(settings, model, on_cuda, kernel, monkeypatch):
     """Neither from the beginning nor when the cache grows. With the kernel a block reads what the text has."""
     monkeypatch.setattr(fixed, "MOST_SLOTS_WITHOUT_KERNEL", 256)
-    monkeypatch.setattr(runner, "MOST_SLOTS_WITHOUT_KERNEL", 256)
     lade.config_lade(**settings, USE_FLASH=0)
     stats = run(model, prompt(300))
     assert (stats.captured_steps, stats.cuda_graph_reason) == (0, fixed.TOO_MANY_SLOTS)
@@ -367,15 +365,17 @@ def test_what_a_step_costs_depends_on_the_way(model, on_cuda, kernel, monkeypatc
     assert len({id(make_drafter(request).costs.at(100)) for request in requests}) == len(requests)
 
 
-@pytest.mark.parametrize("share", [1.0, 1e-9], ids=["room", "no-room"])
+@pytest.mark.parametrize("share", [1 / 2, 1e-9], ids=["room", "no-room"])
 @pytest.mark.parametrize("mode", ["lookahead", "tree"])
 def test_a_cache_too_large_to_keep(mode, share, model, on_cuda, monkeypatch):
     lade.config_lade(MODE=mode)
     monkeypatch.setattr(kept, "KEPT_SHARE", share)
-    monkeypatch.setattr(kept, "device_memory", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    assert kept.kept_bytes(CUDA) == int(share * 2**30)
+    monkeypatch.setattr(kept, "kept_bytes", lambda device, original=kept.kept_bytes: original(CUDA))
     stats = run(model)
     assert stats.captured_steps == stats.steps - 1
-    assert bool(kept_buffers(model)) == (share == 1.0)
+    assert bool(kept_buffers(model)) == (share == 1 / 2)
 
 
 def test_bytes_of_a_cache():
@@ -553,7 +553,7 @@ def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
     """A problem that an earlier call had says nothing about one without the kernel."""
     self_check._problems[CPU, F64, ()] = "wrong"
     stats = GenerationStats()
-    BlockRunner(base.ModelAdapter(model)).check_kernel(stats)
+    BlockRunner(base.ModelAdapter(model)).finish(stats)
     assert stats.kernel_reason is None
     lade.config_lade(USE_FLASH=1)
     assert run(model).kernel_reason == "wrong"

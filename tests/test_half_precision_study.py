@@ -65,23 +65,23 @@ def test_own_keys_are_those_that_a_row_sees(study, lade_on):
     model, prompts = tiny_llama(dtype=torch.float64), [prompt(24, seed=seed) for seed in range(4)]
     expected = [generate(model, inputs)[0] for inputs in prompts]
     with study.own_keys(Counter()):
-        seeing = BlockRunner.ordinary_forward
+        seeing = BlockRunner.eager_forward
 
         def blind(self, block, cache, **wanted):
             visible = torch.zeros_like(block.visible)  # the block's own is cached for all blocks of this shape
             visible[..., 0] = True
             return seeing(self, replace(block, visible=visible), cache, **wanted)
 
-        with study.replaced(BlockRunner, "ordinary_forward", blind):
+        with study.replaced(BlockRunner, "eager_forward", blind):
             found = [generate(model, inputs)[0] for inputs in prompts]
     assert not all(map(torch.equal, found, expected))
 
 
 def test_everything_is_put_back(study):
-    before = GreedySelection._choice, BlockRunner.ordinary_forward, torch.nn.functional.scaled_dot_product_attention
+    before = GreedySelection._choice, BlockRunner.eager_forward, torch.nn.functional.scaled_dot_product_attention
     with pytest.raises(KeyError), study.retaking(1, None, Counter()), study.own_keys(Counter()):
         raise KeyError
-    after = GreedySelection._choice, BlockRunner.ordinary_forward, torch.nn.functional.scaled_dot_product_attention
+    after = GreedySelection._choice, BlockRunner.eager_forward, torch.nn.functional.scaled_dot_product_attention
     assert before == after
 
 

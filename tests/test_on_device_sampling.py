@@ -15,6 +15,7 @@ from transformers.generation import logits_process as warpers
 import lade
 from lade import decoding
 from lade.block import kv_cache
+from lade.forward import buffer_pool
 from lade.forward import static_shapes as fixed
 from lade.forward.on_device import loop as device_loop
 from lade.forward.on_device import sampling as device_sampling
@@ -402,6 +403,18 @@ def test_a_graph_of_a_cache_that_has_grown(shallow, captured, small_cache, runs_
     for max_new_tokens, num_graphs in [(80, 2), (80, 2), (10, 2), (80, 2)]:
         check(shallow, prompt(batch_size=2), captured=True, **SAMPLED | {"max_new_tokens": max_new_tokens})
         assert len(captured) == num_graphs
+
+
+def test_draws_are_not_read_where_others_may_write(shallow, captured, small_cache, monkeypatch):
+    """The smaller buffers are another call's as soon as they are in the pool."""
+
+    def overwritten(model, buffers, original=buffer_pool.release):
+        buffers.state.draws.fill_(1.0)
+        return original(model, buffers)
+
+    monkeypatch.setattr(buffer_pool, "release", overwritten)
+    check(shallow, prompt(batch_size=2), captured=True, **SAMPLED | {"max_new_tokens": 80})
+    assert len(captured) == 2
 
 
 def test_the_callers_warper_changes(shallow, captured):

@@ -26,7 +26,6 @@ from lade.drafting.ngram_pool import NGramPool, copy_pool
 from lade.forward import static_shapes as fixed
 from lade.forward.graphs import refuse_waiting
 from lade.forward.on_device import step as device_step
-from lade.forward.on_device.sampling import empty_draws
 from lade.forward.on_device.step import StepShape, StepState
 from lade.forward.runner import BlockRunner
 from lade.models import base
@@ -168,7 +167,7 @@ def test_blocks_of_fixed_shapes(uses_kernel, model, other_device, monkeypatch):
     monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("meta",))
     monkeypatch.setattr(fixed, "capture", lambda forward: forward)
     monkeypatch.setattr(fixed, "numerics", lambda device: ())  # torch knows no autocast for that device
-    monkeypatch.setattr(decoding, "device_loop", lambda *request: None)  # tested apart
+    monkeypatch.setattr(decoding, "runs_on_device", lambda *request: False)  # tested apart
     lade.config_lade(CUDA_GRAPH=1, USE_FLASH=uses_kernel, **LOOKAHEAD)
     for arguments in ({}, {"batch_size": 2, "padding": 5}):
         _, stats = generate(model, do_sample=False, **arguments)
@@ -200,8 +199,7 @@ def test_step_on_the_device(batch_size, uses_kernel, sampling, model, other_devi
             states = torch.zeros(batch_size, 2, 8, 12, device=META)
             cache.update(states, states, layer)
         cache.end_prefill(batch_size)
-        draws = None if sampling is None else empty_draws(shape, 61)
-        state = StepState(shape, cache, Reach(window=9), draws)
+        state = StepState(shape, cache, Reach(window=9), num_logits=61)
         copy_pool(NGramPool(4, 2, 61, META), state.pool)
         watched.reads.clear()
         saved = state.save()

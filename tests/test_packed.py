@@ -113,7 +113,7 @@ def test_wrong_products_would_be_seen(lade_on, products, monkeypatch):
     lade.config_lade(PACK=1)
     expected = generate_plain(model, prompt(), max_new_tokens=NEW)
     multiply = packed.multiply
-    monkeypatch.setattr(packed.Product, "_compare", lambda *_: True)
+    monkeypatch.setattr(packed.Product, "_compare", lambda *_: None)
     monkeypatch.setattr(packed, "multiply", lambda *arguments: -multiply(*arguments))
     found, _ = generate(model, prompt())
     assert not torch.equal(found, expected)
@@ -148,7 +148,7 @@ def test_one_different_bit_is_found():
         (copy,) = copies.values()
         product = packed.Product([layer], copy, packed.PackedProducts(copies, shared, is_exact=dtype == torch.float32))
         assert product.agrees(torch.randn(4, 64, dtype=dtype))
-        shared.agreements.clear()
+        shared.differences.clear()
         copy.packed = packed.pack([layer.weight * (1 + torch.finfo(dtype).eps)])
         assert product.agrees(torch.randn(4, 64, dtype=dtype)) == is_fine
 
@@ -252,7 +252,7 @@ def test_one_layer_and_several_are_compared_for_themselves(products, monkeypatch
     shadow = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=False))
     input = torch.randn(1, 5, 64).to(torch.bfloat16)
     shadow(input), shadow.other(input)
-    assert len(shared.agreements) == 2
+    assert len(shared.differences) == 2
 
 
 def test_layers_that_are_no_one_product(small):

@@ -97,7 +97,7 @@ def test_what_a_call_offers(graphs, monkeypatch):
 def test_the_window_is_not_padded():
     runner = BlockRunner(adapter_for(tiny_llama()))
     lade.config_lade(MODE="lookahead")
-    runner.use_static_shapes(current_config(), None, compiles=True, captures=False)
+    runner.use_static_shapes(current_config(), None, captures=False)
     assert runner.block_sizes(current_config()) is None
     lade.config_lade(MODE="tree", MAX_BLOCK=4)
     assert runner.block_sizes(current_config()) == (4,)

@@ -99,9 +99,9 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
     """The control of the test above: a cache that says how long the text is."""
     torch._dynamo.utils.counters.clear()
 
-    def call(self, inputs, forward):
-        inputs.cache.layers[0].length = self._buffers.cache.lengths[0]
-        return inputs.call(forward, self.model, self.keeps_rows, self.make_masks)
+    def call(self, inputs, forward, original=fixed.StaticForward.call):
+        inputs.cache.layers[0].length = self._lease._buffers.cache.lengths[0]
+        return original(self, inputs, forward)
 
     def update(self, *args, original=fixed_inputs.StaticSlotLayer.update, **kwargs):
         assert getattr(self, "length", 1) > 0
@@ -139,7 +139,7 @@ def test_a_cache_that_grows(model, monkeypatch):
 def test_sizes():
     assert [fixed.padded_nodes(n, 28) for n in (0, 7, 8, 16, 28)] == [7, 7, 15, 28, 28]
     assert [fixed.padded_nodes(n, 6) for n in (0, 6, 7, 40)] == [6, 6, 7, 63]
-    assert [fixed.padded_capacity(n) for n in (256, 257, 1000)] == [256, 512, 1024]
+    assert [kept.padded_capacity(n) for n in (256, 257, 1000)] == [256, 512, 1024]
 
 
 def test_failure_is_told_once_and_costs_nothing_more(model, monkeypatch):

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from lade.config import LookaheadConfig
+from lade.forward.buffer_pool import padded_capacity
 from lade.forward.runner import BlockRunner
-from lade.forward.static_shapes import TOO_MANY_SLOTS, asks_for_graphs, can_capture, graph_refusal, padded_capacity
+from lade.forward.static_shapes import (
+    TOO_MANY_SLOTS,
+    asks_for_graphs,
+    can_capture,
+    graph_refusal,
+    most_captured_slots,
+)
 from lade.kernels import MAX_HEAD_DIM, kernel_problem, unavailable_reason
 from lade.models.base import ModelAdapter
 from lade.stats import GenerationStats
@@ -44,11 +51,10 @@ def choose_forward(
         stats.cuda_graph_reason = reason or graph_refusal(config, model, num_new, num_rows)
         captures = stats.cuda_graph_reason is None
     choose_attention(runner, config, stats, key_mask, wanted, captures)
-    most_slots = runner.most_captured_slots(config)
-    if captures and most_slots is not None and padded_capacity(num_slots) > most_slots:
+    if captures and padded_capacity(num_slots) > most_captured_slots(config, runner.uses_kernel):
         captures, stats.cuda_graph_reason = False, TOO_MANY_SLOTS
     if reason is None and (compiles or captures):
-        runner.use_static_shapes(config, stats, compiles, captures)
+        runner.use_static_shapes(config, stats, captures)
     choose_packing(runner, config, stats, num_new)
 
 

@@ -15,7 +15,7 @@ def free_bytes(root: Path = Path("/")) -> int | None:
 
     root: the root of the file system, for tests.
     """
-    available = fields(root / "proc/meminfo", "MemAvailable:")
+    available = field(root / "proc/meminfo", "MemAvailable:")
     if available is None:
         return None
     return max(0, min([available * 1024, *left_in_groups(root)]))  # given in kB, which means KiB
@@ -23,39 +23,33 @@ def free_bytes(root: Path = Path("/")) -> int | None:
 
 def left_in_groups(root: Path) -> Iterator[int]:
     """The bytes left in each control group of the process with a limit, its parents included."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         mount, limit_name, usage_name, reclaimable = VERSION_1 if controllers else VERSION_2
-        folder = root / mount / path.strip("/")
+        top, group = root / mount, root / mount / path.strip("/")
+        folders = (group, *group.parents)
         # In a container the path is often the host's; only the topmost group is visible, the container's own.
-        while True:
+        for folder in folders[: folders.index(top) + 1]:
             limit, usage = number(folder / limit_name), number(folder / usage_name)
             if limit is not None and usage is not None:
-                yield limit - usage + (fields(folder / "memory.stat", reclaimable) or 0)
-            if folder == root / mount:
-                break
-            folder = folder.parent
+                yield limit - usage + (field(folder / "memory.stat", reclaimable) or 0)
 
 
 def number(path: Path) -> int | None:
     """The number in a file; None if the file is missing or contains "max"."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+    return next((int(line) for line in lines_of(path) if line.isdecimal()), None)
 
 
-def fields(path: Path, name: str) -> int | None:
+def field(path: Path, name: str) -> int | None:
     """The number after a name in a file of lines "name number"; None if missing."""
+    return next((int(line.split()[1]) for line in lines_of(path) if line.split()[:1] == [name]), None)
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file; none if it cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
+        return []

@@ -56,7 +56,6 @@ PRODUCT_TOLERANCE = 1e-5  # in float32, relative to the largest element; half pr
 # Layers of a module that have the same input, in the order in which they are called. gate_proj and up_proj do as
 # well, but calling a product as large as theirs is a small part of it.
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
-WAITING = "lade_products"  # attribute of an input: the parts of its products that their layers have not taken yet
 
 Weights = tuple[nn.Parameter, ...]  # of one product: of one layer, or of several that have the same input
 Key = tuple[int, ...]  # the weights' ids
@@ -81,7 +80,7 @@ def key_of(weights: Iterable[Tensor]) -> Key:
 
 
 def bytes_of(weights: Weights) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in weights)
+    return sum(weight.nbytes for weight in weights)
 
 
 @dataclass(slots=True)
@@ -108,8 +107,8 @@ class PackedWeights:
     """What a model's calls share."""
 
     copies: Copies = field(default_factory=dict)
-    # By shapes: whether packed products are as torch's.
-    agreements: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    # By shapes: how packed products differ from torch's, as a sentence; None where they do not.
+    differences: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
     apart: set[Key] = field(default_factory=set)  # weights of layers whose inputs were not the same
     num_asked: int = 0  # new tokens, since the weights have last changed
     num_changes: int = 0  # times that weights were found changed
@@ -125,11 +124,8 @@ class PackedWeights:
         with self.lock:
             self.num_asked += num_new
             if num_new < LEAST_NEW_TOKENS and not is_asked:
-                return (
-                    False,
-                    {},
-                    f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights",
-                )
+                too_short = f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights"
+                return False, {}, too_short
             self._drop_changed(num_new)
             least = TOKENS_BEFORE_PACKING << min(self.num_changes, MOST_DOUBLINGS)
             if self.num_asked < least and not is_asked:
@@ -150,21 +146,18 @@ class PackedWeights:
 
     def _drop_changed(self, num_new: int) -> None:
         current = {key: copy for key, copy in self.copies.items() if is_current(copy)}
-        if any(
-            source() is not None for key, copy in self.copies.items() if key not in current for source in copy.sources
-        ):
+        changed = [copy for key, copy in self.copies.items() if key not in current]
+        if any(source() is not None for copy in changed for source in copy.sources):
             self.num_changes += 1
             self.num_asked = num_new
         self.copies = {key: copy for key, copy in current.items() if key not in self.apart}
 
     def _pack(self, weights: Sequence[Weights], is_asked: bool) -> str | None:
         """Copy what is missing, the largest weights first. Returns why some still are, as a sentence."""
-        missing = []
-        for group in sorted(weights, key=lambda group: -bytes_of(group)):
+        for group in weights:
             if key_of(group) not in self.copies:
                 self.copies[key_of(group)] = PackedWeight.of(group)
-            if self.copies[key_of(group)].packed is None:
-                missing.append((group, self.copies[key_of(group)]))
+        missing = [group for group in weights if self.copies[key_of(group)].packed is None]
         if not missing:
             return None
         free = free_bytes()
@@ -172,8 +165,8 @@ class PackedWeights:
             return "how much memory is free is not known (PACK=1 packs all the same)"
         left = inf if free is None else free * (LARGEST_SHARE if is_asked else COMFORTABLE_SHARE)
         num_refused = 0
-        for group, copy in missing:
-            num_bytes = bytes_of(group)
+        for group in sorted(missing, key=bytes_of, reverse=True):
+            copy, num_bytes = self.copies[key_of(group)], bytes_of(group)
             if num_bytes > left:
                 num_refused += len(group)
                 continue
@@ -245,13 +238,7 @@ class PackedProducts:
     @property
     def refusal(self) -> str | None:
         """Why some products were torch's own, as a sentence, where comparing them has said so."""
-        found = [shape for (shape, *_), is_same in list(self.shared.agreements.items()) if not is_same]
-        if not found:
-            return None
-        rows, inputs, widths, *_, dtype = found[0]
-        product = f"the packed product of {rows} x {inputs} by {inputs} x {sum(widths)} in {str(dtype)[6:]}"
-        how = "is not within rounding of" if self.is_exact else "differs in its bits from"
-        return f"{product} {how} torch's own, which ran instead"
+        return next(filter(None, list(self.shared.differences.values())), None)
 
     def is_same(self, found: Tensor, expected: Tensor) -> bool:
         """Bit for bit in half precision, within rounding in float32.
@@ -272,14 +259,19 @@ class Product:
         self.copy, self.products = copy, products
         self.bias = self.biases[0] if len(layers) == 1 or self.biases[0] is None else torch.cat(self.biases)
         self.widths = tuple(layer.out_features for layer in layers)
-        self.is_taken = True  # whether the parts of the latest product have found their layers
         self.in_features, self.dtype = layers[0].in_features, layers[0].weight.dtype
-        self.key = key_of(self.weights)
+        # The latest product's input, and of each layer its part, until the last layer has taken it.
+        self.input: Tensor | None = None
+        self.parts: list[Tensor] = []
 
     def of(self, input: Tensor) -> Tensor:
         """input: [..., K]. Returns [..., the sum of the layers' N]."""
         assert self.copy.packed is not None
         return multiply(input, self.copy.packed, self.bias)
+
+    def separate(self) -> None:
+        """Let later calls pack these layers one by one."""
+        self.products.shared.apart.add(key_of(self.weights))
 
     def agrees(self, input: Tensor) -> bool:
         """Whether the packed product of such an input may stand for aten's. Compared when a shape is first met."""
@@ -290,25 +282,27 @@ class Product:
             return False
         if not input.is_contiguous():  # torch then rounds before it adds a bias
             return False
-        products = self.products
+        products, differences = self.products, self.products.shared.differences
         shape = (num_rows, self.in_features, self.widths, self.bias is not None, self.dtype)
-        key = (shape, input.dim(), torch.get_num_threads(), products.is_exact)
-        found = products.shared.agreements.get(key)
-        if found is None:
+        key = (*shape, input.dim(), torch.get_num_threads(), products.is_exact)
+        if key not in differences:
             began = perf_counter()
-            found = products.shared.agreements[key] = self._compare(input.shape)
+            differences[key] = self._compare(input.shape)
             products.seconds += perf_counter() - began
-        return found
+        return differences[key] is None
 
-    def _compare(self, shape: torch.Size) -> bool:
+    def _compare(self, shape: torch.Size) -> str | None:
+        """How the packed product of random inputs differs from torch's, as a sentence; None if it does not."""
         numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
         num_elements = shape[:-1].numel() * sum(self.widths)
         for _ in range(min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
             input = torch.randn(shape, generator=numbers).to(self.dtype)
             expected = torch.cat([linear(input, *layer) for layer in zip(self.weights, self.biases, strict=True)], -1)
             if not self.products.is_same(self.of(input), expected):
-                return False
-        return True
+                sizes = f"{shape[:-1].numel()} x {shape[-1]} by {shape[-1]} x {sum(self.widths)}"
+                how = "is not within rounding of" if self.products.is_exact else "differs in its bits from"
+                return f"the packed product of {sizes} in {str(self.dtype)[6:]} {how} torch's own, which ran instead"
+        return None
 
 
 class PackedLinear(nn.Linear):
@@ -332,32 +326,23 @@ class PartOfProduct(nn.Linear):
         """input: [..., K]. Returns [..., N], contiguous as an nn.Linear's output is."""
         product: Product = self.__dict__["product"]
         place: int = self.__dict__["place"]
-        if place == 0:
-            if not product.agrees(input):
-                return linear(input, self.weight, self.bias)
-            if not product.is_taken:
-                product.products.shared.apart.add(product.key)
-            product.is_taken = False
-            first, *others = [part.contiguous() for part in product.of(input).split(product.widths, -1)]
-            vars(input).setdefault(WAITING, {})[product.key] = others
-            return first
-        waiting = vars(input).get(WAITING, {})
-        others = waiting.get(product.key)
-        if others is None:
-            if product.agrees(input):
-                product.products.shared.apart.add(product.key)
+        if place == 0 and product.agrees(input):
+            if product.parts:  # those of the latest product were not all asked for
+                product.separate()
+            product.input = input
+            product.parts = [part.contiguous() for part in product.of(input).split(product.widths, -1)]
+        if product.input is not input:
+            if place > 0 and product.agrees(input):
+                product.separate()
             return linear(input, self.weight, self.bias)
-        found = others[place - 1]
-        if place == len(product.widths) - 1:  # the model may keep the tensor, or return it
-            product.is_taken = True
-            del waiting[product.key]
-            if not waiting:
-                delattr(input, WAITING)
+        found = product.parts[place]
+        if place == len(product.widths) - 1:
+            product.input, product.parts = None, []
         if place < product.copy.num_proven:
             return found
         expected = linear(input, self.weight, self.bias)
         if not product.products.is_same(found, expected):
-            product.products.shared.apart.add(product.key)
+            product.separate()
             return expected
         product.copy.num_proven += place == product.copy.num_proven
         return found

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import Block, masks_by_layer, packed_block_mask
+from lade.block.mask import Block
 from lade.compat import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
+from lade.forward.buffer_pool import padded_capacity
 from lade.forward.packed import PackedProducts, packed_model, packed_weights, packing_reason, weights_to_pack
-from lade.forward.static_inputs import DigestSettings
-from lade.forward.static_shapes import MOST_SLOTS_WITHOUT_KERNEL, StaticForward, padded_capacity, padded_nodes
+from lade.forward.static_inputs import DigestSettings, masks_of
+from lade.forward.static_shapes import StaticForward, padded_nodes
 from lade.kernels import kernel_problem, left_padding
 from lade.kernels.interface import NAME as KERNEL
 from lade.kernels.interface import unsupported_reason as kernel_unsupported_reason
@@ -26,18 +27,6 @@ from lade.models.shadow import shadow_model
 from lade.stats import GenerationStats
 from lade.verification.logits import LogitsDigest
 from lade.verification.race import Race
-
-FOREIGN_ATTENTION = "the model's attention is not transformers' own"  # so neither replaced nor captured
-
-
-def make_masks(adapter: ModelAdapter, uses_kernel: bool, block: Block, padding: Tensor | None) -> Any:
-    """The masks of `ModelAdapter.masks`, or packed ones for lade's kernel.
-
-    padding: [B] left-padding slots per row, for the kernel; None without any.
-    """
-    if not uses_kernel:
-        return adapter.masks(block)
-    return masks_by_layer(partial(packed_block_mask, block, padding), adapter.reaches)
 
 
 class BlockRunner:
@@ -61,14 +50,7 @@ class BlockRunner:
 
         key_mask: as in `Block`, for the whole call.
         """
-        adapter = self.adapter
-        if adapter.has_own_blocks:
-            return "this family's blocks need masks of their own"
-        if adapter.code.is_patched:
-            return "the kernel needs a changed view of the model, which a dispatched or patched model does not allow"
-        if adapter.code.functions:
-            return FOREIGN_ATTENTION
-        reason = kernel_unsupported_reason(adapter.model)
+        reason = self._own_code_reason() or kernel_unsupported_reason(self.adapter.model)
         if reason is not None:
             return reason
         if key_mask is not None:
@@ -80,13 +62,9 @@ class BlockRunner:
 
     def static_shapes_reason(self) -> str | None:
         """Why blocks cannot have static shapes, to be compiled or captured, as a sentence; None if they can."""
-        adapter = self.adapter
-        if adapter.has_own_blocks:
-            return "this family's blocks run on a changed view of the model"
-        if adapter.code.is_patched:
-            return "the model is dispatched or patched"
-        if adapter.code.functions:
-            return FOREIGN_ATTENTION
+        adapter, reason = self.adapter, self._own_code_reason()
+        if reason is not None:
+            return reason
         if adapter.code.is_hooked:
             return "the model has hooks, which compiled or captured forwards pass by"
         if not adapter.takes_positions:
@@ -97,23 +75,19 @@ class BlockRunner:
             return "rotary frequencies of this model depend on the length of the text"
         return None
 
-    def use_static_shapes(
-        self, config: LookaheadConfig, stats: GenerationStats, compiles: bool, captures: bool
-    ) -> None:
+    def _own_code_reason(self) -> str | None:
+        """Why the model's attention can be neither replaced, compiled nor captured, as a sentence; None if it can."""
+        adapter = self.adapter
+        if adapter.has_own_blocks:
+            return "this family's blocks run on a changed view of the model"
+        if adapter.code.is_patched:
+            return "the model is dispatched or patched"
+        return "the model's attention is not transformers' own" if adapter.code.functions else None
+
+    def use_static_shapes(self, config: LookaheadConfig, stats: GenerationStats, captures: bool) -> None:
         """Compile or capture blocks until that fails. stats: receives counts and reasons."""
-        full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
         self._static = StaticForward(
-            self.adapter.model,
-            self.model,
-            stats,
-            make_masks=partial(make_masks, self.adapter, self.uses_kernel),
-            keeps_rows=self.adapter.keeps_rows,
-            full_tree=full_tree,
-            compiles=compiles,
-            captures=captures,
-            num_tokens=None if config.uses_window else self.adapter.num_tokens,
-            follows_length=self.uses_kernel,
-            most_slots=self.most_captured_slots(config),
+            self.adapter, self.model, config, stats, uses_kernel=self.uses_kernel, captures=captures
         )
 
     def use_packed_weights(self, num_new: int, is_asked: bool) -> str | None:
@@ -141,10 +115,6 @@ class BlockRunner:
     def num_packed(self) -> tuple[int, int]:
         """The number of packed weights and the bytes of their copies."""
         return (0, 0) if self._products is None else (self._products.num_weights, self._products.num_bytes)
-
-    def most_captured_slots(self, config: LookaheadConfig) -> int | None:
-        """The most cache slots for which blocks are captured; None for no limit."""
-        return None if self.uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
 
     @property
     def captures(self) -> bool:
@@ -178,8 +148,7 @@ class BlockRunner:
         is_whole = (self.adapter.model.tp_size or 1) == 1
         if self._static is None or not is_whole:
             return self.make_cache(num_slots)
-        traits = (batch_size, repr(self.adapter.reaches), self.uses_kernel)
-        return self._static.take_cache(traits, num_slots, most_slots, self.make_cache)
+        return self._static.take_cache(num_slots, most_slots, batch_size)
 
     def use_digests(self, nan_column: int | None, temperature: float) -> None:
         """Settings of `digest`, known after the prompt's forward. nan_column: as in `BlockLogits`."""
@@ -199,10 +168,18 @@ class BlockRunner:
             return False
         return self.device == self.adapter.model.device  # draws are made on the prompt's
 
-    def release(self) -> None:
-        """Return the cache and graphs to the pool, after a call that succeeded and whose cache is no longer read."""
+    def finish(self, stats: GenerationStats) -> None:
+        """Record in `stats` what self-checks refused, and return the cache and graphs to the pool.
+
+        After a call that succeeded and whose cache is no longer read.
+        """
         if self._static is not None:
             self._static.release()
+        problem = kernel_problem(self.adapter.model.device, self.adapter.dtype) if self.uses_kernel else None
+        if problem is not None:
+            stats.used_kernel, stats.kernel_reason = False, problem
+        if self._products is not None and stats.packing_reason is None:
+            stats.packing_reason = self._products.refusal
 
     # The forward.
 
@@ -215,12 +192,10 @@ class BlockRunner:
         """
         if self._products is not None:
             self._products.seconds = 0.0
-        static, num_tokens = self._static, block.tokens.shape[1]
+        static = self._static
         if static is not None and wanted:
             static.turn_off(f"{min(wanted)} asks for more than the compiled forward returns")
         if static is not None and static.is_on:
-            static.make_room(cache, max(cache.lengths) + num_tokens)
-            cache.make_room(num_tokens)
             eager = partial(self.eager_forward, block, cache)
             logits = static.logits(block, cache, self.padding, lambda: eager().logits, race)
             if logits is not None:
@@ -229,17 +204,18 @@ class BlockRunner:
 
     def eager_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
         """The eager forward over a block. wanted: as for `forward`."""
-        block = self.adapter.begin_block(block.to(self.device), cache)
-        return self.ordinary_forward(block, cache, **wanted)
-
-    def ordinary_forward(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
-        """The eager forward over a block that `cache` has room for. wanted: as for `forward`."""
-        masks = make_masks(self.adapter, self.uses_kernel, block, self.padding)
-        return self.adapter.ordinary_forward(block, cache, self.model, masks, **wanted)
+        adapter = self.adapter
+        block = adapter.begin_block(block.to(self.device), cache)
+        if self.uses_kernel:
+            masks = masks_of(block, adapter.dtype, adapter.reaches, True, self.padding)
+        else:
+            masks = adapter.masks(block)
+        return adapter.ordinary_forward(block, cache, self.model, masks, **wanted)
 
     def padded_nodes(self, num_nodes: int) -> int:
         """The number of nodes, padding included, that a tree takes in the block."""
-        return num_nodes if self._static is None else self._static.padded_nodes(num_nodes)
+        static = self._static
+        return padded_nodes(num_nodes, static.full_tree) if static is not None and static.is_on else num_nodes
 
     def block_sizes(self, config: LookaheadConfig) -> tuple[int, ...] | None:
         """The block sizes in tokens that trees are padded to; None without padding."""
@@ -254,14 +230,3 @@ class BlockRunner:
         if self._products is not None:
             return self._products.seconds
         return 0.0 if self._static is None or not self._static.is_on else self._static.preparing_seconds
-
-    def check_products(self, stats: GenerationStats) -> None:
-        """Record in `stats` why packed products failed their self-check at a shape's first use."""
-        if self._products is not None and stats.packing_reason is None:
-            stats.packing_reason = self._products.refusal
-
-    def check_kernel(self, stats: GenerationStats) -> None:
-        """Record in `stats` why the kernel failed its self-check on the call's blocks."""
-        problem = kernel_problem(self.adapter.model.device, self.adapter.dtype) if self.uses_kernel else None
-        if problem is not None:
-            stats.used_kernel, stats.kernel_reason = False, problem

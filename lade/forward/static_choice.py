@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.forward.buffer_pool import padded_capacity
 from lade.forward.graphs import NotCompiled
 from lade.forward.static_inputs import NUM_CHECKS, SAMPLED, Outputs
 from lade.verification.race import Race, winners
 
-LEAST_PLACES = 16  # tokens that a graph has room for the draws of; doubled until a step's fit
+LEAST_PLACES = 16  # tokens that a graph has room for the draws of; the next power of two where a step needs more
 
 
 class StaticChoice:
@@ -27,9 +28,7 @@ class StaticChoice:
     def __init__(self, outputs: Outputs, draw_rows: Tensor, race: Race) -> None:
         """outputs: of the captured forward. draw_rows: [B, R] where `Race.index` arrives. race: the first one."""
         logits, packed = outputs
-        num_places = LEAST_PLACES
-        while num_places < len(race.draws):
-            num_places *= 2
+        num_places = padded_capacity(max(LEAST_PLACES, len(race.draws)))
         shape = (num_places * len(logits), logits.shape[-1])
         self.draws = torch.ones(shape, dtype=torch.float32, device=logits.device)
         self._sampled, self._parts = packed[..., SAMPLED], (race.sampling, logits, self.draws, draw_rows)

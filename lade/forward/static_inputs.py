@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import Block
+from lade.block.mask import Block, Reach, block_mask, masks_by_layer, packed_block_mask
 from lade.compat import CacheLayer
 from lade.drafting.likeliest import likeliest
 from lade.transfer import HOST, Landing, Parcel
@@ -22,7 +22,6 @@ from lade.verification.race import Race, Sampling
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
-MakeMasks = Callable[[Block, Tensor], Masks]  # block, padding [B] -> masks over all slots of the cache
 Outputs = tuple[Tensor, ...]  # logits [B, R, V], and what `packed_digest` returns of them where that is wanted
 NUM_SINGLE, SAMPLED = 3, 2  # columns of a packed digest before the ids, and which of them holds sampled tokens
 NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with different ones
@@ -59,13 +58,8 @@ class StaticSlotLayer(CacheLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """key_states, value_states: [B, H, q, D]. Returns keys and values of all slots, [B, H, C, D]."""
-        if len(self.slots) == 1:
-            self.keys.index_copy_(2, self.slots[0], key_states)
-            self.values.index_copy_(2, self.slots[0], value_states)
-        else:
-            index = self.slots[:, None, :, None]  # [B, 1, q, 1]
-            self.keys.scatter_(2, index.expand_as(key_states), key_states)
-            self.values.scatter_(2, index.expand_as(value_states), value_states)
+        write_slots(self.keys, self.slots, key_states)
+        write_slots(self.values, self.slots, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -76,6 +70,33 @@ class StaticSlotLayer(CacheLayer):
 
     def get_max_length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
+
+
+def write_slots(states: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Write new keys or values [B, H, k, D] to slots [B, k] of a layer's states [B, H, C, D]."""
+    if len(slots) == 1:
+        states.index_copy_(2, slots[0], new)
+    else:
+        states.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+
+
+def static_view(cache: LookaheadCache, slots: Tensor) -> Cache:
+    """A cache of the same memory that is written at slots [B, q] and knows no length."""
+    layers: list[Any] = [
+        StaticSlotLayer(getattr(layer, "keys", None), getattr(layer, "values", None), slots) for layer in cache.layers
+    ]
+    return Cache(layers=layers)
+
+
+def masks_of(
+    block: Block, dtype: torch.dtype, reaches: Reach | dict[str, Reach], uses_kernel: bool, padding: Tensor | None
+) -> Masks:
+    """The masks of `ModelAdapter.masks`, or packed ones for lade's kernel.
+
+    padding: [B] left-padding slots per row, for the kernel; None without any.
+    """
+    make = partial(packed_block_mask, block, padding) if uses_kernel else partial(block_mask, block, dtype)
+    return masks_by_layer(make, reaches)
 
 
 def plain_forward(
@@ -103,7 +124,7 @@ class StaticInputs:
         batch_size = len(block.tokens)
         self._step = Parcel(step_inputs(block, cache, NO_DIGEST), device)  # what changes in each step
         sent = self._step.tensors
-        self.slots, self._digest_settings = sent["slots"], (sent["nan_column"], sent["temperature"])
+        self.slots, self._nan_column, self._temperature = sent["slots"], sent["nan_column"], sent["temperature"]
         self.draw_rows = sent["draw_rows"]  # [B, R] of `StaticChoice.draws`
         self.padding = torch.zeros(batch_size, dtype=torch.int32, device=device)  # slots before each row's first token
         self.block = Block(
@@ -117,25 +138,21 @@ class StaticInputs:
             capacity=cache.capacity,
             start_slots=sent["starts"],
         )
-        self._call: object | None = None  # the call whose padding is known here
-        layers: list[Any] = [
-            StaticSlotLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
-            for layer in cache.layers
-        ]
-        self.cache = Cache(layers=layers)
+        self._has_begun = False  # whether the padding is that of the call under way
+        self.cache = static_view(cache, self.slots)
         self.replay: Callable[[], Outputs] | None = None  # replays the CUDA graph that reads these inputs
         self.checks_left = NUM_CHECKS  # replays of that graph still to be compared
         self.choices: dict[Sampling, Any] = {}  # a `StaticChoice` for each kind of sampling, most recently used last
         self._landing: Landing | None = None
 
-    def begin_call(self, call: object, key_mask: Tensor | None, padding: Tensor | None) -> None:
+    def begin_call(self, key_mask: Tensor | None, padding: Tensor | None) -> None:
         """Set what stays the same during a call, at the first block of it. key_mask: as in `Block`.
 
-        call: identifies the call. padding: [B] slots before each row's first token, for the kernel; None without any.
+        padding: [B] slots before each row's first token, for the kernel; None without any.
         """
-        if self._call is call:
+        if self._has_begun:
             return
-        self._call = call
+        self._has_begun = True
         assert self.block.key_mask is not None
         self.block.key_mask.fill_(True)
         if key_mask is not None:
@@ -143,19 +160,23 @@ class StaticInputs:
         self.padding.zero_() if padding is None else self.padding.copy_(padding)
 
     def end_call(self) -> None:
-        self._call = None
+        self._has_begun = False
 
     def fill(self, block: Block, cache: LookaheadCache, settings: DigestSettings, race: Race | None = None) -> None:
         """Send a block to the device: one copy, if it lies on the host. race: of the tokens after its logits' rows."""
         self._step.fill(step_inputs(block, cache, settings, race))
 
-    def call(self, forward: Forward, model: Any, keeps_rows: bool, make_masks: MakeMasks) -> Tensor:
-        masks, block = make_masks(self.block, self.padding), self.block
-        return forward(model, keeps_rows, block.tokens, block.positions, masks, block.logit_rows, self.cache)
-
     def packed_digest(self, logits: Tensor, num_tokens: int | None) -> Tensor:
-        """As `packed_digest`, with the settings that were sent."""
-        return packed_digest(logits, *self._digest_settings, num_tokens)
+        """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K] int32, without a copy to the host.
+
+        num_tokens: ids that have an embedding.
+        """
+        is_nan = logits.index_select(-1, self._nan_column).isnan()  # [B, R, 1]
+        sampled = torch.full_like(is_nan, -1, dtype=torch.int32)  # see `StaticChoice`
+        values, ids = likeliest(logits[..., :num_tokens].flatten(0, 1), self._temperature)  # [B * R, K]
+        chances, shape = values.view(torch.int32), (*logits.shape[:2], -1)
+        parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(shape)]
+        return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
 
     def start_digest(self, packed: Tensor) -> None:
         """Begin to copy what `packed_digest` returned to the host."""
@@ -165,7 +186,10 @@ class StaticInputs:
 
     def read_digest(self) -> LogitsDigest:
         assert self._landing is not None
-        return unpacked_digest(self._landing.read())
+        packed = self._landing.read()
+        ids, bits = np.split(packed[..., NUM_SINGLE:], 2, axis=-1)
+        chances = np.ascontiguousarray(bits).view(np.float32)
+        return LogitsDigest(packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, chances)
 
 
 def step_inputs(
@@ -188,37 +212,14 @@ def step_inputs(
     }
 
 
-def packed_digest(logits: Tensor, nan_column: Tensor, temperature: Tensor, num_tokens: int | None) -> Tensor:
-    """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K] int32, without a copy to the host.
-
-    nan_column: [1]. temperature: [] float32. num_tokens: ids that have an embedding.
-    """
-    is_nan = logits.index_select(-1, nan_column).isnan()  # [B, R, 1]
-    sampled = torch.full_like(is_nan, -1, dtype=torch.int32)  # see `StaticChoice`
-    chances, ids = likeliest(logits[..., :num_tokens].flatten(0, 1), temperature)  # [B * R, K]
-    shape = (*logits.shape[:2], -1)
-    parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(torch.int32).view(shape)]
-    return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
-
-
 def same_digest(found: Tensor, expected: Tensor) -> bool:
     """Whether two packed digests say the same, but for the order of tokens that are equally likely."""
-    start, end = NUM_SINGLE, NUM_SINGLE + (found.shape[-1] - NUM_SINGLE) // 2  # of the ids
-    chances = expected[..., end:]
-    if not (torch.equal(found[..., :start], expected[..., :start]) and torch.equal(found[..., end:], chances)):
-        return False
-    is_tied = torch.zeros_like(chances, dtype=torch.bool)
-    is_tied[..., -1] = True  # with one that is left out, perhaps
-    equal = chances[..., 1:] == chances[..., :-1]
-    is_tied[..., 1:] |= equal
-    is_tied[..., :-1] |= equal
-    is_tied |= chances == chances[..., -1:]
-    return bool((is_tied | (found[..., start:end] == expected[..., start:end])).all())
+    is_same = torch.equal(found[..., :NUM_SINGLE], expected[..., :NUM_SINGLE])
+    return is_same and torch.equal(likeliest_in_order(found), likeliest_in_order(expected))
 
 
-def unpacked_digest(packed: npt.NDArray[np.int32]) -> LogitsDigest:
-    """packed: of `packed_digest`."""
-    ids, bits = np.split(packed[..., NUM_SINGLE:], 2, axis=-1)
-    return LogitsDigest(
-        packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, np.ascontiguousarray(bits).view(np.float32)
-    )
+def likeliest_in_order(packed: Tensor) -> Tensor:
+    """Chance and id of each likely token of a packed digest as one number, [B, R, K], in the order of these."""
+    ids, chances = packed[..., NUM_SINGLE:].long().chunk(2, dim=-1)
+    ids = ids.where(chances > chances[..., -1:], 0)  # the last one's chance may be that of others, too
+    return (chances << 32 | ids).sort(dim=-1).values

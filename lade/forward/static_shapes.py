@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -19,23 +20,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lade.block.kv_cache import LookaheadCache, least_capacity
+from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
 from lade.compat import is_out_of_memory
 from lade.config import LookaheadConfig
-from lade.forward.buffer_pool import PooledBuffers, acquire, has_captured, release
+from lade.forward.buffer_pool import Lease, PooledBuffers, has_captured
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
 from lade.forward.static_choice import StaticChoice
 from lade.forward.static_inputs import (
     NO_DIGEST,
     Forward,
-    MakeMasks,
     Outputs,
     StaticInputs,
+    masks_of,
     plain_forward,
     same_digest,
 )
+from lade.models.base import ModelAdapter
 from lade.state import PerModel
 from lade.stats import GenerationStats
 from lade.tolerance import logits_error
@@ -58,8 +60,8 @@ KEPT_CHOICES = 4  # the most recently used kinds of sampling behind one of these
 KEPT_SHAPES = 8  # the most recently used graphs of one cache that are kept in the pool
 SMALLEST_TREE = 8  # nodes with the root; larger trees are padded to the next power of two
 
-# Per model and shape: the compiled forward, or a sentence why compilation failed.
-_compiled: PerModel[dict[Hashable, Forward | str]] = PerModel(dict)
+# Per model and shape: the compiled forward or step, or a sentence why compilation failed.
+_compiled: PerModel[dict[Hashable, Any]] = PerModel(dict)
 compiling = threading.Lock()  # torch.compile is not thread-safe
 # Why a model's forwards ("forward") or steps ("step") could not be captured; automatic settings do not retry.
 _not_capturable: PerModel[dict[str, str]] = PerModel(dict)
@@ -71,11 +73,6 @@ def padded_nodes(num_nodes: int, full: int) -> int:
     while size < num_nodes + 1:
         size *= 2
     return min(size - 1, full) if num_nodes <= full else size - 1
-
-
-def padded_capacity(num_slots: int) -> int:
-    """The next power of two, so that calls of similar lengths share compiled forwards."""
-    return 1 << (num_slots - 1).bit_length()
 
 
 def can_capture(device: torch.device) -> bool:
@@ -119,6 +116,26 @@ def remember_failure(model: PreTrainedModel, what: str, problem: Exception) -> s
     return reason
 
 
+def most_captured_slots(config: LookaheadConfig, uses_kernel: bool) -> float:
+    """The most cache slots for which blocks are captured."""
+    return inf if uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
+
+
+def compiled_once(model: PreTrainedModel, key: Hashable, make: Callable[[], Any]) -> Any:
+    """What `make` compiles, once per model and key. Raises NotCompiled where that failed, and does not retry."""
+    with compiling:
+        known = _compiled.of(model)
+        if key not in known:
+            try:
+                known[key] = make()
+            except Exception as problem:  # compilers raise anything; the model's own errors recur in the eager forward
+                known[key] = in_short(problem)
+        found = known[key]
+    if isinstance(found, str):
+        raise NotCompiled(found)
+    return found
+
+
 @dataclass(slots=True, eq=False)
 class Buffers(PooledBuffers):
     """The buffers of one call's blocks. inputs: by shape, most recently used last, for the cache at `capacity`."""
@@ -126,7 +143,7 @@ class Buffers(PooledBuffers):
     capacity: int = 0
     inputs: dict[Hashable, StaticInputs] = field(default_factory=dict)
 
-    def replays(self) -> Iterable[Any]:
+    def replays(self) -> list[Any]:
         found = [inputs for inputs in self.inputs.values() if inputs.replay is not None]
         return [replay for inputs in found for replay in (inputs.replay, *inputs.choices.values())]
 
@@ -134,6 +151,14 @@ class Buffers(PooledBuffers):
         """Drop the graphs that sample: they are captured again sooner than the forwards."""
         for inputs in self.inputs.values():
             inputs.choices.clear()
+
+    def end_call(self) -> None:
+        """Keep the shapes used last, of those that are captured."""
+        self.drop_stale()
+        captured = [(shape, inputs) for shape, inputs in self.inputs.items() if inputs.replay is not None]
+        self.inputs = dict(captured[-KEPT_SHAPES:])
+        for inputs in self.inputs.values():
+            inputs.end_call()
 
     def drop_stale(self) -> None:
         """Drop inputs and graphs that refer to the storage of the cache before it grew."""
@@ -147,37 +172,30 @@ class StaticForward:
 
     def __init__(
         self,
-        owner: PreTrainedModel,
+        adapter: ModelAdapter,
         model: Any,
+        config: LookaheadConfig,
         stats: GenerationStats,
         *,
-        make_masks: MakeMasks,
-        keeps_rows: bool,
-        full_tree: int,
-        compiles: bool,
+        uses_kernel: bool,
         captures: bool,
-        num_tokens: int | None = None,
-        follows_length: bool = False,
-        most_slots: int | None = None,
     ) -> None:
-        """owner: the user's model. model: runs the blocks, the same or a shadow model.
+        """adapter: of the user's model. model: runs the blocks, the same or a shadow model.
 
-        stats: receives counts and reasons. make_masks: must not refer to this object. keeps_rows: whether the model
-        takes `logits_to_keep`. full_tree: the usual largest number of tree nodes. num_tokens: ids that have an
-        embedding, for a captured forward to compute the digest of its logits; None for logits alone. follows_length:
-        whether a block's cost depends on the text's length rather than the cache's capacity. most_slots: the most
-        cache slots for which blocks are captured; None for no limit.
+        stats: receives counts and reasons. uses_kernel: whether the model's attention is lade's kernel. captures:
+        whether blocks are captured.
         """
-        self.owner, self.model, self.stats = owner, model, stats
-        self.make_masks, self.keeps_rows, self.full_tree = make_masks, keeps_rows, full_tree
-        self.compiles, self.captures = compiles, captures
-        self.num_tokens, self.follows_length, self.most_slots = num_tokens, follows_length, most_slots
-        self.samples = captures and num_tokens is not None and capture_failure(owner, "choice") is None
+        self.adapter, self.owner, self.model, self.stats = adapter, adapter.model, model, stats
+        self.uses_kernel, self.compiles, self.captures = uses_kernel, config.compile, captures
+        # The usual largest number of tree nodes.
+        self.full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
+        # Ids that have an embedding, for a captured forward to compute the digest of its logits; None for logits alone.
+        self.num_tokens = None if config.uses_window else adapter.num_tokens
+        self.most_slots = most_captured_slots(config, uses_kernel)
+        self.samples = captures and self.num_tokens is not None and capture_failure(self.owner, "choice") is None
         self.digest_settings = NO_DIGEST
         self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
-        self._buffers: Buffers | None = None
-        self._most_capacity: int | None = None
-        self._call = object()
+        self._lease = Lease(Buffers, self.owner, uses_kernel)
         self._digest_at: StaticInputs | None = None  # where the digest of the latest block arrives
         self._digest: LogitsDigest | None = None
 
@@ -201,65 +219,18 @@ class StaticForward:
         self.compiles = self.captures = False
         self._digest_at = self._digest = None  # of a block before
 
-    def take_cache(
-        self, traits: Hashable, num_slots: int, most_slots: int, new_cache: Callable[[int], LookaheadCache]
-    ) -> LookaheadCache:
-        """An empty cache for a call: a pooled one that CUDA graphs read and that fits, or a new one.
-
-        traits: further properties that graphs depend on. num_slots: the slots that the call starts with. most_slots:
-        the most that it may need.
-        """
-        least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
-        if not self.captures:
-            return new_cache(least)
-        model, device = self.model, self.owner.device
-        attention = model.config._attn_implementation
-        code = (self.keeps_rows, model.dtype, attention, self.compiles, BACKEND if self.compiles else None)
-        key = (traits, *code, self.num_tokens, device, numerics(device), fingerprint(self.owner))
-        self._most_capacity = None if self.follows_length else most
-        self._buffers = acquire(Buffers, self.owner, key, least, self._most_capacity)
-        if self._buffers is None:
-            self._buffers = Buffers(key, new_cache(least))
-        return self._buffers.cache
-
-    def make_room(self, cache: LookaheadCache, num_slots: int) -> None:
-        """Move the call to larger buffers if `cache` must grow for num_slots slots.
-
-        The present storage and its graphs go to the pool for shorter calls. The larger buffers are pooled ones if any
-        fit.
-        """
-        buffers = self._buffers
-        if num_slots <= cache.capacity or buffers is None or buffers.cache is not cache:
-            return
-        if buffers.key is None or not buffers.replays():
-            return
-        capacity = padded_capacity(num_slots)
-        larger = acquire(Buffers, self.owner, buffers.key, capacity, self._most_capacity)
-        if larger is None:
-            larger = Buffers(buffers.key, cache.like(capacity), capacity=capacity)
-        cache.exchange(larger.cache)
-        buffers.inputs, larger.inputs = larger.inputs, buffers.inputs
-        buffers.capacity, larger.capacity = cache.capacity, larger.cache.capacity
-        self._keep(larger)
+    def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
+        """As `BlockRunner.take_cache`."""
+        adapter, model, device = self.adapter, self.model, self.owner.device
+        key = None
+        if self.captures:
+            code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(self.owner))
+            key = (batch_size, repr(adapter.reaches), self.num_tokens, device, numerics(device), *code)
+        return self._lease.begin(key, num_slots, most_slots, adapter.make_cache)
 
     def release(self) -> None:
         """Return the call's graphs to the pool, with the cache and inputs that they read."""
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None and buffers.key is not None:
-            self._keep(buffers)
-
-    def _keep(self, buffers: Buffers) -> None:
-        buffers.drop_stale()
-        captured = [(shape, inputs) for shape, inputs in buffers.inputs.items() if inputs.replay is not None]
-        buffers.inputs = dict(captured[-KEPT_SHAPES:])
-        for inputs in buffers.inputs.values():
-            inputs.end_call()
-        if buffers.inputs:
-            release(self.owner, buffers)
-
-    def padded_nodes(self, num_nodes: int) -> int:
-        """The number of nodes, padding included, that a tree takes in the block."""
-        return padded_nodes(num_nodes, self.full_tree) if self.is_on else num_nodes
+        self._lease.end()
 
     def logits(
         self,
@@ -269,17 +240,19 @@ class StaticForward:
         ordinary: Callable[[], Tensor],
         race: Race | None = None,
     ) -> Tensor | None:
-        """Logits [B, R, V] of a block for which `cache` has room; None if the eager forward must run.
+        """Logits [B, R, V] of a block; None if the eager forward must run. `cache` has room for the block afterwards.
 
         padding: [B] slots before each row's first token, for the kernel. ordinary: the eager forward, run for
         comparison on the first blocks of each new shape. race: decides the tokens of `digest.sampled`; None for none.
         """
         self.preparing_seconds, self._digest_at, self._digest = 0.0, None, None
-        if self.captures and self.most_slots is not None and cache.capacity > self.most_slots:
+        cache.check_room(max(cache.lengths) + 1)
+        buffers = self._lease.with_room(cache, max(cache.lengths) + block.tokens.shape[1])
+        if self.captures and cache.capacity > self.most_slots:
             self.captures, self.stats.cuda_graph_reason = False, TOO_MANY_SLOTS
         if not self.is_on:
             return None
-        inputs = self._fixed_inputs(block, cache, padding, race)
+        inputs = self._fixed_inputs(buffers, block, padding, race)
         forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
         logits = self._captured(inputs, forward, ordinary, race) if self.captures else None
         self.stats.captured_steps += logits is not None
@@ -290,7 +263,11 @@ class StaticForward:
 
     def call(self, inputs: StaticInputs, forward: Forward) -> Tensor:
         """Run the forward without a graph."""
-        return inputs.call(forward, self.model, self.keeps_rows, self.make_masks)
+        block, adapter = inputs.block, self.adapter
+        masks = masks_of(block, adapter.dtype, adapter.reaches, self.uses_kernel, inputs.padding)
+        return forward(
+            self.model, adapter.keeps_rows, block.tokens, block.positions, masks, block.logit_rows, inputs.cache
+        )
 
     def with_digest(self, inputs: StaticInputs, forward: Forward) -> Outputs:
         """What is captured."""
@@ -302,60 +279,36 @@ class StaticForward:
         assert inputs.replay is not None
         return inputs.replay()
 
-    def _fixed_inputs(
-        self, block: Block, cache: LookaheadCache, padding: Tensor | None, race: Race | None
-    ) -> StaticInputs:
+    def _fixed_inputs(self, buffers: Buffers, block: Block, padding: Tensor | None, race: Race | None) -> StaticInputs:
         """The static inputs of this shape, filled with this block."""
-        if self._buffers is None or self._buffers.cache is not cache:
-            self._buffers = Buffers(None, cache)
-        self._buffers.drop_stale()
-        known = self._buffers.inputs
-        shape = (block.positions.shape, block.logit_rows.shape)
-        inputs = known.pop(shape, None) or StaticInputs(block, cache, self.owner.device)
-        inputs.begin_call(self._call, block.key_mask, padding)
-        inputs.fill(block, cache, self.digest_settings, race)
-        known[shape] = inputs
+        buffers.drop_stale()
+        shape = shape_of(block)
+        inputs = buffers.inputs.pop(shape, None) or StaticInputs(block, buffers.cache, self.owner.device)
+        inputs.begin_call(block.key_mask, padding)
+        inputs.fill(block, buffers.cache, self.digest_settings, race)
+        buffers.inputs[shape] = inputs
         return inputs
 
     def _key(self, inputs: StaticInputs) -> Hashable:
-        assert self._buffers is not None
-        return (
-            inputs.block.positions.shape,
-            inputs.block.logit_rows.shape,
-            self._buffers.capacity,
-            self.model.dtype,
-            inputs.block.tokens.device,
-            self.model.config._attn_implementation,
-            BACKEND,
-        )
+        block, attention = inputs.block, self.model.config._attn_implementation
+        return (*shape_of(block), block.capacity, self.model.dtype, block.tokens.device, attention)
 
     def _compiled(self, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> Forward:
         """The forward compiled for this shape and checked against the eager one; the eager one after a failure."""
-        key = self._key(inputs)
         try:
-            with compiling:
-                known = _compiled.of(self.owner)
-                found = known.get(key)
-                if found is None:
-                    found = known[key] = self._compile(inputs, ordinary)
-            if isinstance(found, str):
-                raise NotCompiled(found)
-        except Exception as problem:  # compilers raise anything; the model's own errors recur in the eager forward
-            self._not_compiled(inputs, problem)
+            found: Forward = compiled_once(self.owner, self._key(inputs), partial(self._compile, inputs, ordinary))
+            return found
+        except NotCompiled as problem:
+            self.compiles, self.stats.compile_reason = False, str(problem)
             return plain_forward
-        return found
 
     def _run_compiled(self, inputs: StaticInputs, forward: Forward) -> Tensor | None:
         try:
             return self.call(inputs, forward)
-        except Exception as problem:
-            self._not_compiled(inputs, problem)
+        except Exception as problem:  # stored, so that no later call retries
+            self.stats.compile_reason = _compiled.of(self.owner)[self._key(inputs)] = in_short(problem)
+            self.compiles = False
             return None
-
-    def _not_compiled(self, inputs: StaticInputs, problem: Exception) -> None:
-        """Store the failure, so that no later call retries."""
-        self.stats.compile_reason = _compiled.of(self.owner)[self._key(inputs)] = in_short(problem)
-        self.compiles = False
 
     def _compile(self, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> Forward:
         """Compile by running once. The cache ends as the eager forward leaves it, up to rounding."""
@@ -390,8 +343,7 @@ class StaticForward:
         except Exception as problem:
             self.stats.cuda_graph_reason = remember_failure(self.owner, "forward", problem)
             self.captures = False
-            if self._buffers is not None:
-                self._buffers.key = None  # must not be reused by a later call
+            self._lease.drop()
             return None
 
     def _check_graph(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> None:
@@ -442,6 +394,10 @@ class StaticForward:
                 choice.graph = capture(choice.call)
         self.replay(inputs)  # which leaves nothing of what the capture has written
         choice.check()
+
+
+def shape_of(block: Block) -> tuple[torch.Size, ...]:
+    return block.positions.shape, block.logit_rows.shape
 
 
 def in_short(problem: Exception) -> str:

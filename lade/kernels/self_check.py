@@ -65,13 +65,7 @@ def checked(
 
 
 def variant_of(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    softcap: float | None,
-    sinks: Tensor | None,
-    **_: Any,
+    query: Tensor, keys: Tensor, values: Tensor, *, softcap: float | None, sinks: Tensor | None, **_: Any
 ) -> Hashable:
     """Everything by which Triton compiles another kernel, and the number of splits; without the cache's capacity."""
     group = query.shape[1] // keys.shape[1]

@@ -122,4 +122,4 @@ def fake_step(sampling=None):
         for layer in range(2):
             states = torch.zeros(2, 2, 8, 12)
             cache.update(states, states, layer)
-        return device_step.step(model, StepState(shape, cache, Reach(), torch.ones(7, 2, 61)))
+        return device_step.step(model, StepState(shape, cache, Reach(), num_logits=61))

@@ -8,7 +8,7 @@ read. A graph and the buffers that it reads are reused by later calls of the sam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.block.kv_cache import LookaheadCache, least_capacity
+from lade.block.kv_cache import LookaheadCache
 from lade.config import LookaheadConfig
 from lade.drafting.ngram_pool import copy_pool
-from lade.forward.buffer_pool import PooledBuffers, acquire, release
+from lade.forward.buffer_pool import Lease, PooledBuffers
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
-from lade.forward.on_device.sampling import REFUSED, DrawRing, empty_draws, hand_back, sampling_of
+from lade.forward.on_device.sampling import REFUSED, DrawRing, hand_back, sampling_of
 from lade.forward.on_device.step import NO_TOKEN, StepShape, StepState, fill, lay_out, progress, step
 from lade.forward.runner import BlockRunner
 from lade.forward.static_shapes import (
@@ -31,15 +31,14 @@ from lade.forward.static_shapes import (
     can_capture,
     capture_failure,
     compile_copy,
-    compiling,
+    compiled_once,
     in_short,
-    padded_capacity,
+    most_captured_slots,
     remember_failure,
 )
-from lade.state import PerModel
 from lade.stats import GenerationStats
 from lade.tolerance import logits_error
-from lade.verification.race import Sampling
+from lade.transfer import Landing
 from lade.verification.selection import GreedySelection, Selection
 
 # Block tokens of all rows for which a GPU takes hardly longer than for one: it is bound by reading the weights.
@@ -47,58 +46,40 @@ FREE_TOKENS = {torch.float16: 512, torch.bfloat16: 512}
 FREE_TOKENS_OTHERWISE = 64
 TRIAL_STEPS = 3  # the most steps that preparation runs before it restores the state
 
-Step = Callable[[Any, StepState], Tensor]
-_compiled: PerModel[dict[Hashable, Step | str]] = PerModel(dict)
-
 
 @dataclass(slots=True, eq=False)
 class Buffers(PooledBuffers):
-    """The buffers of steps. state, draws: None until a call's first step. replay: None without a CUDA graph."""
+    """The buffers of steps. state: None until a call's first step. replay: None without a CUDA graph."""
 
     state: StepState | None = None
-    draws: Tensor | None = None  # [R, B, V], for sampling
     replay: Callable[[], Tensor] | None = None
 
-    def replays(self) -> Iterable[Any]:
-        return () if self.replay is None else (self.replay,)
+    def replays(self) -> list[Any]:
+        return [] if self.replay is None else [self.replay]
 
 
-def device_loop(
-    runner: BlockRunner,
-    config: LookaheadConfig,
-    selection: Selection,
-    drafter: Any,
-    stats: GenerationStats,
-    key_mask: Tensor | None,
-    positions: Tensor | None,
-) -> DeviceLoop | None:
-    """A `DeviceLoop` for the call; None if the call needs the host between steps, or would not gain.
-
-    drafter: that of the settings. key_mask: [B, P] bool, False for padding. positions: of the prompt, [B or 1, P], or
-    several such along a first dimension.
-    """
-    adapter = runner.adapter
-    device, sequences = adapter.model.device, selection.sequences
-    sampling = sampling_of(selection)
+def runs_on_device(
+    runner: BlockRunner, config: LookaheadConfig, selection: Selection, stats: GenerationStats, positions: Tensor | None
+) -> bool:
+    """Whether a call does not need the host between steps, and is expected to gain. positions: as for `DeviceLoop`."""
+    adapter, sequences = runner.adapter, selection.sequences
+    device = adapter.model.device
     is_served = (
         is_wanted(config, device, adapter.dtype, len(sequences.lengths), captures_steps(config, runner))
         and config.uses_window
         and config.num_guesses > 0
-        and (type(selection) is GreedySelection or sampling is not None)
+        and (type(selection) is GreedySelection or sampling_of(selection) is not None)
         and stats.on_step is None
         and sequences.device == device
         and (adapter.model.tp_size or 1) == 1
         and runner.static_shapes_reason() is None
     )
-    if not is_served:
-        return None
-    if adapter.last_position is not None and positions is not None:
-        # Blocks are always full, so every text must end well before the model's last position.
-        max_offset = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
-        largest = int(positions[..., -1].max()) + selection.max_length - sequences.prompt_length
-        if largest + max_offset > adapter.last_position:
-            return None
-    return DeviceLoop(runner, config, selection, sampling, drafter, stats, key_mask, positions)
+    if not is_served or adapter.last_position is None or positions is None:
+        return is_served
+    # Blocks are always full, so every text must end well before the model's last position.
+    max_offset = max(config.ngram_size + config.window_size - 3, config.ngram_size - 1)
+    largest = int(positions[..., -1].max()) + selection.max_length - sequences.prompt_length
+    return largest + max_offset <= int(adapter.last_position)
 
 
 def is_wanted(config: LookaheadConfig, device: torch.device, dtype: torch.dtype, num_rows: int, captures: bool) -> bool:
@@ -133,13 +114,16 @@ class DeviceLoop:
         runner: BlockRunner,
         config: LookaheadConfig,
         selection: Selection,
-        sampling: Sampling | None,
         drafter: Any,
         stats: GenerationStats,
         key_mask: Tensor | None,
         positions: Tensor | None,
     ) -> None:
-        """Arguments as for `device_loop`. sampling: None for greedy."""
+        """For a call that `runs_on_device`.
+
+        drafter: that of the settings. key_mask: [B, P] bool, False for padding. positions: of the prompt,
+        [B or 1, P], or several such along a first dimension.
+        """
         adapter = runner.adapter
         self.runner, self.selection, self.drafter, self.stats = runner, selection, drafter, stats
         self.owner, self.model, self.key_mask, self.positions = adapter.model, runner.model, key_mask, positions
@@ -156,7 +140,7 @@ class DeviceLoop:
             position_shape=(1, 1) if positions is None else tuple(positions[..., -1:].shape),
             dtype=adapter.dtype,
             device=selection.sequences.device,
-            sampling=sampling,
+            sampling=sampling_of(selection),
         )
         self.compiles = config.compile
         self.captures = captures_steps(config, runner)
@@ -166,29 +150,23 @@ class DeviceLoop:
             self.model.config._attn_implementation,
             numerics(self.shape.device),
         )
-        self._most_slots = runner.most_captured_slots(config)  # most cache slots for which steps are captured
-        self._buffers: Buffers | None = None
-        self._most_capacity: int | None = None
+        self._most_slots = most_captured_slots(config, runner.uses_kernel)
+        self._lease = Lease(Buffers, self.owner, runner.uses_kernel)
+        self._slot_offset = 0  # slot of a token minus its index in the text
+        self._position_offset: Tensor | None = None  # position of a token minus its slot; None for 0
         self._ring: DrawRing | None = None  # None for greedy
-        self._witness = 0
 
-    def make_cache(self, num_slots: int) -> LookaheadCache:
-        """An empty cache for the call: a pooled one that a graph reads and that fits, or a new one."""
-        least = padded_capacity(least_capacity(num_slots))
-        most = max(least, padded_capacity(least_capacity(self.selection.max_length + self.shape.block_tokens)))
-        key = (*self._key, self.compiles, fingerprint(self.owner) if self.captures else None)
-        self._most_capacity = None if self.shape.uses_kernel else most
-        if self.captures:
-            self._buffers = acquire(Buffers, self.owner, key, least, self._most_capacity)
-        if self._buffers is None:
-            self._buffers = Buffers(key, self.runner.make_cache(least))
-        return self._buffers.cache
+    def take_cache(self, num_slots: int, most_slots: int) -> LookaheadCache:
+        """An empty cache for the call: a pooled one that a graph reads and that fits, or a new one.
+
+        num_slots: the slots that the call starts with. most_slots: the most that it may need.
+        """
+        key = (*self._key, self.compiles, fingerprint(self.owner)) if self.captures else None
+        return self._lease.begin(key, num_slots, most_slots, self.runner.make_cache)
 
     def release(self) -> None:
         """Return the call's buffers to the pool if a graph reads them."""
-        if self._buffers is not None and self._buffers.replay is not None:
-            release(self.owner, self._buffers)
-        self._buffers = None
+        self._lease.end()
 
     def run(self, cache: LookaheadCache, num_logits: int, witness: int | None) -> None:
         """Decode until all rows have ended, or until something fails; the host loop then continues.
@@ -196,135 +174,105 @@ class DeviceLoop:
         cache: contains the prompt, after which each row has one token. num_logits: V. witness: the `nan_column` of
         `lade.verification.logits.BlockLogits`.
         """
-        buffers = self._buffers
-        if buffers is None or buffers.cache is not cache or all(self.selection.is_finished):
+        sequences = self.selection.sequences
+        if all(self.selection.is_finished):
             return
         if witness is None:
             self.stats.device_reason = REFUSED
             return
-        self._witness = witness
         began = perf_counter()
-        slot_offset = cache.lengths[0] - (self.selection.sequences.lengths[0] - 1)
-        positions = self.positions
-        position_offset = (
-            torch.zeros((), device="cpu") if positions is None else positions[..., -1:] + 1 - cache.lengths[0]
-        )
+        self._slot_offset = cache.lengths[0] - (sequences.lengths[0] - 1)
+        self._position_offset = None if self.positions is None else self.positions[..., -1:] + 1 - cache.lengths[0]
         try:
-            self._ring = self._make_ring(buffers, num_logits)
-            while slot_offset >= 0 and not all(self.selection.is_finished):
-                self._fit(buffers, slot_offset, position_offset)
-                if self.captures and self._most_slots is not None and cache.capacity > self._most_slots:
+            while self._slot_offset >= 0 and not all(self.selection.is_finished):
+                if self._ring is not None:
+                    self._ring.draws = self._ring.draws.clone()  # other calls may use the buffers that are left here
+                buffers = self._lease.with_room(cache, self._num_slots(max(sequences.lengths), TRIAL_STEPS))
+                if self.captures and cache.capacity > self._most_slots:
                     self.stats.cuda_graph_reason = TOO_MANY_SLOTS
                     break
-                run = self._prepare(buffers)
+                state = self._fill(buffers, num_logits, witness)
+                run = self._prepare(buffers, state)
                 if run is None:
                     break  # the statistics give the reason
-                if not self._decode(buffers, run, slot_offset):
+                if not self._decode(cache, state, run):
                     self.stats.device_reason = REFUSED
                     break
         except Exception as problem:  # compilers and graphs raise anything; the model's own errors recur
-            self._fail(buffers, problem)
+            self._fail(problem)
         finally:
             if self._ring is not None:
                 hand_back(self._ring, self.selection)
         self.stats.add_times(0.0, perf_counter() - began, 0.0)
 
-    def _make_ring(self, buffers: Buffers, num_logits: int) -> DrawRing | None:
-        """The ring that steps read this call's draws from; None for greedy. num_logits: V."""
-        if self.shape.sampling is None:
-            return None
-        if buffers.draws is None:
-            buffers.draws = empty_draws(self.shape, num_logits)
-        return DrawRing(buffers.draws, max(self.selection.sequences.lengths))
+    def _num_slots(self, longest: int, steps_before: int) -> int:
+        """Slots that a step may need. longest: tokens of the longest text, steps_before steps earlier."""
+        longest = min(longest + steps_before * self.shape.ngram_size, self.selection.max_length)
+        return longest - 1 + self._slot_offset + self.shape.block_tokens
 
-    def _fit(self, buffers: Buffers, slot_offset: int, position_offset: Tensor) -> None:
-        """Make room for the next steps, and copy the host's state to the device."""
-        cache, selection = buffers.cache, self.selection
-        self._make_room(buffers, self._num_slots(max(selection.sequences.lengths), slot_offset, TRIAL_STEPS))
+    def _fill(self, buffers: Buffers, num_logits: int, witness: int) -> StepState:
+        """The state of the next steps, as the host has it."""
+        cache, selection, sequences = buffers.cache, self.selection, self.selection.sequences
         if buffers.state is None or buffers.state.capacity != cache.capacity:
-            buffers.state = StepState(self.shape, cache, self.runner.adapter.reaches, buffers.draws)
+            buffers.state = StepState(self.shape, cache, self.runner.adapter.reaches, num_logits)
             buffers.replay = None  # it reads the old state
-        state, sequences = buffers.state, selection.sequences
-        longest = max(sequences.lengths)
+        state, longest = buffers.state, max(sequences.lengths)
+        if state.draws is not None:
+            if self._ring is None:
+                self._ring = DrawRing(state.draws, longest)
+            self._ring.move_to(state.draws)
         state.ids[:, :longest] = sequences.ids[:, :longest]
         fill(state.lengths, sequences.lengths)
         fill(state.is_finished, selection.is_finished)
         fill(state.eos_ids, sorted(selection.eos_ids) or [NO_TOKEN])
         state.is_refused.fill_(False)
-        state.witness.fill_(self._witness)
+        state.witness.fill_(witness)
         state.max_length.fill_(selection.max_length)
-        state.slot_offset.fill_(slot_offset)
-        state.position_offset.copy_(position_offset)
+        state.slot_offset.fill_(self._slot_offset)
+        state.position_offset.zero_()
+        if self._position_offset is not None:
+            state.position_offset.copy_(self._position_offset)
         state.key_mask.fill_(True)
         if self.key_mask is not None:
             state.key_mask[:, : self.key_mask.shape[1]] = self.key_mask
-        state.padding.copy_(torch.zeros((), device="cpu") if self.runner.padding is None else self.runner.padding)
+        state.padding.zero_()
+        if self.runner.padding is not None:
+            state.padding.copy_(self.runner.padding)
         state.levels.copy_(self.drafter.window.levels)
         copy_pool(self.drafter.pool, state.pool)
         state.num_steps.fill_(self.drafter.window.num_updates)
         state.num_proposed.zero_()
         state.accepted_lengths.zero_()
+        return state
 
-    def _make_room(self, buffers: Buffers, num_slots: int) -> None:
-        """Give the cache num_slots slots. If a graph reads the smaller one, both go to the pool for shorter calls."""
-        cache = buffers.cache
-        if num_slots <= cache.capacity or buffers.replay is None:
-            cache.ensure_capacity(num_slots)
-            return
-        capacity = padded_capacity(num_slots)
-        larger = acquire(Buffers, self.owner, buffers.key, capacity, self._most_capacity)
-        if larger is None:
-            larger = Buffers(buffers.key, cache.like(capacity))
-        cache.exchange(larger.cache)
-        if self._ring is not None:  # draws for the next tokens move along
-            larger.draws = self._ring.move_to(larger.draws)
-        names = ("state", "draws", "replay")
-        for name in names:
-            mine, theirs = getattr(buffers, name), getattr(larger, name)
-            setattr(buffers, name, theirs)
-            setattr(larger, name, mine)
-        release(self.owner, larger)
-
-    def _num_slots(self, longest: int, slot_offset: int, steps_before: int) -> int:
-        """Slots that a step may need. longest: tokens of the longest text, steps_before steps earlier."""
-        longest = min(longest + steps_before * self.shape.ngram_size, self.selection.max_length)
-        return longest - 1 + slot_offset + self.shape.block_tokens
-
-    def _prepare(self, buffers: Buffers) -> Callable[[], Tensor] | None:
+    def _prepare(self, buffers: Buffers, state: StepState) -> Callable[[], Tensor] | None:
         """A function that runs one step; None if compilation and capture were wanted and both failed."""
-        state = buffers.state
-        assert state is not None
         run: Callable[[], Tensor] = partial(step, self.model, state)
         if not (self.compiles or self.captures):
             return run
         if self.compiles:
             try:
-                run = partial(self._compiled_step(buffers, state), self.model, state)
-            except Exception as problem:
-                self._not_compiled(state, problem)
+                make = partial(self._compile, buffers.cache, state)
+                run = partial(compiled_once(self.owner, (*self._key, state.capacity), make), self.model, state)
+            except NotCompiled as problem:
+                self.compiles, self.stats.compile_reason = False, str(problem)
         if self.captures:
             try:
                 if buffers.replay is None:
-                    buffers.replay = self._captured_step(buffers, state, run)
+                    buffers.replay = self._capture(buffers.cache, state, run)
                 run = buffers.replay
             except Exception as problem:
-                self._not_captured(problem)
+                self.captures, self.stats.cuda_graph_reason = False, remember_failure(self.owner, "step", problem)
         return run if self.compiles or self.captures else None
 
-    def _compiled_step(self, buffers: Buffers, state: StepState) -> Step:
-        """The step compiled for this shape and capacity and checked against the eager forward. Raises NotCompiled."""
-        with compiling:
-            known = _compiled.of(self.owner)
-            found = known.get((*self._key, state.capacity))
-            if found is None:
-                found = compile_copy(step)
-                self._check(buffers, state, partial(found, self.model, state), "compiled")
-                known[(*self._key, state.capacity)] = found
-        if isinstance(found, str):
-            raise NotCompiled(found)
-        return found
+    def _compile(self, cache: LookaheadCache, state: StepState) -> Callable[..., Tensor]:
+        """The step compiled for this shape and capacity. Raises NotCompiled if it differs from the eager forward."""
+        compiled = compile_copy(step)
+        self._check(cache, state, partial(compiled, self.model, state), "compiled")
+        return compiled
 
-    def _captured_step(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _capture(self, cache: LookaheadCache, state: StepState, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """A CUDA graph of the step. Raises NotCompiled if it differs from the eager forward."""
         saved = state.save()
         try:
             if not self.compiles:
@@ -333,35 +281,34 @@ class DeviceLoop:
             with torch.cuda.device_of(state.ids):
                 replay = capture(run)
             state.restore(saved)
-            self._check(buffers, state, replay, "captured")
+            self._check(cache, state, replay, "captured")
             run()  # one step later: reveals values that the capture froze as constants
-            self._check(buffers, state, replay, "captured")
+            self._check(cache, state, replay, "captured")
         finally:
             state.restore(saved)
         return replay
 
-    def _check(self, buffers: Buffers, state: StepState, run: Callable[[], Tensor], kind: str) -> None:
+    def _check(self, cache: LookaheadCache, state: StepState, run: Callable[[], Tensor], kind: str) -> None:
         """Run a step, compare its logits with the eager forward's, restore the state.
 
         Raises NotCompiled on a difference.
         """
-        cache, saved = buffers.cache, state.save()
-        committed, cache.lengths = cache.lengths, (state.lengths - 1 + state.slot_offset).tolist()
+        saved, committed = state.save(), cache.lengths
+        cache.lengths = (state.lengths - 1 + state.slot_offset).tolist()
         try:
             logits = run().clone()
             state.restore(saved)
             block = replace(
                 lay_out(state)[0], lengths=cache.lengths, key_mask=self.key_mask, capacity=None, start_slots=None
             )
-            cache.begin_block(self.shape.block_tokens, self.shape.device)
-            error = logits_error(logits, self.runner.ordinary_forward(block, cache).logits)
+            error = logits_error(logits, self.runner.eager_forward(block, cache).logits)
         finally:
             state.restore(saved)
             cache.lengths = committed
         if error is not None:
             raise NotCompiled(f"the {kind} step was off by {error:.2g} of the largest logit")
 
-    def _decode(self, buffers: Buffers, run: Callable[[], Tensor], slot_offset: int) -> bool:
+    def _decode(self, cache: LookaheadCache, state: StepState, run: Callable[[], Tensor]) -> bool:
         """Run steps until all rows have ended or the cache is full, then copy the texts to the selection.
 
         Returns False if a step was refused because of NaN logits or invalid probabilities.
@@ -369,29 +316,27 @@ class DeviceLoop:
         On an asynchronous device the next step is launched before the last one's result is read. The surplus step at
         the end finds all rows ended and changes none.
         """
-        state, sequences = buffers.state, self.selection.sequences
-        assert state is not None
-        results: deque[Callable[[], tuple[list[int], list[bool], bool]]] = deque()
+        results: deque[Landing] = deque()
         num_ahead = int(runs_ahead(self.shape.device))
-        lengths, is_finished, is_refused = sequences.lengths, self.selection.is_finished, False
+        lengths, is_finished, is_refused = self.selection.sequences.lengths, self.selection.is_finished, [False]
         try:
-            while not (all(is_finished) or is_refused):
-                has_room = self._num_slots(max(lengths), slot_offset, len(results)) <= state.capacity
+            while not (all(is_finished) or any(is_refused)):
+                has_room = self._num_slots(max(lengths), len(results)) <= state.capacity
                 if has_room:
                     if self._ring is not None:
                         self._ring.fill(lengths, is_finished)
                     run()
                     results.append(progress(state))
                 if len(results) > num_ahead or (results and not has_room):
-                    lengths, is_finished, is_refused = results.popleft()()
+                    lengths, is_finished, is_refused = results.popleft().read().tolist()
                 elif not has_room:
                     break
         finally:
-            self._hand_back(buffers, state)
-        return not is_refused
+            self._hand_back(cache, state)
+        return not any(is_refused)
 
-    def _hand_back(self, buffers: Buffers, state: StepState) -> None:
-        """Update selection, cache, statistics and drafter on the host with all steps since `_fit`."""
+    def _hand_back(self, cache: LookaheadCache, state: StepState) -> None:
+        """Update selection, cache, statistics and drafter on the host with all steps since `_fill`."""
         selection, stats, drafter = self.selection, self.stats, self.drafter
         before, after = selection.sequences.lengths, state.lengths.tolist()
         added = [new - old for new, old in zip(after, before, strict=True)]
@@ -400,7 +345,7 @@ class DeviceLoop:
                 selection.sequences.append(state.ids[row, start:end].tolist(), row)
         selection.num_generated += sum(added)
         selection.is_finished = state.is_finished.tolist()
-        buffers.cache.lengths = [slot + count for slot, count in zip(buffers.cache.lengths, added, strict=True)]
+        cache.lengths = [slot + count for slot, count in zip(cache.lengths, added, strict=True)]
 
         num_steps = int(state.num_steps) - drafter.window.num_updates
         histogram = dict(enumerate(state.accepted_lengths.tolist()))
@@ -414,7 +359,7 @@ class DeviceLoop:
         drafter.take_over(state.levels.clone(), num_steps, int(state.num_proposed), num_accepted)
         copy_pool(state.pool, drafter.pool)
 
-    def _fail(self, buffers: Buffers, problem: Exception) -> None:
+    def _fail(self, problem: Exception) -> None:
         """Record a failure after successful preparation. The host loop continues and meets the model's own errors."""
         self.stats.device_reason = in_short(problem)
         if self.captures:
@@ -422,15 +367,4 @@ class DeviceLoop:
         elif self.compiles:
             self.stats.compile_reason = in_short(problem)
         self.compiles = self.captures = False
-        self._buffers = None
-
-    def _not_compiled(self, state: StepState, problem: Exception) -> None:
-        """Store the failure, so that no later call retries."""
-        reason = in_short(problem)
-        self.stats.compile_reason = reason
-        _compiled.of(self.owner)[(*self._key, state.capacity)] = reason
-        self.compiles = False
-
-    def _not_captured(self, problem: Exception) -> None:
-        self.stats.cuda_graph_reason = remember_failure(self.owner, "step", problem)
-        self.captures = False
+        self._lease.drop()

@@ -19,11 +19,11 @@ from transformers import LogitsProcessorList
 
 from lade.compat import logits_processors
 from lade.verification.draws import READABLE, drawing, generator_state, set_generator_state
-from lade.verification.race import Sampling
+from lade.verification.race import Sampling, winners
 from lade.verification.selection import MAX_LEAD, PerRowSelection, Selection
 
 if TYPE_CHECKING:
-    from lade.forward.on_device.step import StepShape, StepState
+    from lade.forward.on_device.step import StepState
 
 # Warpers that use only the scores, row by row, without host synchronisation; eta and top-h sampling do synchronise.
 WARPERS = logits_processors(
@@ -70,12 +70,6 @@ def ring_size(batch_size: int, ngram_size: int) -> int:
     return max_row_lead(batch_size) + MAX_UNSEEN * ngram_size
 
 
-def empty_draws(shape: StepShape, num_logits: int) -> Tensor:
-    """A ring for steps of one shape, [R, B, V]."""
-    size = (ring_size(shape.batch_size, shape.ngram_size), shape.batch_size, num_logits)
-    return torch.ones(size, dtype=torch.float32, device=shape.device)
-
-
 def sample(state: StepState, sampling: Sampling, tree_logits: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens that generate() would sample after the root and after each candidate token.
 
@@ -84,14 +78,11 @@ def sample(state: StepState, sampling: Sampling, tree_logits: Tensor) -> tuple[T
     """
     assert state.draws is not None
     is_active = ~state.is_finished & ~is_far_ahead(state)
-    probabilities = sampling.probabilities(tree_logits)
-    lengths = (
-        state.lengths[:, None] + state.offsets[:, : tree_logits.shape[1]]
-    )  # [B, 1 + n] length of the text up to each token
-    draws = state.draws[lengths % len(state.draws), state.rows]  # [B, 1 + n, V]
-    chosen = (probabilities / draws).argmax(dim=-1)
-    is_valid = (probabilities >= 0).flatten(1).all(dim=1)  # [B]; of invalid values softmax can only give NaN
-    state.is_refused |= (is_active & ~is_valid).any()
+    # The length of the text up to each token, [B, 1 + n].
+    lengths = state.lengths[:, None] + state.offsets[:, : tree_logits.shape[1]]
+    index = lengths % len(state.draws) * len(state.rows) + state.rows
+    chosen = winners(sampling, tree_logits, state.draws.flatten(0, 1), index)
+    state.is_refused |= (is_active & (chosen < 0).any(dim=1)).any()
     return chosen, is_active & ~state.is_refused
 
 
@@ -126,12 +117,10 @@ class DrawRing:
             self._states.pop(self._end - size - 1, None)
             self._end += 1
 
-    def move_to(self, draws: Tensor | None) -> Tensor:
-        """Continue in another ring of the same shape, or in a new one for None. Returns that ring."""
-        draws = torch.empty_like(self.draws) if draws is None else draws
+    def move_to(self, draws: Tensor) -> None:
+        """Continue in another ring of the same shape."""
         draws.copy_(self.draws)
         self.draws = draws
-        return draws
 
     def of(self, length: int) -> Tensor:
         """A copy [B, V] of the draws for the token after texts of a length, one of the last R."""

@@ -9,7 +9,6 @@ Shapes: B rows, N, W, G as in the paper, D = N-1, q = (N-1) * (W + G) block toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,11 +19,12 @@ from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.layout import block_layout
-from lade.block.mask import Block, Reach, block_mask, masks_by_layer, packed_block_mask
+from lade.block.mask import Block, Reach
 from lade.drafting.ngram_pool import NGramPool
 from lade.drafting.window import JacobiWindow, rolled
-from lade.forward.on_device.sampling import sample
-from lade.forward.static_inputs import StaticSlotLayer, plain_forward
+from lade.forward.on_device.sampling import ring_size, sample
+from lade.forward.static_inputs import masks_of, plain_forward, static_view, write_slots
+from lade.transfer import HOST, Landing
 from lade.verification.logits import best_on_device
 from lade.verification.race import Sampling
 
@@ -68,13 +68,9 @@ class StepState:
     """The tensors that steps read and write, for one cache capacity."""
 
     def __init__(
-        self,
-        shape: StepShape,
-        cache: LookaheadCache,
-        reaches: Reach | dict[str, Reach],
-        draws: Tensor | None = None,
+        self, shape: StepShape, cache: LookaheadCache, reaches: Reach | dict[str, Reach], num_logits: int
     ) -> None:
-        """cache: its storage is written by steps. reaches: of the layers. draws: [R, B, V], a ring, for sampling."""
+        """cache: its storage is written by steps. reaches: of the layers. num_logits: V."""
         batch_size, device = shape.batch_size, shape.device
         zeros = partial(torch.zeros, device=device, dtype=torch.long)
         self.shape, self.reaches = shape, reaches
@@ -91,7 +87,8 @@ class StepState:
         self.key_mask = zeros(batch_size, cache.capacity, dtype=torch.bool)  # False for padding
         self.padding = zeros(batch_size, dtype=torch.int32)  # the same for the kernel: left-padding slots per row
 
-        self.draws = draws
+        ring = (ring_size(batch_size, shape.ngram_size), batch_size, num_logits)  # [R, B, V]
+        self.draws = None if shape.sampling is None else torch.ones(ring, dtype=torch.float32, device=device)
         self.is_refused = zeros((), dtype=torch.bool)  # NaN logits or refused probabilities: stops all rows
         self.witness = zeros(1)  # a logit column that shows NaN, see `lade.verification.logits.find_nan_column`
         self.rows = torch.arange(batch_size, device=device)[:, None]
@@ -110,11 +107,7 @@ class StepState:
         self.column = torch.arange(shape.ngram_size, device=device)  # 0 .. N-1
         self.block_places = torch.arange(shape.block_tokens, device=device)  # 0 .. q-1
         self.slots = zeros(batch_size, shape.block_tokens)  # [B, q] slots of the block
-        layers: list[Any] = [
-            StaticSlotLayer(getattr(layer, "keys", None), getattr(layer, "values", None), self.slots)
-            for layer in cache.layers
-        ]
-        self.cache = Cache(layers=layers)
+        self.cache = static_view(cache, self.slots)
 
     def changing(self) -> list[Tensor]:
         """The tensors that a step changes, except keys and values, which it writes after the committed slots."""
@@ -165,13 +158,6 @@ def lay_out(state: StepState) -> tuple[Block, Tensor, Tensor]:
     return block, candidates, is_any
 
 
-def masks(state: StepState, block: Block) -> Tensor | dict[str, Tensor]:
-    """The masks of `ModelAdapter.masks`, or packed ones for the kernel."""
-    if state.shape.uses_kernel:
-        return masks_by_layer(partial(packed_block_mask, block, state.padding), state.reaches)
-    return masks_by_layer(partial(block_mask, block, state.shape.dtype), state.reaches)
-
-
 def longest_match(candidates: Tensor, is_any: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The candidate with the longest prefix that the model agrees with, and the model's choices along it.
 
@@ -195,9 +181,8 @@ def step(model: Any, state: StepState) -> Tensor:
     block, candidates, is_any = lay_out(state)
     assert block.start_slots is not None
     state.slots.copy_(block.start_slots + state.block_places)
-    logits = plain_forward(
-        model, shape.keeps_rows, block.tokens, block.positions, masks(state, block), state.logit_rows, state.cache
-    )
+    masks = masks_of(block, shape.dtype, state.reaches, shape.uses_kernel, state.padding)
+    logits = plain_forward(model, shape.keeps_rows, block.tokens, block.positions, masks, state.logit_rows, state.cache)
     tree_logits, behind_window = logits.split([1 + shape.num_nodes, shape.window_size], dim=1)
 
     chosen, is_active = choose(state, tree_logits)
@@ -276,35 +261,19 @@ def move_slots(cache: Cache, source: Tensor, target: Tensor) -> None:
             if states is None:
                 continue
             if len(source) == 1:
-                states.index_copy_(2, target[0], states.index_select(2, source[0]))
+                moved = states.index_select(2, source[0])
             else:
-                shape = (-1, states.shape[1], -1, states.shape[3])
-                moved = states.gather(2, source[:, None, :, None].expand(shape))
-                states.scatter_(2, target[:, None, :, None].expand(shape), moved)
+                moved = states.take_along_dim(source[:, None, :, None], dim=2)
+            write_slots(states, target, moved)
 
 
-def progress(state: StepState) -> Callable[[], tuple[list[int], list[bool], bool]]:
-    """Start copying to the host the lengths of the texts, which rows have ended, and whether the step was refused.
-
-    Returns a function that waits for the copy and returns the three.
-    """
-    found = torch.stack([state.lengths, state.is_finished, state.is_refused.expand_as(state.lengths)])  # [3, B]
-    copied = None
-    if found.is_cuda:
-        found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True).copy_(
-            found, non_blocking=True
-        )
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(found.device))  # may differ from the current device
-
-    def read() -> tuple[list[int], list[bool], bool]:
-        if copied is not None:
-            copied.synchronize()
-        lengths, is_finished, is_refused = found.tolist()
-        return lengths, list(map(bool, is_finished)), any(is_refused)
-
-    return read
+def progress(state: StepState) -> Landing:
+    """Start copying to the host, [3, B]: lengths of the texts, which rows have ended, whether the step was refused."""
+    found = torch.stack([state.lengths, state.is_finished, state.is_refused.expand_as(state.lengths)])
+    landing = Landing(found)
+    landing.start(found)
+    return landing
 
 
 def fill(tensor: Tensor, values: list[Any]) -> None:
-    tensor.copy_(torch.tensor(values, device="cpu"))
+    tensor.copy_(torch.tensor(values, device=HOST))
