@@ -36,7 +36,7 @@ def measured(curve, sizes=SIZES[:14]):
 
 
 def early_stop(price, limit=64):
-    return EarlyStop(price.offers(limit), 1.0, spare=int(price.may_explore_next))
+    return EarlyStop(price.offers(limit), 1.0, 0.0, spare=int(price.may_explore_next))
 
 
 def test_lines_between_and_a_slope_beyond():

@@ -12,6 +12,7 @@ from lade.block.layout import BlockLayout
 from lade.block.token_tree import TokenTree
 from lade.block_size import LiveCosts
 from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
+from lade.config import LookaheadConfig
 from lade.drafting.acceptance import (
     FORGET_EVERY,
     NUM_KINDS,
@@ -22,7 +23,7 @@ from lade.drafting.acceptance import (
     VOCABULARY,
     Acceptance,
 )
-from lade.drafting.base import Outcome
+from lade.drafting.base import DraftRequest, Outcome
 from lade.drafting.growth import BOTH_ROWS, Grower
 from lade.drafting.top_k_table import NUM_BINS, ROW_LENGTH, packed
 from lade.drafting.tree import LONG_MATCH, TreeDrafter
@@ -339,7 +340,12 @@ def test_a_copy_is_gone_on_with_behind_a_difference():
     """Without a match of three tokens: at once as if one token was replaced, then also where a token is equal again."""
     passage = list(range(20, 50))
     prompt_ids = torch.tensor([[*passage, 1, 2, *passage[:12]]])
-    drafter = TreeDrafter(lade.Memory(), 64, prompt_ids, None, None, 16, None)
+    config = LookaheadConfig(mode="tree", max_block=16, adaptive=False, share=False)
+    request = DraftRequest(
+        config=config, model=tiny_llama(), num_tokens=64, prompt_ids=prompt_ids, key_mask=None, temperature=None,
+        may_measure=False,
+    )  # fmt: skip
+    drafter = TreeDrafter(request)
     texts = TokenSequences(prompt_ids, 100)
 
     def guesses_behind(*tokens):

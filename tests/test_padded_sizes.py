@@ -71,7 +71,7 @@ def test_a_table_is_measured_beside_the_smallest_size():
 
 def test_fixed_costs_schedule_padded_sizes():
     costs = FixedCosts("name", "cpu", 1, PADDED)
-    assert {costs.scheduled_size(1, 64)} <= set(PADDED)
+    assert {costs.scheduled_size(64)} <= set(PADDED)
     assert FixedCosts(None, "cpu", 1, PADDED).offers(64).sizes == PADDED
 
 

@@ -89,14 +89,9 @@ class StepCosts:
     def begin(self) -> None:
         """The next step does not directly follow the last one, so their times must not be compared."""
 
-    def scheduled_size(self, num_rows: int, limit: int) -> int | None:
+    def scheduled_size(self, limit: int) -> int | None:
         """The size that the next step must have, because it is to be measured; None if the policy may choose."""
         return None
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether sizes currently follow a schedule, whatever pays."""
-        return False
 
     def explored_place(self, sizes: list[int], best: int) -> int:
         """The index into `sizes` to use, where `best` is the index of the size that pays most."""
@@ -181,13 +176,9 @@ class FixedCosts(StepCosts):
             if self._calibration is not None:
                 self._calibration.begin()
 
-    def scheduled_size(self, num_rows: int, limit: int) -> int | None:
+    def scheduled_size(self, limit: int) -> int | None:
         calibration = self._calibration
         return None if calibration is None else calibration.next_size(limit)
-
-    @property
-    def is_scheduled(self) -> bool:
-        return self._calibration is not None
 
 
 class LiveCosts(StepCosts):

@@ -17,6 +17,7 @@ from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences
 
 ROOT_ALONE = (2, 1)  # the (N, W) of a block without a window
+FOREIGN = -1  # in place of an id that no embedding exists for
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,15 @@ class DraftRequest:
     is_exact: bool = True
     may_measure: bool = True
     block_sizes: tuple[int, ...] | None = None
+
+    def prompts(self) -> list[Tensor]:
+        """Each row's ids without padding, [length]; FOREIGN for placeholders, which may stand beside inputs_embeds."""
+        ids = self.prompt_ids.long()
+        ids = ids.masked_fill((ids < 0) | (ids >= self.num_tokens), FOREIGN)
+        if self.key_mask is None:
+            return list(ids)
+        is_text = self.key_mask[:, self.key_mask.shape[1] - ids.shape[1] :]
+        return [row[mask] for row, mask in zip(ids, is_text, strict=True)]
 
     @property
     def is_split(self) -> bool:

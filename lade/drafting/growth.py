@@ -17,14 +17,15 @@ from math import exp
 
 import numpy as np
 
+from lade.block_size import EarlyStop
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
+from lade.drafting.base import FOREIGN
 from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.suffix_index import MAX_MATCH
 from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, PackedRow
 from lade.drafting.vocabulary import Vocabulary
 from lade.verification.draws import SHARPNESS, Draws, races
 
-FOREIGN = -1  # in place of an id that no embedding exists for
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
 LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
@@ -121,15 +122,13 @@ class Grower:
         self._num_pushed = 0
         self._heap: list[tuple[float, int, int, int, int, Iterator[Guess]]] = []
 
-    def grow(
-        self, max_depth: int, size: int, least: float, stop: Callable[[int, float, float], bool] | None
-    ) -> tuple[Growth, bool]:
+    def grow(self, max_depth: int, size: int, least: float, stop: EarlyStop | None) -> tuple[Growth, bool]:
         """The likeliest tree of at most `size` nodes, none of whose chance is below `least`.
 
         Of each row guesses are looked at in order, up to the first below `least`. Chances are learned by kind, so that
         a later one may be above it; it is left out.
 
-        stop: as `EarlyStop.is_enough`, asked for each size. Returns also whether it ended the growth.
+        stop: asked for each size. Returns also whether it ended the growth.
         """
         heap, growth, known = self._heap, self._growth, self._known
         odds, depths = growth.chances, growth.depths
@@ -137,7 +136,7 @@ class Grower:
         expected, is_stopped = 0.0, False
         if size > 0 and max_depth > 0:
             self._look_behind([-1], least)
-            is_stopped = stop is not None and stop(0, 0.0, -heap[0][0] if heap else 0.0)
+            is_stopped = stop is not None and stop.is_enough(0, 0.0, -heap[0][0] if heap else 0.0)
         while len(odds) < size and not is_stopped:
             if waiting and (not heap or -heap[0][0] <= LIKELY_CHILD * odds[waiting[0]]):
                 self._look_behind(waiting, least)
@@ -153,7 +152,7 @@ class Grower:
             depth = 1 if parent < 0 else depths[parent] + 1
             growth.add(token, parent, kind, -negative, depth)
             expected -= negative
-            is_stopped = stop is not None and stop(len(odds), expected, -negative)
+            is_stopped = stop is not None and stop.is_enough(len(odds), expected, -negative)
             if depth < max_depth and -negative * LIKELY_CHILD >= least:
                 waiting.append(len(odds) - 1)
         return growth.by_chance(), is_stopped

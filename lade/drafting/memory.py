@@ -75,7 +75,6 @@ class Memory:
         self._model: weakref.ref[Any] | None = None
         self.vocabulary: Vocabulary | None = None  # rows of tokens alone, of a file or made by `warm_vocabulary`
         self.texts = TextStore(texts) if texts else None
-        self.outlives_call = True  # so that what a call learns last is worth learning
         if self.path is not None and self.path.exists():
             self._load(self.path, max_bytes)
 
@@ -320,9 +319,7 @@ def memory_for(model: Any, share: bool, cost_source: str) -> Memory:
         active.belong_to(model)
         return active
     if not share:
-        memory = Memory()
-        memory.outlives_call = False
-        return memory
+        return Memory()
     vocab_size = model.config.get_text_config().vocab_size
     shared = _shared.of(model)
     for key in [key for key in shared if key[0] != vocab_size]:  # embeddings may be resized
