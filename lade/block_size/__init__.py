@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from lade.block_size.costs import FixedCosts, LiveCosts, Offers, SavedCosts, StepCosts, StepCostsByLength, saved_costs
+from lade.block_size.costs import (
+    SIZES,
+    FixedCosts,
+    LiveCosts,
+    Offers,
+    SavedCosts,
+    StepCosts,
+    StepCostsByLength,
+    saved_costs,
+)
 from lade.block_size.policy import BlockMode, BlockModePolicy, EarlyStop, SpeculationBackoff, choose_size
 
 __all__ = [
+    "SIZES",
     "BlockMode",
     "BlockModePolicy",
     "EarlyStop",

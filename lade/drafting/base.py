@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.block_size import SavedCosts, StepCostsByLength
+from lade.block_size import SIZES, SavedCosts, StepCostsByLength
 from lade.config import LookaheadConfig
 from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsDigest
@@ -128,19 +128,17 @@ class DraftRequest:
         """What blocks cost; None where no size follows costs. kind: of the drafter. saved: of an earlier process."""
         if not self.config.adaptive or self.is_split:
             return None
-        batch_size, device = len(self.prompt_ids), self.model.device
-        key = (
-            self.model.dtype,
-            device,
-            torch.get_num_threads(),
+        batch_size = len(self.prompt_ids)
+        key = (self.model.dtype, self.model.device, torch.get_num_threads(), batch_size, self.config.compile)
+        return StepCostsByLength(
+            self.model,
+            (*key, *self.forward_kind, *kind),
+            saved,
+            self.cost_source,
             batch_size,
-            self.config.compile,
-            *self.forward_kind,
-            *kind,
+            self.config.max_block_tokens,
+            self.block_sizes or SIZES,
         )
-        source, limit = self.cost_source, self.config.max_block_tokens
-        fixed_for = None if source == "live" else batch_size
-        return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit, self.block_sizes)
 
 
 class Drafter(Protocol):
