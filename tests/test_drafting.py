@@ -307,7 +307,7 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
     memory = lade.Memory()
     rows = (np.full((1, ROW_LENGTH), 5), np.full((1, ROW_LENGTH), 3))
     memory.learn([9], [10], packed(*rows), 1)
-    memory.singles.put([11], *rows)
+    memory.singles.put([11], packed(*rows))
     vocabulary = Vocabulary(np.full((13, 8), 5, dtype=np.int32), np.full((13, 8), -3, dtype=np.float16))
 
     def kinds(before, token, chance):

@@ -13,10 +13,11 @@ import lade
 from lade import transfer
 from lade.block.token_tree import TokenTree
 from lade.config import LookaheadConfig
-from lade.drafting import DraftRequest, Outcome, TreeDrafter
+from lade.drafting import DraftRequest, Outcome
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import packed
+from lade.drafting.tree import TreeDrafter
 from lade.verification import draws as noise_module
 from lade.verification.draws import ExponentialDraws, races
 from lade.verification.selection import PerRowSelection

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
 from math import exp
 
@@ -113,12 +114,11 @@ class Grower:
         """
         self._pairs, self._singles = memory.pairs.row, memory.singles.row
         self._rows_alone = () if vocabulary is None else vocabulary.at(temperature)
-        self._text, self._draws_at, self._sources = text, draws_at, sources
+        self._text, self._draws_at, self._sources = text, cache(draws_at), list(sources)
         self._chances, self._pointers = acceptance.chances, pointers
         self._growth = Growth()  # nodes in the order in which they were found
         self._known: set[Edge] = set()  # of these nodes
         self._behind: dict[Edge, Pointer] = {}  # what follows an earlier occurrence
-        self._drawn: dict[int, Draws | None] = {}  # by distance from the root
         self._num_pushed = 0
         self._heap: list[tuple[float, int, int, int, int, Iterator[Guess]]] = []
 
@@ -135,6 +135,8 @@ class Grower:
         waiting: list[int] = []  # nodes that were not looked behind
         expected, is_stopped = 0.0, False
         if size > 0 and max_depth > 0:
+            for pointer in self._pointers:
+                self._follow(pointer, -1, 1.0, least)
             self._look_behind([-1], least)
             is_stopped = stop is not None and stop.is_enough(0, 0.0, -heap[0][0] if heap else 0.0)
         while len(odds) < size and not is_stopped:
@@ -162,31 +164,21 @@ class Grower:
         growth, text = self._growth, self._text
         rows: list[Looked] = []
         draws: list[Draws] = []
-        is_race = True
         for node in waiting:
             if node < 0:
                 before, token, chance, depth = text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1
-                for pointer in self._pointers:
-                    self._follow(pointer, node, chance, least)
+                found = self._rows(before, token, chance) + self._sources
             else:
                 token, parent, chance = growth.tokens[node], growth.parents[node], growth.chances[node]
                 before, depth = text[-1] if parent < 0 else growth.tokens[parent], growth.depths[node] + 1
+                found = self._rows(before, token, chance)
                 if (parent, token) in self._behind:
                     self._follow(self._behind[parent, token], node, chance, least)
-            found = self._rows(before, token, chance)
-            if node < 0:
-                found += self._sources
-            if not found:
-                continue
             rows += [(node, chance, first, row) for row, first in found]
-            if depth not in self._drawn:
-                self._drawn[depth] = self._draws_at(depth)
-            numbers = self._drawn[depth]
-            if numbers is None:
-                is_race = False
-            else:
+            numbers = self._draws_at(depth) if found else None
+            if numbers is not None:
                 draws += [numbers] * len(found)
-        if rows and is_race:
+        if draws:  # of all nodes, or of none
             self._race(rows, draws, least)
         else:
             for node, chance, first, row in rows:

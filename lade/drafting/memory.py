@@ -153,8 +153,8 @@ class Memory:
         num_likely: of how many rows, from the last, the tokens are worth knowing more about.
         """
         pairs = [before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)]
-        self.pairs.put_packed(pairs, rows)
-        self.singles.put_packed(tokens, rows)
+        self.pairs.put(pairs, rows)
+        self.singles.put(tokens, rows)
         unseen, seen = self.unseen, self.singles.slots
         for token in tokens:
             unseen.pop(token, None)
@@ -202,12 +202,7 @@ class Memory:
             if header["format"] not in READABLE_FORMATS:
                 raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
             tables = {name: _rows_from(arrays, name) for name in ("singles", "pairs")}
-            chances = {flag: self._with_new_kinds(arrays[f"chances_{int(flag)}"], flag) for flag in (False, True)}
-            for array in chances.values():
-                if array.shape != (2, NUM_KINDS) or not np.isfinite(array).all():
-                    raise ValueError("its learned chances are not of this version")
-                if (array[0] <= 0).any() or (array[1] < 0).any() or (array[1] > array[0] + 1).any():
-                    raise ValueError("its learned chances are out of range")
+            counts = {flag: _counts_from(arrays, flag) for flag in (False, True)}
             identity = header["model"]
             if identity is not None:
                 identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
@@ -236,16 +231,9 @@ class Memory:
         if self.texts is not None:
             self.texts.restore(texts)
         for name, (keys, ids, bins) in tables.items():
-            getattr(self, name).put(keys.tolist(), ids, bins)
-        for flag, (trials, hits) in chances.items():
+            getattr(self, name).put(keys.tolist(), packed(ids, bins))
+        for flag, (trials, hits) in counts.items():
             self.acceptance[flag].restore(trials.tolist(), hits.tolist())
-
-    def _with_new_kinds(self, counts: npt.NDArray[Any], do_sample: bool) -> npt.NDArray[Any]:
-        """Trials and hits of a file [2, kinds], with the prior for kinds that came later."""
-        if counts.ndim != 2 or not FIRST_NUM_KINDS <= counts.shape[1] <= NUM_KINDS:
-            return counts  # of no version
-        prior = self.acceptance[do_sample]
-        return np.concatenate([counts, np.array([prior.trials, prior.hits])[:, counts.shape[1] :]], axis=1)
 
     def _warm_on(self, model: Any, ids: list[int]) -> None:
         num_tokens = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
@@ -302,6 +290,18 @@ def _rows_from(arrays: dict[str, npt.NDArray[Any]], name: str) -> tuple[npt.NDAr
         ids = np.concatenate([ids, np.repeat(ids[:, :1], missing, axis=1)], axis=1)
         bins = np.concatenate([bins, np.zeros((len(keys), missing), dtype=bins.dtype)], axis=1)
     return keys, ids, bins
+
+
+def _counts_from(arrays: dict[str, npt.NDArray[Any]], do_sample: bool) -> npt.NDArray[Any]:
+    """Trials and hits [2, kinds], with the prior for kinds that came later. Raises ValueError for anything else."""
+    counts, prior = arrays[f"chances_{int(do_sample)}"], Acceptance(do_sample)
+    is_known = counts.ndim == 2 and len(counts) == 2 and FIRST_NUM_KINDS <= counts.shape[1] <= NUM_KINDS
+    if not is_known or not np.isfinite(counts).all():
+        raise ValueError("its learned chances are not of this version")
+    trials, hits = counts
+    if (trials <= 0).any() or (hits < 0).any() or (hits > trials + 1).any():
+        raise ValueError("its learned chances are out of range")
+    return np.concatenate([counts, np.array([prior.trials, prior.hits])[:, counts.shape[1] :]], axis=1)
 
 
 _shared: PerModel[dict[tuple[int, str], Memory]] = PerModel(dict)  # by size of the vocabulary and source of step costs

@@ -53,29 +53,21 @@ class Vocabulary:
         self._rows: dict[float, Packed] = {}  # by temperature
         self.largest_id = int(ids.max(initial=-1))
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def at(self, temperature: float) -> Packed:
         """All rows at a temperature, [N, K]."""
         rows = self._rows.get(temperature)
         if rows is None:
+            with np.errstate(under="ignore"):  # whatever numpy has been told to raise
+                weights = np.exp(self.logs.astype(np.float32))
+                rest = np.maximum(0.0, 1.0 - weights.sum(1))
+                if temperature != 1.0:  # no other token is likelier than the row's last one
+                    rest = rest * weights[:, -1] ** (1 / temperature - 1)
+                    weights = weights ** (1 / temperature)
+                chances = weights / np.maximum(weights.sum(1) + rest, TINY)[:, None]
             if len(self._rows) >= MAX_TEMPERATURES:
                 self._rows = {}
-            rows = self._rows[temperature] = packed(self.ids, self._bins_at(temperature))
+            rows = self._rows[temperature] = packed(self.ids, _BIN_EDGES.searchsorted(chances))
         return rows
-
-    def _bins_at(self, temperature: float) -> npt.NDArray[np.int8]:
-        with np.errstate(under="ignore"):  # whatever numpy has been told to raise
-            weights = np.exp(self.logs.astype(np.float32))
-            rest = np.maximum(0.0, 1.0 - weights.sum(1))
-            if temperature != 1.0:
-                rest = rest * weights[:, -1] ** (
-                    1 / temperature - 1
-                )  # no other token is likelier than the row's last one
-                weights = weights ** (1 / temperature)
-            chances = weights / np.maximum(weights.sum(1) + rest, TINY)[:, None]
-        return _BIN_EDGES.searchsorted(chances).astype(np.int8)
 
     def as_arrays(self) -> dict[str, npt.NDArray[Any]]:
         return {"vocabulary_ids": self.ids, "vocabulary_logs": self.logs}
