@@ -10,16 +10,18 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
 from lade import decoding
-from lade.block_size import (
-    BlockMode,
-    BlockModePolicy,
-    EarlyStop,
+from lade.block_size.costs import (
+    EXPLORE_EVERY,
+    OBSERVATIONS,
+    RENEW_EVERY,
+    SAME_COST,
+    SIZES,
+    STALE_AFTER,
     LiveCosts,
     StepCostsByLength,
-    choose_size,
     saved_costs,
 )
-from lade.block_size.costs import EXPLORE_EVERY, OBSERVATIONS, RENEW_EVERY, SAME_COST, SIZES, STALE_AFTER
+from lade.block_size.policy import BlockMode, BlockModePolicy, EarlyStop, choose_size
 from lade.drafting import tree as recycling
 from lade.drafting.growth import Grower
 from lade.drafting.tree import TreeDrafter

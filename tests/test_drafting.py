@@ -10,7 +10,7 @@ from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 import lade
 from lade.block.layout import BlockLayout
 from lade.block.token_tree import TokenTree
-from lade.block_size import LiveCosts
+from lade.block_size.costs import LiveCosts
 from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
 from lade.config import LookaheadConfig
 from lade.drafting.acceptance import (

@@ -14,7 +14,7 @@ import torch
 from support import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.block_size import LiveCosts
+from lade.block_size.costs import LiveCosts
 from lade.drafting import likeliest as likeliest_module
 from lade.drafting import memory as memory_module
 from lade.drafting.likeliest import most_likely

@@ -5,8 +5,8 @@ from support import prompt, tiny_llama
 from support.static_shapes import both, check
 
 import lade
-from lade.block_size import FixedCosts, LiveCosts, choose_size
-from lade.block_size.costs import SIZES
+from lade.block_size.costs import SIZES, FixedCosts, LiveCosts
+from lade.block_size.policy import choose_size
 from lade.block_size.tables import NUM_ROUNDS, ROUND, Calibration
 from lade.config import current_config
 from lade.drafting.tree import TreeDrafter

@@ -20,8 +20,8 @@ from lade.drafting.acceptance import (
     Acceptance,
     name_of,
 )
-from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
-from lade.drafting.text_store import END, TextStore
+from lade.drafting.suffix_index import END, MAX_MATCH, SuffixIndex
+from lade.drafting.text_store import TextStore
 
 
 @pytest.fixture(autouse=True)

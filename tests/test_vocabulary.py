@@ -229,7 +229,7 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
     grower = Grower(memory, acceptance, None, 1.0, [5, 6], lambda depth: draws[depth] if is_drawn else None, (), ())
 
     def guesses(before, token, depth):
-        ids, bins = unpacked(memory.pairs.row(before << KEY_SHIFT | token))
+        ids, bins = (numbers.tolist() for numbers in unpacked(memory.pairs.row(before << KEY_SHIFT | token)))
         if not is_drawn:
             return list(zip(ids, bins, strict=True))[:GREEDY_LENGTH]
         times, total, known = races(np.array(BIN_MIDDLES)[bins], draws[depth].take(ids))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.block_size import SIZES, SavedCosts, StepCostsByLength
+from lade.block_size.costs import SIZES, SavedCosts, StepCostsByLength
 from lade.config import LookaheadConfig
 from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsDigest

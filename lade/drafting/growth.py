@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
 from math import exp
+from typing import Any
 
 import numpy as np
 
-from lade.block_size import EarlyStop
+from lade.block_size.policy import EarlyStop
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
 from lade.drafting.base import FOREIGN
 from lade.drafting.memory import KEY_SHIFT, Memory
@@ -79,18 +80,17 @@ class Growth:
         """The same tree with its likeliest nodes first. Parents stay in front of their children."""
         order = sorted(range(len(self.tokens)), key=self.chances.__getitem__, reverse=True)  # stable
         place = {node: index for index, node in enumerate(order)} | {-1: -1}
-        return Growth(
-            [self.tokens[node] for node in order],
-            [place[self.parents[node]] for node in order],
-            [self.kinds[node] for node in order],
-            [self.chances[node] for node in order],
-            [self.depths[node] for node in order],
-        )
+        found = Growth(*([column[node] for node in order] for column in self._columns()))
+        found.parents = [place[parent] for parent in found.parents]
+        return found
 
     def cut(self, size: int) -> None:
         """Keep the first nodes only. Parents come first, so what is left is a tree."""
-        for column in (self.tokens, self.parents, self.kinds, self.chances, self.depths):
+        for column in self._columns():
             del column[size:]
+
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.tokens, self.parents, self.kinds, self.chances, self.depths
 
 
 class Grower:

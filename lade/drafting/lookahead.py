@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree, merge_candidates
-from lade.block_size import BlockMode, BlockModePolicy
+from lade.block_size.policy import BlockMode, BlockModePolicy
 from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.ngram_pool import Pool, pool_for
 from lade.drafting.window import JacobiWindow

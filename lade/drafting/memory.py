@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lade.block_size import SavedCosts, saved_costs
+from lade.block_size.costs import SavedCosts, saved_costs
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import MAX_TEXTS, TEXTS, read_arrays, write_arrays
-from lade.drafting.text_store import END, TextStore
+from lade.drafting.suffix_index import END
+from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of

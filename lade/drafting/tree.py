@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.block_size import EarlyStop, Offers, SpeculationBackoff, choose_size
+from lade.block_size.costs import Offers
+from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size
 from lade.drafting.acceptance import (
     PROBE,
     RESUMED_KINDS,

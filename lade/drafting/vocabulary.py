@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +166,18 @@ def _is_within(model: Any, factor: float) -> bool:
 
 
 def _make_quietly(model: Any) -> Vocabulary | None:
-    try:
+    with _quietly("no rows of tokens alone"):  # a model that takes more than ids says so in its own way
         return make_vocabulary(model)
-    except Exception as error:  # a model that takes more than ids says so in its own way; guesses do without
-        logger.debug("no rows of tokens alone: %s", error)
-        return None
+    return None
+
+
+@contextmanager
+def _quietly(failure: str) -> Iterator[None]:
+    """What goes wrong is only noted: guesses do without."""
+    try:
+        yield
+    except Exception as error:
+        logger.debug("%s: %s", failure, error)
 
 
 def _file_of(model: Any) -> Path | None:
@@ -184,23 +193,19 @@ def _file_of(model: Any) -> Path | None:
 
 
 def _load(model: Any) -> Vocabulary | None:
-    try:
+    with _quietly("the stored rows of tokens alone cannot be read"):  # whatever a damaged file may lead to
         path = _file_of(model)
-        if path is None or not path.exists():
-            return None
-        arrays = read_arrays(path, 0, 0, MAX_BYTES)
-        vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
-        return vocabulary if vocabulary.largest_id < _num_tokens(model) else None
-    except Exception as error:  # whatever a damaged file may lead to
-        logger.debug("the stored rows of tokens alone cannot be read: %s", error)
-        return None
+        if path is not None and path.exists():
+            arrays = read_arrays(path, 0, 0, MAX_BYTES)
+            vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
+            return vocabulary if vocabulary.largest_id < _num_tokens(model) else None
+    return None
 
 
 def _store(model: Any, vocabulary: Vocabulary) -> None:
-    try:
+    # A full disk, a folder that has gone, parameters without data.
+    with _quietly("the rows of tokens alone cannot be stored"):
         path = _file_of(model)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_arrays(path, vocabulary.as_arrays())
-    except Exception as error:  # a full disk, a folder that has gone, parameters without data
-        logger.debug("the rows of tokens alone cannot be stored: %s", error)
