@@ -311,7 +311,7 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
     vocabulary = Vocabulary(np.full((13, 8), 5, dtype=np.int32), np.full((13, 8), -3, dtype=np.float16))
 
     def kinds(before, token, chance):
-        grower = Grower(memory, Acceptance(False), vocabulary, 1.0, [7], lambda depth: None, (), ())
+        grower = Grower(memory, Acceptance(False), vocabulary.at(1.0), [7], lambda depth: None, (), ())
         return [first for _, first in grower._rows(before, token, chance)]
 
     assert kinds(9, 10, BOTH_ROWS) == [PAIR, SINGLE]

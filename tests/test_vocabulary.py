@@ -77,7 +77,7 @@ def test_short_rows_hold_each_guess_once():
     vocabulary = Vocabulary(np.arange(24, dtype=np.int32).reshape(3, 8), np.full((3, 8), -3, dtype=np.float16))
     draws = np.random.default_rng(0).exponential(size=24).astype(np.float32)
     for known in (draws, None):
-        grower = Grower(Memory(), Acceptance(True), vocabulary, 1.0, [1], lambda depth, known=known: known, (), ())
+        grower = Grower(Memory(), Acceptance(True), vocabulary.at(1.0), [1], lambda depth, known=known: known, (), ())
         grown, _ = grower.grow(1, ROW_LENGTH, 0.0, None)
         assert sorted(grown.tokens) == list(range(8, 16))
 
@@ -226,7 +226,7 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
     memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], packed(rows, bins))
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
-    grower = Grower(memory, acceptance, None, 1.0, [5, 6], lambda depth: draws[depth] if is_drawn else None, (), ())
+    grower = Grower(memory, acceptance, None, [5, 6], lambda depth: draws[depth] if is_drawn else None, (), ())
 
     def guesses(before, token, depth):
         ids, bins = (numbers.tolist() for numbers in unpacked(memory.pairs.row(before << KEY_SHIFT | token)))

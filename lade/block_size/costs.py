@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from math import sqrt
+from statistics import median_high, median_low
 from typing import Any
 
 from lade.block_size.tables import (
@@ -235,13 +236,14 @@ class LiveCosts(StepCosts):
                     self._measured[size] = self.cost(size)
                 if run:
                     changed = max(size, other)
-                    growth = seconds / _median(run) if changed == size else _median(run) / seconds
+                    growth = seconds / median_low(run) if changed == size else median_low(run) / seconds
                     self._compare(changed, self._measured[min(size, other)] * growth, is_same_step=len(run) == 1)
                 # The size without comparisons is the reference, with full weight.
                 weights = {size: len(self._seen.get(size, ())) or OBSERVATIONS for size in self._measured}
                 self._costs = isotonic(self._measured, weights)
                 self._run = size, [seconds]
-            self._seconds_per_unit = _median(self._run[1]) / self._costs[size]
+            # Of the latest steps the lower median: disturbances only make a step longer.
+            self._seconds_per_unit = median_low(self._run[1]) / self._costs[size]
             self._num_observed += 1
             cost = before.get(changed)
             has_changed = cost is None or abs(self._costs[changed] - cost) > SAME_COST * cost
@@ -259,9 +261,8 @@ class LiveCosts(StepCosts):
         else:
             self._changed = size
         seen.append(cost)
-        ordered, count = sorted(seen), len(seen)
         # Clamped between the lower and the upper median: one of two measurements alone changes nothing.
-        self._measured[size] = max(ordered[(count - 1) // 2], min(self._measured[size], ordered[count // 2]))
+        self._measured[size] = max(median_low(seen), min(self._measured[size], median_high(seen)))
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step of q tokens at the present speed; meaningless before the first steps."""
@@ -287,14 +288,10 @@ class LiveCosts(StepCosts):
             return interpolated(measured, num_tokens)
         nearest = sizes[0] if num_tokens < sizes[0] else sizes[-1]
         assumed = measured[nearest] * (1 + ASSUMED_SLOPE * num_tokens) / (1 + ASSUMED_SLOPE * nearest)
-        if num_tokens < sizes[0] or len(sizes) == 1 or self._may_try:
+        may_try = self._lost <= FREE_TRIALS * measured.get(self.sizes[0], 0.0) + TRIAL_SHARE * self._spent
+        if num_tokens < sizes[0] or len(sizes) == 1 or may_try:
             return assumed
         return max(assumed, interpolated(measured, num_tokens))
-
-    @property
-    def _may_try(self) -> bool:
-        """Whether trying unmeasured sizes has cost little so far."""
-        return self._lost <= FREE_TRIALS * self._costs.get(self.sizes[0], 0.0) + TRIAL_SHARE * self._spent
 
     @classmethod
     def of(cls, seconds: dict[int, float]) -> LiveCosts:
@@ -329,11 +326,6 @@ class LiveCosts(StepCosts):
     @property
     def may_explore_next(self) -> bool:
         return (self._num_chosen + 1) % EXPLORE_EVERY == 0
-
-
-def _median(seconds: list[float]) -> float:
-    """The lower median: disturbances only make a step longer."""
-    return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
 SavedCosts = dict[str, dict[str, float]]  # kind of step -> size -> seconds

@@ -60,8 +60,9 @@ class Calibration:
 
     def next_size(self, limit: int) -> int:
         """limit: the largest block allowed."""
-        sizes = self._round(limit)
-        return sizes[self._num_steps % len(sizes)]
+        most = min(limit, max(4, MAX_BATCH_TOKENS // self._batch_size))
+        sizes = [size for size in ROUND if size <= most] if most >= 4 else [1, most]
+        return max(sizes[self._num_steps % len(sizes)], self._plain_size)
 
     def add(self, num_tokens: int, seconds: float, search_seconds: float) -> bool:
         """Record a step. Returns whether it was the last one of the schedule."""
@@ -98,11 +99,6 @@ class Calibration:
         costs = isotonic({size: median(found) for size, found in ratios.items()}, weights)
         search = median(self._searches) / median(plain)
         return CostTable({size: rounded(cost / costs[1]) for size, cost in costs.items()}, min(1.0, rounded(search)))
-
-    def _round(self, limit: int) -> list[int]:
-        most = min(limit, max(4, MAX_BATCH_TOKENS // self._batch_size))
-        sizes = [size for size in ROUND if size <= most] if most >= 4 else [1, most]
-        return [max(size, self._plain_size) for size in sizes]
 
 
 def rounded(value: float) -> float:

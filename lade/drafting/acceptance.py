@@ -81,10 +81,10 @@ def _by_length(short: int, long: int) -> tuple[int, ...]:
     return tuple(short + place if place < NUM_SHORT else long + place - NUM_SHORT for place in bins)
 
 
-SUFFIX_KINDS, SECOND_KINDS = _by_length(SUFFIX, LONG_SUFFIX), _by_length(SECOND_SUFFIX, LONG_SECOND)
-STORE_KINDS = _by_length(STORE, STORE + NUM_SHORT)
-SECOND_STORE_KINDS = _by_length(SECOND_STORE, SECOND_STORE + NUM_SHORT)
-RESUMED_KINDS = tuple(RESUMED + bisect_right(RESUMED_LENGTHS, length) - 1 for length in range(MAX_MATCH + 1))
+# By match length, of the longest match and of another continuation.
+SUFFIX_KINDS = _by_length(SUFFIX, LONG_SUFFIX), _by_length(SECOND_SUFFIX, LONG_SECOND)
+STORE_KINDS = _by_length(STORE, STORE + NUM_SHORT), _by_length(SECOND_STORE, SECOND_STORE + NUM_SHORT)
+RESUMED_KINDS = (tuple(RESUMED + bisect_right(RESUMED_LENGTHS, length) - 1 for length in range(MAX_MATCH + 1)),) * 2
 
 
 def name_of(kind: int) -> str:

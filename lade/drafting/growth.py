@@ -24,8 +24,7 @@ from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
 from lade.drafting.base import FOREIGN
 from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.suffix_index import MAX_MATCH
-from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, PackedRow
-from lade.drafting.vocabulary import Vocabulary
+from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, Packed, PackedRow
 from lade.verification.draws import SHARPNESS, Draws, races
 
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
@@ -100,20 +99,19 @@ class Grower:
         self,
         memory: Memory,
         acceptance: Acceptance,
-        vocabulary: Vocabulary | None,
-        temperature: float,
+        rows_alone: Packed | None,
         text: list[int],
         draws_at: Callable[[int], Draws | None],
         sources: Sequence[Source],
-        pointers: tuple[Pointer, ...],
+        pointers: Sequence[Pointer],
     ) -> None:
-        """vocabulary: rows of tokens alone. temperature: of sampling, for those. text: ids up to the root.
+        """rows_alone: of the tokens 0, 1, .., each without any text before it. text: ids up to the root.
 
         draws_at: the draws of a token at some distance from the root; None for greedy, or where they are not known.
         sources: more rows behind the root. pointers: what followed where the text's end has occurred before.
         """
         self._pairs, self._singles = memory.pairs.row, memory.singles.row
-        self._rows_alone = () if vocabulary is None else vocabulary.at(temperature)
+        self._rows_alone = () if rows_alone is None else rows_alone
         self._text, self._draws_at, self._sources = text, cache(draws_at), list(sources)
         self._chances, self._pointers = acceptance.chances, pointers
         self._growth = Growth()  # nodes in the order in which they were found
@@ -185,18 +183,14 @@ class Grower:
                 self._push_next(self._likeliest(chance, first, row[:GREEDY_LENGTH].tolist()), node, least)
 
     def _push_next(self, guesses: Iterator[Guess], parent: int, least: float) -> None:
-        """Put the next guess of a row into the heap."""
+        """Put the next guess of a source into the heap."""
         for chance, token, kind in guesses:
             if chance < least:
                 return
             if (parent, token) not in self._known:
-                self._push(chance, token, parent, kind, guesses)
+                self._num_pushed += 1  # of guesses that are as likely the first one goes first
+                heappush(self._heap, (-chance, self._num_pushed, token, parent, kind, guesses))
                 return
-
-    def _push(self, chance: float, token: int, parent: int, kind: int, guesses: Iterator[Guess]) -> None:
-        """guesses: what else its row holds."""
-        self._num_pushed += 1  # of guesses that are as likely the first one goes first
-        heappush(self._heap, (-chance, self._num_pushed, token, parent, kind, guesses))
 
     def _likeliest(self, chance: float, first: int, row: list[int]) -> Iterator[Guess]:
         """A row's guesses in its own order, made when asked for."""
@@ -218,31 +212,16 @@ class Grower:
         for i, numbers in enumerate(draws):
             numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first
         times, totals, sums = races(chances, drawn)
-        columns = zip(
-            rows,
-            packed.tolist(),
-            times.tolist(),
-            times.argsort(axis=1).tolist(),
-            totals.tolist(),
-            sums.tolist(),
-            strict=True,
-        )
-        for (node, chance, first, _), tokens, when, order, total, known in columns:
-            winners = self._winners(chance, first, tokens, when, order, 1.0 / total, min(0.0, known - 1.0))
-            self._push_next(winners, node, least)
+        arrays = packed, times, times.argsort(axis=1), totals, sums
+        for looked, *race in zip(rows, *(array.tolist() for array in arrays), strict=True):
+            self._push_next(self._winners(looked, *race), looked[0], least)
 
     def _winners(
-        self,
-        chance: float,
-        first: int,
-        tokens: list[int],
-        times: list[float],
-        order: list[int],
-        scale: float,
-        rest: float,
+        self, looked: Looked, tokens: list[int], times: list[float], order: list[int], total: float, known: float
     ) -> Iterator[Guess]:
-        """A row's guesses, the first to arrive first, made when asked for. scale, rest: as `races` says."""
-        chances = self._chances
+        """A row's guesses, the first to arrive first, made when asked for. total, known: sums, as `races` says."""
+        _, chance, first, _ = looked
+        chances, scale, rest = self._chances, 1.0 / total, min(0.0, known - 1.0)
         for place in order:
             time = times[place]
             kind = first + bisect_left(BIN_EDGES, time**-SHARPNESS * scale * exp(rest * time))
@@ -268,7 +247,5 @@ class Grower:
         if number == len(following) or following[number] == FOREIGN:
             return
         guess, kind = following[number], kinds[min(length, MAX_MATCH)]
-        chance *= self._chances[kind]
-        if chance >= least:
-            self._push(chance, guess, node, kind, iter(()))
+        self._push_next(iter([(chance * self._chances[kind], guess, kind)]), node, least)
         self._behind[node, guess] = following, number + 1, length + 1, kinds

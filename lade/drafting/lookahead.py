@@ -72,14 +72,14 @@ class LookaheadDrafter(Drafter):
 
     def learn(self, outcome: Outcome) -> None:
         chosen, num_committed = outcome.choices, outcome.num_committed
-        for path, tokens in zip(outcome.accepted, outcome.tree.tokens, strict=True):
-            self._num_proposed += 0 if path is None else len(tokens)
-            self._num_accepted += 0 if path is None else len(path)
+        rows = zip(outcome.accepted, outcome.tree.tokens, strict=True)
+        judged = [(len(path), len(tokens)) for path, tokens in rows if path is not None]
+        num_accepted = sum(accepted for accepted, _ in judged)
+        self._num_accepted += num_accepted
+        self._num_proposed += sum(proposed for _, proposed in judged)
         if self.policy is not None:
-            judged = [len(path) for path in outcome.accepted if path is not None]
             num_cells = 1 if chosen is None else self.window.levels[0].numel()
-            num_tokens = num_cells + outcome.tree.num_nodes
-            self.policy.learn(self._mode, num_tokens, sum(judged) / max(1, len(judged)))
+            self.policy.learn(self._mode, num_cells + outcome.tree.num_nodes, num_accepted / max(1, len(judged)))
         reach = self.config.ngram_size - 1  # an n-gram that ends in a new token begins at most so far before it
         found = [
             _ngrams_of(outcome.sequences.row(row)[0, -(count + reach) :], self.config.ngram_size)

@@ -23,7 +23,7 @@ from lade.drafting.suffix_index import END
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
-from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of
+from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
 from lade.state import PerModel
 
 MAX_BYTES = 16 * 2**20
@@ -237,7 +237,7 @@ class Memory:
             self.acceptance[flag].restore(trials.tolist(), hits.tolist())
 
     def _warm_on(self, model: Any, ids: list[int]) -> None:
-        num_tokens = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
+        num_tokens = num_tokens_of(model)
         for start in range(0, len(ids), WARM_TOKENS):
             chunk = ids[start : start + WARM_TOKENS]
             with torch.no_grad():

@@ -9,7 +9,7 @@ suffix match are described in docs/drafting.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate, islice, zip_longest
 
@@ -20,23 +20,15 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree
 from lade.block_size.costs import Offers
 from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size
-from lade.drafting.acceptance import (
-    PROBE,
-    RESUMED_KINDS,
-    SECOND_KINDS,
-    SECOND_STORE_KINDS,
-    SIBLING,
-    STORE_KINDS,
-    SUFFIX_KINDS,
-    name_of,
-)
+from lade.drafting.acceptance import PROBE, RESUMED_KINDS, SIBLING, STORE_KINDS, SUFFIX_KINDS, name_of
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.growth import Grower, Growth, Pointer, Source
 from lade.drafting.likeliest import Rows, likeliest_on_host, with_bins
 from lade.drafting.memory import Memory, memory_for
 from lade.drafting.suffix_index import MAX_MATCH, Copy, SuffixIndex
-from lade.drafting.top_k_table import packed, unpacked
-from lade.drafting.vocabulary import Vocabulary, vocabulary_of
+from lade.drafting.text_store import TextStore
+from lade.drafting.top_k_table import Packed, packed, unpacked
+from lade.drafting.vocabulary import vocabulary_of
 from lade.verification.draws import Draws
 from lade.verification.sequences import TokenSequences
 
@@ -66,8 +58,8 @@ class TreeDrafter:
         self.max_block = min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block
         self.num_tokens = request.num_tokens
         self.acceptance = self.memory.acceptance[temperature is not None]
-        self._warping = (1.0 if temperature is None else temperature, request.top_k, request.top_p)
-        self._vocabulary = _vocabulary_for(request, self.memory)
+        self._warping = (temperature or 1.0, request.top_k, request.top_p)
+        self._rows_alone = _rows_alone(request, self.memory)
         self._sampling_draws = request.draws
         self._suffixes = [SuffixIndex() for _ in request.prompt_ids]
         for index, ids in zip(self._suffixes, request.prompts(), strict=True):
@@ -227,51 +219,34 @@ class TreeDrafter:
 
         stop: where no more guesses than can pay are wanted.
         """
-        grower = Grower(
-            self.memory,
-            self.acceptance,
-            self._vocabulary,
-            self._warping[0],
-            self._suffixes[row].tokens,
-            partial(self._draws, row),
-            [self._siblings[row]] if row in self._siblings else [],
-            self._pointers(row, max_depth),
-        )
+        text, pointers = self._suffixes[row].tokens, self._pointers(row, max_depth)
+        sources, draws = [self._siblings[row]] if row in self._siblings else [], partial(self._draws, row)
+        grower = Grower(self.memory, self.acceptance, self._rows_alone, text, draws, sources, pointers)
         growth, is_stopped = grower.grow(max_depth, size, least, stop)
         if not is_stopped:  # tokens whose rows are unknown: the step that tries them learns their rows
             self._add_probes(growth, reversed(list(self.memory.unseen)), size)
         return growth
 
-    def _pointers(self, row: int, count: int) -> tuple[Pointer, ...]:
+    def _pointers(self, row: int, count: int) -> list[Pointer]:
         """At most `count` tokens each of what followed where a text's end has occurred before.
 
         A long match is remembered as what the text copies, to be taken up again behind a difference.
         """
         index, texts = self._suffixes[row], self.memory.texts
         own = index.matches()
-        found = [
-            (index.following(place, count), 0, length, kinds)
-            for (place, length), kinds in zip(own, (SUFFIX_KINDS, SECOND_KINDS), strict=False)
-        ]
+        found = _followed(index, own, SUFFIX_KINDS, count)
         if own and own[0][1] >= LONG_COPY:
             self._copies[row] = Copy(own[0][0])
         elif row in self._copies:
-            resumed = self._copies[row].resumed(index.tokens)
-            found += [
-                (index.following(place, count), 0, length, RESUMED_KINDS)
-                for place, length in resumed
-                if all(place != other for other, _ in own)
-            ]
+            places = [place for place, _ in own]
+            resumed = [match for match in self._copies[row].resumed(index.tokens) if match[0] not in places]
+            found += _followed(index, resumed, RESUMED_KINDS, count)
         if texts is not None:
             shorter = own[0][1] if own else 0
-            found += [
-                (texts.following(place, count), 0, length, kinds)
-                for (place, length), kinds in zip(
-                    texts.matches(index.tokens[-MAX_MATCH:]), (STORE_KINDS, SECOND_STORE_KINDS), strict=False
-                )
-                if length > shorter
-            ]
-        return tuple(found)
+            matches = texts.matches(index.tokens[-MAX_MATCH:])
+            others = _followed(texts, matches, STORE_KINDS, count)
+            found += [pointer for pointer in others if pointer[2] > shorter]
+        return found
 
     def _draws(self, row: int, depth: int) -> Draws | None:
         """The draws of a token at some distance from the root; None where they are not known, or for greedy."""
@@ -318,9 +293,17 @@ class TreeDrafter:
         self._logits, self._digested, self._previous, self._tokens, self._is_accepted = [], [], [], [], []
 
 
-def _vocabulary_for(request: DraftRequest, memory: Memory) -> Vocabulary | None:
+def _followed(
+    texts: SuffixIndex | TextStore, matches: list[tuple[int, int]], kinds: Sequence[tuple[int, ...]], count: int
+) -> list[Pointer]:
+    """At most `count` tokens behind each match. kinds: of each match."""
+    found = zip(matches, kinds, strict=False)
+    return [(texts.following(place, count), 0, length, by_length) for (place, length), by_length in found]
+
+
+def _rows_alone(request: DraftRequest, memory: Memory) -> Packed | None:
     """Rows of tokens that nothing else is known of, where there are any."""
     may_load = request.cost_source != "assumed"  # no text is to depend on what earlier processes have stored
     may_make = request.may_measure and not request.is_split
     found = memory.vocabulary or vocabulary_of(request.model, may_make, may_load)
-    return None if found is None or found.largest_id >= request.num_tokens else found
+    return None if found is None or found.largest_id >= request.num_tokens else found.at(request.temperature or 1.0)

@@ -83,7 +83,7 @@ def size_of_rows(num_tokens: int) -> tuple[int, int]:
 
 def make_vocabulary(model: Any) -> Vocabulary:
     """Run the model on each token alone: one text of one token, without a token that begins texts."""
-    num_tokens = _num_tokens(model)
+    num_tokens = num_tokens_of(model)
     num_rows, length = size_of_rows(num_tokens)
     batch = max(1, min(MAX_BATCH, MAX_LOGITS // num_tokens))
     ids: list[npt.NDArray[Any]] = []
@@ -142,12 +142,13 @@ class _Slot:
 _known: PerModel[dict[int, _Slot]] = PerModel(dict)  # by tokens: embeddings may be resized
 
 
-def _num_tokens(model: Any) -> int:
+def num_tokens_of(model: Any) -> int:
+    """Tokens that a model can be given and can choose."""
     return int(min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size))
 
 
 def _slot_of(model: Any) -> _Slot:
-    return _known.of(model).setdefault(_num_tokens(model), _Slot())
+    return _known.of(model).setdefault(num_tokens_of(model), _Slot())
 
 
 def _is_unseen(model: Any) -> bool:
@@ -160,7 +161,7 @@ def _is_unseen(model: Any) -> bool:
 
 def _is_within(model: Any, factor: float) -> bool:
     """Whether making the rows takes at most so many times what is cheap on the model's device."""
-    num_rows, _ = size_of_rows(_num_tokens(model))
+    num_rows, _ = size_of_rows(num_tokens_of(model))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return 2 * num_parameters * num_rows <= factor * CHEAP.get(model.device.type, 0.0)
 
@@ -198,7 +199,7 @@ def _load(model: Any) -> Vocabulary | None:
         if path is not None and path.exists():
             arrays = read_arrays(path, 0, 0, MAX_BYTES)
             vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
-            return vocabulary if vocabulary.largest_id < _num_tokens(model) else None
+            return vocabulary if vocabulary.largest_id < num_tokens_of(model) else None
     return None
 
 
