@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from heapq import heappop, heappush
 from math import exp
 from typing import Any
@@ -112,11 +111,12 @@ class Grower:
         """
         self._pairs, self._singles = memory.pairs.row, memory.singles.row
         self._rows_alone = () if rows_alone is None else rows_alone
-        self._text, self._draws_at, self._sources = text, cache(draws_at), list(sources)
+        self._text, self._draws_at, self._sources = text, draws_at, list(sources)
         self._chances, self._pointers = acceptance.chances, pointers
         self._growth = Growth()  # nodes in the order in which they were found
         self._known: set[Edge] = set()  # of these nodes
         self._behind: dict[Edge, Pointer] = {}  # what follows an earlier occurrence
+        self._drawn: dict[int, Draws | None] = {}  # by distance from the root
         self._num_pushed = 0
         self._heap: list[tuple[float, int, int, int, int, Iterator[Guess]]] = []
 
@@ -172,8 +172,12 @@ class Grower:
                 found = self._rows(before, token, chance)
                 if (parent, token) in self._behind:
                     self._follow(self._behind[parent, token], node, chance, least)
+            if not found:
+                continue
             rows += [(node, chance, first, row) for row, first in found]
-            numbers = self._draws_at(depth) if found else None
+            if depth not in self._drawn:
+                self._drawn[depth] = self._draws_at(depth)
+            numbers = self._drawn[depth]
             if numbers is not None:
                 draws += [numbers] * len(found)
         if draws:  # of all nodes, or of none
@@ -213,8 +217,9 @@ class Grower:
             numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first
         times, totals, sums = races(chances, drawn)
         arrays = packed, times, times.argsort(axis=1), totals, sums
-        for looked, *race in zip(rows, *(array.tolist() for array in arrays), strict=True):
-            self._push_next(self._winners(looked, *race), looked[0], least)
+        columns = zip(rows, *(array.tolist() for array in arrays), strict=True)
+        for looked, tokens, when, order, total, known in columns:
+            self._push_next(self._winners(looked, tokens, when, order, total, known), looked[0], least)
 
     def _winners(
         self, looked: Looked, tokens: list[int], times: list[float], order: list[int], total: float, known: float

@@ -36,7 +36,8 @@ class SuffixIndex:
         Returns up to two pairs of place and match length (MIN_MATCH to MAX_MATCH); of equally long ones the latest.
         """
         text = self.tokens
-        return longest_two(text, text, len(text), reversed(self._places.get(tuple(text[-MIN_MATCH:]), ())))
+        places = reversed(self._places.get(tuple(text[-MIN_MATCH:]), ()))
+        return longest_two(text, text, len(text), places, num_equal=MIN_MATCH)
 
     def following(self, place: int, count: int) -> list[int]:
         """The `count` tokens from a place on. At the text's end it goes on as if it were repeating itself."""
@@ -82,16 +83,17 @@ class Copy:
 
 
 def longest_two(
-    end: Sequence[int], tokens: Sequence[int], size: int, places: Iterable[int], oldest: int = 0
+    end: Sequence[int], tokens: Sequence[int], size: int, places: Iterable[int], oldest: int = 0, num_equal: int = 0
 ) -> list[tuple[int, int]]:
     """The longest occurrence of a text's end, and the longest that went on differently, as `SuffixIndex.matches`.
 
-    tokens: where it may have occurred; place p lies at p % size, from place `oldest` on. places: behind occurrences.
+    tokens: where it may have occurred; place p lies at p % size, from place `oldest` on. places: behind occurrences, of
+    which at least `num_equal` tokens are known to be equal.
     """
     found: dict[int, tuple[int, int]] = {}  # next token -> its longest match and where
     longest = min(MAX_MATCH, len(end))
     for place in places:
-        length, most = 0, min(longest, place - oldest)
+        length, most = num_equal, min(longest, place - oldest)
         while length < most and tokens[(place - length - 1) % size] == end[-length - 1]:
             length += 1
         following = tokens[place % size]
