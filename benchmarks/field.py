@@ -18,7 +18,7 @@ from lade.block.token_tree import TokenTree, merge_candidates
 from lade.drafting import DraftRequest, register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter, Outcome
 from lade.drafting.memory import Memory, memory_for
-from lade.drafting.tree import tree_drafter
+from lade.drafting.tree import TreeDrafter
 from lade.verification.sequences import TokenSequences
 
 END_OF_TEXT = -1  # between the texts of a store; no guess crosses it
@@ -411,4 +411,4 @@ def register() -> None:
     """Let MODE choose each, and lade's own tree without what it knows of sampling's random numbers."""
     for name, drafter in FIELD.items():
         register_drafter(name, drafter)
-    register_drafter("tree-without-draws", lambda request: tree_drafter(replace(request, draws=None)))
+    register_drafter("tree-without-draws", lambda request: TreeDrafter(replace(request, draws=None)))

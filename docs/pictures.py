@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.drafting.acceptance import name_of
-from lade.drafting.tree import TreeDrafter, tree_drafter
+from lade.drafting.tree import TreeDrafter
 from lade.stats import tracing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,7 +99,7 @@ def trace(model: Any, tokenizer: Any, prompt: str, num_tokens: int, block: int) 
     drafters: list[TreeDrafter] = []
 
     def make(request: Any) -> TreeDrafter:
-        drafters.append(tree_drafter(request))
+        drafters.append(TreeDrafter(request))
         return drafters[-1]
 
     def keep(roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, choices: Any, sequences: Any) -> None:

@@ -27,12 +27,12 @@ logger = logging.getLogger("lade")
 # GUESS_SET_SIZE=-1 means unlimited. So large a block would never pay, so this many n-grams are kept per key.
 UNLIMITED_GUESSES = 32
 MAX_BLOCK_TOKENS = 8192
-# The function that makes each mode's drafter: lade's own as "module:function", imported by the first call.
+# What makes each mode's drafter: lade's own as "module:class", imported by the first call.
 # `register_drafter` adds to it.
 MODES: dict[str, str | Callable[[Any], Any]] = {
-    "lookahead": "lade.drafting.lookahead:lookahead_drafter",
-    "tree": "lade.drafting.tree:tree_drafter",
-    "auto": "lade.drafting.tree:tree_drafter",
+    "lookahead": "lade.drafting.lookahead:LookaheadDrafter",
+    "tree": "lade.drafting.tree:TreeDrafter",
+    "auto": "lade.drafting.tree:TreeDrafter",
 }
 MAX_WORKERS = 4096
 # Of USE_LADE, in any case.

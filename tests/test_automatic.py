@@ -15,7 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import lade
 from lade import decoding, kernels
-from lade.block_size import LiveCosts
+from lade.block_size.costs import LiveCosts
 from lade.commands.env import lade_lines
 from lade.config import LookaheadConfig, current_config
 from lade.drafting import make_drafter

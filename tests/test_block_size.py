@@ -10,16 +10,18 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
 from lade import decoding
-from lade.block_size import (
-    BlockMode,
-    BlockModePolicy,
-    EarlyStop,
+from lade.block_size.costs import (
+    EXPLORE_EVERY,
+    OBSERVATIONS,
+    RENEW_EVERY,
+    SAME_COST,
+    SIZES,
+    STALE_AFTER,
     LiveCosts,
     StepCostsByLength,
-    choose_size,
     saved_costs,
 )
-from lade.block_size.costs import EXPLORE_EVERY, OBSERVATIONS, RENEW_EVERY, SAME_COST, SIZES, STALE_AFTER
+from lade.block_size.policy import BlockMode, BlockModePolicy, EarlyStop, choose_size
 from lade.drafting import tree as recycling
 from lade.drafting.growth import Grower
 from lade.drafting.tree import TreeDrafter
@@ -36,7 +38,7 @@ def measured(curve, sizes=SIZES[:14]):
 
 
 def early_stop(price, limit=64):
-    return EarlyStop(price.offers(limit), 1.0, spare=int(price.may_explore_next))
+    return EarlyStop(price.offers(limit), 1.0, 0.0, spare=int(price.may_explore_next))
 
 
 def test_lines_between_and_a_slope_beyond():

@@ -10,8 +10,9 @@ from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 import lade
 from lade.block.layout import BlockLayout
 from lade.block.token_tree import TokenTree
-from lade.block_size import LiveCosts
+from lade.block_size.costs import LiveCosts
 from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
+from lade.config import LookaheadConfig
 from lade.drafting.acceptance import (
     FORGET_EVERY,
     NUM_KINDS,
@@ -22,7 +23,7 @@ from lade.drafting.acceptance import (
     VOCABULARY,
     Acceptance,
 )
-from lade.drafting.base import Outcome
+from lade.drafting.base import DraftRequest, Outcome
 from lade.drafting.growth import BOTH_ROWS, Grower
 from lade.drafting.top_k_table import NUM_BINS, ROW_LENGTH, packed
 from lade.drafting.tree import LONG_MATCH, TreeDrafter
@@ -306,11 +307,11 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
     memory = lade.Memory()
     rows = (np.full((1, ROW_LENGTH), 5), np.full((1, ROW_LENGTH), 3))
     memory.learn([9], [10], packed(*rows), 1)
-    memory.singles.put([11], *rows)
+    memory.singles.put([11], packed(*rows))
     vocabulary = Vocabulary(np.full((13, 8), 5, dtype=np.int32), np.full((13, 8), -3, dtype=np.float16))
 
     def kinds(before, token, chance):
-        grower = Grower(memory, Acceptance(False), vocabulary, 1.0, [7], lambda depth: None, (), ())
+        grower = Grower(memory, Acceptance(False), vocabulary.at(1.0), [7], lambda depth: None, (), ())
         return [first for _, first in grower._rows(before, token, chance)]
 
     assert kinds(9, 10, BOTH_ROWS) == [PAIR, SINGLE]
@@ -339,7 +340,12 @@ def test_a_copy_is_gone_on_with_behind_a_difference():
     """Without a match of three tokens: at once as if one token was replaced, then also where a token is equal again."""
     passage = list(range(20, 50))
     prompt_ids = torch.tensor([[*passage, 1, 2, *passage[:12]]])
-    drafter = TreeDrafter(lade.Memory(), 64, prompt_ids, None, None, 16, None)
+    config = LookaheadConfig(mode="tree", max_block=16, adaptive=False, share=False)
+    request = DraftRequest(
+        config=config, model=tiny_llama(), num_tokens=64, prompt_ids=prompt_ids, key_mask=None, temperature=None,
+        may_measure=False,
+    )  # fmt: skip
+    drafter = TreeDrafter(request)
     texts = TokenSequences(prompt_ids, 100)
 
     def guesses_behind(*tokens):

@@ -12,10 +12,12 @@ from support.device_steps import seeded
 import lade
 from lade import transfer
 from lade.block.token_tree import TokenTree
-from lade.drafting import Outcome, TreeDrafter
+from lade.config import LookaheadConfig
+from lade.drafting import DraftRequest, Outcome
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import packed
+from lade.drafting.tree import TreeDrafter
 from lade.verification import draws as noise_module
 from lade.verification.draws import ExponentialDraws, races
 from lade.verification.selection import PerRowSelection
@@ -252,9 +254,15 @@ def first_guess_is_right(seed, probabilities, reads_noise):
     prompt_ids = torch.tensor([[7, 9]])
     memory = Memory()
     memory.learn([9], [5], packed(*most_likely(probabilities.log())), 1)
+    model = tiny_llama(num_hidden_layers=1)
     torch.manual_seed(seed)
     noise = ExponentialDraws(CPU, 1) if reads_noise else None
-    drafter = TreeDrafter(memory, VOCAB_SIZE, prompt_ids, None, 1.0, 8, None, noise)
+    request = DraftRequest(
+        config=LookaheadConfig(mode="tree", max_block=8, adaptive=False), model=model,
+        num_tokens=VOCAB_SIZE, prompt_ids=prompt_ids, key_mask=None, temperature=1.0, draws=noise, may_measure=False,
+    )  # fmt: skip
+    with memory.active():
+        drafter = TreeDrafter(request)
     texts = TokenSequences(prompt_ids, 10)
     torch.multinomial(probabilities, 1)  # after the prompt
     texts.append([5], 0)

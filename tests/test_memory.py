@@ -14,14 +14,20 @@ import torch
 from support import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.block_size import LiveCosts
+from lade.block_size.costs import LiveCosts
 from lade.drafting import likeliest as likeliest_module
 from lade.drafting import memory as memory_module
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import MAX_DIFFERENCE, Copy, SuffixIndex
-from lade.drafting.top_k_table import ROW_LENGTH, TopKTable
+from lade.drafting.top_k_table import BIN_BITS, ROW_LENGTH, TopKTable, packed, unpacked
 from lade.state import forget_all
+
+
+def row_of(table, key):
+    """Ids and bins of a key's row; None if it has none."""
+    row = table.row(key)
+    return None if row is None else tuple(numbers.tolist() for numbers in unpacked(row))
 
 
 @pytest.fixture(autouse=True)
@@ -272,13 +278,13 @@ def test_of_a_file_with_more_rows_than_fit_the_latest_are_loaded(tmp_path):
     large, path = Memory(), tmp_path / "memory.npz"
     large.identity = {"model_type": "any", "vocab_size": 4, "hidden_size": 8, "signs": ""}
     rows = np.arange(1000 * ROW_LENGTH).reshape(1000, ROW_LENGTH) % 4
-    large.pairs.put(list(range(1000)), rows, rows)
+    large.pairs.put(list(range(1000)), packed(rows, rows))
     large.save(path)
     small = Memory(memory_module.MIN_BYTES, path)
     assert len(small.pairs) == small.pairs.capacity < 200
     for key in (999, 1000 - small.pairs.capacity):
-        assert small.pairs.get(key) == large.pairs.get(key) == (rows[key].tolist(), rows[key].tolist())
-    assert small.pairs.get(999 - small.pairs.capacity) is None
+        assert row_of(small.pairs, key) == row_of(large.pairs, key) == (rows[key].tolist(), rows[key].tolist())
+    assert small.pairs.row(999 - small.pairs.capacity) is None
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
@@ -350,23 +356,23 @@ def test_warming(model, tmp_path):
 def test_tables_are_bounded():
     table = TopKTable(capacity=3)
     rows = np.arange(5 * ROW_LENGTH).reshape(5, ROW_LENGTH)
-    table.put([7, 8, 7], rows[:3], rows[:3] % 3)
+    table.put([7, 8, 7], packed(rows[:3], rows[:3] % 3))
     assert len(table) == 2
-    assert table.get(7) == (rows[2].tolist(), (rows[2] % 3).tolist())  # of one key the last counts
-    table.put([9, 10], rows[3:], rows[3:] % 3)
+    assert row_of(table, 7) == (rows[2].tolist(), (rows[2] % 3).tolist())  # of one key the last counts
+    table.put([9, 10], packed(rows[3:], rows[3:] % 3))
     assert len(table) == 3
-    assert table.get(8) is None  # written longest ago
-    assert table.get(10) == (rows[4].tolist(), (rows[4] % 3).tolist())
+    assert table.row(8) is None  # written longest ago
+    assert row_of(table, 10) == (rows[4].tolist(), (rows[4] % 3).tolist())
     arrays = table.as_arrays()
     assert arrays["keys"].tolist() == [7, 9, 10]
     assert arrays["ids"].tolist() == rows[[2, 3, 4]].tolist()
 
     table = TopKTable(capacity=5000)
     for start in range(0, 9000, 100):
-        table.put(list(range(start, start + 100)), np.full((100, ROW_LENGTH), start), np.zeros((100, ROW_LENGTH)))
+        table.put(list(range(start, start + 100)), np.full((100, ROW_LENGTH), start << BIN_BITS))
     assert len(table) == 5000
-    assert table.get(3999) is None
-    assert all(table.get(key)[0] == [key // 100 * 100] * ROW_LENGTH for key in range(4000, 9000))
+    assert table.row(3999) is None
+    assert all(row_of(table, key)[0] == [key // 100 * 100] * ROW_LENGTH for key in range(4000, 9000))
 
 
 def test_a_full_table_drops_what_was_written_longest_ago():
@@ -375,14 +381,14 @@ def test_a_full_table_drops_what_was_written_longest_ago():
     for _ in range(300):
         keys = numbers.integers(0, 400, size=7).tolist()
         rows = np.repeat(np.array(keys)[:, None], ROW_LENGTH, axis=1)
-        table.put(keys, rows, rows % 3)
+        table.put(keys, packed(rows, rows % 3))
         for key in keys:
             order = [*(other for other in order if other != key), key][-200:]
         assert table.as_arrays()["keys"].tolist() == order
     assert len(table) == 200
-    assert all(table.get(key) == ([key] * ROW_LENGTH, [key % 3] * ROW_LENGTH) for key in order)
+    assert all(row_of(table, key) == ([key] * ROW_LENGTH, [key % 3] * ROW_LENGTH) for key in order)
     table.clear()
-    table.put([1], rows[:1], rows[:1])
+    table.put([1], packed(rows[:1], rows[:1] % 3))
     assert table.as_arrays()["keys"].tolist() == [1]
 
 
@@ -392,13 +398,13 @@ def test_a_full_table_costs_no_more_than_an_empty_one():
     empty, full = TopKTable(capacity), TopKTable(capacity)
     everything = np.zeros((capacity, ROW_LENGTH), dtype=np.int64)
     for start in (0, capacity // 4):  # and a quarter of its rows has been replaced
-        full.put(list(range(start, start + capacity)), everything, everything)
+        full.put(list(range(start, start + capacity)), everything)
 
     def seconds(table, first):
         calls = [list(range(key, key + 16)) for key in range(first, first + 1600, 16)]
         started = time.thread_time()
         for keys in calls:
-            table.put(keys, rows, rows)
+            table.put(keys, rows)
         return time.thread_time() - started
 
     places = range(10 * capacity, 10 * capacity + 8000, 1600)

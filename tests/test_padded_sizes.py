@@ -5,8 +5,8 @@ from support import prompt, tiny_llama
 from support.static_shapes import both, check
 
 import lade
-from lade.block_size import FixedCosts, LiveCosts, choose_size
-from lade.block_size.costs import SIZES
+from lade.block_size.costs import SIZES, FixedCosts, LiveCosts
+from lade.block_size.policy import choose_size
 from lade.block_size.tables import NUM_ROUNDS, ROUND, Calibration
 from lade.config import current_config
 from lade.drafting.tree import TreeDrafter
@@ -71,7 +71,7 @@ def test_a_table_is_measured_beside_the_smallest_size():
 
 def test_fixed_costs_schedule_padded_sizes():
     costs = FixedCosts("name", "cpu", 1, PADDED)
-    assert {costs.scheduled_size(1, 64)} <= set(PADDED)
+    assert {costs.scheduled_size(64)} <= set(PADDED)
     assert FixedCosts(None, "cpu", 1, PADDED).offers(64).sizes == PADDED
 
 

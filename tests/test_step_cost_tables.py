@@ -235,8 +235,8 @@ def test_a_clock_that_stands_still_settles_for_what_is_assumed(cache):
     cache.mkdir()
     costs = FixedCosts("name", "cpu", 1)
     for _ in range(SCHEDULE):
-        costs.observe(costs.scheduled_size(1, 64), 0.0)
-    assert costs.scheduled_size(1, 64) is None
+        costs.observe(costs.scheduled_size(64), 0.0)
+    assert costs.scheduled_size(64) is None
     assert costs.cost(16) == default_costs("cpu", 1, SIZES).costs[16]
     assert not stored()
 

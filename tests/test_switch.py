@@ -434,10 +434,10 @@ def test_importing_stays_light():
 
 
 def test_register_drafter_is_public(model):
-    from lade.drafting.tree import tree_drafter
+    from lade.drafting.tree import TreeDrafter
 
     made = []
-    lade.register_drafter("of a test", lambda request: made.append(request) or tree_drafter(request))
+    lade.register_drafter("of a test", lambda request: made.append(request) or TreeDrafter(request))
     plain = generate_plain(model, prompt(), max_new_tokens=16)
     with lade.enabled(MODE="of a test"):
         assert torch.equal(model.generate(**prompt(), max_new_tokens=16), plain)

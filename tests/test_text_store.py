@@ -15,13 +15,12 @@ from lade.drafting.acceptance import (
     MATCH_LENGTHS,
     NUM_KINDS,
     RESUMED_KINDS,
-    SECOND_STORE_KINDS,
     STORE_KINDS,
     Acceptance,
     name_of,
 )
-from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
-from lade.drafting.text_store import END, TextStore
+from lade.drafting.suffix_index import END, MAX_MATCH, SuffixIndex
+from lade.drafting.text_store import TextStore
 
 
 @pytest.fixture(autouse=True)
@@ -239,13 +238,13 @@ def test_warming_keeps_the_texts(model):
 
 def test_kinds_of_long_matches():
     """One kind for each length up to 9, then a few that count together; no kind twice."""
-    names = [name_of(STORE_KINDS[length]) for length in (3, 8, 9, 12, 13, 20, 21)]
+    names = [name_of(STORE_KINDS[0][length]) for length in (3, 8, 9, 12, 13, 20, 21)]
     assert names == [f"earlier text of {length}" for length in (3, 8, 9, 9, 13, 13, 21)]
-    used = {*STORE_KINDS[3:], *SECOND_STORE_KINDS[3:]}
+    used = {*STORE_KINDS[0][3:], *STORE_KINDS[1][3:]}
     assert len(used) == 2 * len(MATCH_LENGTHS)
-    assert max(used) < RESUMED_KINDS[0]
-    assert max(RESUMED_KINDS) == NUM_KINDS - 1
-    assert [name_of(RESUMED_KINDS[length]) for length in (0, 4, 21)] == [f"resumed copy of {n}" for n in (0, 3, 9)]
+    assert max(used) < RESUMED_KINDS[0][0]
+    assert max(RESUMED_KINDS[0]) == NUM_KINDS - 1
+    assert [name_of(RESUMED_KINDS[0][length]) for length in (0, 4, 21)] == [f"resumed copy of {n}" for n in (0, 3, 9)]
     index = SuffixIndex()
     index.extend([*range(40), *range(15)])
     assert index.matches() == [(15, 15)]

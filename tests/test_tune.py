@@ -26,7 +26,7 @@ from lade.commands.tune.candidates import ANCHORS, DEFAULT, TREE, candidates, lo
 from lade.commands.tune.report import KEEP_DEFAULT, NOTHING_PAYS, STOPPED, as_text, settings_file
 from lade.commands.tune.search import PLAN, QUICK_PLAN, Findings, Plan, Row, may_pay, noise_of, screen, tune
 from lade.drafting import register_drafter
-from lade.drafting.tree import tree_drafter
+from lade.drafting.tree import TreeDrafter
 from lade.models import adapter_for
 
 BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
@@ -364,7 +364,7 @@ def test_candidates_of_each_drafter(monkeypatch):
         "x",
     ]
     before = candidates(is_quick=False)
-    register_drafter("mine", tree_drafter)
+    register_drafter("mine", TreeDrafter)
     assert candidates(is_quick=False) == (*before, {"MODE": "mine"})
     monkeypatch.setitem(tried.CANDIDATES, "mine", ([{"MODE": "mine", "MAX_BLOCK": 4}], []))
     assert candidates(is_quick=False) == (*before, {"MODE": "mine", "MAX_BLOCK": 4})

@@ -14,7 +14,7 @@ from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, PAIR, VOCABULAR
 from lade.drafting.growth import GREEDY_LENGTH, Grower
 from lade.drafting.likeliest import likeliest, most_likely
 from lade.drafting.memory import KEY_SHIFT, Memory
-from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, NUM_BINS, ROW_LENGTH, unpacked
+from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, NUM_BINS, ROW_LENGTH, packed, unpacked
 from lade.drafting.vocabulary import (
     MAX_BYTES,
     Vocabulary,
@@ -53,7 +53,7 @@ def forwards():
 def test_rows_are_the_models(temperature):
     model = tiny_llama()
     found = make_vocabulary(model)
-    assert len(found) == VOCAB
+    assert len(found.ids) == VOCAB
     assert found.ids.shape[1] == ROW_LENGTH
     ids, bins = unpacked(found.at(temperature)[[3, 40]])
     logits = torch.stack([model(torch.tensor([[token]])).logits[0, -1] for token in (3, 40)])
@@ -77,7 +77,7 @@ def test_short_rows_hold_each_guess_once():
     vocabulary = Vocabulary(np.arange(24, dtype=np.int32).reshape(3, 8), np.full((3, 8), -3, dtype=np.float16))
     draws = np.random.default_rng(0).exponential(size=24).astype(np.float32)
     for known in (draws, None):
-        grower = Grower(Memory(), Acceptance(True), vocabulary, 1.0, [1], lambda depth, known=known: known, (), ())
+        grower = Grower(Memory(), Acceptance(True), vocabulary.at(1.0), [1], lambda depth, known=known: known, (), ())
         grown, _ = grower.grow(1, ROW_LENGTH, 0.0, None)
         assert sorted(grown.tokens) == list(range(8, 16))
 
@@ -207,7 +207,7 @@ def test_a_file_of_the_last_format_loads(tmp_path):
     assert loaded.acceptance[False].chances[VOCABULARY:] == Acceptance(False).chances[VOCABULARY:]
     assert len(loaded.acceptance[False].trials) == NUM_KINDS
     key = next(iter(loaded.pairs.slots))
-    assert loaded.pairs.get(key)[0][:8] == memory.pairs.get(key)[0][:8]
+    assert loaded.pairs.row(key)[:8].tolist() == memory.pairs.row(key)[:8].tolist()
     expected = generate_plain(model, prompt(20), max_new_tokens=20)
     with loaded.active():
         assert torch.equal(model.generate(**prompt(20), max_new_tokens=20), expected)
@@ -223,13 +223,13 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
     acceptance.chances = np.sort(numbers.uniform(0, 1, NUM_KINDS)).tolist()  # the likelier, the surer
     rows = np.stack([numbers.permutation(VOCAB)[:ROW_LENGTH] for _ in range(VOCAB * VOCAB)])
     bins = -np.sort(-numbers.integers(0, NUM_BINS, rows.shape))  # the likeliest first
-    memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], rows, bins)
+    memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], packed(rows, bins))
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
-    grower = Grower(memory, acceptance, None, 1.0, [5, 6], lambda depth: draws[depth] if is_drawn else None, (), ())
+    grower = Grower(memory, acceptance, None, [5, 6], lambda depth: draws[depth] if is_drawn else None, (), ())
 
     def guesses(before, token, depth):
-        ids, bins = memory.pairs.get(before << KEY_SHIFT | token)
+        ids, bins = (numbers.tolist() for numbers in unpacked(memory.pairs.row(before << KEY_SHIFT | token)))
         if not is_drawn:
             return list(zip(ids, bins, strict=True))[:GREEDY_LENGTH]
         times, total, known = races(np.array(BIN_MIDDLES)[bins], draws[depth].take(ids))

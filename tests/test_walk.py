@@ -9,7 +9,7 @@ from support import generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.token_tree import merge_candidates
-from lade.drafting import LookaheadDrafter
+from lade.drafting.lookahead import LookaheadDrafter
 from lade.drafting.window import JacobiWindow
 from lade.verification.walk import children_of, walk
 

@@ -35,9 +35,8 @@ def test_roll_by_columns_keeps_positions_aligned():
 
 
 def test_start_takes_tokens_of_the_rows_own_prompt():
-    ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]])
     state = torch.get_rng_state()
-    w = JacobiWindow.start(ids, [2, 4], ngram_size=4, window_size=50)
+    w = JacobiWindow.start([torch.tensor([5, 6]), torch.tensor([7, 8, 9, 4])], ngram_size=4, window_size=50)
     assert torch.equal(state, torch.get_rng_state())
     assert set(w.levels[0].flatten().tolist()) == {5, 6}
     assert set(w.levels[1].flatten().tolist()) == {7, 8, 9, 4}

@@ -9,10 +9,10 @@ processes.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from math import sqrt
+from statistics import median_high, median_low
 from typing import Any
 
 from lade.block_size.tables import (
@@ -59,7 +59,7 @@ class StepCosts:
     def __init__(self, sizes: tuple[int, ...] = SIZES) -> None:
         """sizes: the sizes to choose from, rising; a step without guesses costs as much as the first."""
         self.sizes = sizes
-        self._offers: dict[int, Offers] = {}  # by limit; cleared when costs change
+        self._offers: dict[int, Offers] = {}  # by limit; replaced when costs change
 
     def cost(self, num_tokens: int) -> float:
         raise NotImplementedError
@@ -89,14 +89,9 @@ class StepCosts:
     def begin(self) -> None:
         """The next step does not directly follow the last one, so their times must not be compared."""
 
-    def scheduled_size(self, num_rows: int, limit: int) -> int | None:
+    def scheduled_size(self, limit: int) -> int | None:
         """The size that the next step must have, because it is to be measured; None if the policy may choose."""
         return None
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether sizes currently follow a schedule, whatever pays."""
-        return False
 
     def explored_place(self, sizes: list[int], best: int) -> int:
         """The index into `sizes` to use, where `best` is the index of the size that pays most."""
@@ -109,13 +104,12 @@ class StepCosts:
 
     def offers(self, limit: int) -> Offers:
         """The sizes to choose from, up to `limit` and the largest that is known well enough."""
-        known = self._offers
+        known = self._offers  # of this time: another thread may replace it meanwhile
         found = known.get(limit)
         if found is None:
-            reach = self.largest_size
-            sizes = [size for size in self.sizes if size < min(limit, reach + 1)] + ([limit] if limit <= reach else [])
-            costs = [self.cost(size) for size in sizes]
-            found = known[limit] = Offers(tuple(sizes), costs, self._least_chance())
+            most = min(limit, self.largest_size)
+            sizes = tuple(size for size in sorted({*self.sizes, limit}) if size <= most)
+            found = known[limit] = Offers(sizes, [self.cost(size) for size in sizes], self._least_chance())
         return found
 
     def _least_chance(self) -> float:
@@ -173,7 +167,7 @@ class FixedCosts(StepCosts):
             stored = None if found is None else store(self._name, found)
             if stored is not None:
                 self._table = stored
-                self._offers = {}  # replaced: another thread may still write to the old one
+                self._offers = {}
             self._calibration = None
 
     def begin(self) -> None:
@@ -181,13 +175,9 @@ class FixedCosts(StepCosts):
             if self._calibration is not None:
                 self._calibration.begin()
 
-    def scheduled_size(self, num_rows: int, limit: int) -> int | None:
+    def scheduled_size(self, limit: int) -> int | None:
         calibration = self._calibration
         return None if calibration is None else calibration.next_size(limit)
-
-    @property
-    def is_scheduled(self) -> bool:
-        return self._calibration is not None
 
 
 class LiveCosts(StepCosts):
@@ -246,13 +236,14 @@ class LiveCosts(StepCosts):
                     self._measured[size] = self.cost(size)
                 if run:
                     changed = max(size, other)
-                    growth = seconds / _median(run) if changed == size else _median(run) / seconds
+                    growth = seconds / median_low(run) if changed == size else median_low(run) / seconds
                     self._compare(changed, self._measured[min(size, other)] * growth, is_same_step=len(run) == 1)
                 # The size without comparisons is the reference, with full weight.
                 weights = {size: len(self._seen.get(size, ())) or OBSERVATIONS for size in self._measured}
                 self._costs = isotonic(self._measured, weights)
                 self._run = size, [seconds]
-            self._seconds_per_unit = _median(self._run[1]) / self._costs[size]
+            # Of the latest steps the lower median: disturbances only make a step longer.
+            self._seconds_per_unit = median_low(self._run[1]) / self._costs[size]
             self._num_observed += 1
             cost = before.get(changed)
             has_changed = cost is None or abs(self._costs[changed] - cost) > SAME_COST * cost
@@ -270,9 +261,8 @@ class LiveCosts(StepCosts):
         else:
             self._changed = size
         seen.append(cost)
-        ordered, count = sorted(seen), len(seen)
         # Clamped between the lower and the upper median: one of two measurements alone changes nothing.
-        self._measured[size] = max(ordered[(count - 1) // 2], min(self._measured[size], ordered[count // 2]))
+        self._measured[size] = max(median_low(seen), min(self._measured[size], median_high(seen)))
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step of q tokens at the present speed; meaningless before the first steps."""
@@ -298,14 +288,10 @@ class LiveCosts(StepCosts):
             return interpolated(measured, num_tokens)
         nearest = sizes[0] if num_tokens < sizes[0] else sizes[-1]
         assumed = measured[nearest] * (1 + ASSUMED_SLOPE * num_tokens) / (1 + ASSUMED_SLOPE * nearest)
-        if num_tokens < sizes[0] or len(sizes) == 1 or self._may_try:
+        may_try = self._lost <= FREE_TRIALS * measured.get(self.sizes[0], 0.0) + TRIAL_SHARE * self._spent
+        if num_tokens < sizes[0] or len(sizes) == 1 or may_try:
             return assumed
         return max(assumed, interpolated(measured, num_tokens))
-
-    @property
-    def _may_try(self) -> bool:
-        """Whether trying unmeasured sizes has cost little so far."""
-        return self._lost <= FREE_TRIALS * self._costs.get(self.sizes[0], 0.0) + TRIAL_SHARE * self._spent
 
     @classmethod
     def of(cls, seconds: dict[int, float]) -> LiveCosts:
@@ -317,8 +303,7 @@ class LiveCosts(StepCosts):
     @property
     def measured(self) -> dict[int, float]:
         """Seconds by size, for the measured sizes."""
-        seconds_per_unit = self._seconds_per_unit
-        return {size: seconds_per_unit * cost for size, cost in self._costs.items()}
+        return {size: self.seconds(size) for size in self._costs}
 
     @property
     def largest_known(self) -> int:
@@ -343,11 +328,6 @@ class LiveCosts(StepCosts):
         return (self._num_chosen + 1) % EXPLORE_EVERY == 0
 
 
-def _median(seconds: list[float]) -> float:
-    """The lower median: disturbances only make a step longer."""
-    return sorted(seconds)[(len(seconds) - 1) // 2]
-
-
 SavedCosts = dict[str, dict[str, float]]  # kind of step -> size -> seconds
 
 _costs: PerModel[dict[tuple[Any, ...], StepCosts]] = PerModel(dict)
@@ -361,61 +341,55 @@ class StepCostsByLength:
         model: Any,
         kind: tuple[Any, ...],
         saved: SavedCosts | None = None,
-        fixed_for: int | None = None,
-        may_measure: bool = True,
+        source: str = "live",
+        batch_size: int = 1,
         limit: int = 64,
-        sizes: tuple[int, ...] | None = None,
+        sizes: tuple[int, ...] = SIZES,
     ) -> None:
         """kind: everything else that changes a step's cost, such as dtype, device and batch size.
 
-        saved: `saved_costs` of an earlier process, as live costs to start with. fixed_for: the batch size where no
-        clock may change a choice; None for live costs. may_measure: whether fixed costs may come from a table measured
-        on this machine. limit: the largest block, up to which that table is measured. sizes: the sizes that blocks are
-        padded to; None where they are not padded.
+        saved: `saved_costs` of an earlier process, as live costs to start with. source: "live"; or fixed costs, from a
+        table that is "measured" on this machine, or "assumed". limit: the largest block, up to which that table is
+        measured. sizes: the sizes to choose from.
         """
-        self._model, self._saved = weakref.ref(model), saved or {}
+        self._model, self._saved, self._source = model, saved or {}, source
+        self._batch_size, self._sizes = batch_size, sizes
         # Live and fixed costs of one kind coexist: whether outputs are exact may change between calls.
-        way = "measured" if may_measure else "assumed"
-        self.kind = kind if fixed_for is None else (*kind, way, limit)
+        self.kind = kind if source == "live" else (*kind, source, limit)
         self._all = _costs.of(model)
-        self._fixed_for, self._may_measure, self._sizes = fixed_for, may_measure, sizes or SIZES
         self._latest: StepCosts | None = None
 
     def at(self, num_slots: int) -> StepCosts:
         """The costs for a context of about `num_slots` tokens."""
         key = (*self.kind, max(MIN_CONTEXT, num_slots).bit_length())
         if key not in self._all:
-            self._all[key] = self._live(key) if self._fixed_for is None else self._fixed(key, self._fixed_for)
+            self._all[key] = self._live(key) if self._source == "live" else self._fixed(key)
         if self._all[key] is not self._latest:
             self._latest = self._all[key]
             self._latest.begin()
         return self._latest
 
-    def _fixed(self, key: tuple[Any, ...], batch_size: int) -> FixedCosts:
-        model = self._model()
-        assert model is not None  # the current call holds a reference
-        name = table_name(model, key) if self._may_measure and can_store() else None
-        return FixedCosts(name, model.device.type, batch_size, self._sizes)
+    def _fixed(self, key: tuple[Any, ...]) -> FixedCosts:
+        name = table_name(self._model, key) if self._source == "measured" and can_store() else None
+        return FixedCosts(name, self._model.device.type, self._batch_size, self._sizes)
 
     def _live(self, key: tuple[Any, ...]) -> LiveCosts:
-        bucket = key[-1]
-        known = [other[-1] for other in list(self._all) if other[:-1] == self.kind]
-        nearest = min(known, key=lambda other: abs(other - bucket), default=None)
-        if nearest is not None:
-            similar = self._all[(*self.kind, nearest)]
-            assert isinstance(similar, LiveCosts)
-            return LiveCosts(similar, self._sizes)
-        saved = self._saved.get(_name_of(key))
+        """Those of the nearest length to start with; else of an earlier process, if there are any."""
+        known: dict[int, Any] = {
+            other[-1]: costs for other, costs in list(self._all.items()) if other[:-1] == self.kind
+        }
+        if known:
+            return LiveCosts(known[min(known, key=lambda bucket: abs(bucket - key[-1]))], self._sizes)
+        saved = self._saved.get(_name_of(key), {})
         earlier = LiveCosts.of({int(size): seconds for size, seconds in saved.items()}) if saved else None
         return LiveCosts(earlier, self._sizes)
 
 
 def saved_costs(model: Any) -> SavedCosts:
     """All live costs of a model, in a JSON-compatible form."""
-    found = {key: costs.measured for key, costs in list(_costs.of(model).items()) if isinstance(costs, LiveCosts)}
-    return {
-        _name_of(key): {str(size): cost for size, cost in seconds.items()} for key, seconds in found.items() if seconds
-    }
+    live = {_name_of(key): costs for key, costs in list(_costs.of(model).items()) if isinstance(costs, LiveCosts)}
+    found = {name: {str(size): seconds for size, seconds in costs.measured.items()} for name, costs in live.items()}
+    return {name: seconds for name, seconds in found.items() if seconds}
 
 
 def _name_of(key: tuple[Any, ...]) -> str:

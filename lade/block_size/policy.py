@@ -45,9 +45,12 @@ def _expected_gains(sizes: tuple[int, ...], place: int) -> list[float]:
 class EarlyStop:
     """Stops the best-first growth of a tree once no larger block can pay better."""
 
-    def __init__(self, offers: Offers, trust: float, spare: int) -> None:
-        """trust: accepted guesses per expected one. spare: sizes to grow beyond the stopping point."""
-        self._offers, self._trust, self._spare = offers, trust, spare
+    def __init__(self, offers: Offers, trust: float, probe: float, spare: int) -> None:
+        """trust: accepted guesses per expected one. probe: chance of a guess that can be had without growing the tree.
+
+        spare: sizes to grow beyond the stopping point.
+        """
+        self._offers, self._trust, self._probe, self._spare = offers, trust, probe, spare
         self._place = 0  # index of the smallest size that the tree has not reached yet
         self._best = 0.0  # most tokens per cost among the sizes reached
 
@@ -63,7 +66,7 @@ class EarlyStop:
         self._place += 1
         gain = 1 + self._trust * expected
         self._best = max(self._best, gain / costs[place])
-        promise = self._trust * chance
+        promise = self._trust * max(chance, self._probe)
         for more, cost in zip(_expected_gains(sizes, place), costs[place + 1 :], strict=True):
             if gain + promise * more > self._best * cost:
                 return False
@@ -138,7 +141,7 @@ class BlockModePolicy:
     def choose(self, costs: StepCosts, sizes: dict[BlockMode, int]) -> BlockMode:
         """The next step's mode. sizes: tokens of a step by mode, for modes without an observed mean."""
         self._num_steps += 1
-        wanted = costs.scheduled_size(1, sizes[BlockMode.WINDOW])
+        wanted = costs.scheduled_size(sizes[BlockMode.WINDOW])
         if wanted is not None:
             return next(mode for mode in BlockMode if sizes[mode] >= wanted)
         if self._num_steps <= PLAIN_STEPS:

@@ -11,11 +11,12 @@ import json
 import logging
 import os
 import platform
-import tempfile
+import secrets
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, isfinite, log
+from itertools import pairwise
+from math import exp, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,8 +60,9 @@ class Calibration:
 
     def next_size(self, limit: int) -> int:
         """limit: the largest block allowed."""
-        sizes = self._round(limit)
-        return sizes[self._num_steps % len(sizes)]
+        most = min(limit, max(4, MAX_BATCH_TOKENS // self._batch_size))
+        sizes = [size for size in ROUND if size <= most] if most >= 4 else [1, most]
+        return max(sizes[self._num_steps % len(sizes)], self._plain_size)
 
     def add(self, num_tokens: int, seconds: float, search_seconds: float) -> bool:
         """Record a step. Returns whether it was the last one of the schedule."""
@@ -97,11 +99,6 @@ class Calibration:
         costs = isotonic({size: median(found) for size, found in ratios.items()}, weights)
         search = median(self._searches) / median(plain)
         return CostTable({size: rounded(cost / costs[1]) for size, cost in costs.items()}, min(1.0, rounded(search)))
-
-    def _round(self, limit: int) -> list[int]:
-        most = min(limit, max(4, MAX_BATCH_TOKENS // self._batch_size))
-        sizes = [size for size in ROUND if size <= most] if most >= 4 else [1, most]
-        return [max(size, self._plain_size) for size in sizes]
 
 
 def rounded(value: float) -> float:
@@ -176,27 +173,19 @@ def load(name: str) -> CostTable | None:
     if path is None:
         return None
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:  # missing, or not readable
-        return None
-    try:
-        content = json.loads(text)
+        content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT or content["name"] != name:
             raise ValueError(f"its format is {content['format']!r}")
         costs = {int(size): float(cost) for size, cost in content["costs"].items()}
         search = float(content["search"])
         ordered = [costs[size] for size in sorted(costs)]
-        if (
-            not all(map(isfinite, ordered))
-            or min(costs) != 1
-            or len(costs) < 2
-            or ordered != sorted(ordered)
-            or not 0 < ordered[0] <= ordered[-1] < 1e6
-        ):
+        if len(costs) < 2 or min(costs) != 1 or not all(0 < a <= b < 1e6 for a, b in pairwise(ordered)):
             raise ValueError("its costs are not those of rising sizes from 1")
         if not 0 <= search <= 1:
             raise ValueError("its cost of a search is not a share of a step")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except OSError:  # missing, or not readable
+        return None
+    except Exception as error:  # whatever a damaged file may lead to
         logger.warning("lade: the step costs in %s cannot be used and are measured again: %s", path, error)
         return None
     return CostTable(costs, search)
@@ -207,27 +196,23 @@ def store(name: str, table: CostTable) -> CostTable | None:
 
     Returns the table that later processes will find; None if there is none.
     """
-    content = {"format": FORMAT, "name": name, "costs": table.costs, "search": table.search}
     path = _path_of(name)
     if path is None:
         return None
+    content = {"format": FORMAT, "name": name, "costs": table.costs, "search": table.search}
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-            os.chmod(temporary, 0o644)  # other users of a shared folder use it, too
-            try:
-                os.link(temporary, path)  # atomic; fails if the file exists
-            except FileExistsError:
-                found = load(name)
-                if found is None and os.access(path, os.R_OK):
-                    os.replace(temporary, path)  # the file there is damaged
-                    return table
+            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            os.link(temporary, path)  # atomic; fails if the file exists
+        except FileExistsError:
+            found = load(name)
+            if found is None and os.access(path, os.R_OK):
+                os.replace(temporary, path)  # the file there is damaged
+            else:
                 return found
         finally:
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
     except OSError:  # a full disk, a deleted folder, a file system without links
         return None
     return table

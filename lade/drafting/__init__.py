@@ -10,17 +10,13 @@ from pkgutil import resolve_name
 from lade.config import MODES
 from lade.drafting.base import Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.checked import CheckedDrafter
-from lade.drafting.lookahead import LookaheadDrafter
-from lade.drafting.tree import TreeDrafter
 
 __all__ = [
     "Draft",
     "DraftRequest",
     "Drafter",
     "Explanation",
-    "LookaheadDrafter",
     "Outcome",
-    "TreeDrafter",
     "drafts_from",
     "make_drafter",
     "register_drafter",

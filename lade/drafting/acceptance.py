@@ -27,70 +27,76 @@ PROBE_CREDIT = 0.02
 USUAL_SURENESS = 0.5  # mean probability of the likeliest token from which on a probe is worth its full credit
 SURENESS_SHARE = 0.1  # of each token in that mean
 
-NUM_SHORT, NUM_LONG = 6, 3  # of MATCH_LENGTHS; the longer ones came later to saved memories
+NUM_SHORT = 6  # of MATCH_LENGTHS; the longer ones came later to saved memories
 
-# A kind is where a guess came from and how sure that source is of it. All kinds, as ranges of integers:
-PAIR = 0  # + bin: the row of the last two tokens
-SINGLE = PAIR + NUM_BINS  # + bin: the row of the last token
-SUFFIX = SINGLE + NUM_BINS  # + match length - MIN_MATCH: what followed the longest earlier occurrence
-SECOND_SUFFIX = SUFFIX + NUM_SHORT  # likewise, of another continuation
-PROBE = SECOND_SUFFIX + NUM_SHORT  # a token whose row is unknown, guessed in order to learn it
+SECOND_SHARE = 0.3  # of the prior of the longest match, for another continuation
+
+# A kind is where a guess came from and how sure that source is of it: a place in these lists. Saved memories hold them
+# in this order.
+_sources: list[str] = []
+_priors: dict[bool, list[float]] = {False: [], True: []}  # by whether tokens are sampled
+
+
+def _kinds(sources: Sequence[str], greedy: Sequence[float], sampled: Sequence[float] | None = None) -> int:
+    """Add kinds: of each its source's name and what is thought of it before anything was tried. Returns the first."""
+    first = len(_sources)
+    _sources.extend(sources)
+    _priors[False].extend(greedy)
+    _priors[True].extend(greedy if sampled is None else sampled)
+    return first
+
+
+def _matches(source: str, first: int, end: int | None, share: float = 1.0) -> int:
+    """Add the kinds of MATCH_LENGTHS[first:end]. share: of what is thought of them. Returns the first."""
+    greedy, sampled = ([share * chance for chance in of[first:end]] for of in (GREEDY_MATCHES, SAMPLED_MATCHES))
+    return _kinds([f"{source} of {length}" for length in MATCH_LENGTHS[first:end]], greedy, sampled)
+
+
+_by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # the surer, the more rests on what came before
+_by_token = [0.6 * chance for chance in _by_single]
+
+PAIR = _kinds(["pair"] * NUM_BINS, BIN_MIDDLES)  # + bin: the row of the last two tokens
+SINGLE = _kinds(["single"] * NUM_BINS, _by_single)  # + bin: the row of the last token
+SUFFIX = _matches("suffix", 0, NUM_SHORT)  # + number of the length: what followed the longest earlier occurrence
+SECOND_SUFFIX = _matches("suffix", 0, NUM_SHORT, SECOND_SHARE)  # likewise, of another continuation
+PROBE = _kinds(["probe"], [PROBE_CREDIT])  # a token whose row is unknown, guessed in order to learn it
 FIRST_NUM_KINDS = PROBE + 1  # of saved memories that knew no others
-VOCABULARY = PROBE + 1  # + bin: the row of the last token alone, without any text before it
-SIBLING = VOCABULARY + NUM_BINS  # + bin: the row of a wrong guess that stood where the last token stands
-LONG_SUFFIX = SIBLING + NUM_BINS  # + number among the LONG lengths: as SUFFIX
-LONG_SECOND = LONG_SUFFIX + NUM_LONG
-# + number among MATCH_LENGTHS: what followed the longest occurrence in texts of earlier calls
-STORE = LONG_SECOND + NUM_LONG
-SECOND_STORE = STORE + len(MATCH_LENGTHS)
-RESUMED = SECOND_STORE + len(MATCH_LENGTHS)  # + number among RESUMED_LENGTHS: a copy taken up behind a difference
-NUM_KINDS = RESUMED + len(RESUMED_LENGTHS)
+VOCABULARY = _kinds(["vocabulary"] * NUM_BINS, _by_token)  # + bin: the row of the last token without any text before it
+SIBLING = _kinds(["sibling"] * NUM_BINS, _by_token)  # + bin: that of a wrong guess that stood where the last token is
+LONG_SUFFIX = _matches("suffix", NUM_SHORT, None)
+LONG_SECOND = _matches("suffix", NUM_SHORT, None, SECOND_SHARE)
+STORE = _matches("earlier text", 0, None)  # what followed the longest occurrence in texts of earlier calls
+SECOND_STORE = _matches("earlier text", 0, None, SECOND_SHARE)
+RESUMED = _kinds(  # + number among RESUMED_LENGTHS: a copy taken up behind a difference
+    [f"resumed copy of {length}" for length in RESUMED_LENGTHS],
+    RESUMED_COPIES,
+    [chance / 2 for chance in RESUMED_COPIES],
+)
+NUM_KINDS = len(_sources)
 
 
-def _kinds(short: int, long: int) -> tuple[int, ...]:
+def _by_length(short: int, long: int) -> tuple[int, ...]:
     """Kinds by match length, up to the longest that is told apart."""
     bins = [bisect_right(MATCH_LENGTHS, length) - 1 for length in range(MAX_MATCH + 1)]
     return tuple(short + place if place < NUM_SHORT else long + place - NUM_SHORT for place in bins)
 
 
-SUFFIX_KINDS, SECOND_KINDS = _kinds(SUFFIX, LONG_SUFFIX), _kinds(SECOND_SUFFIX, LONG_SECOND)
-STORE_KINDS, SECOND_STORE_KINDS = _kinds(STORE, STORE + NUM_SHORT), _kinds(SECOND_STORE, SECOND_STORE + NUM_SHORT)
-
-RESUMED_KINDS = tuple(RESUMED + bisect_right(RESUMED_LENGTHS, length) - 1 for length in range(MAX_MATCH + 1))
+# By match length, of the longest match and of another continuation.
+SUFFIX_KINDS = _by_length(SUFFIX, LONG_SUFFIX), _by_length(SECOND_SUFFIX, LONG_SECOND)
+STORE_KINDS = _by_length(STORE, STORE + NUM_SHORT), _by_length(SECOND_STORE, SECOND_STORE + NUM_SHORT)
+RESUMED_KINDS = (tuple(RESUMED + bisect_right(RESUMED_LENGTHS, length) - 1 for length in range(MAX_MATCH + 1)),) * 2
 
 
 def name_of(kind: int) -> str:
-    """The source that a kind belongs to, of suffix matches with their length."""
-    if kind < SUFFIX:
-        return "pair" if kind < SINGLE else "single"
-    if kind >= RESUMED:
-        return f"resumed copy of {RESUMED_LENGTHS[kind - RESUMED]}"
-    if kind >= STORE:
-        return f"earlier text of {MATCH_LENGTHS[(kind - STORE) % len(MATCH_LENGTHS)]}"
-    if kind >= LONG_SUFFIX:
-        return f"suffix of {MATCH_LENGTHS[NUM_SHORT + (kind - LONG_SUFFIX) % NUM_LONG]}"
-    if kind >= PROBE:
-        return "probe" if kind == PROBE else "vocabulary" if kind < SIBLING else "sibling"
-    return f"suffix of {MIN_MATCH + (kind - SUFFIX) % (SECOND_SUFFIX - SUFFIX)}"
-
-
-def prior_chances(do_sample: bool) -> list[float]:
-    """What is thought of each kind before anything was tried."""
-    by_length = SAMPLED_MATCHES if do_sample else GREEDY_MATCHES
-    by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # the surer, the more rests on what came before
-    by_other_length = [0.3 * chance for chance in by_length]
-    by_token = [0.6 * chance for chance in by_single]
-    by_equal = [chance / 2 if do_sample else chance for chance in RESUMED_COPIES]
-    by_short = [*by_length[:NUM_SHORT], *by_other_length[:NUM_SHORT]]
-    by_long = [*by_length[NUM_SHORT:], *by_other_length[NUM_SHORT:], *by_length, *by_other_length, *by_equal]
-    return [*BIN_MIDDLES, *by_single, *by_short, PROBE_CREDIT, *by_token, *by_token, *by_long]
+    """The source that a kind belongs to, of matches with their length."""
+    return _sources[kind]
 
 
 class Acceptance:
     """Chance of each kind: hits over trials, beginning with a prior; and how far their sum is to be trusted."""
 
     def __init__(self, do_sample: bool) -> None:
-        self._prior = prior_chances(do_sample)
+        self._prior = _priors[do_sample]
         self.chances = list(self._prior)
         self.trials = [PRIOR_WEIGHT] * NUM_KINDS
         self.hits = [PRIOR_WEIGHT * chance for chance in self.chances]

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.block_size import SavedCosts, StepCostsByLength
+from lade.block_size.costs import SIZES, SavedCosts, StepCostsByLength
 from lade.config import LookaheadConfig
 from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences
 
 ROOT_ALONE = (2, 1)  # the (N, W) of a block without a window
+FOREIGN = -1  # in place of an id that no embedding exists for
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,15 @@ class DraftRequest:
     may_measure: bool = True
     block_sizes: tuple[int, ...] | None = None
 
+    def prompts(self) -> list[Tensor]:
+        """Each row's ids without padding, [length]; FOREIGN for placeholders, which may stand beside inputs_embeds."""
+        ids = self.prompt_ids.long()
+        ids = ids.masked_fill((ids < 0) | (ids >= self.num_tokens), FOREIGN)
+        if self.key_mask is None:
+            return list(ids)
+        is_text = self.key_mask[:, self.key_mask.shape[1] - ids.shape[1] :]
+        return [row[mask] for row, mask in zip(ids, is_text, strict=True)]
+
     @property
     def is_split(self) -> bool:
         """Whether processes compute one forward together: they must lay out the same block, whatever a clock says."""
@@ -118,19 +128,17 @@ class DraftRequest:
         """What blocks cost; None where no size follows costs. kind: of the drafter. saved: of an earlier process."""
         if not self.config.adaptive or self.is_split:
             return None
-        batch_size, device = len(self.prompt_ids), self.model.device
-        key = (
-            self.model.dtype,
-            device,
-            torch.get_num_threads(),
+        batch_size = len(self.prompt_ids)
+        key = (self.model.dtype, self.model.device, torch.get_num_threads(), batch_size, self.config.compile)
+        return StepCostsByLength(
+            self.model,
+            (*key, *self.forward_kind, *kind),
+            saved,
+            self.cost_source,
             batch_size,
-            self.config.compile,
-            *self.forward_kind,
-            *kind,
+            self.config.max_block_tokens,
+            self.block_sizes or SIZES,
         )
-        source, limit = self.cost_source, self.config.max_block_tokens
-        fixed_for = None if source == "live" else batch_size
-        return StepCostsByLength(self.model, key, saved, fixed_for, source == "measured", limit, self.block_sizes)
 
 
 class Drafter(Protocol):

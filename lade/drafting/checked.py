@@ -10,7 +10,7 @@ class CheckedDrafter(Drafter):
     """A registered drafter with checks: an unknown id or a node too far ahead would fail inside the model."""
 
     def __init__(self, drafter: Drafter, request: DraftRequest) -> None:
-        self._drafter, self._mode = drafter, request.config.mode
+        self._drafter, self._name = drafter, f"{type(drafter).__name__} (MODE={request.config.mode!r})"
         self._num_tokens, self._most = request.num_tokens, request.config.max_block_tokens
         self.learn, self.spent = drafter.learn, drafter.spent  # type: ignore[method-assign]
         self.finish, self.sources = drafter.finish, drafter.sources  # type: ignore[method-assign]
@@ -22,10 +22,6 @@ class CheckedDrafter(Drafter):
             raise TypeError(f"{self._name}.propose() must return a Draft, got {draft!r}")
         self._check(draft, len(is_finished), max_offset)
         return draft
-
-    @property
-    def _name(self) -> str:
-        return f"{type(self._drafter).__name__} (MODE={self._mode!r})"
 
     def _check(self, draft: Draft, batch_size: int, max_offset: int | None) -> None:
         tree = draft.tree

@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import exp
+from typing import Any
 
 import numpy as np
 
+from lade.block_size.policy import EarlyStop
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
+from lade.drafting.base import FOREIGN
 from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.suffix_index import MAX_MATCH
-from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, PackedRow
-from lade.drafting.vocabulary import Vocabulary
+from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, Packed, PackedRow
 from lade.verification.draws import SHARPNESS, Draws, races
 
-FOREIGN = -1  # in place of an id that no embedding exists for
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
 LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
@@ -77,18 +78,17 @@ class Growth:
         """The same tree with its likeliest nodes first. Parents stay in front of their children."""
         order = sorted(range(len(self.tokens)), key=self.chances.__getitem__, reverse=True)  # stable
         place = {node: index for index, node in enumerate(order)} | {-1: -1}
-        return Growth(
-            [self.tokens[node] for node in order],
-            [place[self.parents[node]] for node in order],
-            [self.kinds[node] for node in order],
-            [self.chances[node] for node in order],
-            [self.depths[node] for node in order],
-        )
+        found = Growth(*([column[node] for node in order] for column in self._columns()))
+        found.parents = [place[parent] for parent in found.parents]
+        return found
 
     def cut(self, size: int) -> None:
         """Keep the first nodes only. Parents come first, so what is left is a tree."""
-        for column in (self.tokens, self.parents, self.kinds, self.chances, self.depths):
+        for column in self._columns():
             del column[size:]
+
+    def _columns(self) -> tuple[list[Any], ...]:
+        return self.tokens, self.parents, self.kinds, self.chances, self.depths
 
 
 class Grower:
@@ -98,21 +98,20 @@ class Grower:
         self,
         memory: Memory,
         acceptance: Acceptance,
-        vocabulary: Vocabulary | None,
-        temperature: float,
+        rows_alone: Packed | None,
         text: list[int],
         draws_at: Callable[[int], Draws | None],
         sources: Sequence[Source],
-        pointers: tuple[Pointer, ...],
+        pointers: Sequence[Pointer],
     ) -> None:
-        """vocabulary: rows of tokens alone. temperature: of sampling, for those. text: ids up to the root.
+        """rows_alone: of the tokens 0, 1, .., each without any text before it. text: ids up to the root.
 
         draws_at: the draws of a token at some distance from the root; None for greedy, or where they are not known.
         sources: more rows behind the root. pointers: what followed where the text's end has occurred before.
         """
         self._pairs, self._singles = memory.pairs.row, memory.singles.row
-        self._rows_alone = () if vocabulary is None else vocabulary.at(temperature)
-        self._text, self._draws_at, self._sources = text, draws_at, sources
+        self._rows_alone = () if rows_alone is None else rows_alone
+        self._text, self._draws_at, self._sources = text, draws_at, list(sources)
         self._chances, self._pointers = acceptance.chances, pointers
         self._growth = Growth()  # nodes in the order in which they were found
         self._known: set[Edge] = set()  # of these nodes
@@ -121,23 +120,23 @@ class Grower:
         self._num_pushed = 0
         self._heap: list[tuple[float, int, int, int, int, Iterator[Guess]]] = []
 
-    def grow(
-        self, max_depth: int, size: int, least: float, stop: Callable[[int, float, float], bool] | None
-    ) -> tuple[Growth, bool]:
+    def grow(self, max_depth: int, size: int, least: float, stop: EarlyStop | None) -> tuple[Growth, bool]:
         """The likeliest tree of at most `size` nodes, none of whose chance is below `least`.
 
         Of each row guesses are looked at in order, up to the first below `least`. Chances are learned by kind, so that
         a later one may be above it; it is left out.
 
-        stop: as `EarlyStop.is_enough`, asked for each size. Returns also whether it ended the growth.
+        stop: asked for each size. Returns also whether it ended the growth.
         """
         heap, growth, known = self._heap, self._growth, self._known
         odds, depths = growth.chances, growth.depths
         waiting: list[int] = []  # nodes that were not looked behind
         expected, is_stopped = 0.0, False
         if size > 0 and max_depth > 0:
+            for pointer in self._pointers:
+                self._follow(pointer, -1, 1.0, least)
             self._look_behind([-1], least)
-            is_stopped = stop is not None and stop(0, 0.0, -heap[0][0] if heap else 0.0)
+            is_stopped = stop is not None and stop.is_enough(0, 0.0, -heap[0][0] if heap else 0.0)
         while len(odds) < size and not is_stopped:
             if waiting and (not heap or -heap[0][0] <= LIKELY_CHILD * odds[waiting[0]]):
                 self._look_behind(waiting, least)
@@ -153,7 +152,7 @@ class Grower:
             depth = 1 if parent < 0 else depths[parent] + 1
             growth.add(token, parent, kind, -negative, depth)
             expected -= negative
-            is_stopped = stop is not None and stop(len(odds), expected, -negative)
+            is_stopped = stop is not None and stop.is_enough(len(odds), expected, -negative)
             if depth < max_depth and -negative * LIKELY_CHILD >= least:
                 waiting.append(len(odds) - 1)
         return growth.by_chance(), is_stopped
@@ -163,49 +162,39 @@ class Grower:
         growth, text = self._growth, self._text
         rows: list[Looked] = []
         draws: list[Draws] = []
-        is_race = True
         for node in waiting:
             if node < 0:
                 before, token, chance, depth = text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1
-                for pointer in self._pointers:
-                    self._follow(pointer, node, chance, least)
+                found = self._rows(before, token, chance) + self._sources
             else:
                 token, parent, chance = growth.tokens[node], growth.parents[node], growth.chances[node]
                 before, depth = text[-1] if parent < 0 else growth.tokens[parent], growth.depths[node] + 1
+                found = self._rows(before, token, chance)
                 if (parent, token) in self._behind:
                     self._follow(self._behind[parent, token], node, chance, least)
-            found = self._rows(before, token, chance)
-            if node < 0:
-                found += self._sources
             if not found:
                 continue
             rows += [(node, chance, first, row) for row, first in found]
             if depth not in self._drawn:
                 self._drawn[depth] = self._draws_at(depth)
             numbers = self._drawn[depth]
-            if numbers is None:
-                is_race = False
-            else:
+            if numbers is not None:
                 draws += [numbers] * len(found)
-        if rows and is_race:
+        if draws:  # of all nodes, or of none
             self._race(rows, draws, least)
         else:
             for node, chance, first, row in rows:
                 self._push_next(self._likeliest(chance, first, row[:GREEDY_LENGTH].tolist()), node, least)
 
     def _push_next(self, guesses: Iterator[Guess], parent: int, least: float) -> None:
-        """Put the next guess of a row into the heap."""
+        """Put the next guess of a source into the heap."""
         for chance, token, kind in guesses:
             if chance < least:
                 return
             if (parent, token) not in self._known:
-                self._push(chance, token, parent, kind, guesses)
+                self._num_pushed += 1  # of guesses that are as likely the first one goes first
+                heappush(self._heap, (-chance, self._num_pushed, token, parent, kind, guesses))
                 return
-
-    def _push(self, chance: float, token: int, parent: int, kind: int, guesses: Iterator[Guess]) -> None:
-        """guesses: what else its row holds."""
-        self._num_pushed += 1  # of guesses that are as likely the first one goes first
-        heappush(self._heap, (-chance, self._num_pushed, token, parent, kind, guesses))
 
     def _likeliest(self, chance: float, first: int, row: list[int]) -> Iterator[Guess]:
         """A row's guesses in its own order, made when asked for."""
@@ -227,31 +216,17 @@ class Grower:
         for i, numbers in enumerate(draws):
             numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first
         times, totals, sums = races(chances, drawn)
-        columns = zip(
-            rows,
-            packed.tolist(),
-            times.tolist(),
-            times.argsort(axis=1).tolist(),
-            totals.tolist(),
-            sums.tolist(),
-            strict=True,
-        )
-        for (node, chance, first, _), tokens, when, order, total, known in columns:
-            winners = self._winners(chance, first, tokens, when, order, 1.0 / total, min(0.0, known - 1.0))
-            self._push_next(winners, node, least)
+        arrays = packed, times, times.argsort(axis=1), totals, sums
+        columns = zip(rows, *(array.tolist() for array in arrays), strict=True)
+        for looked, tokens, when, order, total, known in columns:
+            self._push_next(self._winners(looked, tokens, when, order, total, known), looked[0], least)
 
     def _winners(
-        self,
-        chance: float,
-        first: int,
-        tokens: list[int],
-        times: list[float],
-        order: list[int],
-        scale: float,
-        rest: float,
+        self, looked: Looked, tokens: list[int], times: list[float], order: list[int], total: float, known: float
     ) -> Iterator[Guess]:
-        """A row's guesses, the first to arrive first, made when asked for. scale, rest: as `races` says."""
-        chances = self._chances
+        """A row's guesses, the first to arrive first, made when asked for. total, known: sums, as `races` says."""
+        _, chance, first, _ = looked
+        chances, scale, rest = self._chances, 1.0 / total, min(0.0, known - 1.0)
         for place in order:
             time = times[place]
             kind = first + bisect_left(BIN_EDGES, time**-SHARPNESS * scale * exp(rest * time))
@@ -277,7 +252,5 @@ class Grower:
         if number == len(following) or following[number] == FOREIGN:
             return
         guess, kind = following[number], kinds[min(length, MAX_MATCH)]
-        chance *= self._chances[kind]
-        if chance >= least:
-            self._push(chance, guess, node, kind, iter(()))
+        self._push_next(iter([(chance * self._chances[kind], guess, kind)]), node, least)
         self._behind[node, guess] = following, number + 1, length + 1, kinds

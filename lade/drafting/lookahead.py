@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree, merge_candidates
-from lade.block_size import BlockMode, BlockModePolicy, StepCostsByLength
-from lade.config import LookaheadConfig
-from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
+from lade.block_size.policy import BlockMode, BlockModePolicy
+from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.ngram_pool import Pool, pool_for
 from lade.drafting.window import JacobiWindow
 from lade.state import PerModel
@@ -26,56 +25,30 @@ REASONS = {
 }
 
 
-def lookahead_drafter(request: DraftRequest) -> LookaheadDrafter:
-    """MODE="lookahead". Its search counts as part of a step's cost."""
-    config, costs = request.config, request.step_costs("window")
-    policy = None
-    if costs is not None:
-        policies = _mode_policies.of(request.model) if config.share else {}
-        key = (*costs.kind, config.ngram_size, config.window_size, config.num_guesses)
-        policy = policies.setdefault(key, BlockModePolicy())
-    return LookaheadDrafter(config, request.num_tokens, request.prompt_ids, request.key_mask, costs, policy)
-
-
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """Proposes the pool's tails of the root; learns from the window's rows and from the committed text."""
 
-    def __init__(
-        self,
-        config: LookaheadConfig,
-        vocab_size: int,
-        prompt_ids: Tensor,
-        key_mask: Tensor | None,
-        costs: StepCostsByLength | None = None,
-        policy: BlockModePolicy | None = None,
-    ) -> None:
-        """prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or more] bool, False for padding; None without.
-
-        costs, policy: what blocks cost, and which parts of one pay; None to lay out the whole block in every step.
-        """
-        self.config, self.costs, self.policy = config, costs, policy
+    def __init__(self, request: DraftRequest) -> None:
+        config, prompts = request.config, request.prompts()
+        self.config, self.costs = config, request.step_costs("window")  # the search counts as part of a step's cost
+        self.policy: BlockModePolicy | None = None  # None to lay out the whole block in every step
+        if self.costs is not None:
+            policies = _mode_policies.of(request.model) if config.share else {}
+            key = (*self.costs.kind, config.ngram_size, config.window_size, config.num_guesses)
+            self.policy = policies.setdefault(key, BlockModePolicy())
         self._mode = BlockMode.WINDOW
-        self._num_nodes = [0] * len(prompt_ids)  # of the latest tree, by row
+        self._num_nodes = [0] * len(prompts)  # of the latest tree, by row
         self._num_proposed = self._num_accepted = 0
-        prompt_ids = prompt_ids.long()
-        # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
-        is_foreign = (prompt_ids < 0) | (prompt_ids >= vocab_size)
-        self._known_ids = range(vocab_size) if bool(is_foreign.any()) else None
-        prompt_lengths = [prompt_ids.shape[1]] * len(prompt_ids)
-        if key_mask is not None:
-            prompt_lengths = key_mask[:, key_mask.shape[1] - prompt_ids.shape[1] :].sum(1).clamp(min=1).tolist()
-        start_ids = (
-            prompt_ids.masked_fill(is_foreign, 0) if prompt_ids.shape[1] else prompt_ids.new_zeros(len(prompt_ids), 1)
-        )
-        self.window = JacobiWindow.start(
-            start_ids, [max(1, length) for length in prompt_lengths], config.ngram_size, config.window_size
-        )
+        self._num_tokens = request.num_tokens
+        self._has_foreign = any(bool((ids == FOREIGN).any()) for ids in prompts)
+        starts = [ids.clamp(min=0) if len(ids) else ids.new_zeros(1) for ids in prompts]
+        self.window = JacobiWindow.start(starts, config.ngram_size, config.window_size)
         self.pool: Pool | None = None
         if config.num_guesses > 0:
-            self.pool = pool_for(prompt_ids.device, config.ngram_size, config.num_guesses, vocab_size)
+            self.pool = pool_for(starts[0].device, config.ngram_size, config.num_guesses, request.num_tokens)
             if config.pool_from_prompt:
-                for row, length in zip(prompt_ids, prompt_lengths, strict=True):
-                    self._remember([_ngrams_of(row[len(row) - length :], config.ngram_size)])
+                for ids in prompts:
+                    self._remember([_ngrams_of(ids, config.ngram_size)])
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         roots = torch.tensor(sequences.roots(), device=sequences.device)
@@ -99,14 +72,14 @@ class LookaheadDrafter:
 
     def learn(self, outcome: Outcome) -> None:
         chosen, num_committed = outcome.choices, outcome.num_committed
-        for path, tokens in zip(outcome.accepted, outcome.tree.tokens, strict=True):
-            self._num_proposed += 0 if path is None else len(tokens)
-            self._num_accepted += 0 if path is None else len(path)
+        rows = zip(outcome.accepted, outcome.tree.tokens, strict=True)
+        judged = [(len(path), len(tokens)) for path, tokens in rows if path is not None]
+        num_accepted = sum(accepted for accepted, _ in judged)
+        self._num_accepted += num_accepted
+        self._num_proposed += sum(proposed for _, proposed in judged)
         if self.policy is not None:
-            judged = [len(path) for path in outcome.accepted if path is not None]
             num_cells = 1 if chosen is None else self.window.levels[0].numel()
-            num_tokens = num_cells + outcome.tree.num_nodes
-            self.policy.learn(self._mode, num_tokens, sum(judged) / max(1, len(judged)))
+            self.policy.learn(self._mode, num_cells + outcome.tree.num_nodes, num_accepted / max(1, len(judged)))
         reach = self.config.ngram_size - 1  # an n-gram that ends in a new token begins at most so far before it
         found = [
             _ngrams_of(outcome.sequences.row(row)[0, -(count + reach) :], self.config.ngram_size)
@@ -118,9 +91,6 @@ class LookaheadDrafter:
                 found.insert(0, self.window.ngrams(chosen))
             self.window.roll(chosen, None if self.config.always_forward_one else [max(0, n - 1) for n in num_committed])
         self._remember(found)
-
-    def finish(self) -> None:
-        """Nothing has waited."""
 
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
         if self.costs is not None:
@@ -154,8 +124,8 @@ class LookaheadDrafter:
         if self.pool is None or not found:
             return
         ngrams = torch.cat(found)
-        if self._known_ids is not None:
-            ngrams = ngrams[((ngrams >= 0) & (ngrams < len(self._known_ids))).all(dim=1)]
+        if self._has_foreign:
+            ngrams = ngrams[((ngrams >= 0) & (ngrams < self._num_tokens)).all(dim=1)]
         self.pool.insert(ngrams)
 
 

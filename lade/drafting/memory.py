@@ -15,14 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lade.block_size import SavedCosts, saved_costs
+from lade.block_size.costs import SavedCosts, saved_costs
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import MAX_TEXTS, TEXTS, read_arrays, write_arrays
-from lade.drafting.text_store import END, TextStore
+from lade.drafting.suffix_index import END
+from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
-from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of
+from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
 from lade.state import PerModel
 
 MAX_BYTES = 16 * 2**20
@@ -75,7 +76,6 @@ class Memory:
         self._model: weakref.ref[Any] | None = None
         self.vocabulary: Vocabulary | None = None  # rows of tokens alone, of a file or made by `warm_vocabulary`
         self.texts = TextStore(texts) if texts else None
-        self.outlives_call = True  # so that what a call learns last is worth learning
         if self.path is not None and self.path.exists():
             self._load(self.path, max_bytes)
 
@@ -154,8 +154,8 @@ class Memory:
         num_likely: of how many rows, from the last, the tokens are worth knowing more about.
         """
         pairs = [before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)]
-        self.pairs.put_packed(pairs, rows)
-        self.singles.put_packed(tokens, rows)
+        self.pairs.put(pairs, rows)
+        self.singles.put(tokens, rows)
         unseen, seen = self.unseen, self.singles.slots
         for token in tokens:
             unseen.pop(token, None)
@@ -203,12 +203,7 @@ class Memory:
             if header["format"] not in READABLE_FORMATS:
                 raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
             tables = {name: _rows_from(arrays, name) for name in ("singles", "pairs")}
-            chances = {flag: self._with_new_kinds(arrays[f"chances_{int(flag)}"], flag) for flag in (False, True)}
-            for array in chances.values():
-                if array.shape != (2, NUM_KINDS) or not np.isfinite(array).all():
-                    raise ValueError("its learned chances are not of this version")
-                if (array[0] <= 0).any() or (array[1] < 0).any() or (array[1] > array[0] + 1).any():
-                    raise ValueError("its learned chances are out of range")
+            counts = {flag: _counts_from(arrays, flag) for flag in (False, True)}
             identity = header["model"]
             if identity is not None:
                 identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
@@ -237,19 +232,12 @@ class Memory:
         if self.texts is not None:
             self.texts.restore(texts)
         for name, (keys, ids, bins) in tables.items():
-            getattr(self, name).put(keys.tolist(), ids, bins)
-        for flag, (trials, hits) in chances.items():
+            getattr(self, name).put(keys.tolist(), packed(ids, bins))
+        for flag, (trials, hits) in counts.items():
             self.acceptance[flag].restore(trials.tolist(), hits.tolist())
 
-    def _with_new_kinds(self, counts: npt.NDArray[Any], do_sample: bool) -> npt.NDArray[Any]:
-        """Trials and hits of a file [2, kinds], with the prior for kinds that came later."""
-        if counts.ndim != 2 or not FIRST_NUM_KINDS <= counts.shape[1] <= NUM_KINDS:
-            return counts  # of no version
-        prior = self.acceptance[do_sample]
-        return np.concatenate([counts, np.array([prior.trials, prior.hits])[:, counts.shape[1] :]], axis=1)
-
     def _warm_on(self, model: Any, ids: list[int]) -> None:
-        num_tokens = min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size)
+        num_tokens = num_tokens_of(model)
         for start in range(0, len(ids), WARM_TOKENS):
             chunk = ids[start : start + WARM_TOKENS]
             with torch.no_grad():
@@ -305,6 +293,18 @@ def _rows_from(arrays: dict[str, npt.NDArray[Any]], name: str) -> tuple[npt.NDAr
     return keys, ids, bins
 
 
+def _counts_from(arrays: dict[str, npt.NDArray[Any]], do_sample: bool) -> npt.NDArray[Any]:
+    """Trials and hits [2, kinds], with the prior for kinds that came later. Raises ValueError for anything else."""
+    counts, prior = arrays[f"chances_{int(do_sample)}"], Acceptance(do_sample)
+    is_known = counts.ndim == 2 and len(counts) == 2 and FIRST_NUM_KINDS <= counts.shape[1] <= NUM_KINDS
+    if not is_known or not np.isfinite(counts).all():
+        raise ValueError("its learned chances are not of this version")
+    trials, hits = counts
+    if (trials <= 0).any() or (hits < 0).any() or (hits > trials + 1).any():
+        raise ValueError("its learned chances are out of range")
+    return np.concatenate([counts, np.array([prior.trials, prior.hits])[:, counts.shape[1] :]], axis=1)
+
+
 _shared: PerModel[dict[tuple[int, str], Memory]] = PerModel(dict)  # by size of the vocabulary and source of step costs
 _active: ContextVar[Memory | None] = ContextVar("memory", default=None)
 
@@ -320,9 +320,7 @@ def memory_for(model: Any, share: bool, cost_source: str) -> Memory:
         active.belong_to(model)
         return active
     if not share:
-        memory = Memory()
-        memory.outlives_call = False
-        return memory
+        return Memory()
     vocab_size = model.config.get_text_config().vocab_size
     shared = _shared.of(model)
     for key in [key for key in shared if key[0] != vocab_size]:  # embeddings may be resized

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 MIN_MATCH = 3  # shorter repetitions are too often by chance
 MAX_MATCH = 21  # longer ones count as this long
 MAX_PLACES = 16  # latest places remembered of each key
+END = -2  # behind each text of several; no id
 MAX_DIFFERENCE = 16  # tokens that a copy may differ in, on either side, and still be taken up again
 
 
@@ -35,14 +36,8 @@ class SuffixIndex:
         Returns up to two pairs of place and match length (MIN_MATCH to MAX_MATCH); of equally long ones the latest.
         """
         text = self.tokens
-        found: dict[int, tuple[int, int]] = {}  # next token -> its longest match and where
-        for place in reversed(self._places.get(tuple(text[-MIN_MATCH:]), ())):
-            length = MIN_MATCH
-            while length < min(MAX_MATCH, place) and text[place - length - 1] == text[-length - 1]:
-                length += 1
-            if length > found.get(text[place], (0, 0))[0]:
-                found[text[place]] = (length, place)
-        return longest_two(found)
+        places = reversed(self._places.get(tuple(text[-MIN_MATCH:]), ()))
+        return longest_two(text, text, len(text), places, num_equal=MIN_MATCH)
 
     def following(self, place: int, count: int) -> list[int]:
         """The `count` tokens from a place on. At the text's end it goes on as if it were repeating itself."""
@@ -87,6 +82,21 @@ class Copy:
         return found + [(replaced, 0)] * (replaced < end and replaced != best)
 
 
-def longest_two(found: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:
-    """Place and length of the longest matches. found: by the token that follows, the match's length and place."""
+def longest_two(
+    end: Sequence[int], tokens: Sequence[int], size: int, places: Iterable[int], oldest: int = 0, num_equal: int = 0
+) -> list[tuple[int, int]]:
+    """The longest occurrence of a text's end, and the longest that went on differently, as `SuffixIndex.matches`.
+
+    tokens: where it may have occurred; place p lies at p % size, from place `oldest` on. places: behind occurrences, of
+    which at least `num_equal` tokens are known to be equal.
+    """
+    found: dict[int, tuple[int, int]] = {}  # next token -> its longest match and where
+    longest = min(MAX_MATCH, len(end))
+    for place in places:
+        length, most = num_equal, min(longest, place - oldest)
+        while length < most and tokens[(place - length - 1) % size] == end[-length - 1]:
+            length += 1
+        following = tokens[place % size]
+        if length >= MIN_MATCH and following != END and length > found.get(following, (0, 0))[0]:
+            found[following] = (length, place)
     return [(place, length) for length, place in sorted(found.values(), reverse=True)[:2]]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lade.drafting.suffix_index import MAX_MATCH, MAX_PLACES, MIN_MATCH, longest_two
+from lade.drafting.suffix_index import END, MAX_PLACES, MIN_MATCH, longest_two
 
-END = -2  # behind each text; no id
 NOWHERE = -1
 
 
@@ -54,21 +53,17 @@ class TextStore:
 
     def matches(self, text: Sequence[int]) -> list[tuple[int, int]]:
         """Where a text's end has occurred, as `SuffixIndex.matches`; nothing that lies at the end of a text here."""
-        size, tokens, oldest = self.max_tokens, self._tokens, self._end - len(self)
-        found: dict[int, tuple[int, int]] = {}
-        longest = min(MAX_MATCH, len(text))
-        place = self._latest[self._key(text[-MIN_MATCH:])] if longest >= MIN_MATCH else NOWHERE
+        oldest = self._end - len(self)
+        return longest_two(text, self._tokens, self.max_tokens, self._places(text, oldest), oldest)
+
+    def _places(self, text: Sequence[int], oldest: int) -> Iterator[int]:
+        """The latest places behind the text's last trigram, or behind one of the same hash."""
+        place = self._latest[self._key(text[-MIN_MATCH:])] if len(text) >= MIN_MATCH else NOWHERE
         for _ in range(MAX_PLACES):
             if place < oldest + MIN_MATCH:
-                break
-            length, most = 0, min(longest, place - oldest)
-            while length < most and tokens[(place - length - 1) % size] == text[-length - 1]:
-                length += 1
-            following = tokens[place % size]
-            if length >= MIN_MATCH and following != END and length > found.get(following, (0, 0))[0]:
-                found[following] = (length, place)
-            place = self._before[place % size]
-        return longest_two(found)
+                return
+            yield place
+            place = self._before[place % self.max_tokens]
 
     def following(self, place: int, count: int) -> list[int]:
         """At most `count` tokens from a place on, up to the end of that text."""

@@ -20,8 +20,7 @@ BIN_EDGES = (0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.45, 0.6, 0.75, 0.8
 NUM_BINS = len(BIN_EDGES) + 1
 BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
 
-Row = tuple[list[int], list[int]]  # ids, bins
-Packed = npt.NDArray[np.int32]  # likewise, [R, ROW_LENGTH]: ids and bins in one number, so that one look-up finds both
+Packed = npt.NDArray[np.int32]  # [R, ROW_LENGTH]: ids and bins in one number, so that one look-up finds both
 PackedRow = npt.NDArray[np.int32]  # likewise, [ROW_LENGTH], or shorter
 BIN_BITS = 4
 
@@ -55,27 +54,13 @@ class TopKTable:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def __contains__(self, key: int) -> bool:
-        return key in self.slots
-
-    def get(self, key: int) -> Row | None:
-        """The row of a key, None when there is none."""
-        slot = self.slots.get(key)
-        if slot is None:
-            return None
-        ids, bins = unpacked(self._rows[slot])
-        return ids.tolist(), bins.tolist()
-
     def row(self, key: int) -> PackedRow | None:
         """The row of a key as it is stored, [ROW_LENGTH], None when there is none."""
         slot = self.slots.get(key)
         return None if slot is None else self._rows[slot]
 
-    def put(self, keys: Sequence[int], ids: npt.NDArray[Any], bins: npt.NDArray[Any]) -> None:
-        """Write rows; of one key the last counts. ids, bins: [M, ROW_LENGTH]."""
-        self.put_packed(keys, packed(ids, bins))
-
-    def put_packed(self, keys: Sequence[int], rows: Packed) -> None:
+    def put(self, keys: Sequence[int], rows: Packed) -> None:
+        """Write rows; of one key the last counts."""
         with self._lock:
             found = []
             slots, oldest = self.slots, self._oldest

@@ -9,7 +9,7 @@ suffix match are described in docs/drafting.md.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate, islice, zip_longest
 
@@ -18,25 +18,18 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.block_size import EarlyStop, Offers, SpeculationBackoff, StepCostsByLength, choose_size
-from lade.drafting.acceptance import (
-    PROBE,
-    RESUMED_KINDS,
-    SECOND_KINDS,
-    SECOND_STORE_KINDS,
-    SIBLING,
-    STORE_KINDS,
-    SUFFIX_KINDS,
-    name_of,
-)
+from lade.block_size.costs import Offers
+from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size
+from lade.drafting.acceptance import PROBE, RESUMED_KINDS, SIBLING, STORE_KINDS, SUFFIX_KINDS, name_of
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
-from lade.drafting.growth import FOREIGN, Grower, Growth, Pointer, Source
+from lade.drafting.growth import Grower, Growth, Pointer, Source
 from lade.drafting.likeliest import Rows, likeliest_on_host, with_bins
 from lade.drafting.memory import Memory, memory_for
 from lade.drafting.suffix_index import MAX_MATCH, Copy, SuffixIndex
-from lade.drafting.top_k_table import packed, unpacked
-from lade.drafting.vocabulary import Vocabulary, vocabulary_of
-from lade.verification.draws import Draws, ExponentialDraws
+from lade.drafting.text_store import TextStore
+from lade.drafting.top_k_table import Packed, packed, unpacked
+from lade.drafting.vocabulary import vocabulary_of
+from lade.verification.draws import Draws
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
@@ -54,95 +47,38 @@ COMPARED = "Not the best size by what is known: it is tried now and then to keep
 BLIND_BLOCK = 16  # tokens of a block whose cost cannot be known: they pay on most devices
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Rows of logits and the two tokens before each; of one text and one step."""
-
-    rows: Tensor | Rows  # logits [M, V], or the ids and probabilities of the likeliest tokens, [M, K] each
-    previous: list[int]
-    tokens: list[int]
-    is_accepted: list[bool]
-
-    @classmethod
-    def of_step(cls, roots: list[int], growth: Growth, path: list[int], rows: Tensor | Rows) -> Seen:
-        """roots: the last two tokens of the text. path: accepted nodes. rows: behind the root and each node."""
-        before = roots[0] if len(roots) > 1 else -1
-        if not growth.tokens:
-            return cls(rows, [before], [roots[-1]], [True])
-        tokens = [roots[-1], *growth.tokens]
-        previous = [tokens[parent + 1] for parent in growth.parents]
-        accepted = {0, *(node + 1 for node in path)}
-        return cls(rows, [before, *previous], tokens, [place in accepted for place in range(len(tokens))])
-
-
-def tree_drafter(request: DraftRequest) -> TreeDrafter:
-    """MODE="tree"."""
-    config = request.config
-    memory = memory_for(request.model, config.share, request.cost_source)
-    may_load = request.cost_source != "assumed"  # no text is to depend on what earlier processes have stored
-    may_make = request.may_measure and not request.is_split
-    vocabulary = memory.vocabulary or vocabulary_of(request.model, may_make, may_load)
-    if vocabulary is not None and vocabulary.largest_id >= request.num_tokens:
-        vocabulary = None
-    is_blind = config.adaptive and request.is_split
-    return TreeDrafter(
-        memory,
-        request.num_tokens,
-        request.prompt_ids,
-        request.key_mask,
-        request.temperature,
-        min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block,
-        request.step_costs(saved=memory.step_costs),
-        request.draws,
-        vocabulary,
-        request.top_k,
-        request.top_p,
-    )
-
-
 class TreeDrafter:
     """Proposes the most probable tree of tokens; learns from every row of a step."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        num_tokens: int,
-        prompt_ids: Tensor,
-        key_mask: Tensor | None,
-        temperature: float | None,
-        max_block: int,
-        costs: StepCostsByLength | None,
-        draws: ExponentialDraws | None = None,
-        vocabulary: Vocabulary | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-    ) -> None:
-        """num_tokens: ids that the model has an embedding for. prompt_ids, key_mask: as for LookaheadDrafter.
-
-        temperature: of sampling, None for greedy. max_block: the largest q. costs: what blocks cost; None to propose as
-        many guesses as there is room for. draws: what sampling draws; None to do without. vocabulary: rows of tokens
-        that nothing else is known of.
-        """
-        self.memory, self.num_tokens, self.max_block, self.costs = memory, num_tokens, max_block, costs
-        self.acceptance = memory.acceptance[temperature is not None]
-        self._warping = (1.0 if temperature is None else temperature, top_k, top_p)
-        self._suffixes = [SuffixIndex() for _ in prompt_ids]
-        for row, (index, ids) in enumerate(zip(self._suffixes, prompt_ids, strict=True)):
-            if key_mask is not None:
-                ids = ids[key_mask[row, key_mask.shape[1] - len(ids) :]]
-            # Beside inputs_embeds, ids may be placeholders that no embedding exists for.
-            index.extend(token if 0 <= token < num_tokens else FOREIGN for token in ids.tolist())
+    def __init__(self, request: DraftRequest) -> None:
+        config, temperature = request.config, request.temperature
+        self.memory = memory_for(request.model, config.share, request.cost_source)
+        self.costs = request.step_costs(saved=self.memory.step_costs)
+        is_blind = config.adaptive and request.is_split
+        self.max_block = min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block
+        self.num_tokens = request.num_tokens
+        self.acceptance = self.memory.acceptance[temperature is not None]
+        self._warping = (temperature or 1.0, request.top_k, request.top_p)
+        self._rows_alone = _rows_alone(request, self.memory)
+        self._sampling_draws = request.draws
+        self._suffixes = [SuffixIndex() for _ in request.prompt_ids]
+        for index, ids in zip(self._suffixes, request.prompts(), strict=True):
+            index.extend(ids.tolist())
         self._prompt_lengths = [len(index.tokens) for index in self._suffixes]
-        self._cells = prompt_ids.new_empty(len(prompt_ids), 0)
-        self._sampling_draws = draws
-        self._vocabulary = vocabulary
+        self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
         self._copies: dict[int, Copy] = {}  # of each row, what it has copied lately
         self._siblings: dict[int, Source] = {}  # of each row, what stood behind a wrong guess in the place of its root
         self._wrong: dict[int, int] = {}  # of each row, such a guess's place among the rows seen
         self._vocab_size = 0  # width of the logits
-        self._num_generated = [0] * len(prompt_ids)
+        self._num_generated = [0] * len(self._suffixes)
         self._growths = [Growth() for _ in self._suffixes]
-        self._seen: list[Seen] = []  # not yet learned from
+        # What was not learned from yet: logits [M, V], or of captured steps the ids and probabilities of the likeliest
+        # tokens; and of each row the last two tokens before it, and whether the last one was accepted.
+        self._logits: list[Tensor] = []
+        self._digested: list[Rows] = []
+        self._previous: list[int] = []
+        self._tokens: list[int] = []
+        self._is_accepted: list[bool] = []
         self._backoff = SpeculationBackoff()
         self._has_searched = False  # for guesses of this step
         self._reason = ""  # for the size of its block
@@ -169,23 +105,24 @@ class TreeDrafter:
 
     def learn(self, outcome: Outcome) -> None:
         is_first, self._vocab_size = not self._vocab_size, outcome.logits.shape[-1]
-        digest = outcome.digest
-        logits = outcome.logits if self._vocab_size <= self.num_tokens else outcome.logits[..., : self.num_tokens]
-        num_rows = sum(len(seen.tokens) for seen in self._seen) + logits.shape[0] * logits.shape[1]
-        is_due = is_first or num_rows >= ROWS_AT_ONCE or digest is not None
+        logits, digest = outcome.logits[..., : self.num_tokens], outcome.digest
+        is_due = is_first or len(self._tokens) + logits.shape[:2].numel() >= ROWS_AT_ONCE or digest is not None
         num_judged = num_accepted = 0
         self._siblings, self._wrong = {}, {}
+        if digest is not None:
+            self._learn_rows()  # those that came without a digest
         for row, (index, growth, path) in enumerate(zip(self._suffixes, self._growths, outcome.accepted, strict=True)):
             if path is None or growth.tokens != outcome.tree.tokens[row]:  # ended before; what goes on there is padding
                 continue
             committed = outcome.sequences.generated[row][-len(path) - 1 :]
+            first = len(self._tokens)
             if index.tokens:
-                rows: Tensor | Rows = logits[row, : 1 + len(growth.tokens)]
+                num_rows = 1 + len(growth.tokens)
                 if digest is not None:
-                    rows = digest.ids[row, : 1 + len(growth.tokens)], digest.chances[row, : 1 + len(growth.tokens)]
-                elif not is_due:  # they are kept, and the next forward may write where they lie
-                    rows = logits[row, : 1 + len(growth.tokens)].clone()
-                self._seen.append(Seen.of_step(index.tokens[-2:], growth, path, rows))
+                    self._digested.append((digest.ids[row, :num_rows], digest.chances[row, :num_rows]))
+                else:  # where they are kept, the next forward may write where they lie
+                    self._logits.append(logits[row, :num_rows] if is_due else logits[row, :num_rows].clone())
+                self._see(index.tokens[-2:], growth, path)
             num_judged, num_accepted = num_judged + 1, num_accepted + len(path)
             if row in self._copies:
                 self._copies[row].extend(index.tokens, committed)
@@ -196,17 +133,16 @@ class TreeDrafter:
             hits = growth.hits(path, committed[-1])
             wrong = growth.sibling(path[-1] if path else -1) if len(hits) == len(path) else None
             if wrong is not None:
-                self._wrong[row] = sum(len(seen.tokens) for seen in self._seen[:-1]) + 1 + wrong
+                self._wrong[row] = first + 1 + wrong
             self.acceptance.learn(growth.kinds, growth.parents, growth.chances, path, hits)
             self._proposed.update(growth.kinds)
             self._accepted.update(growth.kinds[node] for node in path)
         self._mean_accepted = num_accepted / max(1, num_judged)
-        if is_due and self._seen:
+        if is_due:
             self._learn_rows()
 
     def finish(self) -> None:
-        if self._seen and self.memory.outlives_call:
-            self._learn_rows()
+        self._learn_rows()
         if self.memory.texts is not None:
             for index, length in zip(self._suffixes, self._prompt_lengths, strict=True):
                 # What a text began with is found by the end of its prompt.
@@ -217,9 +153,8 @@ class TreeDrafter:
             return
         # A step's cost is without the search for guesses, which is over when a size is chosen.
         costs = self.costs.at(num_slots)
-        is_scheduled = costs.is_scheduled
         costs.observe(num_tokens, seconds, search_seconds)
-        if self._has_searched and not is_scheduled:
+        if self._has_searched and self._reason != SCHEDULED:
             lost = costs.cost(num_tokens) / costs.plain_cost - 1 + costs.search_cost(search_seconds)
             self._backoff.learn(self._mean_accepted - lost, self.acceptance.promise)
 
@@ -255,24 +190,20 @@ class TreeDrafter:
 
     def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
         """Trees for some rows, all of the size that pays."""
-        if self.costs is None:
-            self._reason = WHOLE
+        costs = None if self.costs is None else self.costs.at(num_slots)
+        scheduled = None if costs is None else costs.scheduled_size(self.max_block)
+        if costs is None or scheduled is not None:
+            self._reason = WHOLE if scheduled is None else SCHEDULED
             for row in rows:
-                self._growths[row] = self._grow(row, max_depth, self.max_block - 1, 0.0, None)
+                growth = self._growths[row] = self._grow(row, max_depth, (scheduled or self.max_block) - 1)
+                if scheduled is not None:  # any tokens, so that the step has the size that is to be timed
+                    self._add_probes(growth, range(self.num_tokens), scheduled - 1)
             return
-        costs, trust = self.costs.at(num_slots), self.acceptance.trust
-        scheduled = costs.scheduled_size(len(rows), self.max_block)
-        if scheduled is not None:
-            self._reason = SCHEDULED
-            for row in rows:
-                self._growths[row] = self._grow(row, max_depth, scheduled - 1, 0.0, None)
-                self._fill(self._growths[row], scheduled - 1)
-            return
-        offers = costs.offers(self.max_block)
+        offers, trust = costs.offers(self.max_block), self.acceptance.trust
         room, least = offers.sizes[-1] - 1, offers.least_chance / trust
         for row in rows:
-            spare = int(costs.may_explore_next)
-            self._growths[row] = self._grow(row, max_depth, room, least, offers, spare)
+            stop = EarlyStop(offers, trust, self.acceptance.chances[PROBE], spare=int(costs.may_explore_next))
+            self._growths[row] = self._grow(row, max_depth, room, least, stop)
         grown = [self._growths[row] for row in rows]
         expected = [
             trust * total
@@ -283,65 +214,39 @@ class TreeDrafter:
         for growth in grown:
             growth.cut(size - 1)
 
-    def _grow(self, row: int, max_depth: int, size: int, least: float, offers: Offers | None, spare: int = 0) -> Growth:
+    def _grow(self, row: int, max_depth: int, size: int, least: float = 0.0, stop: EarlyStop | None = None) -> Growth:
         """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`.
 
-        offers: sizes and costs, where no more guesses than can pay are wanted. spare: sizes to grow beyond these.
+        stop: where no more guesses than can pay are wanted.
         """
-        index, probe, trust = self._suffixes[row], self.acceptance.chances[PROBE], self.acceptance.trust
-        stop = None
-        if offers is not None:
-            early = EarlyStop(offers, trust, spare)
-
-            def stop(num_nodes: int, expected: float, chance: float) -> bool:
-                return early.is_enough(num_nodes, expected, max(chance, probe))
-
-        sibling = self._siblings.get(row)
-        grower = Grower(
-            self.memory,
-            self.acceptance,
-            self._vocabulary,
-            self._warping[0],
-            index.tokens,
-            partial(self._draws, row),
-            () if sibling is None else (sibling,),
-            self._pointers(row, max_depth),
-        )
+        text, pointers = self._suffixes[row].tokens, self._pointers(row, max_depth)
+        sources, draws = [self._siblings[row]] if row in self._siblings else [], partial(self._draws, row)
+        grower = Grower(self.memory, self.acceptance, self._rows_alone, text, draws, sources, pointers)
         growth, is_stopped = grower.grow(max_depth, size, least, stop)
-        if not is_stopped:
-            self._add_probes(growth, size)
+        if not is_stopped:  # tokens whose rows are unknown: the step that tries them learns their rows
+            self._add_probes(growth, reversed(list(self.memory.unseen)), size)
         return growth
 
-    def _pointers(self, row: int, count: int) -> tuple[Pointer, ...]:
+    def _pointers(self, row: int, count: int) -> list[Pointer]:
         """At most `count` tokens each of what followed where a text's end has occurred before.
 
         A long match is remembered as what the text copies, to be taken up again behind a difference.
         """
         index, texts = self._suffixes[row], self.memory.texts
         own = index.matches()
-        found = [
-            (index.following(place, count), 0, length, kinds)
-            for (place, length), kinds in zip(own, (SUFFIX_KINDS, SECOND_KINDS), strict=False)
-        ]
+        found = _followed(index, own, SUFFIX_KINDS, count)
         if own and own[0][1] >= LONG_COPY:
             self._copies[row] = Copy(own[0][0])
         elif row in self._copies:
-            resumed = self._copies[row].resumed(index.tokens)
-            found += [
-                (index.following(place, count), 0, length, RESUMED_KINDS)
-                for place, length in resumed
-                if all(place != other for other, _ in own)
-            ]
+            places = [place for place, _ in own]
+            resumed = [match for match in self._copies[row].resumed(index.tokens) if match[0] not in places]
+            found += _followed(index, resumed, RESUMED_KINDS, count)
         if texts is not None:
             shorter = own[0][1] if own else 0
-            found += [
-                (texts.following(place, count), 0, length, kinds)
-                for (place, length), kinds in zip(
-                    texts.matches(index.tokens[-MAX_MATCH:]), (STORE_KINDS, SECOND_STORE_KINDS), strict=False
-                )
-                if length > shorter
-            ]
-        return tuple(found)
+            matches = texts.matches(index.tokens[-MAX_MATCH:])
+            others = _followed(texts, matches, STORE_KINDS, count)
+            found += [pointer for pointer in others if pointer[2] > shorter]
+        return found
 
     def _draws(self, row: int, depth: int) -> Draws | None:
         """The draws of a token at some distance from the root; None where they are not known, or for greedy."""
@@ -349,56 +254,56 @@ class TreeDrafter:
             return None
         return self._sampling_draws.peek(row, self._num_generated[row] + depth - 1, self._vocab_size)
 
-    def _add_probes(self, growth: Growth, size: int) -> None:
-        """Fill what is left with likely tokens whose rows are unknown: the step that tries them learns their rows."""
+    def _add_probes(self, growth: Growth, tokens: Iterable[int], size: int) -> None:
+        """Fill what is left of a tree with tokens that it does not have behind the root."""
         room = size - len(growth.tokens)
         if room <= 0:
             return
         known = {token for token, parent in zip(growth.tokens, growth.parents, strict=True) if parent < 0}
-        for token in islice((token for token in reversed(list(self.memory.unseen)) if token not in known), room):
-            self._add_probe(growth, token)
+        for token in islice((token for token in tokens if token not in known), room):
+            growth.add(token, -1, PROBE, self.acceptance.chances[PROBE], 1)
 
-    def _fill(self, growth: Growth, size: int) -> None:
-        """Fill a tree with any tokens, so that a step has the size that is to be timed. Few of them are right."""
-        known = {token for token, parent in zip(growth.tokens, growth.parents, strict=True) if parent < 0}
-        for token in islice(
-            (token for token in range(self.num_tokens) if token not in known), size - len(growth.tokens)
-        ):
-            self._add_probe(growth, token)
-
-    def _add_probe(self, growth: Growth, token: int) -> None:
-        growth.add(token, -1, PROBE, self.acceptance.chances[PROBE], 1)
+    def _see(self, roots: list[int], growth: Growth, path: list[int]) -> None:
+        """Take note of which tokens a step's rows of logits are of. roots: the last two of the text. path: accepted."""
+        tokens = [roots[-1], *growth.tokens]
+        self._tokens += tokens
+        self._previous += [roots[0] if len(roots) > 1 else -1, *(tokens[parent + 1] for parent in growth.parents)]
+        accepted = {0, *(node + 1 for node in path)}
+        self._is_accepted += [place in accepted for place in range(len(tokens))]
 
     def _likeliest(self) -> Rows:
-        """Ids and probabilities of the likeliest tokens of the rows seen. Rows of logits go together."""
-        logits = [seen.rows for seen in self._seen if isinstance(seen.rows, Tensor)]
-        found = (
-            likeliest_on_host(torch.cat(logits) if len(logits) > 1 else logits[0], self._warping[0]) if logits else None
-        )
-        if len(logits) == len(self._seen) and found is not None:
-            return found
-        parts, start = [], 0
-        for seen in self._seen:
-            if isinstance(seen.rows, Tensor):
-                assert found is not None
-                rows = slice(start, start + len(seen.rows))
-                parts.append((found[0][rows], found[1][rows]))
-                start = rows.stop
-            else:
-                parts.append(seen.rows)
-        ids, chances = zip(*parts, strict=True)
-        return np.concatenate(ids), np.concatenate(chances)
+        """Ids and probabilities of the likeliest tokens of the rows seen."""
+        if self._digested:
+            ids, chances = zip(*self._digested, strict=True)
+            return np.concatenate(ids), np.concatenate(chances)
+        first, *others = self._logits
+        return likeliest_on_host(torch.cat(self._logits) if others else first, self._warping[0])
 
     def _learn_rows(self) -> None:
         """Remember the rows seen, those of accepted tokens last: later ones count more."""
+        if not self._tokens:
+            return
         rows = packed(*with_bins(*self._likeliest(), *self._warping[1:]))
         self._siblings = {row: (rows[i], SIBLING) for row, i in self._wrong.items()}
-        previous = [token for seen in self._seen for token in seen.previous]
-        tokens = [token for seen in self._seen for token in seen.tokens]
-        is_accepted = [flag for seen in self._seen for flag in seen.is_accepted]
-        order = sorted(range(len(tokens)), key=is_accepted.__getitem__)  # stable
-        rows, num_accepted = rows[order], sum(is_accepted)
-        self.memory.learn([previous[i] for i in order], [tokens[i] for i in order], rows, num_accepted)
+        order = sorted(range(len(rows)), key=self._is_accepted.__getitem__)  # stable
+        rows, num_accepted = rows[order], sum(self._is_accepted)
+        self.memory.learn([self._previous[i] for i in order], [self._tokens[i] for i in order], rows, num_accepted)
         _, bins = unpacked(rows[len(order) - num_accepted :, 0])
         self.acceptance.learn_sureness(bins.tolist())
-        self._seen = []
+        self._logits, self._digested, self._previous, self._tokens, self._is_accepted = [], [], [], [], []
+
+
+def _followed(
+    texts: SuffixIndex | TextStore, matches: list[tuple[int, int]], kinds: Sequence[tuple[int, ...]], count: int
+) -> list[Pointer]:
+    """At most `count` tokens behind each match. kinds: of each match."""
+    found = zip(matches, kinds, strict=False)
+    return [(texts.following(place, count), 0, length, by_length) for (place, length), by_length in found]
+
+
+def _rows_alone(request: DraftRequest, memory: Memory) -> Packed | None:
+    """Rows of tokens that nothing else is known of, where there are any."""
+    may_load = request.cost_source != "assumed"  # no text is to depend on what earlier processes have stored
+    may_make = request.may_measure and not request.is_split
+    found = memory.vocabulary or vocabulary_of(request.model, may_make, may_load)
+    return None if found is None or found.largest_id >= request.num_tokens else found.at(request.temperature or 1.0)

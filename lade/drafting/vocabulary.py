@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,29 +55,21 @@ class Vocabulary:
         self._rows: dict[float, Packed] = {}  # by temperature
         self.largest_id = int(ids.max(initial=-1))
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def at(self, temperature: float) -> Packed:
         """All rows at a temperature, [N, K]."""
         rows = self._rows.get(temperature)
         if rows is None:
+            with np.errstate(under="ignore"):  # whatever numpy has been told to raise
+                weights = np.exp(self.logs.astype(np.float32))
+                rest = np.maximum(0.0, 1.0 - weights.sum(1))
+                if temperature != 1.0:  # no other token is likelier than the row's last one
+                    rest = rest * weights[:, -1] ** (1 / temperature - 1)
+                    weights = weights ** (1 / temperature)
+                chances = weights / np.maximum(weights.sum(1) + rest, TINY)[:, None]
             if len(self._rows) >= MAX_TEMPERATURES:
                 self._rows = {}
-            rows = self._rows[temperature] = packed(self.ids, self._bins_at(temperature))
+            rows = self._rows[temperature] = packed(self.ids, _BIN_EDGES.searchsorted(chances))
         return rows
-
-    def _bins_at(self, temperature: float) -> npt.NDArray[np.int8]:
-        with np.errstate(under="ignore"):  # whatever numpy has been told to raise
-            weights = np.exp(self.logs.astype(np.float32))
-            rest = np.maximum(0.0, 1.0 - weights.sum(1))
-            if temperature != 1.0:
-                rest = rest * weights[:, -1] ** (
-                    1 / temperature - 1
-                )  # no other token is likelier than the row's last one
-                weights = weights ** (1 / temperature)
-            chances = weights / np.maximum(weights.sum(1) + rest, TINY)[:, None]
-        return _BIN_EDGES.searchsorted(chances).astype(np.int8)
 
     def as_arrays(self) -> dict[str, npt.NDArray[Any]]:
         return {"vocabulary_ids": self.ids, "vocabulary_logs": self.logs}
@@ -89,7 +83,7 @@ def size_of_rows(num_tokens: int) -> tuple[int, int]:
 
 def make_vocabulary(model: Any) -> Vocabulary:
     """Run the model on each token alone: one text of one token, without a token that begins texts."""
-    num_tokens = _num_tokens(model)
+    num_tokens = num_tokens_of(model)
     num_rows, length = size_of_rows(num_tokens)
     batch = max(1, min(MAX_BATCH, MAX_LOGITS // num_tokens))
     ids: list[npt.NDArray[Any]] = []
@@ -148,12 +142,13 @@ class _Slot:
 _known: PerModel[dict[int, _Slot]] = PerModel(dict)  # by tokens: embeddings may be resized
 
 
-def _num_tokens(model: Any) -> int:
+def num_tokens_of(model: Any) -> int:
+    """Tokens that a model can be given and can choose."""
     return int(min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size))
 
 
 def _slot_of(model: Any) -> _Slot:
-    return _known.of(model).setdefault(_num_tokens(model), _Slot())
+    return _known.of(model).setdefault(num_tokens_of(model), _Slot())
 
 
 def _is_unseen(model: Any) -> bool:
@@ -166,17 +161,24 @@ def _is_unseen(model: Any) -> bool:
 
 def _is_within(model: Any, factor: float) -> bool:
     """Whether making the rows takes at most so many times what is cheap on the model's device."""
-    num_rows, _ = size_of_rows(_num_tokens(model))
+    num_rows, _ = size_of_rows(num_tokens_of(model))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return 2 * num_parameters * num_rows <= factor * CHEAP.get(model.device.type, 0.0)
 
 
 def _make_quietly(model: Any) -> Vocabulary | None:
-    try:
+    with _quietly("no rows of tokens alone"):  # a model that takes more than ids says so in its own way
         return make_vocabulary(model)
-    except Exception as error:  # a model that takes more than ids says so in its own way; guesses do without
-        logger.debug("no rows of tokens alone: %s", error)
-        return None
+    return None
+
+
+@contextmanager
+def _quietly(failure: str) -> Iterator[None]:
+    """What goes wrong is only noted: guesses do without."""
+    try:
+        yield
+    except Exception as error:
+        logger.debug("%s: %s", failure, error)
 
 
 def _file_of(model: Any) -> Path | None:
@@ -192,23 +194,19 @@ def _file_of(model: Any) -> Path | None:
 
 
 def _load(model: Any) -> Vocabulary | None:
-    try:
+    with _quietly("the stored rows of tokens alone cannot be read"):  # whatever a damaged file may lead to
         path = _file_of(model)
-        if path is None or not path.exists():
-            return None
-        arrays = read_arrays(path, 0, 0, MAX_BYTES)
-        vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
-        return vocabulary if vocabulary.largest_id < _num_tokens(model) else None
-    except Exception as error:  # whatever a damaged file may lead to
-        logger.debug("the stored rows of tokens alone cannot be read: %s", error)
-        return None
+        if path is not None and path.exists():
+            arrays = read_arrays(path, 0, 0, MAX_BYTES)
+            vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
+            return vocabulary if vocabulary.largest_id < num_tokens_of(model) else None
+    return None
 
 
 def _store(model: Any, vocabulary: Vocabulary) -> None:
-    try:
+    # A full disk, a folder that has gone, parameters without data.
+    with _quietly("the rows of tokens alone cannot be stored"):
         path = _file_of(model)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_arrays(path, vocabulary.as_arrays())
-    except Exception as error:  # a full disk, a folder that has gone, parameters without data
-        logger.debug("the rows of tokens alone cannot be stored: %s", error)

@@ -5,6 +5,8 @@ Cell (r, j) holds a guess for position L + r + j; cell (0, 0) is the root.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,19 +19,15 @@ class JacobiWindow:
         self.num_updates = 0
 
     @classmethod
-    def start(cls, prompt_ids: Tensor, prompt_lengths: list[int], ngram_size: int, window_size: int) -> JacobiWindow:
-        """Random tokens of each row's own prompt in every cell.
-
-        prompt_ids: [B, P] ids, padded on the left. prompt_lengths: real tokens of each row, at least 1.
-        """
-        batch_size, padded_length = prompt_ids.shape
+    def start(cls, prompts: Sequence[Tensor], ngram_size: int, window_size: int) -> JacobiWindow:
+        """Random tokens of each row's own prompt in every cell. prompts: of each row, ids [1 or more]."""
         # A generator of its own: guesses must not consume the random numbers that sampling draws.
         generator = torch.Generator().manual_seed(0)
-        draws = torch.rand(batch_size, (ngram_size - 1) * window_size, generator=generator, device="cpu")
-        lengths = torch.tensor(prompt_lengths, device="cpu")[:, None]
-        back = (draws * lengths).long()  # [B, (N-1)*W] distance from the prompt's end
-        cells = prompt_ids.gather(1, (padded_length - 1 - back).to(prompt_ids.device))
-        return cls(cells.view(batch_size, ngram_size - 1, window_size))
+        draws = torch.rand(len(prompts), (ngram_size - 1) * window_size, generator=generator, device="cpu")
+        # Distances from the prompt's end.
+        backs = [(row * len(ids)).long().to(ids.device) for row, ids in zip(draws, prompts, strict=True)]
+        cells = torch.stack([ids[len(ids) - 1 - back] for ids, back in zip(prompts, backs, strict=True)])
+        return cls(cells.view(len(prompts), ngram_size - 1, window_size))
 
     @property
     def is_ready(self) -> bool:
