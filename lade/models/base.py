@@ -172,9 +172,9 @@ class ModelAdapter:
 
     @property
     def has_own_blocks(self) -> bool:
-        """Whether the family overrides `block_model` or `masks`."""
-        own = type(self)
-        return own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks
+        """Whether the family has masks or a shadow model of its own."""
+        names = ("masks", "change_view", "block_model")
+        return any(getattr(type(self), name) is not getattr(ModelAdapter, name) for name in names)
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
         """The additive attention mask of a block, [B, 1, q, K]: one for all layers, or a dict by layer type."""
@@ -265,7 +265,15 @@ class ModelAdapter:
     @cached_property
     def block_model(self) -> Any:
         """The model that runs the blocks: the user's, or a shadow model of it."""
-        return shadow_model(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
+        if not self.needs_view:
+            return self._uncompiled
+        own, attention = self.config._attn_implementation, self._masked_attention
+        view = shadow_model(self.model, attention=None if attention == own else attention)
+        self.change_view(view)
+        return view
+
+    def change_view(self, view: Any) -> None:
+        """Change the shadow model that runs the blocks, if the family `needs_view`."""
 
     @cached_property
     def reaches(self) -> Reach | dict[str, Reach]:
