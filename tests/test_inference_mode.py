@@ -16,13 +16,14 @@ from lade.models.base import ModelAdapter
 @pytest.fixture
 def modes(monkeypatch, lade_on):
     """Whether each block so far ran in inference mode."""
-    found, run = [], ModelAdapter.run_blocks
+    found, run = [], ModelAdapter.ordinary_forward
 
-    def run_blocks(self, model, **arguments):
-        found.append(torch.is_inference_mode_enabled())
-        return run(self, model, **arguments)
+    def ordinary_forward(self, *args, **arguments):
+        outputs = run(self, *args, **arguments)
+        found.append(outputs.logits.is_inference())
+        return outputs
 
-    monkeypatch.setattr(ModelAdapter, "run_blocks", run_blocks)
+    monkeypatch.setattr(ModelAdapter, "ordinary_forward", ordinary_forward)
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
     return found
 

@@ -25,7 +25,7 @@ from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
 from lade.models.request import Request, unsupported_by_any
-from lade.models.shadow import parts_of, shadow_model
+from lade.models.shadow import shadow_model
 from lade.models.training import training_reason
 
 # Attention implementations that accept the 4-D mask of a block.
@@ -206,8 +206,7 @@ class ModelAdapter:
         if self.keeps_rows:
             arguments["logits_to_keep"] = 0 if block.needs_all_rows else block.logit_rows
         with torch.inference_mode() if self.leaves_no_tensor and not wanted else nullcontext():
-            outputs = self.run_blocks(
-                model,
+            outputs = model(
                 input_ids=block.tokens,
                 attention_mask=masks,
                 past_key_values=cache,
@@ -220,10 +219,6 @@ class ModelAdapter:
             outputs.logits = outputs.logits[:, block.logit_rows]
         return outputs
 
-    def run_blocks(self, model: Any, **arguments: Any) -> Any:
-        """Call the forward of the model that runs the blocks."""
-        return model(**arguments)
-
     @cached_property
     def leaves_no_tensor(self) -> bool:
         """Whether no tensor made in a block's forward outlives it, so that it may run in torch's inference mode.
@@ -232,10 +227,8 @@ class ModelAdapter:
         modules of the user may keep tensors, and so does a model whose rotary frequencies depend on the length of the
         text.
         """
-        kind = self._device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return False  # autocast caches the weights that it has cast
-        return self.code.is_as_made and not self.needs_equal_lengths
+        # Autocast caches the weights that it has cast.
+        return self.code.is_as_made and not self.needs_equal_lengths and not self._is_autocast
 
     @cached_property
     def is_exact(self) -> bool:
@@ -244,13 +237,15 @@ class ModelAdapter:
         In half precision, in quantized layers and in reduced-precision products, rounding depends on the number of
         rows.
         """
-        if self.dtype not in EXACT_DTYPES or torch.get_float32_matmul_precision() != "highest":
-            return False
-        kind = self._device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if self.dtype not in EXACT_DTYPES or torch.get_float32_matmul_precision() != "highest" or self._is_autocast:
             return False
         weights = (weight for part in self.parts for weight in part._parameters.values() if weight is not None)
         return all(type(weight) is nn.Parameter and weight.dtype in EXACT_DTYPES for weight in weights)
+
+    @property
+    def _is_autocast(self) -> bool:
+        kind = self._device.type
+        return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
     @property
     def prompt_model(self) -> Any:
@@ -306,7 +301,7 @@ class ModelAdapter:
     @cached_property
     def parts(self) -> tuple[nn.Module, ...]:
         """The model and all modules in it."""
-        return tuple(parts_of(self.model))
+        return tuple(self.model.modules())
 
     @cached_property
     def unusual_parts(self) -> list[nn.Module]:

@@ -7,7 +7,6 @@ model are not affected.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
@@ -75,14 +74,3 @@ class Sliced:
 
     def __getitem__(self, _: Any) -> Any:
         return self.whole
-
-
-def parts_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of `model.modules()` in another order, found faster; every generate() call visits all of them."""
-    waiting, seen = [model], set()
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            waiting.extend(child for child in module._modules.values() if child is not None)
-            yield module
