@@ -22,17 +22,12 @@ TOO_SHORT = "a call for one or two tokens needs as many forward passes with gues
 LEAST_TOKENS = 3  # with fewer new tokens no guess can save a forward pass
 
 # Model arguments that generate() passes to `_sample` and the loop passes on or handles.
-KNOWN_ARGUMENTS = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "inputs_embeds",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "tokenizer",
-}
+KNOWN_ARGUMENTS = frozenset(
+    """
+    attention_mask inputs_embeds logits_to_keep output_attentions output_hidden_states past_key_values position_ids
+    tokenizer use_cache
+    """.split()  # noqa: SIM905
+)
 
 
 def is_short(request: Request) -> bool:

@@ -12,15 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import (
-    LAYER_REACH,
-    Block,
-    Reach,
-    block_mask,
-    layer_reaches,
-    masks_by_layer,
-)
-from lade.compat import PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, rope_settings
+from lade.block.mask import LAYER_REACH, Block, Reach, block_mask, layer_reaches, masks_by_layer
+from lade.compat import MOVING_ROPES, PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, rope_settings
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
@@ -133,7 +126,7 @@ class ModelAdapter:
     @property
     def needs_equal_lengths(self) -> bool:
         """Whether rows of different lengths would affect each other: rotary frequencies depend on the longest row."""
-        return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in self._ropes)
+        return any(rope.get("rope_type") in MOVING_ROPES for rope in self._ropes)
 
     def max_guess_offset(self, root_position: int) -> int | None:
         """The largest offset of a guess from the root that leaves the logits of the text unchanged; None for no limit.

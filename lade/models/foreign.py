@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any, TypeVar
 
 from torch import nn
@@ -88,23 +88,17 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     functions = [each for each in functions if not is_written_by(AUTHORS, each[-1])]
     functions.extend(_foreign_attention(known, attentions))
     foreign = [each for each in hooks if not is_written_by(AUTHORS, each[-1])]
-    refused = (hook for *_, hook in foreign if not (_leave_for(hook) or is_written_by(RETAINS_NOTHING, hook)))
+    refused = (hook for *_, hook in foreign if not (key_of(hook) in _allowed or is_written_by(RETAINS_NOTHING, hook)))
     return Code(
         classes=tuple(classes),
         functions=tuple((*where, key_of(function)) for *where, function in functions),
-        hooks=tuple((*where, key_of(hook), _leave_for(hook)) for *where, hook in foreign),
+        hooks=tuple((*where, key_of(hook), _allowed.get(key_of(hook))) for *where, hook in foreign),
         names=tuple(dict.fromkeys(name_of(each[-1]) for each in (*functions, *foreign))),
         refused_hook=next(map(name_of, refused), None),
         is_patched=is_patched,
         is_hooked=not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
     )
-
-
-def _leave_for(hook: Any) -> Hashable:
-    """The user's permission for a hook, as a key; None if there is none."""
-    leave = _allowed.get(key_of(hook))
-    return leave and Held(leave)
 
 
 def _foreign_attention(
@@ -225,12 +219,9 @@ def allow_hook(hook: T) -> T:
         raise TypeError(f"hook must be callable, got {hook!r}")
     for key in [key for key in _allowed if is_gone(key)]:
         del _allowed[key]
-    _allowed[key_of(hook)] = Allowed()
+    _allowed[key_of(hook)] = next(_numbers)
     return hook
 
 
-class Allowed:
-    """One permission. A new one causes a new self-check."""
-
-
-_allowed: dict[Hashable, Allowed] = {}
+_numbers = count()
+_allowed: dict[Hashable, int] = {}  # hooks with the number of their permission: a new one causes a new self-check

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -129,7 +130,8 @@ class Communicator:
             if not isinstance(error, WorkerError):
                 self._store_reason(f"raised {type(error).__name__}: {error}")
                 self._keep_store_alive()
-            forget(self)
+            # A new one for the next call: this one may have pending messages.
+            _communicators.pop((self.size, self.backend), None)
             raise
         finally:
             self.in_call = False
@@ -201,7 +203,7 @@ class Communicator:
 
 
 _communicators: dict[tuple[int, str], Communicator] = {}
-_num_created = 0
+_numbers = itertools.count(1)
 
 
 def communicator_for(config: LookaheadConfig, device: torch.device) -> Communicator:
@@ -212,10 +214,8 @@ def communicator_for(config: LookaheadConfig, device: torch.device) -> Communica
     key = (config.num_workers, backend)
     known = _communicators.get(key)
     if known is None or known.world is not dist.group.WORLD:  # the program may have made a new default group since
-        global _num_created
-        _num_created += 1
         _communicators.pop(key, None)
-        known = _communicators[key] = Communicator(*key, _num_created)
+        known = _communicators[key] = Communicator(*key, next(_numbers))
     return known
 
 
@@ -224,12 +224,6 @@ def close_all() -> None:
     """Close all communicators: a gloo thread that frees a tensor at interpreter exit aborts the process (SIGABRT)."""
     while _communicators:
         _communicators.popitem()[1].close()
-
-
-def forget(communicator: Communicator) -> None:
-    """Let the next call create a new communicator: after a failure, this one may have pending messages."""
-    for key in [key for key, known in _communicators.items() if known is communicator]:
-        del _communicators[key]
 
 
 def has_group() -> bool:

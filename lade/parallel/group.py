@@ -133,11 +133,12 @@ class ProcessGroup(SingleProcess):
         if reason is not None:
             mine[0] = 1
         else:
-            settings = dataclasses.replace(self.config, debug=0, backend=None, dist_workers=None)  # which may differ
+            # Without what may differ, and what the communicator has compared.
+            settings = dataclasses.replace(self.config, debug=0, backend=None, dist_workers=None)
             masks = (model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))
             mine[1:] = torch.tensor(
                 [
-                    checksum_of(dataclasses.asdict(settings), self._communicator.size, self._communicator.backend),
+                    checksum_of(dataclasses.asdict(settings)),
                     model_checksum(model),
                     checksum_of(input_ids, *masks),
                     checksum_of(plain_values(generation_config.to_dict())),
