@@ -53,30 +53,32 @@ class ModelAdapter:
             return "encoder-decoder models are not supported"
         if model._is_stateful:
             return "models with a recurrent state cannot take a tree of guesses"
-        reason = self.unsupported_layers()
-        if reason:
-            return reason
+        return (
+            self.unsupported_layers()
+            or self.unsupported_attention()
+            or self.unsupported_state()
+            or rounding_reason(self.parts)
+            or calling_reason(model, self.safe_hooks)
+            or hook_reason(self.code.refused_hook)
+        )
+
+    def unsupported_attention(self) -> str | None:
+        """Why the model's attention cannot take a block, as a sentence; None if it can."""
         if has_unknown_rope(self.config, self.parts):
             return "rotary frequencies of this model depend on the length of the text, and its configuration does not say how"
         attention = self.config._attn_implementation
         configs = {id(config): config for part in self.parts if (config := vars(part).get("config")) is not None}
         found = {other._attn_implementation for other in configs.values() if type(other) is type(self.config)}
-        if found - {attention}:
-            return (
-                f"the model's configuration says attention {attention!r}, its layers say {min(found - {attention})!r}"
-            )
+        others = found - {attention}
+        if others:
+            return f"the model's configuration says attention {attention!r}, its layers say {min(others)!r}"
         if self._masked_attention is None:
             return f"attention {attention!r} is not known to take a mask per block; eager and sdpa do"
-        if attention not in MASKED_ATTENTION and not model._can_set_attn_implementation():
-            return f"attention {attention!r} of {type(model).__name__} is built in and takes no mask per block"
+        if attention not in MASKED_ATTENTION and not self.model._can_set_attn_implementation():
+            return f"attention {attention!r} of {type(self.model).__name__} is built in and takes no mask per block"
         if self.needs_view and self.code.is_patched:
             return "blocks need a changed view of this model, which a dispatched or patched model does not allow"
-        return (
-            self.unsupported_state()
-            or rounding_reason(self.parts)
-            or calling_reason(model, self.safe_hooks)
-            or hook_reason(self.code.refused_hook)
-        )
+        return None
 
     def unsupported_state(self) -> str | None:
         """Why the model's current state (training mode, compilation) rules out blocks; None if it does not."""
