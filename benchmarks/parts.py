@@ -45,7 +45,7 @@ def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
         yield layout.BlockLayout, name, "lay out"
     # What it does around the model's own forward: masks, slots.
     yield runner.BlockRunner, "forward", "lay out"
-    yield base.ModelAdapter, "run_blocks", "forward"
+    yield base.ModelAdapter, "ordinary_forward", "forward"
     yield fixed.StaticForward, "call", "forward"
     yield fixed.StaticForward, "replay", "forward"
     yield fixed.StaticChoice, "replay", "forward"

@@ -271,7 +271,7 @@ def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     memory.add(on_device)
     operators = CountOperators(waits, memory)
 
-    forwards = [(StaticForward, "replay"), (StaticForward, "call"), (ModelAdapter, "run_blocks")]
+    forwards = [(StaticForward, "replay"), (StaticForward, "call"), (ModelAdapter, "ordinary_forward")]
     patches = [mock.patch.object(owner, name, operators.aside(getattr(owner, name))) for owner, name in forwards]
     # A graph beside that of the forward.
     patches.append(mock.patch.object(StaticChoice, "replay", operators.aside(StaticChoice.replay, launches=1)))

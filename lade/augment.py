@@ -19,7 +19,8 @@ from transformers import Cache, GenerationMixin, TextStreamer
 from lade.compat import CALLERS_CACHE_MARK, require_names, warn_if_newer
 from lade.config import apply_environment, current_config, is_enabled, off_hint, off_reason, one_at_a_time
 from lade.decoding import lookahead_decode
-from lade.eligibility import TOO_SHORT, Call, adapter_or_reason
+from lade.eligibility import TOO_SHORT, adapter_or_reason, is_short
+from lade.models.request import Request
 from lade.parallel.communicator import is_leader
 from lade.parallel.group import SingleProcess, process_group_for
 from lade.state import forget_all
@@ -132,10 +133,10 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         stats = open_stats()
         if is_enabled():
             with process_group_for(current_config(), input_ids.device, stats) as group:
-                call = Call(self, input_ids, generation_config, model_kwargs)
+                request = Request(self, input_ids, generation_config, model_kwargs)
                 # Several processes must agree on each token, even in a short call.
-                is_useless = type(group) is SingleProcess and call.is_short
-                found = TOO_SHORT if is_useless else adapter_or_reason(call)
+                is_useless = type(group) is SingleProcess and is_short(request)
+                found = TOO_SHORT if is_useless else adapter_or_reason(request)
                 reason = found if isinstance(found, str) else None
                 reason = group.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
@@ -145,7 +146,7 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
                         config=group.config,
                         adapter=found,
                         stats=stats,
-                        callers_cache=call.callers_cache,
+                        callers_cache=request.callers_cache,
                         group=group,
                         **model_kwargs,
                     )

@@ -101,33 +101,22 @@ def takes(*passed: str) -> Callable[[Any], str | None]:
     return check
 
 
-def takes_just(*parameters: str) -> Callable[[Any], str | None]:
-    """Check that these are all the parameters."""
-
-    def check(function: Any) -> str | None:
-        found = tuple(inspect.signature(function).parameters)
-        return None if found == parameters else f"takes ({', '.join(found)}) instead of ({', '.join(parameters)})"
-
-    return check
-
-
 def true(condition: Any, otherwise: str) -> str | None:
     return None if condition else otherwise
 
 
+def has(names_of: Callable[[Any], Iterable[str]], *names: str) -> Callable[[Any], str | None]:
+    """Check that all these names are among those that `names_of` returns."""
+
+    def check(found: Any) -> str | None:
+        missing = sorted({*names}.difference(names_of(found)))
+        return true(not missing, f"has no {', '.join(missing)}")
+
+    return check
+
+
 def small_config(**settings: Any) -> Any:
     return resolve("transformers.LlamaConfig")(num_hidden_layers=1, **settings)
-
-
-def check_own_methods(kind: Any) -> str | None:
-    missing = sorted({"generate", "_sample", "_beam_search", "_assisted_decoding"} - vars(kind).keys())
-    return true(not missing, f"does not itself define {', '.join(missing)}")
-
-
-def check_dropped_arguments(function: Any) -> str | None:
-    """What a function given as custom_generate looks up in the frame of generate(), parameters being local names."""
-    missing = {"streamer", "synced_gpus", "assistant_model", "kwargs"} - inspect.signature(function).parameters.keys()
-    return true(not missing, f"has no {', '.join(sorted(missing))}")
 
 
 def check_attention_name(_: Any) -> str | None:
@@ -152,25 +141,15 @@ def check_pad_token(_: Any) -> str | None:
     return true(int(config._pad_token_tensor) == 3, "is not what generate() pads ended rows with")
 
 
-def check_settings(_: Any) -> str | None:
-    used = {"is_assistant", "prefill_chunk_size", "cache_implementation", "return_dict_in_generate", "output_scores"}
-    used |= {"output_logits", "output_attentions", "output_hidden_states", "do_sample", "temperature", "max_length"}
-    missing = sorted(used - vars(resolve("transformers.GenerationConfig")()).keys())
-    return true(not missing, f"has no {', '.join(missing)}")
-
-
 def check_dynamic_layer(kind: Any) -> str | None:
     import torch
 
     cache = resolve("transformers.DynamicCache")(config=small_config())
-    is_empty = type(cache.layers[0]) is kind and cache.layers[0].keys is cache.layers[0].values is None
-    states = torch.zeros(1, 1, 2, 1, device="cpu")
+    layer, states = cache.layers[0], torch.zeros(1, 1, 2, 1, device="cpu")
+    is_known = type(layer) is kind and layer.keys is layer.values is None and not cache.offloading
     cache.update(states, states, 0)
-    layer = cache.layers[0]
-    is_filled = (
-        cache.get_seq_length() == 2 and not cache.offloading and layer.keys.shape == layer.values.shape == states.shape
-    )
-    return true(is_empty and is_filled, "does not hold the keys and values of its layer in `keys` and `values`")
+    is_known &= cache.get_seq_length() == 2 and layer.keys.shape == layer.values.shape == states.shape
+    return true(is_known, "does not hold the keys and values of its layer in `keys` and `values`")
 
 
 def check_sliding_layer(kind: Any) -> str | None:
@@ -198,21 +177,17 @@ def check_criteria(_: Any) -> str | None:
     return true(is_known, "does not say when a text ends")
 
 
-def check_module(kind: Any) -> str | None:
-    missing = sorted(set(OWN_DICTIONARIES) - vars(kind()).keys())
-    return true(not missing, f"has no {', '.join(missing)}")
+def attributes_of_one(kind: Any) -> Iterable[str]:
+    """Of an object of a class."""
+    return vars(kind())
 
 
-def has_fields(*names: str) -> Callable[[Any], str | None]:
-    def check(kind: Any) -> str | None:
-        missing = sorted(set(names) - kind.__dataclass_fields__.keys())
-        return true(not missing, f"has no {', '.join(missing)}")
-
-    return check
+def fields_of(kind: Any) -> Iterable[str]:
+    return tuple(kind.__dataclass_fields__)
 
 
-def has_entry(name: str) -> Callable[[Any], str | None]:
-    return lambda table: true(callable(table.get(name)), f"has no {name!r}")
+def parameters_of(function: Any) -> Iterable[str]:
+    return inspect.signature(function).parameters
 
 
 def is_false(value: Any) -> str | None:
@@ -229,24 +204,30 @@ def has_processes() -> bool:
 
 G, M, C = "transformers.GenerationMixin.", "transformers.PreTrainedModel.", "transformers.cache_utils."
 T, D, A = "torch.nn.modules.module.", "torch.distributed.distributed_c10d.", "torch.ops.aten."
-LOOP = ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config")
+LOOP = ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+OUTPUTS = ("sequences", "scores", "logits", "attentions", "hidden_states", "past_key_values")
+RETURNED = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+SETTINGS = ("is_assistant", "prefill_chunk_size", "cache_implementation", "do_sample", "temperature", "max_length")
+# What a function given as custom_generate looks up in the frame of generate(), whose parameters are local names.
+DROPPED = ("streamer", "synced_gpus", "assistant_model", "kwargs")
 NAMES = (
     # The decoding loop.
-    Name("transformers.GenerationMixin", "augment.py", check_own_methods),
     Name(G + "generate", "augment.py", takes("self", "inputs")),
-    Name(G + "generate", "switch.py", check_dropped_arguments),
+    Name(G + "generate", "switch.py", has(parameters_of, *DROPPED)),
+    Name(G + "_beam_search", "augment.py"),
+    Name(G + "_assisted_decoding", "augment.py"),
     Name("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", "switch.py", takes(), is_late=True),
     Name("transformers.integrations.fsdp.is_fsdp_managed_module", "switch.py", takes("module"), is_late=True),
-    Name(G + "_sample", "augment.py", takes_just(*LOOP, "synced_gpus", "streamer", "model_kwargs")),
+    Name(G + "_sample", "augment.py", takes(*LOOP)),
     Name(G + "_prefill", "decoding.py", takes("self", "input_ids", "generation_config", "model_kwargs")),
     Name(G + "_has_unfinished_sequences", "decoding.py", takes("self", "this_peer_finished", "synced_gpus", "device")),
     Name(G + "_optimize_model_for_decode", "decoding.py", takes("self")),
     Name(G + "_valid_auto_compile_criteria", "eligibility.py", takes("self", "model_kwargs", "generation_config")),
     Name(G + "init_continuous_batching", "augment.py"),
-    Name(G + "prepare_inputs_for_generation", "models/base.py", takes("self", "input_ids")),
-    Name(G + "_update_model_kwargs_for_generation", "models/base.py", takes("self", "outputs", "model_kwargs")),
+    Name(G + "prepare_inputs_for_generation", "models/reasons.py", takes("self", "input_ids")),
+    Name(G + "_update_model_kwargs_for_generation", "models/reasons.py", takes("self", "outputs", "model_kwargs")),
     Name("transformers.GenerationConfig._pad_token_tensor()", "verification/selection.py", check_pad_token),
-    Name("transformers.GenerationConfig()", "augment.py", check_settings),
+    Name("transformers.GenerationConfig", "eligibility.py", has(attributes_of_one, *RETURNED, *SETTINGS)),
     Name("transformers.StoppingCriteriaList.max_length()", "verification/selection.py", check_criteria),
     Name("transformers.generation.logits_process", "verification/selection.py"),
     Name(
@@ -254,11 +235,7 @@ NAMES = (
         "verification/selection.py",
         lambda kind: true(kind(2.0).prompt_ignore_length is None, "has another prompt_ignore_length"),
     ),
-    Name(
-        "transformers.generation.GenerateDecoderOnlyOutput",
-        "verification/outputs.py",
-        has_fields("sequences", "scores", "logits", "attentions", "hidden_states", "past_key_values"),
-    ),
+    Name("transformers.generation.GenerateDecoderOnlyOutput", "verification/outputs.py", has(fields_of, *OUTPUTS)),
     Name("transformers.generation.BaseStreamer", "commands/chat/streaming.py"),
     # Models and their settings.
     Name(M + "_is_stateful", "models/base.py", is_false),
@@ -269,10 +246,10 @@ NAMES = (
     Name("transformers.PreTrainedConfig.rope_parameters()", "models/base.py", check_ropes),
     Name("transformers.PreTrainedConfig.get_text_config", "models/base.py", takes("self", "decoder")),
     Name("transformers.PreTrainedConfig.sub_configs", "models/shadow.py"),
-    Name("transformers.modeling_outputs.CausalLMOutputWithPast", "models/base.py", has_fields("logits")),
+    Name("transformers.modeling_outputs.CausalLMOutputWithPast", "forward/runner.py", has(fields_of, "logits")),
     Name("transformers.AttentionInterface.register", "kernels/interface.py"),
-    Name("transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS", "models/foreign.py", has_entry("sdpa")),
-    Name("transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", "models/foreign.py", has_entry("sdpa")),
+    Name("transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS", "models/foreign.py", has(iter, "sdpa")),
+    Name("transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", "models/foreign.py", has(iter, "sdpa")),
     Name("transformers.integrations.sdpa_attention.sdpa_attention_forward", "models/foreign.py"),
     Name("transformers.models.falcon.modeling_falcon.build_alibi_tensor", "models/alibi.py", is_late=True),
     # Caches.
@@ -281,15 +258,15 @@ NAMES = (
     Name(C + "DynamicSlidingWindowLayer", "eligibility.py", check_sliding_layer),
     Name(C + "StaticLayer", "eligibility.py", check_static_layer),
     # torch.
-    Name("torch.nn.Module", "models/shadow.py", check_module),
+    Name("torch.nn.Module", "models/shadow.py", has(attributes_of_one, *OWN_DICTIONARIES)),
     Name("torch.nn.Module._compiled_call_impl", "models/shadow.py"),
     Name("torch.nn.Module._call_impl", "models/compiled.py"),
     Name("torch.nn.Module._wrapped_call_impl", "models/compiled.py"),
     # Attributes of torch.compile's result. Without them a compiled model is treated as patched.
     Name("torch.compile()._torchdynamo_orig_callable", "models/compiled.py", is_late=True),
     Name("torch.compile()._torchdynamo_orig_backend", "models/compiled.py", is_late=True),
-    Name(T + "_global_forward_hooks", "models/shadow.py"),
-    Name(T + "_global_forward_pre_hooks", "models/shadow.py"),
+    Name(T + "_global_forward_hooks", "models/foreign.py"),
+    Name(T + "_global_forward_pre_hooks", "models/foreign.py"),
     Name("torch.utils._python_dispatch.TorchDispatchMode", "forward/graphs.py"),
     Name("torch.utils._pytree.tree_leaves", "forward/graphs.py"),
     *(Name(A + name, "forward/graphs.py") for name in ("_local_scalar_dense", "_unique2", "_to_copy")),

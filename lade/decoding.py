@@ -27,6 +27,7 @@ from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
 from lade.stats import GenerationStats
 from lade.transfer import HOST, to_device
+from lade.verification.logits import find_nan_column
 from lade.verification.outputs import OutputRecorder
 from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
 
@@ -186,10 +187,11 @@ class DecodingCall:
         """Choose the first token from the prompt's logits: a step with an empty tree."""
         self.recorder.begin_step(outputs, None)
         tree, logits = TokenTree.empty(len(self.cache.lengths)), outputs.logits[:, -1:]
+        self.vocab_size, self.nan_column = logits.shape[-1], find_nan_column(logits[:, 0])
+        self.group.nan_column = self.nan_column
         block_logits, _ = self.group.exchange(self.group.partition(tree, ROOT_ALONE), logits, has_window=False)
         accepted = self.selection.verify(tree, block_logits)
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
-        self.vocab_size, self.nan_column = logits.shape[-1], block_logits.nan_column
         self.runner.use_digests(self.nan_column, self.temperature)
 
     def propose(self) -> Draft:

@@ -16,13 +16,14 @@ from lade.models.base import ModelAdapter
 @pytest.fixture
 def modes(monkeypatch, lade_on):
     """Whether each block so far ran in inference mode."""
-    found, run = [], ModelAdapter.run_blocks
+    found, run = [], ModelAdapter.ordinary_forward
 
-    def run_blocks(self, model, **arguments):
-        found.append(torch.is_inference_mode_enabled())
-        return run(self, model, **arguments)
+    def ordinary_forward(self, *args, **arguments):
+        outputs = run(self, *args, **arguments)
+        found.append(outputs.logits.is_inference())
+        return outputs
 
-    monkeypatch.setattr(ModelAdapter, "run_blocks", run_blocks)
+    monkeypatch.setattr(ModelAdapter, "ordinary_forward", ordinary_forward)
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
     return found
 
@@ -170,3 +171,16 @@ def test_weights_that_autocast_has_cast(modes):
 
 def test_inside_of_the_users_own(modes):
     check(tiny_llama(), modes, True, context=torch.inference_mode)
+
+
+def test_what_torch_has_compiled(modes):
+    """Blocks run the code that was compiled, as it was before."""
+    model = tiny_llama(num_hidden_layers=1)
+    expected = generate_plain(model, prompt(12), max_new_tokens=24)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(**prompt(12), max_new_tokens=24), expected)
+    assert modes
+    assert all(modes)
+    del model.forward
+    assert not inference_tensors(model)
+    train(model)

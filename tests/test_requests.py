@@ -6,7 +6,16 @@ import pytest
 import torch
 from support import VOCAB, Recorder, generate_plain, prompt, tiny_llama
 from support.families import FAMILIES, WINDOW
-from transformers import GitConfig, GitForCausalLM, StaticCache
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GitConfig,
+    GitForCausalLM,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StaticCache,
+    StoppingCriteriaList,
+)
 
 import lade
 
@@ -239,3 +248,21 @@ def test_llama_takes_no_token_types():
     inputs = prompt() | {"token_type_ids": torch.zeros(1, 24, dtype=torch.long)}
     with pytest.raises(ValueError, match="token_type_ids"):
         tiny_llama().generate(**inputs, max_new_tokens=4)
+
+
+def test_a_length_that_only_a_criterion_tells(model, monkeypatch, caplog):
+    """By those who call the loop themselves; generate() always sets max_length."""
+    inputs, config = prompt(12), GenerationConfig()
+    config._pad_token_tensor = None
+    found = []
+    for switch in ("0", "1"):
+        monkeypatch.setenv("USE_LADE", switch)
+        criteria = StoppingCriteriaList([MaxLengthCriteria(20)])
+        cache, positions = DynamicCache(config=model.config), torch.arange(12)[None]
+        arguments = inputs | {"past_key_values": cache, "use_cache": True, "position_ids": positions}
+        with torch.no_grad():
+            text = model._sample(stopping_criteria=criteria, logits_processor=LogitsProcessorList(),
+                                 generation_config=config, **arguments)  # fmt: skip
+        found.append(text)
+    assert torch.equal(*found)
+    assert "name no max_length" in caplog.text

@@ -98,7 +98,7 @@ def test_a_guess_that_is_no_number(settings, clearings, attention, value, reques
 
 def test_negative_control(settings, clearings, monkeypatch):
     """Where no row's logits are looked at, a guess changes the text."""
-    monkeypatch.setattr("lade.parallel.group.find_nan_column", lambda logits: None)
+    monkeypatch.setattr("lade.decoding.find_nan_column", lambda logits: None)
     model, inputs = tiny_llama(), prompt(24)
     expected = seeded(generate_plain, model, inputs)
     poison(model, unused_tokens(model, expected[0]))

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from lade.compat import HOOKS
 from lade.forward.free_memory import free_bytes
 from lade.models.base import ModelAdapter
-from lade.models.shadow import parts_of, shadow_model
+from lade.models.shadow import shadow_model
 from lade.state import PerModel
 from lade.tolerance import largest_difference, largest_value
 
@@ -426,7 +426,7 @@ def is_plain(layer: nn.Module) -> bool:
 def groups_of(model: nn.Module, apart: set[Key]) -> Iterator[tuple[nn.Linear, ...]]:
     """The layers of a model whose weights can be packed, each once: those of one product together."""
     grouped: set[int] = set()
-    parts = list(parts_of(model))
+    parts = list(model.modules())
     for part in parts:
         group: Any = tuple(part._modules.get(name) for name in SAME_INPUT)
         if can_be_one_product(group) and key_of(layer.weight for layer in group) not in apart:

@@ -8,47 +8,30 @@ from transformers import PreTrainedModel
 from lade.compat import is_newer_than_tested
 from lade.models.alibi import BloomAdapter, FalconAdapter, MptAdapter
 from lade.models.base import ModelAdapter
-from lade.models.doge import DogeAdapter
+from lade.models.declared import DogeAdapter, GemmaVisionAdapter, GPT2Adapter, QwenVisionAdapter, XGLMAdapter
 from lade.models.foreign import allow_hook
-from lade.models.gpt2 import GPT2Adapter
 from lade.models.gpt_neo import GPTNeoAdapter
 from lade.models.lfm2 import Lfm2Adapter
-from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
 from lade.models.phi3 import Phi3Adapter, PhimoeAdapter
-from lade.models.vision import GemmaVisionAdapter, QwenVisionAdapter
-from lade.models.xglm import XGLMAdapter
 
-__all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
+__all__ = ["ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
 
-# Families that need an adapter of their own.
-SPECIAL: dict[str, type[ModelAdapter]] = {
-    "bloom": BloomAdapter,
-    "codegen": GPT2Adapter,
-    "doge": DogeAdapter,
-    "falcon": FalconAdapter,
-    "gemma3": GemmaVisionAdapter,
-    "gemma4": GemmaVisionAdapter,
-    "glm4v": QwenVisionAdapter,
-    "gpt2": GPT2Adapter,
-    "gpt_bigcode": GPT2Adapter,
-    "gpt_neo": GPTNeoAdapter,
-    "gptj": GPT2Adapter,
-    "lfm2": Lfm2Adapter,
-    "lfm2_moe": Lfm2Adapter,
-    "lfm2_vl": Lfm2Adapter,
-    "lfm3": Lfm2Adapter,
-    "llama": LlamaAdapter,
-    "llama4": Llama4Adapter,
-    "llama4_text": Llama4Adapter,
-    "mpt": MptAdapter,
-    "phi3": Phi3Adapter,
-    "phimoe": PhimoeAdapter,
-    "qwen2_5_vl": QwenVisionAdapter,
-    "qwen2_vl": QwenVisionAdapter,
-    "qwen3_vl": QwenVisionAdapter,
-    "qwen3_vl_moe": QwenVisionAdapter,
-    "xglm": XGLMAdapter,
+# Model types that need an adapter of their own.
+ADAPTERS: dict[type[ModelAdapter], str] = {
+    BloomAdapter: "bloom",
+    DogeAdapter: "doge",
+    FalconAdapter: "falcon",
+    GemmaVisionAdapter: "gemma3 gemma4",
+    GPT2Adapter: "codegen gpt2 gpt_bigcode gptj",
+    GPTNeoAdapter: "gpt_neo",
+    Lfm2Adapter: "lfm2 lfm2_moe lfm2_vl lfm3",
+    Llama4Adapter: "llama4 llama4_text",
+    MptAdapter: "mpt",
+    Phi3Adapter: "phi3",
+    PhimoeAdapter: "phimoe",
+    QwenVisionAdapter: "glm4v qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe",
+    XGLMAdapter: "xglm",
 }
 # Families that the base adapter serves; tests/test_families.py runs each of them.
 REGULAR = frozenset(
@@ -58,14 +41,15 @@ REGULAR = frozenset(
     gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
     gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
     hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax idefics2 idefics3 internvl jais2 jetmoe kolibri1
-    laguna llava llava_next llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
+    laguna llama llava llava_next llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
     ministral3 mistral mistral3 mistral4 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
     persimmon phi qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma
     youtu
     """.split()  # noqa: SIM905
 )
 
-_adapters: dict[str, type[ModelAdapter]] = dict.fromkeys(REGULAR, ModelAdapter) | SPECIAL
+_adapters: dict[str, type[ModelAdapter]] = dict.fromkeys(REGULAR, ModelAdapter)
+_adapters |= {model_type: adapter for adapter, types in ADAPTERS.items() for model_type in types.split()}
 _vouched_for: set[str] = set()  # model types registered by the user
 
 
@@ -106,7 +90,5 @@ def needs_self_check(adapter: ModelAdapter) -> bool:
         return True
     if model_type in _vouched_for:
         return False
-    is_new = type(adapter).block_model is not ModelAdapter.block_model and is_newer_than_tested(
-        transformers.__version__
-    )
+    is_new = adapter.has_own_blocks and is_newer_than_tested(transformers.__version__)
     return is_new or model_type not in _adapters or bool(code.classes)

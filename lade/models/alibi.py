@@ -8,16 +8,15 @@ the middle or at the end of a prompt reduce the positions of all later keys.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lade.block.mask import Block, block_mask
 from lade.models.base import ModelAdapter
 from lade.models.request import Request
-from lade.models.shadow import shadow_model, take_hooks
+from lade.models.shadow import Sliced
 
 
 class AlibiAdapter(ModelAdapter):
@@ -48,11 +47,8 @@ class AlibiAdapter(ModelAdapter):
 class BloomAdapter(AlibiAdapter):
     safe_hooks = ("prepare_inputs_for_generation",)  # older versions: only pads the masks of static caches
 
-    @cached_property
-    def block_model(self) -> Any:
-        view = shadow_model(self.model)
+    def change_view(self, view: Any) -> None:
         view.transformer.build_alibi_tensor = lambda mask, num_heads, dtype: self._bias
-        return view
 
     def masks(self, block: Block) -> Tensor:
         bias = self.bias_of_keys(block)
@@ -79,16 +75,11 @@ class FalconAdapter(AlibiAdapter):
     def needs_view(self) -> bool:  # type: ignore[override]
         return bool(self.config.alibi)
 
-    @cached_property
-    def block_model(self) -> Any:
-        if not self.needs_view:
-            return self._uncompiled
-        view = shadow_model(self.model)
+    def change_view(self, view: Any) -> None:
         for layer in view.transformer.h:
             layer.register_forward_pre_hook(
                 lambda _, args, kwargs: (args, kwargs | self._layer_arguments), with_kwargs=True
             )
-        return view
 
     def masks(self, block: Block) -> Any:
         if not self.needs_view:
@@ -101,7 +92,7 @@ class FalconAdapter(AlibiAdapter):
             "attention_mask": (bias / scale).masked_fill(mask < -1, torch.finfo(self.dtype).min),
             "alibi": bias.flatten(0, 1),
         }
-        return None  # the hooks of `block_model` replace the mask that the model builds from it
+        return None  # the hooks of `change_view` replace the mask that the model builds from it
 
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
         from lade.compat import build_alibi_tensor
@@ -115,17 +106,12 @@ class MptAdapter(AlibiAdapter):
     def most_slots(self) -> int:
         return int(self.config.max_seq_len)
 
-    @cached_property
-    def block_model(self) -> Any:
-        view = shadow_model(self.model)
-        for block in view.transformer.blocks:
-            block.attn = MptBlockAttention(block.attn, self)
-        return view
+    def change_view(self, view: Any) -> None:
+        view.transformer.build_mpt_alibi_tensor = lambda num_heads, num_slots, device: self._bias
 
     def masks(self, block: Block) -> Any:
-        self.bias = self.bias_of_keys(block)[:, :, None]  # [B, H, 1, K]
-        mask = block_mask(block, self.dtype)
-        return mask < 0  # MPT's layers take True for a hidden key
+        self._bias = Sliced(self.bias_of_keys(block)[:, :, None])  # [B, H, 1, K]: the stock one is for all rows
+        return block_mask(block, self.dtype) < 0  # MPT's layers take True for a hidden key
 
     def counted_positions(self, block: Block) -> Tensor:
         return block.key_positions()
@@ -133,37 +119,3 @@ class MptAdapter(AlibiAdapter):
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
         heads = self.config.n_heads
         return self.model.transformer.build_mpt_alibi_tensor(heads, num_positions, device=device).squeeze(1)
-
-
-class MptBlockAttention(nn.Module):
-    """MPT's attention with one bias per row of the batch; the stock code takes one for all rows."""
-
-    def __init__(self, stock: Any, adapter: MptAdapter) -> None:
-        super().__init__()
-        self.stock, self.adapter = stock, adapter
-        take_hooks(self, stock)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_bias: Tensor,
-        past_key_values: Any,
-        attention_mask: Tensor,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """hidden_states: [B, q, D]. attention_mask: [B, 1, q, K], True where hidden.
-
-        `position_bias` is computed from slots and ignored. Returns the output [B, q, D] and the weights [B, H, q, K].
-        """
-        stock = self.stock
-        mixed = stock.Wqkv(hidden_states)
-        if stock.clip_qkv:
-            mixed = mixed.clamp(min=-stock.clip_qkv, max=stock.clip_qkv)
-        query, key, value = (
-            part.unflatten(2, (stock.n_heads, stock.head_dim)).transpose(1, 2) for part in mixed.chunk(3, dim=2)
-        )
-        key, value = past_key_values.update(key, value, stock.layer_idx)
-        scores = query @ key.transpose(-1, -2) * stock.softmax_scale + self.adapter.bias
-        scores = scores.masked_fill(attention_mask, torch.finfo(query.dtype).min)
-        weights = scores.float().softmax(dim=-1).to(value.dtype)
-        return stock.out_proj((weights @ value).transpose(1, 2).flatten(2)), weights

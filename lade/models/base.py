@@ -12,20 +12,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import (
-    LAYER_REACH,
-    Block,
-    Reach,
-    block_mask,
-    layer_reaches,
-    masks_by_layer,
-)
-from lade.compat import PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, rope_settings
+from lade.block.mask import LAYER_REACH, Block, Reach, block_mask, layer_reaches, masks_by_layer
+from lade.compat import MOVING_ROPES, PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, rope_settings
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
 from lade.models.request import Request, unsupported_by_any
-from lade.models.shadow import parts_of, shadow_model
+from lade.models.shadow import shadow_model
 from lade.models.training import training_reason
 
 # Attention implementations that accept the 4-D mask of a block.
@@ -60,30 +53,32 @@ class ModelAdapter:
             return "encoder-decoder models are not supported"
         if model._is_stateful:
             return "models with a recurrent state cannot take a tree of guesses"
-        reason = self.unsupported_layers()
-        if reason:
-            return reason
+        return (
+            self.unsupported_layers()
+            or self.unsupported_attention()
+            or self.unsupported_state()
+            or rounding_reason(self.parts)
+            or calling_reason(model, self.safe_hooks)
+            or hook_reason(self.code.refused_hook)
+        )
+
+    def unsupported_attention(self) -> str | None:
+        """Why the model's attention cannot take a block, as a sentence; None if it can."""
         if has_unknown_rope(self.config, self.parts):
             return "rotary frequencies of this model depend on the length of the text, and its configuration does not say how"
         attention = self.config._attn_implementation
         configs = {id(config): config for part in self.parts if (config := vars(part).get("config")) is not None}
         found = {other._attn_implementation for other in configs.values() if type(other) is type(self.config)}
-        if found - {attention}:
-            return (
-                f"the model's configuration says attention {attention!r}, its layers say {min(found - {attention})!r}"
-            )
+        others = found - {attention}
+        if others:
+            return f"the model's configuration says attention {attention!r}, its layers say {min(others)!r}"
         if self._masked_attention is None:
             return f"attention {attention!r} is not known to take a mask per block; eager and sdpa do"
-        if attention not in MASKED_ATTENTION and not model._can_set_attn_implementation():
-            return f"attention {attention!r} of {type(model).__name__} is built in and takes no mask per block"
+        if attention not in MASKED_ATTENTION and not self.model._can_set_attn_implementation():
+            return f"attention {attention!r} of {type(self.model).__name__} is built in and takes no mask per block"
         if self.needs_view and self.code.is_patched:
             return "blocks need a changed view of this model, which a dispatched or patched model does not allow"
-        return (
-            self.unsupported_state()
-            or rounding_reason(self.parts)
-            or calling_reason(model, self.safe_hooks)
-            or hook_reason(self.code.refused_hook)
-        )
+        return None
 
     def unsupported_state(self) -> str | None:
         """Why the model's current state (training mode, compilation) rules out blocks; None if it does not."""
@@ -133,7 +128,7 @@ class ModelAdapter:
     @property
     def needs_equal_lengths(self) -> bool:
         """Whether rows of different lengths would affect each other: rotary frequencies depend on the longest row."""
-        return any(rope.get("rope_type") in ("dynamic", "longrope") for rope in self._ropes)
+        return any(rope.get("rope_type") in MOVING_ROPES for rope in self._ropes)
 
     def max_guess_offset(self, root_position: int) -> int | None:
         """The largest offset of a guess from the root that leaves the logits of the text unchanged; None for no limit.
@@ -172,9 +167,9 @@ class ModelAdapter:
 
     @property
     def has_own_blocks(self) -> bool:
-        """Whether the family overrides `block_model` or `masks`."""
-        own = type(self)
-        return own.block_model is not ModelAdapter.block_model or own.masks is not ModelAdapter.masks
+        """Whether the family has masks or a shadow model of its own."""
+        names = ("masks", "change_view", "block_model")
+        return any(getattr(type(self), name) is not getattr(ModelAdapter, name) for name in names)
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
         """The additive attention mask of a block, [B, 1, q, K]: one for all layers, or a dict by layer type."""
@@ -206,8 +201,7 @@ class ModelAdapter:
         if self.keeps_rows:
             arguments["logits_to_keep"] = 0 if block.needs_all_rows else block.logit_rows
         with torch.inference_mode() if self.leaves_no_tensor and not wanted else nullcontext():
-            outputs = self.run_blocks(
-                model,
+            outputs = model(
                 input_ids=block.tokens,
                 attention_mask=masks,
                 past_key_values=cache,
@@ -220,10 +214,6 @@ class ModelAdapter:
             outputs.logits = outputs.logits[:, block.logit_rows]
         return outputs
 
-    def run_blocks(self, model: Any, **arguments: Any) -> Any:
-        """Call the forward of the model that runs the blocks."""
-        return model(**arguments)
-
     @cached_property
     def leaves_no_tensor(self) -> bool:
         """Whether no tensor made in a block's forward outlives it, so that it may run in torch's inference mode.
@@ -232,10 +222,8 @@ class ModelAdapter:
         modules of the user may keep tensors, and so does a model whose rotary frequencies depend on the length of the
         text.
         """
-        kind = self._device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return False  # autocast caches the weights that it has cast
-        return self.code.is_as_made and not self.needs_equal_lengths
+        # Autocast caches the weights that it has cast.
+        return self.code.is_as_made and not self.needs_equal_lengths and not self._is_autocast
 
     @cached_property
     def is_exact(self) -> bool:
@@ -244,13 +232,15 @@ class ModelAdapter:
         In half precision, in quantized layers and in reduced-precision products, rounding depends on the number of
         rows.
         """
-        if self.dtype not in EXACT_DTYPES or torch.get_float32_matmul_precision() != "highest":
-            return False
-        kind = self._device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if self.dtype not in EXACT_DTYPES or torch.get_float32_matmul_precision() != "highest" or self._is_autocast:
             return False
         weights = (weight for part in self.parts for weight in part._parameters.values() if weight is not None)
         return all(type(weight) is nn.Parameter and weight.dtype in EXACT_DTYPES for weight in weights)
+
+    @property
+    def _is_autocast(self) -> bool:
+        kind = self._device.type
+        return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
     @property
     def prompt_model(self) -> Any:
@@ -265,7 +255,15 @@ class ModelAdapter:
     @cached_property
     def block_model(self) -> Any:
         """The model that runs the blocks: the user's, or a shadow model of it."""
-        return shadow_model(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
+        if not self.needs_view:
+            return self._uncompiled
+        own, attention = self.config._attn_implementation, self._masked_attention
+        view = shadow_model(self.model, attention=None if attention == own else attention)
+        self.change_view(view)
+        return view
+
+    def change_view(self, view: Any) -> None:
+        """Change the shadow model that runs the blocks, if the family `needs_view`."""
 
     @cached_property
     def reaches(self) -> Reach | dict[str, Reach]:
@@ -298,7 +296,7 @@ class ModelAdapter:
     @cached_property
     def parts(self) -> tuple[nn.Module, ...]:
         """The model and all modules in it."""
-        return tuple(parts_of(self.model))
+        return tuple(self.model.modules())
 
     @cached_property
     def unusual_parts(self) -> list[nn.Module]:

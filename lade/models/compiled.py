@@ -47,17 +47,11 @@ def can_pass_by(part: nn.Module) -> bool:
             return False
     found = {name: function for name in stands_for if (function := own.get(name)) is not None}
     return bool(found) and all(
-        is_compiled(function) and is_of_torch(function) and is_method(original(function), stands_for[name], module)
+        is_compiled(function)
+        and is_of_torch(function)
+        and function._torchdynamo_orig_callable == MethodType(stands_for[name], module)
         for name, function in found.items()
     )
-
-
-def original(function: Any) -> Any:
-    return function._torchdynamo_orig_callable
-
-
-def is_method(function: Any, expected: Any, module: nn.Module) -> bool:
-    return isinstance(function, MethodType) and function.__func__ is expected and function.__self__ is module
 
 
 def is_of_torch(function: Any) -> bool:

@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any, TypeVar
 
 from torch import nn
@@ -43,7 +43,6 @@ class Code:
     names: tuple[str, ...]  # of these functions and hooks, for messages
     refused_hook: str | None  # the name of a hook that needs permission and has none
     is_patched: bool  # some module's forward is replaced (patched or dispatched)
-    is_compiled: bool  # some module's forward is compiled by torch; a shadow model runs it uncompiled
     is_hooked: bool  # there are hooks besides transformers' own, which only record requested outputs
     has_plain_weights: bool  # all are plain `nn.Parameter`: none quantized or distributed
 
@@ -51,7 +50,7 @@ class Code:
     def is_as_made(self) -> bool:
         """Whether the model runs unmodified code of torch and transformers on ordinary tensors."""
         is_foreign = self.classes or self.functions or self.hooks
-        return self.has_plain_weights and not (is_foreign or self.is_patched or self.is_compiled or self.is_hooked)
+        return self.has_plain_weights and not (is_foreign or self.is_patched or self.is_hooked)
 
 
 def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> Code:
@@ -64,11 +63,11 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     functions: list[tuple[Any, ...]] = []  # (place, function)
     hooks: list[tuple[Any, ...]] = []  # (place, kind, hook)
     known: dict[type[nn.Module], bool] = {}  # each class is examined once
-    is_patched, is_compiled, has_plain_weights = False, False, True
+    is_patched, has_plain_weights = False, True
     for place, part in enumerate(parts):
         kind, own = type(part), vars(part)
         if kind not in known:
-            known[kind] = _is_known_class(kind)
+            known[kind] = is_written_by(AUTHORS, kind) and is_written_by(AUTHORS, kind.forward)
         if not known[kind]:
             classes.append((place, key_of(kind), key_of(kind.forward)))
         if "forward" in own:
@@ -76,7 +75,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
             if "_hf_hook" in own:  # accelerate's wrapper of a forward runs it
                 hooks.extend((place, "", hook) for hook in _single_hooks(own["_hf_hook"]))
         if "forward" in own or own.get("_compiled_call_impl") is not None:
-            is_compiled, is_patched = (True, is_patched) if can_pass_by(part) else (is_compiled, True)
+            is_patched |= not can_pass_by(part)  # a shadow model runs what torch has compiled as it was before
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             if own[name]:
                 hooks.extend((place, name, hook) for hook in own[name].values())
@@ -89,33 +88,17 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     functions = [each for each in functions if not is_written_by(AUTHORS, each[-1])]
     functions.extend(_foreign_attention(known, attentions))
     foreign = [each for each in hooks if not is_written_by(AUTHORS, each[-1])]
-    refused = (hook for *_, hook in foreign if not (_leave_for(hook) or is_written_by(RETAINS_NOTHING, hook)))
+    refused = (hook for *_, hook in foreign if not (key_of(hook) in _allowed or is_written_by(RETAINS_NOTHING, hook)))
     return Code(
         classes=tuple(classes),
         functions=tuple((*where, key_of(function)) for *where, function in functions),
-        hooks=tuple((*where, key_of(hook), _leave_for(hook)) for *where, hook in foreign),
+        hooks=tuple((*where, key_of(hook), _allowed.get(key_of(hook))) for *where, hook in foreign),
         names=tuple(dict.fromkeys(name_of(each[-1]) for each in (*functions, *foreign))),
         refused_hook=next(map(name_of, refused), None),
         is_patched=is_patched,
-        is_compiled=is_compiled,
         is_hooked=not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
     )
-
-
-def _leave_for(hook: Any) -> Hashable:
-    """The user's permission for a hook, as a key; None if there is none."""
-    leave = _allowed.get(key_of(hook))
-    return leave and Held(leave)
-
-
-def _is_known_class(kind: type[nn.Module]) -> bool:
-    forward = kind.forward
-    if _known_classes.get(kind) is not forward:
-        if not (is_written_by(AUTHORS, kind) and is_written_by(AUTHORS, forward)):
-            return False
-        _known_classes[kind] = forward
-    return True
 
 
 def _foreign_attention(
@@ -127,17 +110,13 @@ def _foreign_attention(
         found.append((f"attention {name}", ALL_ATTENTION_FUNCTIONS.get(name)))
         found.append((f"mask {name}", ALL_MASK_ATTENTION_FUNCTIONS.get(name)))
     if "eager" in attentions:
-        spaces = {id(space): space for kind in kinds if EAGER in (space := _globals_of(kind.forward))}
-        found.extend((f"eager attention of {space['__name__']}", space[EAGER]) for space in spaces.values())
+        spaces = [getattr(inspect.unwrap(kind.forward), "__globals__", {}) for kind in kinds]
+        functions = {space["__name__"]: space[EAGER] for space in spaces if EAGER in space}
+        found.extend((f"eager attention of {module}", function) for module, function in functions.items())
     for place, function in found:
         is_stock = function is STOCK.get(place, function)
         if function is not None and not (is_stock and is_written_by(AUTHORS, function)):
             yield place, function
-
-
-def _globals_of(function: Any) -> dict[str, Any]:
-    space: dict[str, Any] = getattr(inspect.unwrap(function), "__globals__", {})
-    return space
 
 
 def _single_hooks(hook: Any) -> Iterator[Any]:
@@ -148,10 +127,6 @@ def _single_hooks(hook: Any) -> Iterator[Any]:
 
 def is_written_by(authors: frozenset[str], source: Any) -> bool:
     """Whether all visible code of a class or callable is defined in these packages."""
-    if type(source) is types.FunctionType:  # cached, since every call asks
-        if source not in _homes:
-            _homes[source] = frozenset(_homes_of(source))
-        return _homes[source] <= authors
     return all(home in authors for home in _homes_of(source))
 
 
@@ -244,14 +219,9 @@ def allow_hook(hook: T) -> T:
         raise TypeError(f"hook must be callable, got {hook!r}")
     for key in [key for key in _allowed if is_gone(key)]:
         del _allowed[key]
-    _allowed[key_of(hook)] = Allowed()
+    _allowed[key_of(hook)] = next(_numbers)
     return hook
 
 
-class Allowed:
-    """One permission. A new one causes a new self-check."""
-
-
-_allowed: dict[Hashable, Allowed] = {}
-_homes: weakref.WeakKeyDictionary[types.FunctionType, frozenset[str]] = weakref.WeakKeyDictionary()
-_known_classes: weakref.WeakKeyDictionary[type[nn.Module], Any] = weakref.WeakKeyDictionary()  # and their forwards
+_numbers = count()
+_allowed: dict[Hashable, int] = {}  # hooks with the number of their permission: a new one causes a new self-check

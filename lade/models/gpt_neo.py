@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from lade.block.mask import Block, Reach, block_mask
 from lade.models.base import ModelAdapter
 from lade.models.request import Request
-from lade.models.shadow import shadow_model
+from lade.models.shadow import Sliced
 
 
 class GPTNeoAdapter(ModelAdapter):
@@ -26,34 +25,22 @@ class GPTNeoAdapter(ModelAdapter):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._local, self._everything = SlotMask(), SlotMask()
+        self._local, self._everything = Sliced(), Sliced()
 
     def unsupported_request(self, request: Request) -> str | None:
         if request.has_static_cache:
             return "with a static cache GPT-Neo's local layers look elsewhere than with any other"
         return super().unsupported_request(request)
 
-    @cached_property
-    def block_model(self) -> Any:
-        view = shadow_model(self.model)
+    def change_view(self, view: Any) -> None:
         for layer in view.transformer.h:
             attention = layer.attn.attention
             del attention._buffers["bias"]
             attention.bias = self._local if attention.attention_type == "local" else self._everything
-        return view
 
     def masks(self, block: Block) -> Tensor:
         hidden = Reach(window=self.config.window_size).hides(block)
         everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=block.tokens.device)
-        self._everything.mask = everything
-        self._local.mask = everything if hidden is None else ~hidden[:, None]
+        self._everything.whole = everything
+        self._local.whole = everything if hidden is None else ~hidden[:, None]
         return block_mask(block, self.dtype)
-
-
-class SlotMask:
-    """Replaces a mask buffer that the layers slice by slot. Every slice returns the mask of the current block."""
-
-    mask: Tensor  # [B or 1, 1, q or 1, K or 1] bool
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return self.mask

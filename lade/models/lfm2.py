@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lade.block.mask import LAYER_REACH, Block, Reach
 from lade.models.base import ModelAdapter
-from lade.models.shadow import shadow_model, take_hooks
+from lade.models.shadow import take_hooks
 
 
 class Lfm2Adapter(ModelAdapter):
@@ -33,9 +33,7 @@ class Lfm2Adapter(ModelAdapter):
     def prompt_model(self) -> Any:
         return self.block_model
 
-    @cached_property
-    def block_model(self) -> Any:
-        view = shadow_model(self.model, attention=self._masked_attention)
+    def change_view(self, view: Any) -> None:
         self.ancestors: Tensor | None = None
         layers = [layer for layer in view.modules() if hasattr(layer, "is_attention_layer")]
         for layer, layer_type in zip(layers, self.config.layer_types, strict=True):
@@ -43,7 +41,6 @@ class Lfm2Adapter(ModelAdapter):
                 layer.conv = TreeConvolution(layer.conv, self)
             else:
                 layer.register_forward_pre_hook(partial(self._with_mask, layer_type), with_kwargs=True)
-        return view
 
     def masks(self, block: Block) -> Any:
         self.ancestors = ancestor_slots(block, self.config.conv_L_cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from lade.block.mask import Block
 from lade.models.base import ModelAdapter
-from lade.models.shadow import shadow_model
 
 
 class Llama4Adapter(ModelAdapter):
@@ -20,14 +18,11 @@ class Llama4Adapter(ModelAdapter):
     def needs_view(self) -> bool:
         return bool(self.config.attn_temperature_tuning) or super().needs_view
 
-    @cached_property
-    def block_model(self) -> Any:
-        view = shadow_model(self.model, attention=self._masked_attention) if self.needs_view else self._uncompiled
-        for attention in list(view.modules()) if self.config.attn_temperature_tuning else ():
+    def change_view(self, view: Any) -> None:
+        for attention in list(view.modules()):
             if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
                 attention.attn_temperature_tuning = False
                 attention.q_proj = ScaledProjection(attention.q_proj, attention, self)
-        return view
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
         # The stock code counts slots, padding included, so these are slots and not `block.positions`.

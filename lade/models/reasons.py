@@ -59,18 +59,3 @@ def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
 def hook_reason(name: str | None) -> str | None:
     """Why a hook rules out blocks, as a sentence. name: of a hook without permission; None if there is none."""
     return name and f"the hook {name} would see guesses that are rejected; lade.allow_hook(hook) lets it"
-
-
-def checked_code(adapter: Any) -> str:
-    """The subject of a self-check: the model type, and up to three foreign functions and hooks in it."""
-    names = adapter.code.names
-    return f"this {adapter.model.config.model_type!r} model" + (f" with {', '.join(names[:3])}" if names else "")
-
-
-def failed_check_reason(adapter: Any, is_masked: bool) -> str:
-    """Why a model whose logits differed in the self-check is not served, as a sentence. is_masked: as for `probe`."""
-    what = checked_code(adapter)
-    if not adapter.takes_positions:
-        return f"{what} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"
-    padded = " behind a prompt with padding" if is_masked else ""
-    return f"a trial block{padded} on {what} was off by more than rounding, as it is with an ignored mask; see docs/adding-a-model.md"

@@ -15,7 +15,6 @@ from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer, is_out_of_memor
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.foreign import is_gone
-from lade.models.reasons import checked_code, failed_check_reason
 from lade.state import PerModel
 from lade.tolerance import MASK_EFFECT_RATIO, largest_difference
 from lade.verification.draws import drawing
@@ -55,30 +54,32 @@ def self_check_reason(
     )
     verdicts = _verdicts.of(adapter.model)
     if key not in verdicts:
+        names = ", ".join(code.names[:3])
+        subject = f"this {adapter.model.config.model_type!r} model" + (f" with {names}" if names else "")
         try:
-            verdict = _try_out(type(adapter)(adapter.model), *sizes)
-        except Exception as problem:
-            if not is_out_of_memory(problem):
-                raise
-            return "there was no room for a trial block"  # not stored: the next call may have room
+            with keeping_generators(adapter.model):
+                # A fresh adapter, since it keeps state of the check.
+                error, effect = probe(type(adapter)(adapter.model), *sizes)
+        except Exception as problem:  # foreign code may raise anything
+            if is_out_of_memory(problem):
+                return "there was no room for a trial block"  # not stored: the next call may have room
+            verdict: str | None = f"a trial block failed on {subject} ({type(problem).__name__}: {problem})"
+        else:
+            verdict = None
+            if not error * MASK_EFFECT_RATIO[adapter.dtype] < effect:  # also where either is nan
+                verdict = reason_of_difference(adapter, subject, is_masked=key_mask is not None)
         for old in [old for old in verdicts if is_gone(old)] + list(verdicts)[: -MOST_VERDICTS + 1]:
             verdicts.pop(old, None)
         verdicts[key] = verdict
     return verdicts[key]
 
 
-def _try_out(adapter: ModelAdapter, *sizes: Any) -> str | None:
-    """The self-check's result. adapter: a fresh one, since it keeps state of the check. sizes: as for `probe`."""
-    try:
-        with keeping_generators(adapter.model):
-            error, effect = probe(adapter, *sizes)
-    except Exception as problem:  # foreign code may raise anything
-        if is_out_of_memory(problem):
-            raise
-        return f"a trial block failed on {checked_code(adapter)} ({type(problem).__name__}: {problem})"
-    if not error * MASK_EFFECT_RATIO[adapter.dtype] < effect:  # also where either is nan
-        return failed_check_reason(adapter, is_masked=sizes[-1])
-    return None
+def reason_of_difference(adapter: ModelAdapter, subject: str, is_masked: bool) -> str:
+    """Why a model whose logits differed in the self-check is not served. is_masked: as for `probe`."""
+    if not adapter.takes_positions:
+        return f"{subject} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"
+    padded = " behind a prompt with padding" if is_masked else ""
+    return f"a trial block{padded} on {subject} was off by more than rounding, as it is with an ignored mask; see docs/adding-a-model.md"
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterable, Iterator
-from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -27,6 +26,9 @@ HARMLESS = frozenset({"altup_coef_clip"})
 # These classes only set the flag or pass it on.
 COMMON_CLASSES = frozenset(PreTrainedModel.__mro__)
 SWITCHES = ("train", "eval")
+# Where methods, partial functions, properties and wrappers keep the functions in them.
+INNER = ("__func__", "func", "fget", "fset", "__wrapped__")
+UNASSIGNED = CellType()  # a closure's variable without a value
 
 # Per class: the settings used by each function that reads the flag.
 _readers: weakref.WeakKeyDictionary[type[nn.Module], list[tuple[str, ...]]] = weakref.WeakKeyDictionary()
@@ -97,18 +99,12 @@ def readers(value: Any) -> Iterator[tuple[str, ...]]:
             names = set(names_in(value.__code__))
             if "training" in names and not names & HARMLESS:
                 yield tuple(sorted(name for name in names if name.isidentifier() and SETTINGS.search(name)))
-            waiting += [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
-        elif isinstance(value, (MethodType, staticmethod, classmethod)):
-            waiting.append(value.__func__)
-        elif isinstance(value, partial):
-            waiting.append(value.func)
-        elif isinstance(value, property):
-            waiting += [value.fget, value.fset]
+            waiting += [cell.cell_contents for cell in value.__closure__ or () if cell != UNASSIGNED]
         elif callable(value) and not isinstance(value, (type, nn.Module)):
             waiting.append(type(value).__call__)
-        else:
+        elif not isinstance(value, (classmethod, property)):
             continue
-        waiting.append(getattr(value, "__wrapped__", None))
+        waiting += [getattr(value, name, None) for name in INNER]
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -119,12 +115,3 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(constant)
         elif isinstance(constant, str):
             yield constant
-
-
-def is_filled(cell: Any) -> bool:
-    """Whether a closure's variable has been assigned."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,7 @@ def is_leader(config: LookaheadConfig) -> bool:
     """Whether this process streams and prints; always true without other processes."""
     if config.num_workers == 1:
         return True
-    has_group = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if has_group else int(os.environ.get("RANK", "0"))
+    rank = dist.get_rank() if has_group() else int(os.environ.get("RANK", "0"))
     return rank % config.num_workers == LEADER
 
 
@@ -130,7 +130,8 @@ class Communicator:
             if not isinstance(error, WorkerError):
                 self._store_reason(f"raised {type(error).__name__}: {error}")
                 self._keep_store_alive()
-            forget(self)
+            # A new one for the next call: this one may have pending messages.
+            _communicators.pop((self.size, self.backend), None)
             raise
         finally:
             self.in_call = False
@@ -168,23 +169,24 @@ class Communicator:
         keys = {rank: self._key("reason", rank) for rank in range(self.size) if rank != self.rank}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
+    def _await_reasons(self) -> dict[int, str]:
+        """The reasons of all other ranks, or of those that have stored one within GRACE."""
+        end = time.monotonic() + GRACE
+        while len(reasons := self._reasons()) < self.size - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        return reasons
+
     def _explanation(self, cause: RuntimeError) -> str:
         """An error message that names the failed ranks, as far as the others can tell."""
         self._store_reason("waited")
         try:
-            end = time.monotonic() + GRACE
-            while True:
-                reasons = self._reasons()
-                raised = {rank: reason for rank, reason in reasons.items() if reason.startswith("raised")}
-                if raised or len(reasons) == self.size - 1 or time.monotonic() > end:
-                    break
-                time.sleep(0.05)
+            reasons = self._await_reasons()
         except RuntimeError:
             keeper = "the launcher" if has_agent_store() else "rank 0"
             return f"DIST_WORKERS={self.size}: {keeper}, which keeps the processes together, is gone ({cause})"
-        silent = [rank for rank in range(self.size) if rank not in reasons and rank != self.rank]
-        blamed = [f"{self._name(rank)} {reason}" for rank, reason in raised.items()]
-        if not raised:
+        blamed = [f"{self._name(rank)} {reason}" for rank, reason in reasons.items() if reason.startswith("raised")]
+        if not blamed:
+            silent = [rank for rank in range(self.size) if rank not in reasons and rank != self.rank]
             blamed = [f"{self._name(rank)} is gone, or has not answered for {self.timeout}" for rank in silent]
         return f"DIST_WORKERS={self.size}: {'; '.join(blamed) or 'the ranks have lost each other'} ({cause})"
 
@@ -192,9 +194,7 @@ class Communicator:
         """If this process hosts the store, keep it alive until the others have read the reasons."""
         if self.first + self.rank > 0 or has_agent_store():
             return
-        end = time.monotonic() + GRACE
-        while len(self._reasons()) < self.size - 1 and time.monotonic() < end:
-            time.sleep(0.05)
+        self._await_reasons()
         time.sleep(0.5)
 
     def _name(self, rank: int) -> str:
@@ -203,7 +203,7 @@ class Communicator:
 
 
 _communicators: dict[tuple[int, str], Communicator] = {}
-_num_created = 0
+_numbers = itertools.count(1)
 
 
 def communicator_for(config: LookaheadConfig, device: torch.device) -> Communicator:
@@ -214,10 +214,8 @@ def communicator_for(config: LookaheadConfig, device: torch.device) -> Communica
     key = (config.num_workers, backend)
     known = _communicators.get(key)
     if known is None or known.world is not dist.group.WORLD:  # the program may have made a new default group since
-        global _num_created
-        _num_created += 1
         _communicators.pop(key, None)
-        known = _communicators[key] = Communicator(*key, _num_created)
+        known = _communicators[key] = Communicator(*key, next(_numbers))
     return known
 
 
@@ -228,15 +226,14 @@ def close_all() -> None:
         _communicators.popitem()[1].close()
 
 
-def forget(communicator: Communicator) -> None:
-    """Let the next call create a new communicator: after a failure, this one may have pending messages."""
-    for key in [key for key, known in _communicators.items() if known is communicator]:
-        del _communicators[key]
+def has_group() -> bool:
+    """Whether the program has a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def num_processes() -> int:
     """Of the program's process group; 1 without one."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if has_group() else 1
 
 
 def world_store(size: int) -> Any:

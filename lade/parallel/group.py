@@ -25,7 +25,7 @@ from lade.parallel.checksums import checksum_of, model_checksum, plain_values
 from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import BlockPart, split, whole
 from lade.stats import GenerationStats
-from lade.verification.logits import BlockLogits, LogitsDigest, best_tokens, find_nan_column
+from lade.verification.logits import BlockLogits, LogitsDigest, best_tokens
 from lade.verification.selection import (
     Accepted,
     GreedySelection,
@@ -53,8 +53,7 @@ class SingleProcess:
     """A call in one process, which computes whole blocks."""
 
     num_tokens = 0  # size of the model's embedding; larger ids cannot be guesses
-    _has_begun = False
-    _nan_column: int | None = None  # see `find_nan_column`
+    nan_column: int | None = None  # see `find_nan_column`
 
     def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
         """device: the prompt's."""
@@ -83,14 +82,8 @@ class SingleProcess:
         device, None without a window.
         """
         num_tree_rows = 1 + part.tree.num_nodes
-        self._find_nan_column(logits)
         guesses = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).to(self._device) if has_window else None
-        return BlockLogits(logits[:, :num_tree_rows], self._nan_column, digest), guesses
-
-    def _find_nan_column(self, logits: Tensor) -> None:
-        """Find the column that shows NaN in the prompt's forward, which has no guesses."""
-        if not self._has_begun:
-            self._has_begun, self._nan_column = True, find_nan_column(logits[:, 0])
+        return BlockLogits(logits[:, :num_tree_rows], self.nan_column, digest), guesses
 
     def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
         """Keep the keys/values of each row's root and accepted nodes."""
@@ -140,10 +133,12 @@ class ProcessGroup(SingleProcess):
         if reason is not None:
             mine[0] = 1
         else:
+            # Without what may differ, and what the communicator has compared.
+            settings = dataclasses.replace(self.config, debug=0, backend=None, dist_workers=None)
             masks = (model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))
             mine[1:] = torch.tensor(
                 [
-                    self._config_digest(),
+                    checksum_of(dataclasses.asdict(settings)),
                     model_checksum(model),
                     checksum_of(input_ids, *masks),
                     checksum_of(plain_values(generation_config.to_dict())),
@@ -162,12 +157,6 @@ class ProcessGroup(SingleProcess):
         if wrong:
             raise ValueError(f"DIST_WORKERS={self._communicator.size}: not as on rank 0: {'; '.join(wrong)}")
         return None
-
-    def _config_digest(self) -> int:
-        names = (name for name in self.config.__slots__ if name not in ("debug", "backend", "dist_workers"))
-        return checksum_of(
-            [self._communicator.size, self._communicator.backend, *(getattr(self.config, name) for name in names)]
-        )
 
     def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
         """The leader's kind on all ranks: only the leader may have streamers, processors and criteria."""
@@ -203,18 +192,9 @@ class ProcessGroup(SingleProcess):
         table, states = values[:-size].view(batch_size, -1), values[-size:]
         num_tree_rows = 1 + part.tree.num_nodes
         guesses = table[:, 1 + self._max_nodes :]
-        wanted = [logits[:, :num_tree_rows]] if self._sums_choices else []
+        self._write_choices(table, part, BlockLogits(logits[:, :num_tree_rows], self.nan_column))
         if has_window and part.columns is not None:
-            wanted.append(logits[:, num_tree_rows:, : self.num_tokens])
-        # One copy to the host.
-        best = torch.cat([best_tokens(part) for part in wanted], dim=1).cpu() if wanted else values[:0]
-        self._find_nan_column(logits)
-        block_logits = BlockLogits(logits[:, :num_tree_rows], self._nan_column)
-        choices = best[:, :num_tree_rows].tolist() if self._sums_choices else [[0] * num_tree_rows] * batch_size
-        self._write_choices(table, part, choices, block_logits)
-        if has_window and part.columns is not None:
-            first, end = part.columns
-            guesses[:, first:end] = best[:, best.shape[1] - (end - first) :]
+            guesses[:, slice(*part.columns)] = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).cpu()
         states[self._rank] = zlib.crc32(repr(self._tree).encode()) & 0x7FFFFFFF
         self._communicator.all_reduce(values)
         self._count("integers", values)
@@ -224,23 +204,17 @@ class ProcessGroup(SingleProcess):
         shared = SharedLogits(self, part, logits[:, :num_tree_rows], table[:, : 1 + self._max_nodes])
         return shared, guesses.long().to(self._device) if has_window else None
 
-    def _write_choices(
-        self, table: Tensor, part: BlockPart, choices: list[list[int]], block_logits: BlockLogits
-    ) -> None:
-        """Write this rank's choices into the table. table: [B, 1 + n or more]. choices: after the root and this part's
-        nodes.
+    def _write_choices(self, table: Tensor, part: BlockPart, block_logits: BlockLogits) -> None:
+        """Write the choices that this rank owns into the table, [B, 1 + n or more]: ~token, negative, where it is NaN.
 
-        Choices from NaN logits are stored as ~token, which is negative.
+        Unless the choices themselves are summed, the table only tells where logits are NaN.
         """
+        choices = block_logits.best() if self._sums_choices else None
         for row, nodes in enumerate(part.nodes):
-            encoded = [
-                token if block_logits.is_number(row, place - 1) else ~token for place, token in enumerate(choices[row])
-            ]
-            if self._rank == LEADER:
-                table[row, 0] = encoded[0]
-            for node, token in zip(nodes, encoded[1:], strict=False):
-                if part.owners[row][node] == self._rank:
-                    table[row, 1 + node] = token
+            for place, node in enumerate((-1, *nodes)):
+                if owner_of(part, row, node) == self._rank:
+                    token = 0 if choices is None else choices[row][place]
+                    table[row, 1 + node] = token if block_logits.is_number(row, place - 1) else ~token
 
     def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
         """The owner of each path's last node broadcasts the path's keys/values; the leader those of a root alone."""
@@ -329,18 +303,15 @@ class SharedLogits(BlockLogits):
         return bool(self._best[row, 1 + node] >= 0)
 
     def of_row(self, row: int, node: int) -> Tensor:
-        return self._group.logits_of(self._owner(row, node), super().of_row(row, self._place(row, node)))
+        return self._group.logits_of(owner_of(self._part, row, node), super().of_row(row, self._place(row, node)))
 
     def of_all(self, nodes: list[int]) -> Tensor:
-        owners = [self._owner(row, node) for row, node in enumerate(nodes)]
+        owners = [owner_of(self._part, row, node) for row, node in enumerate(nodes)]
         logits = super().of_all([self._place(row, node) for row, node in enumerate(nodes)]).clone()
         for owner in sorted(set(owners)):
             rows = torch.tensor([row for row, known in enumerate(owners) if known == owner], device=logits.device)
             logits[rows] = self._group.logits_of(owner, logits[rows]).to(logits.device)
         return logits
-
-    def _owner(self, row: int, node: int) -> int:
-        return LEADER if node < 0 else self._part.owners[row][node]
 
     def _place(self, row: int, node: int) -> int:
         """Index of a node in this rank's tree; -1, the root's, for nodes of other ranks."""
@@ -380,6 +351,11 @@ class FollowerLockstepSelection(LockstepSelection):
         self.num_generated += self.is_finished.count(False)
         self.is_finished = self._ended
         return all(self.is_finished)
+
+
+def owner_of(part: BlockPart, row: int, node: int) -> int:
+    """The rank whose result counts after a node (-1 = root)."""
+    return LEADER if node < 0 else part.owners[row][node]
 
 
 def block_indices(part: BlockPart, row: int, path: list[int]) -> list[int]:
