@@ -142,7 +142,6 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
                 if reason is None:
                     return lookahead_decode(
                         *arguments,
-                        config=group.config,
                         adapter=found,
                         stats=stats,
                         callers_cache=call.callers_cache,
