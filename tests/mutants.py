@@ -92,7 +92,7 @@ MUTANTS = [
            "draws.py::test_draws_that_nobody_will_ask_for_are_dropped"),
     # The cache.
     mutant("cache: accepted keys move one slot too low", "block/kv_cache.py",
-           "storage.write(row, start + 1, storage.read(row, source))", "storage.write(row, start, storage.read(row, source))",
+           "self.write(row, start + 1, self.read(row, path))", "self.write(row, start, self.read(row, path))",
            "kv_cache.py::test_blocks_and_compaction"),
     mutant("cache: rows of different lengths share their slots", "block/kv_cache.py",
            "is_ragged = min(self.lengths) != max(self.lengths)", "is_ragged = False",
