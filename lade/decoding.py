@@ -218,7 +218,7 @@ class DecodingCall:
             offsets=offsets,
             positions=offsets + (to_device(starts, device) if isinstance(starts, Tensor) else starts),
             visible=visible,
-            logit_rows=layout.logit_rows if draft.has_window else layout.tree_rows,
+            logit_rows=layout.logit_rows if draft.has_window else layout.logit_rows[: 1 + num_nodes],
             lengths=lengths,
             key_mask=self.key_mask,
         )
