@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, TextStreamer
 
 from lade.compat import CALLERS_CACHE_MARK, require_names, warn_if_newer
-from lade.config import apply_environment, current_config, is_enabled, off_hint, off_reason, one_at_a_time
+from lade.config import apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
 from lade.eligibility import TOO_SHORT, Call, adapter_or_reason
 from lade.parallel.communicator import is_leader
@@ -43,7 +43,6 @@ _originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base -> the
 _warned: set[str] = set()
 
 
-@one_at_a_time
 def augment_all() -> None:
     """Put lookahead decoding behind `generate()` of all models, loaded before or later. A second call has no effect.
 
@@ -51,17 +50,17 @@ def augment_all() -> None:
     original. Raises ImportError if a name that lade uses in the installed transformers or torch is missing or has
     changed, and ValueError if LADE_CONFIG names no settings file.
     """
-    if _originals:
-        return
-    apply_environment()
-    require_names()
-    warn_if_newer(transformers.__version__)
-    replacements = {"generate": _wrap_generate, "_sample": _wrap_sample}
-    replacements |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
-    wrapped = {name: wrap(vars(_owner(name))[name]) for name, wrap in replacements.items()}
-    for name, function in wrapped.items():
-        _originals[name] = vars(_owner(name))[name]
-        setattr(_owner(name), name, function)
+    with lock:
+        if _originals:
+            return
+        apply_environment()
+        require_names()
+        warn_if_newer(transformers.__version__)
+        wrappers = {"generate": _wrap_generate, "_sample": _wrap_sample}
+        wrappers |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
+        for name, wrap in wrappers.items():
+            _originals[name] = vars(_owner(name))[name]
+            setattr(_owner(name), name, wrap(_originals[name]))
 
 
 def augment_quietly() -> None:
@@ -76,14 +75,14 @@ augment_generate = augment_all
 augment_llama = augment_all
 
 
-@one_at_a_time
 def restore_all() -> None:
     """Restore the identical original functions, and clear all state that lade keeps per model."""
-    for name, function in _originals.items():
-        setattr(_owner(name), name, function)
-    _originals.clear()
-    _warned.clear()
-    forget_all()
+    with lock:
+        for name, function in _originals.items():
+            setattr(_owner(name), name, function)
+        _originals.clear()
+        _warned.clear()
+        forget_all()
 
 
 def _owner(name: str) -> type:
