@@ -94,18 +94,19 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recording() as stats:
-            stats.fallback_reason = NOT_BEGUN if is_enabled() else off_reason()
             _hint_once()
-            if is_enabled() and isinstance(kwargs.get("past_key_values"), Cache):
-                setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
-            is_leading = not is_enabled() or is_leader(current_config())
-            streamer = None if is_leading else kwargs.pop("streamer", None)  # with several processes only one streams
+            stats.fallback_reason, streamer = off_reason(), None
+            if is_enabled():
+                stats.fallback_reason = NOT_BEGUN
+                if isinstance(kwargs.get("past_key_values"), Cache):
+                    setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
+                if not is_leader(current_config()):  # of several processes only one streams
+                    streamer = kwargs.pop("streamer", None)
             result = original(self, *args, **kwargs)
             if streamer is not None and type(streamer) is not TextStreamer:  # its end() prints a newline
                 streamer.end()
             if stats.fallback_reason == NOT_BEGUN:
-                stats.fallback_reason = OTHER_LOOP
-                _warn_once(OTHER_LOOP)
+                _fall_back(stats, OTHER_LOOP)
         print_summary(stats)
         return result
 
@@ -139,16 +140,9 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
                 reason = group.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
                 if reason is None:
-                    return lookahead_decode(
-                        *arguments,
-                        adapter=found,
-                        stats=stats,
-                        callers_cache=call.callers_cache,
-                        group=group,
-                        **model_kwargs,
-                    )
-            if reason != TOO_SHORT:
-                _warn_once(reason)
+                    own = {"adapter": found, "stats": stats, "callers_cache": call.callers_cache, "group": group}
+                    return lookahead_decode(*arguments, **own, **model_kwargs)
+            _fall_back(stats, reason)
         return original(self, *arguments, **model_kwargs)
 
     return _sample
@@ -158,8 +152,7 @@ def sample_with_lookahead(kind: Any) -> Callable[..., Any]:
     """The `_sample` of a model class with lookahead, patched or not. A class's own override is kept."""
     found = kind._sample
     if found is not GenerationMixin._sample:
-        open_stats().fallback_reason = OTHER_LOOP
-        _warn_once(OTHER_LOOP)
+        _fall_back(open_stats(), OTHER_LOOP)
         return found
     return found if _originals else _wrap_sample(found)
 
@@ -168,15 +161,16 @@ def _wrap_other(original: Callable[..., Any], reason: str) -> Callable[..., Any]
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         if is_enabled():
-            open_stats().fallback_reason = reason
-            _warn_once(reason)
+            _fall_back(open_stats(), reason)
         return original(*args, **kwargs)
 
     return method
 
 
-def _warn_once(reason: str) -> None:
-    if reason not in _warned:
+def _fall_back(stats: GenerationStats, reason: str) -> None:
+    """Record why the original runs, and say it once per reason if it is a limit of lade."""
+    stats.fallback_reason = reason
+    if reason != TOO_SHORT and reason not in _warned:
         _warned.add(reason)
         logger.warning("lade: plain generate() runs instead of lookahead decoding: %s.", reason)
 
