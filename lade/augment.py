@@ -24,6 +24,7 @@ from lade.parallel.communicator import is_leader
 from lade.parallel.group import SingleProcess, process_group_for
 from lade.state import forget_all
 from lade.stats import GenerationStats, open_stats, recording
+from lade.verification.selection import SelectionRequest
 
 logger = logging.getLogger("lade")
 
@@ -140,8 +141,11 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
                 reason = group.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
                 if reason is None:
-                    own = {"adapter": found, "stats": stats, "callers_cache": call.callers_cache, "group": group}
-                    return lookahead_decode(*arguments, **own, **model_kwargs)
+                    request = SelectionRequest(
+                        input_ids, logits_processor, stopping_criteria, generation_config, streamer
+                    )
+                    cache = call.callers_cache
+                    return lookahead_decode(request, found, stats, cache, group, synced_gpus, model_kwargs)
             _fall_back(stats, reason)
         return original(self, *arguments, **model_kwargs)
 

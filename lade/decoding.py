@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
@@ -27,7 +27,6 @@ from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
 from lade.stats import GenerationStats
 from lade.transfer import HOST, to_device
-from lade.verification.outputs import OutputRecorder
 from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
@@ -36,38 +35,31 @@ FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
 # The loop's shapes change in every step, so tracing it under a compiled generate() does not pay.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def lookahead_decode(
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    *,
+    request: SelectionRequest,
     adapter: ModelAdapter,
     stats: GenerationStats,
     callers_cache: Cache | None,
     group: SingleProcess,
-    **model_kwargs: Any,
+    is_synced: bool,
+    model_kwargs: dict[str, Any],
 ) -> Any:
-    """Decode with lookahead; returns what `GenerationMixin._sample` returns for these arguments.
+    """Decode with lookahead; returns what `GenerationMixin._sample` returns for the request.
 
-    input_ids: [B, P] prompts; P is 0 with inputs_embeds alone. callers_cache: a cache passed to generate(), which must
-    hold the whole sequence afterwards. group: the processes that share each step.
+    callers_cache: a cache passed to generate(), which must hold the whole sequence afterwards. group: the processes
+    that share each step. is_synced, model_kwargs: synced_gpus and the model's arguments of `_sample`.
 
     Source: arXiv:2402.02057, algorithm 2.
     """
-    recorder = OutputRecorder(generation_config)
-    request = SelectionRequest(input_ids, logits_processor, stopping_criteria, generation_config, streamer, recorder)
-    call = DecodingCall(request, adapter, stats, callers_cache, group, synced_gpus, model_kwargs)
+    call = DecodingCall(request, adapter, stats, callers_cache, group, is_synced, model_kwargs)
     selection, drafter, timer = call.selection, call.drafter, StepTimer(call)
-    outputs = call.prefill(input_ids, generation_config, model_kwargs)
+    outputs = call.prefill(request, model_kwargs)
     # Mixture-of-experts layers use another implementation, with other rounding, while decoding.
     with adapter.block_model._optimize_model_for_decode(), call.reporting():
         call.take_first_token(outputs)
         del outputs  # frees the hidden states and attentions of the whole prompt
         if call.on_device:  # the same loop on the device; rows that it leaves unfinished continue below
             call.on_device.run(call.cache, call.vocab_size, call.nan_column)
-        while call.model._has_unfinished_sequences(all(selection.is_finished), synced_gpus, device=input_ids.device):
+        while call.model._has_unfinished_sequences(all(selection.is_finished), is_synced, device=call.device):
             timer.begin()
             draft = call.propose()
             timer.lap()
@@ -114,7 +106,7 @@ class DecodingCall:
         is_synced: bool,
         model_kwargs: dict[str, Any],
     ) -> None:
-        """Arguments as for `lookahead_decode`. is_synced: its synced_gpus."""
+        """Arguments as for `lookahead_decode`."""
         input_ids, generation_config, config = request.input_ids, request.generation_config, group.config
         self.adapter, self.stats, self.group, self.callers_cache = adapter, stats, group, callers_cache
         self.model, self.runner = adapter.prompt_model, BlockRunner(adapter, input_ids.device)
@@ -129,7 +121,7 @@ class DecodingCall:
         adapter.carry(model_kwargs)
         num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
         sizes = {"num_rows": len(input_ids), "num_slots": num_slots}
-        wanted = request.recorder.model_arguments
+        wanted = self.selection.recorder.model_arguments
         choose_forward(self.runner, config, stats, self.key_mask, num_new, wanted, **sizes)
         group.num_tokens = adapter.num_tokens
         self.drafter: Drafter = make_drafter(
@@ -160,16 +152,16 @@ class DecodingCall:
             self.cache = self.runner.take_cache(num_slots, most, len(input_ids))
         self.cache.most_slots = most_slots
 
-    def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+    def prefill(self, request: SelectionRequest, model_kwargs: dict[str, Any]) -> Any:
         """Run the prompt's forward. Returns the model's output."""
         self.cache.adopt(model_kwargs["past_key_values"])
         model_kwargs["past_key_values"] = self.cache
-        outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
+        outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)
         if outputs.past_key_values is not self.cache:  # the model replaced it during the prompt
             most_slots, self.cache = self.cache.most_slots, self.runner.make_cache(self.cache.capacity)
             self.cache.most_slots = most_slots
             self.cache.adopt(outputs.past_key_values)
-        self.cache.end_prefill(len(input_ids))
+        self.cache.end_prefill(len(request.input_ids))
         # Offset of positions from slots, [..., B or 1, 1], read once, so that no step waits.
         positions, length = self.positions, self.cache.lengths[0]
         none = torch.zeros((1, 1), dtype=torch.long, device=HOST)
@@ -177,7 +169,7 @@ class DecodingCall:
         self.max_position_offset = int(offset.max())
         # Adding an int is cheaper than adding a tensor.
         self.position_offset: Tensor | int = self.max_position_offset if offset.shape[:-1] == (1,) else offset
-        self.stats.batch_size, self.stats.steps = len(input_ids), 1
+        self.stats.batch_size, self.stats.steps = len(request.input_ids), 1
         return outputs
 
     def take_first_token(self, outputs: Any) -> None:

@@ -77,7 +77,6 @@ class SelectionRequest:
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
     streamer: Any
-    recorder: OutputRecorder
 
 
 class Selection:
@@ -89,7 +88,7 @@ class Selection:
     def __init__(self, request: SelectionRequest) -> None:
         batch_size = len(request.input_ids)
         self.processor, self.criteria = request.logits_processor, request.stopping_criteria
-        self.streamer, self.recorder = request.streamer, request.recorder
+        self.streamer, self.recorder = request.streamer, OutputRecorder(request.generation_config)
         self.do_sample = bool(request.generation_config.do_sample)
         self.sequences = TokenSequences(request.input_ids, self.criteria.max_length or 0)
         self.is_finished = [False] * batch_size
@@ -354,7 +353,7 @@ class LockstepSelection(Selection):
     def _commit(self, tokens: list[int]) -> bool:
         self.sequences.append_column(tokens)
         self.num_generated += self.is_finished.count(False)
-        has_ended = self.criteria(self.sequences.all_rows(), self.recorder.scores).tolist()
+        has_ended = self.criteria(self.sequences.all_rows(), self.recorder.collected.get("scores")).tolist()
         if self.streamer is not None:
             # Optional method of a streamer that shows which tokens were guessed.
             is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
@@ -376,7 +375,7 @@ def selection_for(request: SelectionRequest, needs_equal_lengths: bool) -> type[
         and all(map(is_row_wise, processors))
         and rows_end_independently(request.stopping_criteria, is_batch)
         and request.streamer is None
-        and not request.recorder.is_recording
+        and not OutputRecorder(request.generation_config).collected
         and not (is_batch and needs_equal_lengths)
     )
     if not rows_are_independent:
