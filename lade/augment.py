@@ -141,11 +141,11 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
                 reason = group.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
                 if reason is None:
-                    request = SelectionRequest(
+                    rules = SelectionRequest(
                         input_ids, logits_processor, stopping_criteria, generation_config, streamer
                     )
                     cache = call.callers_cache
-                    return lookahead_decode(request, found, stats, cache, group, synced_gpus, model_kwargs)
+                    return lookahead_decode(rules, found, stats, cache, group, synced_gpus, model_kwargs)
             _fall_back(stats, reason)
         return original(self, *arguments, **model_kwargs)
 

@@ -109,21 +109,24 @@ class DecodingCall:
         """Arguments as for `lookahead_decode`."""
         input_ids, generation_config, config = request.input_ids, request.generation_config, group.config
         self.adapter, self.stats, self.group, self.callers_cache = adapter, stats, group, callers_cache
-        self.model, self.runner = adapter.prompt_model, BlockRunner(adapter, input_ids.device)
-        needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
-        self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
-        self.device, do_sample = input_ids.device, self.selection.do_sample
-        self.temperature = (generation_config.temperature or 1.0) if do_sample else 1.0
+        self.model, self.device = adapter.prompt_model, input_ids.device
+        self.runner = BlockRunner(adapter, self.device)
         self.key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
         # [B or 1, P], or [k, B or 1, P]; None if the model takes none.
         self.positions: Tensor | None = model_kwargs.get("position_ids")
-        num_new = max(1, (request.stopping_criteria.max_length or 0) - input_ids.shape[1])
         adapter.carry(model_kwargs)
-        num_slots = input_ids.shape[1] + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
-        sizes = {"num_rows": len(input_ids), "num_slots": num_slots}
-        wanted = self.selection.recorder.model_arguments
-        choose_forward(self.runner, config, stats, self.key_mask, num_new, wanted, **sizes)
         group.num_tokens = adapter.num_tokens
+
+        needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
+        self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
+        do_sample = self.selection.do_sample
+        self.temperature = (generation_config.temperature or 1.0) if do_sample else 1.0
+
+        batch_size, prompt_length = input_ids.shape
+        num_new = max(1, (request.stopping_criteria.max_length or 0) - prompt_length)
+        num_slots = prompt_length + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
+        wanted = self.selection.recorder.model_arguments
+        choose_forward(self.runner, config, stats, self.key_mask, num_new, wanted, batch_size, num_slots)
         self.drafter: Drafter = make_drafter(
             DraftRequest(
                 config=config,
@@ -141,6 +144,7 @@ class DecodingCall:
                 may_measure=not is_synced,  # other processes' waits distort the times
             )
         )
+
         most_slots = slots_of_static(callers_cache)
         is_alone = type(group) is SingleProcess and not is_synced and most_slots is None
         parts = (self.runner, config, self.selection, self.drafter, stats, self.key_mask, self.positions)
@@ -148,8 +152,8 @@ class DecodingCall:
         if self.on_device:
             self.cache = self.on_device.make_cache(num_slots)
         else:
-            most = input_ids.shape[1] + num_new + config.max_block_tokens
-            self.cache = self.runner.take_cache(num_slots, most, len(input_ids))
+            most = prompt_length + num_new + config.max_block_tokens
+            self.cache = self.runner.take_cache(num_slots, most, batch_size)
         self.cache.most_slots = most_slots
 
     def prefill(self, request: SelectionRequest, model_kwargs: dict[str, Any]) -> Any:
