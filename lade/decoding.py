@@ -74,7 +74,8 @@ def lookahead_decode(
             drafter.learn(outcome)
             timer.end(step.layout.num_tokens)
             if stats.on_step is not None:
-                stats.on_step(step, outcome)
+                found = outcome.accepted, outcome.choices, outcome.sequences
+                stats.on_step(step.roots, draft, step.tree, step.layout, *found)
     return call.finish()
 
 

@@ -31,9 +31,8 @@ class StepRecorder:
         self.first_step_began: float | None = None
         self._spent = (0.0, 0.0)  # seconds of all steps so far: forwards, the rest
 
-    def on_step(self, step: Any, outcome: Any) -> None:
+    def on_step(self, roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, guesses: Any, texts: Any) -> None:
         """See `lade.stats.tracing`. Only the first row of a batch is looked at."""
-        draft, tree, accepted, guesses = step.draft, step.tree, outcome.accepted, outcome.choices
         now, stats = time.perf_counter(), open_stats()
         spent = (stats.forward_seconds, stats.draft_seconds + stats.verify_seconds)
         forward, rest = (total - before for total, before in zip(spent, self._spent, strict=True))
@@ -47,8 +46,8 @@ class StepRecorder:
         has_sources = len(explained.sources) == num_nodes  # not where the loop has put another tree in its place
         self.steps.append(
             {
-                "root": step.roots[0],
-                "window": window_levels(step.roots, draft) if draft.has_window else [],
+                "root": roots[0],
+                "window": window_levels(roots, draft) if draft.has_window else [],
                 "guesses": [] if guesses is None else guesses[0].tolist(),
                 "tokens": list(tree.tokens[0]),
                 "parents": list(tree.parents[0]),
@@ -57,8 +56,8 @@ class StepRecorder:
                 "reason": explained.reason,
                 "offers": [[size, round(tokens, 3), round(cost, 3)] for size, tokens, cost in explained.offers],
                 "accepted": list(path),
-                "committed": outcome.sequences.row(0)[0, -committed:].tolist() if committed else [],
-                "mask": self._mask_index(step.layout.offsets_and_visibility(tree)[1][0]),
+                "committed": texts.row(0)[0, -committed:].tolist() if committed else [],
+                "mask": self._mask_index(layout.offsets_and_visibility(tree)[1][0]),
                 "forward": forward,
                 "rest": rest,
             }
