@@ -82,15 +82,16 @@ def retaking(units: float, temperature: float | None, tally: Counter[str]) -> It
         selection.next_is_plain = True
         return True
 
-    def greedy(self: Any, block_logits: Any, choices: list[int], row: int, node: int) -> int | None:
+    def greedy(self: Any, block_logits: Any, row: int, node: int) -> int | None:
         logits = block_logits.of_row(row, node)[0]
         is_alone = block_logits.logits.shape[1] == 1
-        return None if not is_alone and is_near_tie(self, logits.float(), logits) else choices[node + 1]
+        return None if not is_alone and is_near_tie(self, logits.float(), logits) else int(logits.float().argmax())
 
     def sampled(self: Any, block_logits: Any, row: int, node: int) -> int | None:
         logits, ids = block_logits.of_row(row, node), self.sequences.row(row)
         probabilities = F.softmax(self._scores(ids, logits.to(torch.float32, copy=True)), dim=-1)
-        draws = self._draws(probabilities, self.sequences.lengths[row])[row : row + 1]
+        index = self.sequences.lengths[row] - self.sequences.prompt_length
+        draws = self.draws.draw(index, probabilities.shape[1])[row : row + 1]
         arrivals = (probabilities / draws)[0]
         is_alone = block_logits.logits.shape[1] == 1
         if not is_alone and is_near_tie(self, arrivals.log(), logits[0]):
@@ -98,7 +99,7 @@ def retaking(units: float, temperature: float | None, tally: Counter[str]) -> It
         return int(arrivals.argmax())
 
     with (
-        replaced(GreedySelection, "_choice", greedy),
+        replaced(GreedySelection, "_choose", greedy),
         replaced(PerRowSelection, "_choose", sampled),
         replaced(LookaheadCache, "clear_guesses", lambda *_: (set(), set())),  # nothing is spoiled here
     ):

@@ -52,30 +52,24 @@ __all__ = [
     "warmup",
 ]
 
-# Public names whose modules import torch and transformers -> those modules.
+# Modules that import torch and transformers -> the public names from there.
 _LAZY = {
-    "Memory": "lade.drafting.memory",
-    "ModelAdapter": "lade.models",
-    "allow_hook": "lade.models",
-    "augment_all": "lade.augment",
-    "augment_generate": "lade.augment",
-    "augment_llama": "lade.augment",
-    "distributed": "lade.parallel.group",
-    "enabled": "lade.switch",
-    "generate": "lade.switch",
-    "get_device": "lade.parallel.group",
-    "register_adapter": "lade.models",
-    "register_drafter": "lade.drafting",
-    "restore_all": "lade.augment",
-    "warmup": "lade.preparation",
+    "lade.augment": ("augment_all", "augment_generate", "augment_llama", "restore_all"),
+    "lade.drafting": ("register_drafter",),
+    "lade.drafting.memory": ("Memory",),
+    "lade.models": ("ModelAdapter", "allow_hook", "register_adapter"),
+    "lade.parallel.group": ("distributed", "get_device"),
+    "lade.preparation": ("warmup",),
+    "lade.switch": ("enabled", "generate"),
 }
+_MODULES = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = importlib.import_module(_LAZY[name])
+        module = importlib.import_module(_MODULES[name])
     except ImportError:
         require_names()  # says more, where transformers or torch lacks something
         raise
@@ -85,4 +79,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_MODULES})

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, TextStreamer
 
 from lade.compat import CALLERS_CACHE_MARK, require_names, warn_if_newer
-from lade.config import apply_environment, current_config, is_enabled, off_hint, off_reason, one_at_a_time
+from lade.config import apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
 from lade.eligibility import TOO_SHORT, adapter_or_reason, is_short
 from lade.models.request import Request
@@ -25,6 +25,7 @@ from lade.parallel.communicator import is_leader
 from lade.parallel.group import SingleProcess, process_group_for
 from lade.state import forget_all
 from lade.stats import GenerationStats, open_stats, recording
+from lade.verification.selection import SelectionRequest
 
 logger = logging.getLogger("lade")
 
@@ -44,7 +45,6 @@ _originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base -> the
 _warned: set[str] = set()
 
 
-@one_at_a_time
 def augment_all() -> None:
     """Put lookahead decoding behind `generate()` of all models, loaded before or later. A second call has no effect.
 
@@ -52,17 +52,17 @@ def augment_all() -> None:
     original. Raises ImportError if a name that lade uses in the installed transformers or torch is missing or has
     changed, and ValueError if LADE_CONFIG names no settings file.
     """
-    if _originals:
-        return
-    apply_environment()
-    require_names()
-    warn_if_newer(transformers.__version__)
-    replacements = {"generate": _wrap_generate, "_sample": _wrap_sample}
-    replacements |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
-    wrapped = {name: wrap(vars(_owner(name))[name]) for name, wrap in replacements.items()}
-    for name, function in wrapped.items():
-        _originals[name] = vars(_owner(name))[name]
-        setattr(_owner(name), name, function)
+    with lock:
+        if _originals:
+            return
+        apply_environment()
+        require_names()
+        warn_if_newer(transformers.__version__)
+        wrappers = {"generate": _wrap_generate, "_sample": _wrap_sample}
+        wrappers |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
+        for name, wrap in wrappers.items():
+            _originals[name] = vars(_owner(name))[name]
+            setattr(_owner(name), name, wrap(_originals[name]))
 
 
 def augment_quietly() -> None:
@@ -77,14 +77,14 @@ augment_generate = augment_all
 augment_llama = augment_all
 
 
-@one_at_a_time
 def restore_all() -> None:
     """Restore the identical original functions, and clear all state that lade keeps per model."""
-    for name, function in _originals.items():
-        setattr(_owner(name), name, function)
-    _originals.clear()
-    _warned.clear()
-    forget_all()
+    with lock:
+        for name, function in _originals.items():
+            setattr(_owner(name), name, function)
+        _originals.clear()
+        _warned.clear()
+        forget_all()
 
 
 def _owner(name: str) -> type:
@@ -96,18 +96,19 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         with recording() as stats:
-            stats.fallback_reason = NOT_BEGUN if is_enabled() else off_reason()
             _hint_once()
-            if is_enabled() and isinstance(kwargs.get("past_key_values"), Cache):
-                setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
-            is_leading = not is_enabled() or is_leader(current_config())
-            streamer = None if is_leading else kwargs.pop("streamer", None)  # with several processes only one streams
+            stats.fallback_reason, streamer = off_reason(), None
+            if is_enabled():
+                stats.fallback_reason = NOT_BEGUN
+                if isinstance(kwargs.get("past_key_values"), Cache):
+                    setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
+                if not is_leader(current_config()):  # of several processes only one streams
+                    streamer = kwargs.pop("streamer", None)
             result = original(self, *args, **kwargs)
             if streamer is not None and type(streamer) is not TextStreamer:  # its end() prints a newline
                 streamer.end()
             if stats.fallback_reason == NOT_BEGUN:
-                stats.fallback_reason = OTHER_LOOP
-                _warn_once(OTHER_LOOP)
+                _fall_back(stats, OTHER_LOOP)
         print_summary(stats)
         return result
 
@@ -141,17 +142,12 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
                 reason = group.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
                 stats.fallback_reason = reason
                 if reason is None:
-                    return lookahead_decode(
-                        *arguments,
-                        config=group.config,
-                        adapter=found,
-                        stats=stats,
-                        callers_cache=request.callers_cache,
-                        group=group,
-                        **model_kwargs,
+                    rules = SelectionRequest(
+                        input_ids, logits_processor, stopping_criteria, generation_config, streamer
                     )
-            if reason != TOO_SHORT:
-                _warn_once(reason)
+                    cache = request.callers_cache
+                    return lookahead_decode(rules, found, stats, cache, group, synced_gpus, model_kwargs)
+            _fall_back(stats, reason)
         return original(self, *arguments, **model_kwargs)
 
     return _sample
@@ -161,8 +157,7 @@ def sample_with_lookahead(kind: Any) -> Callable[..., Any]:
     """The `_sample` of a model class with lookahead, patched or not. A class's own override is kept."""
     found = kind._sample
     if found is not GenerationMixin._sample:
-        open_stats().fallback_reason = OTHER_LOOP
-        _warn_once(OTHER_LOOP)
+        _fall_back(open_stats(), OTHER_LOOP)
         return found
     return found if _originals else _wrap_sample(found)
 
@@ -171,15 +166,16 @@ def _wrap_other(original: Callable[..., Any], reason: str) -> Callable[..., Any]
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         if is_enabled():
-            open_stats().fallback_reason = reason
-            _warn_once(reason)
+            _fall_back(open_stats(), reason)
         return original(*args, **kwargs)
 
     return method
 
 
-def _warn_once(reason: str) -> None:
-    if reason not in _warned:
+def _fall_back(stats: GenerationStats, reason: str) -> None:
+    """Record why the original runs, and say it once per reason if it is a limit of lade."""
+    stats.fallback_reason = reason
+    if reason != TOO_SHORT and reason not in _warned:
         _warned.add(reason)
         logger.warning("lade: plain generate() runs instead of lookahead decoding: %s.", reason)
 

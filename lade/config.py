@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import inspect
 import json
 import logging
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 logger = logging.getLogger("lade")
 
@@ -65,11 +64,10 @@ def flag(name: str, value: Any) -> bool:
 
 def flag_or_auto(name: str, value: Any) -> bool | None:
     """0 or 1; None for "auto", where lade decides."""
-    if value == "auto":
-        return None
-    if not isinstance(value, int) or value not in (0, 1):
-        raise ValueError(f"{name} must be 0, 1 or 'auto', got {value!r}")
-    return bool(value)
+    try:
+        return None if value == "auto" else flag(name, value)
+    except ValueError:
+        raise ValueError(f"{name} must be 0, 1 or 'auto', got {value!r}") from None
 
 
 def one_of(values: Collection[str]) -> Check:
@@ -217,22 +215,7 @@ SETTINGS = {field.metadata["keyword"]: field for field in dataclasses.fields(Loo
 WINDOW_SIZES = ("LEVEL", "WINDOW_SIZE", "GUESS_SET_SIZE")
 KEYWORDS = (*SETTINGS, "CONFIG", "SPLIT_FLAG")
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_lock = threading.RLock()  # guards the settings and the patch
-
-
-def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: hold the lock of the settings and the patch while the function runs."""
-
-    @functools.wraps(function)
-    def locked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _lock:
-            return function(*args, **kwargs)
-
-    return locked
-
-
+lock = threading.RLock()  # guards the settings and the patch
 _default = LookaheadConfig()
 _environment_is_read = False
 _warned: set[str] = set()
@@ -300,17 +283,16 @@ def switched(on: bool, **keywords: Any) -> Iterator[None]:
         _switch.reset(token)
 
 
-@one_at_a_time
 def config_lade(**keywords: Any) -> None:
     """Change the settings of all later `generate()` calls; a setting that is not given, or None, keeps its value.
 
     Raises ValueError, naming the keyword, the rule and the value, and TypeError for an unknown keyword. Then nothing
     has changed.
     """
-    apply_environment()
     global _default
-    # Assigned once, because other threads read it without the lock.
-    _default = changed_by(_default, keywords, "config_lade()")
+    apply_environment()
+    with lock:  # assigned once, because other threads read it without the lock
+        _default = changed_by(_default, keywords, "config_lade()")
 
 
 def changed_by(config: LookaheadConfig, keywords: dict[str, Any], function: str) -> LookaheadConfig:
@@ -332,11 +314,7 @@ def suggestion(name: str) -> str:
 
 def _changed(config: LookaheadConfig, given: dict[str, Any]) -> LookaheadConfig:
     """given: public keywords and values other than None."""
-    changes = {
-        SETTINGS[name].name: SETTINGS[name].metadata["check"](name, value)
-        for name, value in given.items()
-        if name in SETTINGS
-    }
+    changes = {SETTINGS[name].name: value for name, value in given.items() if name in SETTINGS}
     if "MODE" not in given and any(name in given for name in WINDOW_SIZES):
         changes["mode"] = "lookahead"
     return dataclasses.replace(config, **changes)
@@ -365,7 +343,6 @@ config_lade.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # 
 )
 
 
-@one_at_a_time
 def apply_environment() -> None:
     """Apply the settings file named by LADE_CONFIG, once per process, before any other change.
 
@@ -373,14 +350,10 @@ def apply_environment() -> None:
     """
     global _environment_is_read, _default
     path = os.environ.get("LADE_CONFIG", "")
-    if _environment_is_read or not path:
-        return
-    _environment_is_read = True
-    try:
-        _default = _with_file(_default, path, "LADE_CONFIG")
-    except BaseException:
-        _environment_is_read = False
-        raise
+    with lock:
+        if path and not _environment_is_read:
+            _default = _with_file(_default, path, "LADE_CONFIG")
+            _environment_is_read = True
 
 
 @contextmanager
@@ -422,18 +395,14 @@ def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple
         raise ValueError(f"{name} must hold JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{name} must hold one JSON object, found {type(content).__name__}")
-    known = [keyword for keyword in KEYWORDS if keyword != "CONFIG"]
+    known = [*(keyword for keyword in KEYWORDS if keyword != "CONFIG"), *NO_SETTINGS]
+    for key, value in content.items():
+        if key not in known:
+            raise ValueError(f"{name} has {key!r}, which must be one of {', '.join(known)}")
+        if value is None:
+            raise ValueError(f"{name} has {key}=null, which must have a value or be left out")
+        if isinstance(value, (list, dict)) and key not in NO_SETTINGS:  # not shown: it may be nested too deeply
+            raise ValueError(f"{name} has a {type(value).__name__} as {key}, which must be a single value")
     settings = {key: value for key, value in content.items() if key not in NO_SETTINGS}
-    unknown = [key for key in settings if key not in known]
-    if unknown:
-        raise ValueError(f"{name} has {unknown[0]!r}, which must be one of {', '.join([*known, *NO_SETTINGS])}")
-    empty = [key for key, value in settings.items() if value is None]
-    if empty:
-        raise ValueError(f"{name} has {empty[0]}=null, which must have a value or be left out")
-    nested = [key for key, value in settings.items() if isinstance(value, (list, dict))]
-    if nested:  # not shown in the message: it may be nested too deeply
-        raise ValueError(
-            f"{name} has a {type(settings[nested[0]]).__name__} as {nested[0]}, which must be a single value"
-        )
     note = content.get("note")
     return settings, note if isinstance(note, str) else None

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from lade.block.token_tree import TokenTree
-from lade.config import current_config, temporary_settings
+from lade.config import current_config, is_enabled, off_reason, switched
 from lade.decoding import FIRST_CAPACITY
 from lade.drafting import Draft, Drafter, DraftRequest, drafts_from
 from lade.drafting.base import ROOT_ALONE
 from lade.forward.packed import packed_weights
 from lade.forward.static_inputs import NUM_CHECKS
+from lade.forward.static_shapes import can_capture
 from lade.stats import GenerationStats, last_stats
 from lade.verification.sequences import TokenSequences
 
@@ -59,12 +60,14 @@ def warmup(
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    if not is_enabled():
+        raise RuntimeError(f"lade does not run: {off_reason()}")
     config, began = current_config(), perf_counter()
     # By default short calls capture nothing.
-    settings = {"CUDA_GRAPH": 1} if config.cuda_graph is None and model.device.type == "cuda" else {}
+    settings = {"CUDA_GRAPH": 1} if config.cuda_graph is None and can_capture(model.device) else {}
     packed_weights(model).expect(max_new_tokens)
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
-    with temporary_settings(**settings):
+    with switched(True, **settings):
         if config.uses_window:
             stats = _generate(model, num_slots, min(WINDOW_TOKENS, num_slots - 1), batch_size, arguments)
         else:
@@ -91,6 +94,7 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
     num_tokens = model.get_input_embeddings().weight.shape[0]
     shape = (batch_size, max(1, num_slots - num_new))
     ids = torch.randint(num_tokens, shape, generator=generator).to(model.device)
+    before = last_stats()
     state = torch.random.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, **arguments)
@@ -98,9 +102,10 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
         torch.random.set_rng_state(state[0])
         torch.cuda.set_rng_state_all(state[1])
     stats = last_stats()
-    if stats is None or stats.fallback_reason is not None:
-        reason = "it is not switched on (lade.augment_all() and USE_LADE=1)" if stats is None else stats.fallback_reason
-        raise RuntimeError(f"lade does not run: {reason}")
+    if stats is None or stats is before:
+        raise RuntimeError("lade does not run: the patch is not on (lade.augment_all())")
+    if stats.fallback_reason is not None:
+        raise RuntimeError(f"lade does not run: {stats.fallback_reason}")
     return stats
 
 
@@ -115,6 +120,5 @@ class _EverySize(Drafter):
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """Nodes that are all children of the root."""
         num_nodes = self._num_nodes.pop(0) if self._num_nodes and max_offset != 0 else 0
-        tokens, parents = list(range(num_nodes)), [-1] * num_nodes
-        tree = TokenTree([list(tokens) for _ in is_finished], [list(parents) for _ in is_finished])
+        tree = TokenTree([[*range(num_nodes)] for _ in is_finished], [[-1] * num_nodes for _ in is_finished])
         return Draft(tree, min(1, num_nodes), ROOT_ALONE, self._cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -66,12 +66,11 @@ def generate(
     if cache is not None and (call is None or call["kwargs"].get("past_key_values") is cache):
         setattr(cache, CALLERS_CACHE_MARK, True)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-    if has_open_stats():  # the patch is on and records the statistics
-        with switched(True):
-            return augment.sample_with_lookahead(type(model))(model, *arguments, **model_kwargs)
-    with switched(True), recording() as stats:
+    # With the patch on, its generate() records the statistics and prints them.
+    with switched(True), nullcontext() if has_open_stats() else recording() as stats:
         result = augment.sample_with_lookahead(type(model))(model, *arguments, **model_kwargs)
-        augment.print_summary(stats)
+        if stats is not None:
+            augment.print_summary(stats)
     return result
 
 

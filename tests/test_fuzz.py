@@ -122,7 +122,9 @@ def test_random_combinations(
     if surroundings["cache"] is not None:  # one that is known row by row
         arguments |= {"num_return_sequences": 1, "cache_implementation": None}
     if surroundings["trains"] and arguments.get("cache_implementation") == "static":
-        arguments["cache_implementation"] = None  # transformers keeps it for the next call, and dropout draws for all of its slots
+        arguments["cache_implementation"] = (
+            None  # transformers keeps it for the next call, and dropout draws for all of its slots
+        )
     if surroundings["stops"]:
         arguments |= {"stop_strings": ["q", "Zk", "4"], "tokenizer": TOKENIZER}
     arguments["return_dict_in_generate"] = returns_dict = returns_dict or surroundings["cache"] == "returned"

@@ -78,10 +78,10 @@ def test_own_keys_are_those_that_a_row_sees(study, lade_on):
 
 
 def test_everything_is_put_back(study):
-    before = GreedySelection._choice, BlockRunner.eager_forward, torch.nn.functional.scaled_dot_product_attention
+    before = GreedySelection._choose, BlockRunner.eager_forward, torch.nn.functional.scaled_dot_product_attention
     with pytest.raises(KeyError), study.retaking(1, None, Counter()), study.own_keys(Counter()):
         raise KeyError
-    after = GreedySelection._choice, BlockRunner.eager_forward, torch.nn.functional.scaled_dot_product_attention
+    after = GreedySelection._choose, BlockRunner.eager_forward, torch.nn.functional.scaled_dot_product_attention
     assert before == after
 
 

@@ -50,7 +50,6 @@ def test_layout_is_the_definition(ngram_size, window_size, num_tails):
 
     last_level = [i for i, what in enumerate(block) if what[0] == "window" and what[1] == ngram_size - 2]
     assert layout.logit_rows.tolist() == [*range(1 + tree.num_nodes), *last_level]
-    assert layout.tree_rows.tolist() == [*range(1 + tree.num_nodes)]
 
     cells = torch.arange(100, 100 + (ngram_size - 1) * window_size - 1)[None]
     tokens = layout.tokens([7], tree, cells)[0].tolist()

@@ -81,7 +81,7 @@ def layout_there(*sizes):
         layout = block_layout(*sizes[:3], torch.device("cpu"), *sizes[4:])
         return replace(
             layout,
-            **{name: getattr(layout, name).to(META) for name in ("offsets", "visible", "logit_rows", "tree_rows")},
+            **{name: getattr(layout, name).to(META) for name in ("offsets", "visible", "logit_rows")},
         )
 
 

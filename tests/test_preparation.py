@@ -99,9 +99,23 @@ def test_wrong_numbers(arguments, message, model):
         lade.warmup(model, **arguments)
 
 
+@pytest.mark.parametrize("is_on", ["1", "0"])
+def test_short_calls_capture_here_in_a_block_of_code_too(is_on, model, graphs, monkeypatch):
+    monkeypatch.setenv("USE_LADE", is_on)
+    with lade.enabled(**TREE, CUDA_GRAPH="auto"):
+        assert lade.warmup(model, 24, 40, do_sample=False).captured_steps > 0
+
+
 def test_where_lade_does_not_run(model, monkeypatch):
     monkeypatch.setenv("USE_LADE", "0")
+    with pytest.raises(RuntimeError, match="lade does not run: USE_LADE is not set"):
+        lade.warmup(model, 24, 40, do_sample=False)
+    model.generate(**prompt(), max_new_tokens=2)
+    monkeypatch.setenv("USE_LADE", "1")
     with pytest.raises(RuntimeError, match="lade does not run: "):
+        lade.warmup(model, 24, 40, do_sample=False, num_beams=2)
+    lade.restore_all()  # the figures of an earlier call stay
+    with pytest.raises(RuntimeError, match="the patch is not on"):
         lade.warmup(model, 24, 40, do_sample=False)
 
 

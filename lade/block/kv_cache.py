@@ -42,17 +42,11 @@ class SlotLayer(CacheLayer):
 
     def __init__(self, cache: LookaheadCache) -> None:
         super().__init__()
-        self._owner = weakref.ref(cache)  # no reference cycle: the memory is freed as soon as the call ends
+        self._cache: LookaheadCache = weakref.proxy(cache)  # no cycle: the memory is freed as soon as the call ends
         self.prefilled = 0  # slots written by prompt forwards
-        # Views for the current block, by "keys" and "values": the block's own slots, and all slots up to its last one.
+        # For a block of rows of equal lengths, by "keys" and "values": its own slots, and all slots up to its last one.
         self.block_views: dict[str, Tensor] = {}
         self.prefix_views: dict[str, Tensor] = {}
-
-    @property
-    def _cache(self) -> LookaheadCache:
-        cache = self._owner()
-        assert cache is not None
-        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -75,7 +69,6 @@ class SlotLayer(CacheLayer):
             self.values.narrow(2, self.prefilled, num_tokens).copy_(value_states)
             self.prefilled = end
         elif cache.slots is None:  # all rows have the same length
-            cache.open_block(num_tokens)
             self.block_views["keys"].copy_(key_states)
             self.block_views["values"].copy_(value_states)
             return self.prefix_views["keys"], self.prefix_views["values"]
@@ -114,7 +107,7 @@ class LookaheadCache(Cache):
         self.most_slots: int | None = None  # of the caller's static cache, if any
         self._uniform = uniform
         self._storages: list[_Storage] = []
-        self._opened: tuple[int, ...] | None = None  # identifies the block that the layers' views are for
+        self._block_tokens: int | None = None  # q of the current block, if all rows have the same length
 
     @property
     def num_bytes(self) -> int:
@@ -129,13 +122,10 @@ class LookaheadCache(Cache):
     def like(self, capacity: int) -> LookaheadCache:
         """An empty cache of other capacity, with memory for the same layers."""
         other = LookaheadCache(len(self._slot_layers), capacity, self._uniform)
-        for storage in self._storages:
-            twin = storage.like(other.capacity)
-            other._storages.append(twin)
-            for layer, name in storage.owners:
-                place = self._slot_layers.index(layer)
-                twin.give(other._slot_layers[place], name)
-                other._slot_layers[place].is_initialized = True
+        # In the order in which the storages were made for them.
+        for layer in dict.fromkeys(layer for storage in self._storages for layer, _ in storage.owners):
+            twin = other._slot_layers[self._slot_layers.index(layer)]
+            twin.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
         return other
 
     def exchange(self, other: LookaheadCache) -> None:
@@ -153,7 +143,7 @@ class LookaheadCache(Cache):
             storage.data.zero_()  # an earlier call may have left non-finite values
         for layer in self._slot_layers:
             layer.prefilled = 0
-        self.lengths, self.slots, self.in_block = [], None, False
+        self.lengths, self.slots, self._block_tokens, self.in_block = [], None, None, False
 
     def end_prefill(self, batch_size: int) -> None:
         """From now on `update` writes blocks."""
@@ -165,45 +155,32 @@ class LookaheadCache(Cache):
         length = int(cache.get_seq_length())
         if length:
             for index, layer in enumerate(cache.layers):
-                if layer.keys is None:  # the model has fewer layers than its configuration says
-                    continue
-                self.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+                if layer.keys is not None:  # the model may have fewer layers than its configuration says
+                    self.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
 
     def hand_over(self, cache: Cache) -> None:
         """Append to `cache` the committed tokens that it lacks. All rows must have the same length."""
         start, end = int(cache.get_seq_length()), self.lengths[0]
         for index, layer in enumerate(self._slot_layers):
-            if not layer.is_initialized:
-                continue
-            cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
+            if layer.is_initialized:
+                cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
         """Prepare for a block of q tokens after each row's committed slots."""
         self.make_room(num_tokens)
         is_ragged = min(self.lengths) != max(self.lengths)
-        self.slots = self.block_slots(num_tokens, device) if is_ragged else None
-        self._opened = None
+        self.slots, self._block_tokens = None, None if is_ragged else num_tokens
+        if is_ragged:
+            starts = to_device(torch.tensor(self.lengths, device="cpu"), device)
+            self.slots = starts[:, None] + torch.arange(num_tokens, device=device)
+        else:
+            for storage in self._storages:
+                storage.open(self.lengths[0], num_tokens)
 
     def make_room(self, num_tokens: int) -> None:
         """Make room for a block of q tokens after each row's committed slots."""
         self.check_room(max(self.lengths) + 1)
         self.ensure_capacity(max(self.lengths) + num_tokens)
-
-    def open_block(self, num_tokens: int) -> None:
-        """Give every layer its views for a block of q tokens, where all rows have the same length.
-
-        Called by each layer; the first call does it for all of them.
-        """
-        opened = (self.lengths[0], num_tokens, len(self._storages), len(self._storages[-1].owners))
-        if opened != self._opened:
-            self._opened = opened
-            for storage in self._storages:
-                storage.open(self.lengths[0], num_tokens)
-
-    def block_slots(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Slots of the next block. Returns [B, q]."""
-        starts = to_device(torch.tensor(self.lengths, device="cpu"), device)
-        return starts[:, None] + torch.arange(num_tokens, device=device)
 
     def commit(self, accepted: list[list[int] | None]) -> None:
         """Keep each row's root and accepted block tokens, in order; drop the rest of the block.
@@ -212,9 +189,7 @@ class LookaheadCache(Cache):
         """
         for row, (path, start) in enumerate(zip(accepted, self.lengths, strict=True)):
             if path and path != list(range(1, len(path) + 1)):
-                source = torch.tensor([start + index for index in path], device="cpu")  # whatever the default device
-                for storage in self._storages:
-                    storage.write(row, start + 1, storage.read(row, source))
+                self.write(row, start + 1, self.read(row, path))
         num_kept = [0 if path is None else 1 + len(path) for path in accepted]
         self.lengths = [length + count for length, count in zip(self.lengths, num_kept, strict=True)]
 
@@ -244,12 +219,10 @@ class LookaheadCache(Cache):
 
         In later layers attention spreads the non-finite values to other tokens.
         """
-        start = self.lengths[row]
-        for layer in self._slot_layers:
-            if not layer.is_initialized:
-                continue
+        for layer in (layer for layer in self._slot_layers if layer.is_initialized):
             states = (layer.keys[row], layer.values[row])  # [H, C, D]
-            parts = [part.narrow(1, start, num_tokens).isfinite().all(2).all(0).tolist() for part in states]
+            own = [part.narrow(1, self.lengths[row], num_tokens) for part in states]
+            parts = [part.isfinite().all(2).all(0).tolist() for part in own]
             found = [all(both) for both in zip(*parts, strict=True)]
             if not all(found):
                 return found
@@ -257,11 +230,12 @@ class LookaheadCache(Cache):
 
     def read(self, row: int, block_indices: list[int]) -> list[Tensor]:
         """Copy the keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] per storage."""
+        # On the host, whatever the default device is.
         slots = torch.tensor([self.lengths[row] + index for index in block_indices], device="cpu")
         return [storage.read(row, slots) for storage in self._storages]
 
     def write(self, row: int, start: int, parts: list[Tensor]) -> None:
-        """Store keys/values from another cache's `read` in the slots from `start` on."""
+        """Store keys/values from `read`, of this cache or another one, in the slots from `start` on."""
         for storage, part in zip(self._storages, parts, strict=True):
             storage.write(row, start, part)
 
@@ -274,6 +248,8 @@ class LookaheadCache(Cache):
                 storage = _Storage(states, size if self._uniform else 1, self.capacity)
                 self._storages.append(storage)
             storage.give(layer, name)
+            if self._block_tokens is not None:  # the prompt did not come by this layer
+                storage.open(self.lengths[0], self._block_tokens)
 
     def check_room(self, num_slots: int) -> None:
         """Raise IndexError, as plain generate() does, where `num_slots` tokens exceed the caller's static cache."""
@@ -314,8 +290,7 @@ class _Storage:
         self.owners: list[tuple[SlotLayer, str]] = []
 
     def has_room_for(self, states: Tensor) -> bool:
-        _, batch_size, num_heads, _, head_dim = self.data.shape
-        same_shape = (states.shape[0], states.shape[1], states.shape[3]) == (batch_size, num_heads, head_dim)
+        same_shape = self.data[0, :, :, :0].shape == states[:, :, :0].shape
         same_kind = (states.dtype, states.device) == (self.data.dtype, self.data.device)
         return same_shape and same_kind and len(self.owners) < len(self.data)
 
@@ -336,11 +311,6 @@ class _Storage:
         data[:, :, :, :old] = self.data
         self.data = data
         self.place_owners()
-
-    def like(self, capacity: int) -> _Storage:
-        """Zeros of other capacity, that belong to nobody yet."""
-        size, batch_size, num_heads, _, head_dim = self.data.shape
-        return _Storage(self.data.new_empty((batch_size, num_heads, 0, head_dim)), size, capacity)
 
     def place_owners(self) -> None:
         """Let the layers know where `data` lies now."""

@@ -28,7 +28,6 @@ class BlockLayout:
     offsets:    [q] position relative to the root's; 0 for tree nodes, whose depth is added later.
     visible:    [q, q] bool, query by key; the square of root and tree is filled in per tree.
     logit_rows: [1 + num_nodes + W] rows whose logits are needed: the root, the nodes, the window's last level.
-    tree_rows:  [1 + num_nodes] the same without the window.
     num_tokens: q. has_window: whether the block has window cells besides the root.
     cells:      the window cells in the block, as indices into `window_cells`; None for all.
     """
@@ -36,7 +35,6 @@ class BlockLayout:
     offsets: Tensor
     visible: Tensor
     logit_rows: Tensor
-    tree_rows: Tensor
     num_nodes: int
     num_tokens: int
     has_window: bool
@@ -103,23 +101,20 @@ def block_layout(
     if columns is not None:
         level, column = cells // window_size, cells % window_size
         cells = cells[(cells == 0) | (column < end) & ((level == 0) | (column >= first))]
-    level, column = cells // window_size, cells % window_size
-    window = window_visibility(level, column)  # [C, C], C = (N-1)*W
+    level, column = cells // window_size, cells % window_size  # [C], C = (N-1)*W
 
     num_tokens = num_nodes + len(cells)
     # Block index of each window cell: the root first, the others after the tree.
     place = torch.where(cells == 0, 0, torch.arange(len(cells), device=device) + num_nodes)
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool, device=device)
-    visible[place[:, None], place] = window
-
+    visible[place[:, None], place] = window_visibility(level, column)
     offsets = torch.zeros(num_tokens, dtype=torch.long, device=device)
     offsets[place] = level + column
     is_last = (level == ngram_size - 2) & (column >= first) & (column < end)
+    logit_rows = torch.cat([torch.arange(1 + num_nodes, device=device), place[is_last]])
     has_window = num_tokens > 1 + num_nodes
-    tree_rows = torch.arange(1 + num_nodes, device=device)
-    logit_rows = torch.cat([tree_rows, place[is_last]])
     own_cells = None if columns is None else cells[1:] - 1
-    return BlockLayout(offsets, visible, logit_rows, tree_rows, num_nodes, num_tokens, has_window, own_cells)
+    return BlockLayout(offsets, visible, logit_rows, num_nodes, num_tokens, has_window, own_cells)
 
 
 def window_visibility(level: Tensor, column: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from lade.models.declared import DogeAdapter, GemmaVisionAdapter, GPT2Adapter, Q
 from lade.models.foreign import allow_hook
 from lade.models.gpt_neo import GPTNeoAdapter
 from lade.models.lfm2 import Lfm2Adapter
+from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
 from lade.models.phi3 import Phi3Adapter, PhimoeAdapter
 
-__all__ = ["ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
+__all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
 
 # Model types that need an adapter of their own.
 ADAPTERS: dict[type[ModelAdapter], str] = {
@@ -26,6 +27,7 @@ ADAPTERS: dict[type[ModelAdapter], str] = {
     GPT2Adapter: "codegen gpt2 gpt_bigcode gptj",
     GPTNeoAdapter: "gpt_neo",
     Lfm2Adapter: "lfm2 lfm2_moe lfm2_vl lfm3",
+    LlamaAdapter: "llama",
     Llama4Adapter: "llama4 llama4_text",
     MptAdapter: "mpt",
     Phi3Adapter: "phi3",
@@ -41,7 +43,7 @@ REGULAR = frozenset(
     gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
     gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
     hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax idefics2 idefics3 internvl jais2 jetmoe kolibri1
-    laguna llama llava llava_next llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
+    laguna llava llava_next llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
     ministral3 mistral mistral3 mistral4 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
     persimmon phi qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma
     youtu

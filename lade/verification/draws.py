@@ -65,12 +65,12 @@ class ExponentialDraws:
         draws: Draws = self._on_host[index][row]
         return draws
 
-    def ahead(self, index: int, vocab_size: int) -> Tensor | None:
-        """The draws that `draw` will return for token number `index` if no other code draws meanwhile. Returns [B, V].
+    def ahead(self, index: int, count: int, vocab_size: int) -> list[Tensor] | None:
+        """What `draw` will return for `count` tokens from number `index` on, if no other code draws. [B, V] each.
 
         None where the generator cannot be copied.
         """
-        return None if self._copy is None else self._of(index, vocab_size)
+        return None if self._copy is None else [self._of(i, vocab_size) for i in range(index, index + count)]
 
     def draw(self, index: int, vocab_size: int) -> Tensor:
         """The draws for generated token number `index`, which advance the generator as in plain generate().

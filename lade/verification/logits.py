@@ -48,17 +48,15 @@ class BlockLogits:
         if self._digest is not None:
             chosen: list[list[int]] = self._digest.best[:, : self.logits.shape[1]].tolist()
             return chosen
-        if self.nan_column is None:
-            found: list[list[int]] = best_tokens(self.logits).tolist()
-            return found
+        column = self.nan_column or 0  # without one, `is_number` does not ask
         if on_host(self.logits):
             logits = self.logits.float().numpy()
-            self._is_nan = np.isnan(logits[..., self.nan_column]).tolist()
+            self._is_nan = np.isnan(logits[..., column]).tolist()
             return np.asarray(logits.argmax(axis=-1)).tolist()
         # Tokens and NaN flags in one copy to the host: V is subtracted from the token of a NaN row.
         size = self.logits.shape[-1]
         best = best_on_device(self.logits)
-        rows = torch.where(self.logits[..., self.nan_column].isnan(), best - size, best).tolist()
+        rows = torch.where(self.logits[..., column].isnan(), best - size, best).tolist()
         self._is_nan = [[token < 0 for token in row] for row in rows]
         return [[token % size for token in row] for row in rows]
 

@@ -10,30 +10,23 @@ from transformers import GenerationConfig
 
 from lade.compat import GenerateDecoderOnlyOutput
 
+RECORDED = ("scores", "logits", "attentions", "hidden_states")
+
 
 class OutputRecorder:
     """Collects scores, logits, attentions and hidden states of committed tokens, in plain generate()'s shapes."""
 
     def __init__(self, generation_config: GenerationConfig) -> None:
-        is_on = bool(generation_config.return_dict_in_generate)
-        self.returns_dict = is_on
-        self.scores: Any = () if is_on and generation_config.output_scores else None
-        self.logits: Any = () if is_on and generation_config.output_logits else None
-        self.attentions: Any = () if is_on and generation_config.output_attentions else None
-        self.hidden_states: Any = () if is_on and generation_config.output_hidden_states else None
+        self._returns_dict = bool(generation_config.return_dict_in_generate)
+        wanted = [name for name in RECORDED if self._returns_dict and getattr(generation_config, f"output_{name}")]
+        self.collected: dict[str, tuple[Any, ...]] = dict.fromkeys(wanted, ())  # one entry per token
         self._outputs: Any = None
         self._prefix_length: int | None = None
 
     @property
-    def is_recording(self) -> bool:
-        """Whether anything besides the tokens and the cache is requested."""
-        return any(x is not None for x in (self.scores, self.logits, self.attentions, self.hidden_states))
-
-    @property
     def model_arguments(self) -> dict[str, bool]:
         """Keyword arguments for the model's forward."""
-        wanted = {"output_attentions": self.attentions, "output_hidden_states": self.hidden_states}
-        return {name: True for name, collected in wanted.items() if collected is not None}
+        return {f"output_{name}": True for name in ("attentions", "hidden_states") if name in self.collected}
 
     def begin_step(self, outputs: Any, prefix_length: int | None) -> None:
         """Set the forward that `record` reads. prefix_length: committed slots before its block; None: prefill."""
@@ -44,32 +37,22 @@ class OutputRecorder:
 
         nodes: the node (-1 = root) after which each row's token was chosen. paths: nodes accepted so far.
         """
-        if self.scores is not None:
-            self.scores += (scores,)
-        if self.logits is not None:
-            self.logits += (logits,)
-        if self.hidden_states is not None:
-            states = self._outputs.hidden_states
-            self.hidden_states += (states if self._prefix_length is None else self._rows(states, nodes),)
-        if self.attentions is not None:
-            weights = self._outputs.attentions
-            self.attentions += (weights if self._prefix_length is None else self._cells(weights, nodes, paths),)
+        found: dict[str, Any] = {"scores": scores, "logits": logits}
+        for name, choose in (("attentions", self._cells), ("hidden_states", self._rows)):
+            if name in self.collected:
+                layers = getattr(self._outputs, name)
+                found[name] = layers if self._prefix_length is None else choose(layers, nodes, paths)
+        for name in self.collected:
+            self.collected[name] += (found[name],)
 
     def result(self, sequences: Any, cache: Any) -> Any:
         """What generate() returns: the ids, or the dictionary around them."""
-        if not self.returns_dict:
+        if not self._returns_dict:
             return sequences
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=self.scores,
-            logits=self.logits,
-            attentions=self.attentions,
-            hidden_states=self.hidden_states,
-            past_key_values=cache,
-        )
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **self.collected)
 
     @staticmethod
-    def _rows(layers: tuple[Tensor, ...], nodes: list[int]) -> tuple[Tensor, ...]:
+    def _rows(layers: tuple[Tensor, ...], nodes: list[int], _: list[list[int]]) -> tuple[Tensor, ...]:
         """layers: [B, q, D] each. Returns [B, 1, D] each: the state of each row's chosen block token."""
         return tuple(
             torch.stack([states[row, node + 1] for row, node in enumerate(nodes)])[:, None] for states in layers

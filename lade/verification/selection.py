@@ -3,9 +3,9 @@
 Selection does not depend on the source of the guesses. Along a token tree it chooses one token after another, in plain
 order, and never after a rejected guess. Three classes, all with plain generate()'s result:
 
-    GreedySelection    argmax; rows end by length or end-of-sequence id. All choices of a step in one copy to the host.
-    PerRowSelection    transformers' processors and samplers that treat rows independently; rows also end by stop
-                       strings. Each row accepts its own number of tokens.
+    PerRowSelection    transformers' processors and samplers that treat rows independently. Each row accepts its own
+                       number of tokens.
+    GreedySelection    the same for argmax alone. All choices of a step in one copy to the host.
     LockstepSelection  everything else: processors, criteria and streamers see the whole batch at one length.
 """
 
@@ -77,18 +77,18 @@ class SelectionRequest:
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
     streamer: Any
-    recorder: OutputRecorder
 
 
 class Selection:
     """Common part: the sequences, which rows are finished, and generate()'s rules."""
 
+    pads_guesses = False  # whether finished rows go on with pad tokens, as in plain generate()
     race: Race | None = None  # what decides the tokens after all nodes of the step under way, where they are sampled so
 
     def __init__(self, request: SelectionRequest) -> None:
         batch_size = len(request.input_ids)
         self.processor, self.criteria = request.logits_processor, request.stopping_criteria
-        self.streamer, self.recorder = request.streamer, request.recorder
+        self.streamer, self.recorder = request.streamer, OutputRecorder(request.generation_config)
         self.do_sample = bool(request.generation_config.do_sample)
         self.sequences = TokenSequences(request.input_ids, self.criteria.max_length or 0)
         self.is_finished = [False] * batch_size
@@ -144,8 +144,9 @@ class Selection:
         return torch.where(is_avoided, tokens[:, :1], tokens)
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
-        """Remove the guesses of finished rows."""
-        return tree.with_chains(self._finished_rows, self.pad_token, length=0) if any(self.is_finished) else tree
+        """Replace finished rows' guesses by nothing, or by pad tokens where such rows go on with them."""
+        rows = [row for row, is_idle in enumerate(self.is_idle) if is_idle]
+        return tree.with_chains(rows, self.pad_token, max_depth if self.pads_guesses else 0) if rows else tree
 
     @cached_property
     def max_length(self) -> int:
@@ -193,65 +194,40 @@ class Selection:
             logits = processor(ids, logits)
         return logits
 
-    def _draws(self, probabilities: Tensor, length: int) -> Tensor:
-        """The exponential draws `torch.multinomial` would use for sequences of this length. Returns [B, V].
+    def _sample(self, scores: Tensor, length: int, rows: slice) -> list[int]:
+        """The tokens that `torch.multinomial` would sample for these rows' texts of this length.
 
-        probabilities: [R, V]. Raises what multinomial raises for NaN.
+        scores: [R, V]. Returns [R]. Raises what multinomial raises for NaN.
         """
         assert self.draws is not None
-        if bool(probabilities[:, 0].isnan().any()):  # softmax makes the whole row NaN
-            torch.multinomial(probabilities, num_samples=1)  # raises
-        return self.draws.draw(length - self.sequences.prompt_length, probabilities.shape[1])
-
-    @property
-    def _finished_rows(self) -> list[int]:
-        return [row for row, is_finished in enumerate(self.is_finished) if is_finished]
-
-
-class GreedySelection(Selection):
-    """Greedy decoding without processors: a step is one argmax and one copy to the host."""
-
-    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        choices = block_logits.best()
-        accepted: Accepted = []
-        for row, edges in enumerate(self._children_of(tree)):
-            if self.is_finished[row]:
-                accepted.append(None)
-                continue
-            committed: list[int] = []
-            room = self.max_length - self.sequences.lengths[row]
-            choose = partial(self._choice, block_logits, choices[row], row)
-            accepted.append(walk(edges, choose, partial(self._commit, row, committed, room)))
-            self.sequences.append(committed, row)
-            self.num_generated += len(committed)
-        return accepted
-
-    def _choice(self, block_logits: BlockLogits, choices: list[int], row: int, node: int) -> int | None:
-        return choices[node + 1] if self._is_usable(block_logits, row, node) else None
-
-    def _commit(self, row: int, committed: list[int], room: int, token: int) -> bool:
-        committed.append(token)
-        self.is_finished[row] = token in self.eos_ids or len(committed) >= room
-        return self.is_finished[row]
+        probabilities = torch.nn.functional.softmax(scores, dim=-1)
+        # Processors may have set another dtype, whose draws differ; softmax makes a whole row NaN.
+        if probabilities.dtype != torch.float32 or bool(probabilities[:, 0].isnan().any()):
+            with drawing:
+                sampled: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
+            return sampled
+        draws = self.draws.draw(length - self.sequences.prompt_length, probabilities.shape[1])
+        ratios = probabilities / draws[rows]  # by torch: numpy may be set to raise on underflow
+        # numpy's argmax takes a fifth of torch's time.
+        chosen = ratios.numpy().argmax(axis=-1) if on_host(ratios) else ratios.argmax(dim=-1)
+        tokens: list[int] = chosen.tolist()
+        return tokens
 
 
 class PerRowSelection(Selection):
     """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
     def begin_race(self, tree: TokenTree, vocab_size: int) -> None:
-        sequences, rests = self.sequences, self._rests
+        sequences, rests, first = self.sequences, self._rests, self._shortest
         is_served = not (sequences.device.type == "cuda" and vocab_size % ALIGNED)
         if self.draws is None or self._batched is None or all(rests) or not is_served:
             return
-        first = min(length for length, rest in zip(sequences.lengths, rests, strict=True) if not rest)
         # The number of each row's next token, counted from the first one of all rows.
         leads = [0 if rest else length - first for length, rest in zip(sequences.lengths, rests, strict=True)]
         depths = tree.padded_depths(tree.num_nodes)
         places = [[lead + depth for depth in (0, *row)] for lead, row in zip(leads, depths, strict=True)]
-        indices = range(first - sequences.prompt_length, first - sequences.prompt_length + 1 + max(map(max, places)))
-        draws = [self.draws.ahead(index, vocab_size) for index in indices]
-        known = [part for part in draws if part is not None]
-        self.race = Race(self._batched, known, places) if len(known) == len(draws) else None
+        draws = self.draws.ahead(first - sequences.prompt_length, 1 + max(map(max, places)), vocab_size)
+        self.race = None if draws is None else Race(self._batched, draws, places)
 
     @cached_property
     def _batched(self) -> Sampling | None:
@@ -259,30 +235,33 @@ class PerRowSelection(Selection):
         return Sampling.of(self.processor, BATCHED_WARPERS) if self._is_direct else None
 
     @property
+    def _shortest(self) -> int:
+        """Length of the shortest unfinished text; 0 if all are finished."""
+        rows = zip(self.sequences.lengths, self.is_finished, strict=True)
+        return min((length for length, is_finished in rows if not is_finished), default=0)
+
+    @property
     def _rests(self) -> list[bool]:
         """Rows in which nothing is chosen in this step."""
-        rows = list(zip(self.sequences.lengths, self.is_finished, strict=True))
-        least = min((length for length, done in rows if not done), default=0)
-        return [done or (self.do_sample and length >= least + MAX_LEAD) for length, done in rows]
+        rows, limit = zip(self.sequences.lengths, self.is_finished, strict=True), self._shortest + MAX_LEAD
+        return [is_finished or (self.do_sample and length >= limit) for length, is_finished in rows]
 
     def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        sequences, rests = self.sequences, self._rests
-        first = min(length for length, done in zip(sequences.lengths, self.is_finished, strict=True) if not done)
-        self._sampled = self._sample_ahead(tree, block_logits)
+        rests, self._sampled = self._rests, self._sample_ahead(tree, block_logits)
+        if self.draws is not None:
+            self.draws.forget(self._shortest - self.sequences.prompt_length)
         accepted: Accepted = []
         for row, edges in enumerate(self._children_of(tree)):
             if rests[row]:
                 accepted.append(None)
             else:
                 accepted.append(walk(edges, partial(self._choice, block_logits, row), partial(self._commit, row)))
-        if self.draws is not None:
-            self.draws.forget(first - sequences.prompt_length)
         self.race = None
         return accepted
 
     def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits) -> list[list[int]] | None:
         """The tokens after the root and all nodes, [B, 1 + n], as `winners`; None to choose one by one, as on a CPU."""
-        if type(block_logits) is not BlockLogits:  # of several processes
+        if self.draws is None or type(block_logits) is not BlockLogits:  # of several processes
             return None
         logits, sampled = block_logits.logits, block_logits.sampled()
         if sampled is not None and self.race is not None:
@@ -307,9 +286,7 @@ class PerRowSelection(Selection):
         scores = self._scores(ids, logits)
         if not self.do_sample:
             return int(scores.argmax(dim=-1))
-        probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        draws = self._draws(probabilities, self.sequences.lengths[row])
-        return sample_with_draws(probabilities, draws[row : row + 1])[0]
+        return self._sample(scores, self.sequences.lengths[row], slice(row, row + 1))[0]
 
     def _commit(self, row: int, token: int) -> bool:
         self.sequences.append([token], row)
@@ -324,21 +301,28 @@ class PerRowSelection(Selection):
         return self.is_finished[row]
 
 
+class GreedySelection(PerRowSelection):
+    """Greedy decoding without processors: a step is one argmax and one copy to the host."""
+
+    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
+        self._best = block_logits.best()
+        return super()._walk(tree, block_logits)
+
+    def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
+        return self._best[row][node + 1]
+
+
 class LockstepSelection(Selection):
     """Everything generate() supports: all rows commit the same number of tokens, as many as all of them accept."""
 
     def __init__(self, request: SelectionRequest) -> None:
         super().__init__(request)
-        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
-
-    def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
-        """Replace finished rows' guesses by pad tokens, as in plain generate(); nothing if nothing pads."""
-        return tree.with_chains(self._finished_rows, self.pad_token, max_depth) if self._pads else tree
+        self.pads_guesses = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
     @property
     def is_idle(self) -> list[bool]:
         """Rows that need no guesses: finished ones, if they are padded. Without padding they go on like the others."""
-        return self.is_finished if self._pads else [False] * len(self.is_finished)
+        return self.is_finished if self.pads_guesses else [False] * len(self.is_finished)
 
     def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         self._block_logits, self._children = block_logits, self._children_of(tree)
@@ -356,26 +340,20 @@ class LockstepSelection(Selection):
         logits = self._block_logits.of_all(nodes).to(dtype=torch.float32, copy=True, device=sequences.device)
         scores = self._scores(sequences.all_rows(), logits)
         self.recorder.record(nodes, paths, scores, logits)
-        chosen = self._sample(scores) if self.do_sample else scores.argmax(dim=-1).tolist()
-        if self._pads:
+        if self.do_sample:
+            chosen = self._sample(scores, sequences.lengths[0], slice(None))
+        else:
+            chosen = scores.argmax(dim=-1).tolist()
+        if self.pads_guesses:
             chosen = [self.pad_token if done else token for token, done in zip(chosen, self.is_finished, strict=True)]
         edges = zip(self._children, zip(nodes, chosen, strict=True), strict=True)
         self._was_guessed = all(edge in children for children, edge in edges)
         return chosen
 
-    def _sample(self, scores: Tensor) -> list[int]:
-        """scores: [B, V]. Returns [B]."""
-        probabilities = torch.nn.functional.softmax(scores, dim=-1)
-        if probabilities.dtype != torch.float32:  # set by a processor; draws differ by dtype
-            with drawing:
-                tokens: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
-            return tokens
-        return sample_with_draws(probabilities, self._draws(probabilities, self.sequences.lengths[0]))
-
     def _commit(self, tokens: list[int]) -> bool:
         self.sequences.append_column(tokens)
         self.num_generated += self.is_finished.count(False)
-        has_ended = self.criteria(self.sequences.all_rows(), self.recorder.scores).tolist()
+        has_ended = self.criteria(self.sequences.all_rows(), self.recorder.collected.get("scores")).tolist()
         if self.streamer is not None:
             # Optional method of a streamer that shows which tokens were guessed.
             is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
@@ -397,7 +375,7 @@ def selection_for(request: SelectionRequest, needs_equal_lengths: bool) -> type[
         and all(map(is_row_wise, processors))
         and rows_end_independently(request.stopping_criteria, is_batch)
         and request.streamer is None
-        and not request.recorder.is_recording
+        and not OutputRecorder(request.generation_config).collected
         and not (is_batch and needs_equal_lengths)
     )
     if not rows_are_independent:
@@ -427,12 +405,3 @@ def is_row_wise(processor: Callable[..., Tensor]) -> bool:
     if type(processor) is RepetitionPenaltyLogitsProcessor:
         return not isinstance(processor.prompt_ignore_length, Tensor)
     return type(processor) in ROW_WISE_PROCESSORS
-
-
-def sample_with_draws(probabilities: Tensor, draws: Tensor) -> list[int]:
-    """The tokens that `torch.multinomial` samples with these draws. Both: [R, V]. Returns [R]."""
-    ratios = probabilities / draws  # by torch: numpy may be set to raise on underflow
-    # numpy's argmax takes a fifth of torch's time.
-    chosen = ratios.numpy().argmax(axis=-1) if on_host(ratios) else ratios.argmax(dim=-1)
-    tokens: list[int] = chosen.tolist()
-    return tokens

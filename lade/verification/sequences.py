@@ -31,9 +31,8 @@ class TokenSequences:
 
     def append_column(self, tokens: list[int]) -> None:
         """Append one token to every row. tokens: [B]. All rows must have the same length."""
-        self.lengths = [self.lengths[0] + 1] * len(self.lengths)
-        for generated, token in zip(self.generated, tokens, strict=True):
-            generated.append(token)
+        for row, token in enumerate(tokens):
+            self.append([token], row)
 
     @property
     def ids(self) -> Tensor:
@@ -65,28 +64,18 @@ class TokenSequences:
 
     def _copy(self, rows: slice) -> None:
         """Copy to the buffer what it lacks of some rows: in one go if they lack the same number of tokens."""
-        missing = [tokens[count:] for tokens, count in zip(self.generated[rows], self._num_copied[rows], strict=True)]
-        if not any(missing):
-            return
-        self._ensure_room(max(self.lengths))
-        places = range(len(self.generated))[rows]
-        starts = {self.prompt_length + self._num_copied[row] for row in places}
-        if len(starts) == 1 and len(set(map(len, missing))) == 1:
-            self._put(rows, starts.pop(), missing)
-        else:
-            for row, tokens in zip(places, missing, strict=True):
-                if tokens:
-                    self._put(slice(row, row + 1), self.prompt_length + self._num_copied[row], [tokens])
-        self._num_copied[rows] = [len(tokens) for tokens in self.generated[rows]]
-
-    def _put(self, rows: slice, start: int, tokens: list[list[int]]) -> None:
-        """Write the same number of tokens, at least one, to some rows of the buffer."""
-        end = start + len(tokens[0])
-        if on_host(self._ids):  # numpy writes a list to the same memory in a tenth of the time
-            self._ids.numpy()[rows, start:end] = tokens
-        else:
-            self._ids[rows, start:end] = to_device(torch.tensor(tokens, device="cpu"), self.device)
-
-    def _ensure_room(self, length: int) -> None:
-        while length > self._ids.shape[1]:
-            self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
+        counts = self._num_copied[rows]
+        missing = [tokens[count:] for tokens, count in zip(self.generated[rows], counts, strict=True)]
+        if len({(count, len(tokens)) for count, tokens in zip(counts, missing, strict=True)}) > 1:
+            for row in range(len(self.generated))[rows]:
+                self._copy(slice(row, row + 1))
+        elif missing[0]:
+            start = self.prompt_length + counts[0]
+            end = start + len(missing[0])
+            while end > self._ids.shape[1]:
+                self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
+            if on_host(self._ids):  # numpy writes a list to the same memory in a tenth of the time
+                self._ids.numpy()[rows, start:end] = missing
+            else:
+                self._ids[rows, start:end] = to_device(torch.tensor(missing, device="cpu"), self.device)
+            self._num_copied[rows] = [len(tokens) for tokens in self.generated[rows]]
