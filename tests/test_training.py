@@ -13,7 +13,7 @@ import lade
 from lade.models import adapter_for
 
 RANDOM = re.compile("drop|jitter|noise")
-DRAWS = ("PhimoeForCausalLM",)  # whatever its settings
+DRAWS = ("PhimoeForCausalLM", "XGLMForCausalLM")  # whatever its settings
 HAS_NO_DROPOUT = ("DiffLlamaForCausalLM",)  # whatever its configuration says
 
 
