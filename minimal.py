@@ -36,7 +36,8 @@ TRIALS = 5
 
 def load_lade():
     lade.augment_all()
-    # The prompt comes again and again: no call may profit from what another has said. A program of your own needs no such line.
+    # The prompt comes again and again: no call may profit from what another has said. A program of your own needs no
+    # such line.
     lade.config_lade(SHARE=0)
 
 

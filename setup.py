@@ -26,7 +26,8 @@ CLIENTS = [
 
 
 def long_description() -> str:
-    """README for a package index, where neither pictures nor pages of the repository are at hand: their links become plain text."""
+    """README for a package index, where neither pictures nor pages of the repository are at hand: their links become
+    plain text."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"<!--.*?-->|<sub>.*?</sub>|!\[[^\]]*\]\((?!https?:)[^)]*\)", "", text, flags=re.DOTALL)
     return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)

@@ -2,10 +2,11 @@
 
     python benchmarks/attention.py --contexts 512,2048,8192,32768
 
-Shapes of one layer of a 7B model, block of 56 tokens. On a GPU the calls of all "layers" are captured in one CUDA graph, each
-layer with keys and values of its own so that none of them come from the L2 cache, and the share of the memory bandwidth is the
-bytes of the keys and values that a block has to read, over the time, over the bandwidth measured with a large copy. No GPU has
-run this yet. On a CPU it compares the plain-torch form with sdpa on a small shape.
+Shapes of one layer of a 7B model, block of 56 tokens. On a GPU the calls of all "layers" are captured in one CUDA
+graph, each layer with keys and values of its own so that none of them come from the L2 cache, and the share of the
+memory bandwidth is the bytes of the keys and values that a block has to read, over the time, over the bandwidth
+measured with a large copy. No GPU has run this yet. On a CPU it compares the plain-torch form with sdpa on a small
+shape.
 """
 
 from __future__ import annotations

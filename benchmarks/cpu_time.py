@@ -1,9 +1,11 @@
-"""Runs another benchmark with seconds of CPU time in place of the clock's, for a machine that other programs use as well.
+"""Runs another benchmark with seconds of CPU time in place of the clock's, for a machine that other programs use as
+well.
 
     OMP_NUM_THREADS=1 python benchmarks/cpu_time.py benchmarks/decode.py --dtype float32
 
-With one thread this is the time that the benchmark would have taken alone, but for caches and memory that it has shared. lade's own
-measurements of step costs go by it as well. Ends with an error where torch uses more threads: their waiting counts as work.
+With one thread this is the time that the benchmark would have taken alone, but for caches and memory that it has
+shared. lade's own measurements of step costs go by it as well. Ends with an error where torch uses more threads: their
+waiting counts as work.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python benchmarks/decode.py --batch 4
     python benchmarks/decode.py --shape 7b --context 1000 --mode lookahead --level 5 --window 7 --guess 7
 
-All methods take the same batches in one process. Prints a table and ends with one JSON line: hardware, versions, settings,
-medians with p20/p80 over the trials, share of prompts whose output equals plain generate()'s, and how many of those outputs are
-loops. With --shape the weights are random: then it reports how long a step takes, and no speed.
+All methods take the same batches in one process. Prints a table and ends with one JSON line: hardware, versions,
+settings, medians with p20/p80 over the trials, share of prompts whose output equals plain generate()'s, and how many of
+those outputs are loops. With --shape the weights are random: then it reports how long a step takes, and no speed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def packed(model: Any) -> tuple[Any, str | None]:
 
 
 def batches(prompts: list[dict[str, torch.Tensor]], size: int, pad_token: int) -> list[dict[str, torch.Tensor]]:
-    """Prompts of similar length together, padded on the left. Each batch is full: the longest prompts may be left over."""
+    """Prompts of similar length together, padded on the left. Each batch is full: the longest prompts may be left
+    over."""
     if size == 1:
         return prompts
     ordered = sorted((prompt["input_ids"][0] for prompt in prompts), key=len)
@@ -212,7 +213,8 @@ def rows_of(trial: Trial) -> list[list[int]]:
 def measure_overhead(model: Any, inputs: list[dict[str, torch.Tensor]], common: dict[str, Any]) -> float:
     """Share of a lookahead step that is not spent in the model's forward; from the first block's end to the last one's.
 
-    CPU only: elsewhere a forward returns before it is done. Of the loop on the host: watching keeps steps from the device.
+    CPU only: elsewhere a forward returns before it is done. Of the loop on the host: watching keeps steps from the
+    device.
     """
     spans: list[tuple[float, float]] = []  # of each forward
 

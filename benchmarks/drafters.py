@@ -1,4 +1,5 @@
-"""Tokens per second where lade chooses each block, by kind of prompt and temperature, beside transformers' prompt lookup.
+"""Tokens per second where lade chooses each block, by kind of prompt and temperature, beside transformers' prompt
+lookup.
 
     python benchmarks/drafters.py --limit 37 --chat --random
 
@@ -18,7 +19,8 @@ import lade
 
 
 def speeds(model, groups, args, figures: dict) -> None:
-    """Fills `figures`: tokens per second as ratios to plain generate(), by prompt group and by how tokens are chosen."""
+    """Fills `figures`: tokens per second as ratios to plain generate(), by prompt group and by how tokens are
+    chosen."""
     methods = {"plain": {}, "prompt_lookup": {"prompt_lookup_num_tokens": 5}, "lade": {}}
     lade.config_lade(MODE="auto", ADAPTIVE=1, MAX_BLOCK=64)
     print(
@@ -51,8 +53,9 @@ def speeds(model, groups, args, figures: dict) -> None:
 def slowest_prompt(model, prompts, runs, args, common) -> tuple[float, float]:
     """The ratio to plain of lade's slowest prompt, and plain's own to itself on the same one.
 
-    Of several prompts the slowest is partly the one with the worst luck, so it is run again by itself: these are medians of the new
-    trials. By tokens per second: in 16 bits rounding makes outputs differ, and then they may end at different lengths.
+    Of several prompts the slowest is partly the one with the worst luck, so it is run again by itself: these are
+    medians of the new trials. By tokens per second: in 16 bits rounding makes outputs differ, and then they may end at
+    different lengths.
     """
     lade_runs, plain_runs = runs["lade"], runs["plain"]
     slowest = min(range(len(prompts)), key=lambda i: ratio_of(lade_runs, plain_runs, i))

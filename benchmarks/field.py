@@ -1,9 +1,10 @@
 """Training-free drafters of the field, written from their papers, for comparison with lade's tree at equal block size.
 
-`register()` gives each a name among the modes, which `replay.py --modes` takes like lade's own. Each proposes
-MAX_BLOCK - 1 guesses for one text. What a method may keep from one text to the next lies with the active `lade.Memory`, so that
-"cold" and "warm" mean the same for all of them. None reads the draws of sampling ahead; the original implementations do not either.
-A step's rows begin with the first generated token, for these methods as for lade: rows of the prompt are not learned from.
+`register()` gives each a name among the modes, which `replay.py --modes` takes like lade's own. Each proposes MAX_BLOCK
+- 1 guesses for one text. What a method may keep from one text to the next lies with the active `lade.Memory`, so that
+"cold" and "warm" mean the same for all of them. None reads the draws of sampling ahead; the original implementations do
+not either. A step's rows begin with the first generated token, for these methods as for lade: rows of the prompt are
+not learned from.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Occurrences:
             self._places.setdefault(token, []).append(len(self.tokens))
 
     def behind(self, pattern: list[int]) -> Iterator[tuple[int, int]]:
-        """Places behind the pattern's last token that something follows, latest first, each with the length of the match."""
+        """Places behind the pattern's last token that something follows, latest first, each with the length of the
+        match."""
         tokens = self.tokens
         for place in reversed(self._places.get(pattern[-1], ())):
             if place == len(tokens) or tokens[place] == END_OF_TEXT:
@@ -120,9 +122,10 @@ class Occurrences:
 class SuffixDecoding(FieldDrafter):
     """The likeliest tree by how often each continuation of the text's end has occurred (arXiv:2411.04975).
 
-    Texts kept and the text itself are counted apart. Of all lengths of the pattern and both stores the tree with the largest sum
-    of chances is taken, so that long rare matches and short frequent ones compete. The paper bounds a tree by the length of its match, to
-    save verification; here blocks are compared at equal size, and a tree is as large as the block.
+    Texts kept and the text itself are counted apart. Of all lengths of the pattern and both stores the tree with the
+    largest sum of chances is taken, so that long rare matches and short frequent ones compete. The paper bounds a tree
+    by the length of its match, to save verification; here blocks are compared at equal size, and a tree is as large as
+    the block.
     """
 
     MAX_PATTERN = 16
@@ -197,8 +200,8 @@ def static_tree(size: int) -> list[tuple[int, int]]:
 class TokenRecycling(FieldDrafter):
     """One table of the eight likeliest tokens behind each token, one tree of ranks for all steps (arXiv:2408.08696).
 
-    Every row of a step, those of wrong guesses too, replaces what was known behind its token; accepted ones last. The published tree
-    has 80 nodes; this one is made for the size, by the same kind of counts.
+    Every row of a step, those of wrong guesses too, replaces what was known behind its token; accepted ones last. The
+    published tree has 80 nodes; this one is made for the size, by the same kind of counts.
     """
 
     reads_wrong_guesses = True
@@ -266,7 +269,8 @@ class SuffixAutomaton:
         self._link[other] = self._link[new] = copy
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The longest suffix of a match and a token behind it that occurs. Returns its state and length; (0, 0) for none."""
+        """The longest suffix of a match and a token behind it that occurs. Returns its state and length; (0, 0) for
+        none."""
         while state > 0 and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]
@@ -287,7 +291,8 @@ class SuffixAutomaton:
 
 
 class SamDecoding(TokenRecycling):
-    """A copy of what followed the longest match of the text's end; Token Recycling where the match is short (arXiv:2411.10666).
+    """A copy of what followed the longest match of the text's end; Token Recycling where the match is short
+    (arXiv:2411.10666).
 
     One automaton is of the text itself, one of the texts kept; a match in the latter must be longer by LENGTH_BIAS.
     """
@@ -326,14 +331,15 @@ class SamDecoding(TokenRecycling):
 class LogitSpec(FieldDrafter):
     """The likeliest tokens of the row that the last token came from, as guesses of the one after it (arXiv:2507.01449).
 
-    Each of them, and the text as it is, goes on with what followed the latest occurrence of its last three, two or one tokens. The
-    likelier ones come first, with more tokens, until the block is full. In the paper only the text itself is searched; here the texts kept
-    are, too, where it has no such tokens.
+    Each of them, and the text as it is, goes on with what followed the latest occurrence of its last three, two or one
+    tokens. The likelier ones come first, with more tokens, until the block is full. In the paper only the text itself
+    is searched; here the texts kept are, too, where it has no such tokens.
     """
 
     MAX_MATCH = 3
-    # By the size of the block: tokens copied behind the text as it is, and tokens of a guess with its copy by its rank among the
-    # likeliest tokens, up to which they hold; behind the last rank it stands alone. The best found; in the paper (6, ((8, 4), (32, 3))).
+    # By the size of the block: tokens copied behind the text as it is, and tokens of a guess with its copy by its rank
+    # among the likeliest tokens, up to which they hold; behind the last rank it stands alone. The best found; in the
+    # paper (6, ((8, 4), (32, 3))).
     LENGTHS = ((8, 4, ()), (16, 6, ((1, 3),)), (64, 6, ((4, 3), (16, 2))))
 
     def __init__(self, request: DraftRequest) -> None:
@@ -369,7 +375,8 @@ class LogitSpec(FieldDrafter):
         return tree.part([list(range(min(self.size, tree.num_nodes)))])
 
     def _retrieve(self, pattern: list[int], count: int) -> list[int]:
-        """What followed the longest match of a pattern: its latest occurrence with `count` tokens behind it, or else the earliest."""
+        """What followed the longest match of a pattern: its latest occurrence with `count` tokens behind it, or else
+        the earliest."""
         for store in (self._own, self._kept):
             best: tuple[int, int, list[int]] = (0, 0, [])
             for place, length in store.behind(pattern):

@@ -1,16 +1,17 @@
-"""A GPU's first ten minutes: is the kernel right, are captures right, and what does a step cost? One command, results after every row.
+"""A GPU's first ten minutes: is the kernel right, are captures right, and what does a step cost? One command, results
+after every row.
 
     python benchmarks/gpu_check.py --out DIR
     python benchmarks/gpu_check.py --out DIR --seconds 1800 --only costs,speeds,static
     python benchmarks/gpu_check.py --out DIR --device cpu --shape tiny
 
-Each stage is a process of its own with a time limit and a log. DIR/STAGE.json is written after every row; DIR/summary.json and
-DIR/summary.md after every stage, with a verdict per claim. A stage that no longer fits into --seconds is skipped. A second run with
-the same DIR goes on where the first one stopped: stages that were right are not repeated, nor are rows. Needs no network. Exits with 1 if
-a check failed or a stage ran out of time.
+Each stage is a process of its own with a time limit and a log. DIR/STAGE.json is written after every row;
+DIR/summary.json and DIR/summary.md after every stage, with a verdict per claim. A stage that no longer fits into
+--seconds is skipped. A second run with the same DIR goes on where the first one stopped: stages that were right are not
+repeated, nor are rows. Needs no network. Exits with 1 if a check failed or a stage ran out of time.
 
-On a CPU with --shape tiny every stage runs on small models, and CUDA graphs are stood in for: that tests the command, not a GPU.
-This process imports no torch, so that nothing a stage does can end it.
+On a CPU with --shape tiny every stage runs on small models, and CUDA graphs are stood in for: that tests the command,
+not a GPU. This process imports no torch, so that nothing a stage does can end it.
 """
 
 from __future__ import annotations

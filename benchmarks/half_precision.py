@@ -5,15 +5,16 @@
     python benchmarks/half_precision.py --study attention
 
 A forward over q rows rounds differently from one over one row, so two tokens that nearly tie may swap. For each method
-this reports: identical outputs, the position of the first difference, and the margin there between plain generate()'s two
-best tokens, in units of the dtype's rounding (the spacing of its numbers at the size of the logit): logits for greedy, for
-sampling log(p / e) times the temperature, where e are the draws. Greedy outputs are also fed back in one plain forward
-pass, which says how far the worst token lies below the argmax. Speed is tokens per second beside plain generate()'s, the
-methods in turn on each prompt; each call begins with an empty memory.
+this reports: identical outputs, the position of the first difference, and the margin there between plain generate()'s
+two best tokens, in units of the dtype's rounding (the spacing of its numbers at the size of the logit): logits for
+greedy, for sampling log(p / e) times the temperature, where e are the draws. Greedy outputs are also fed back in one
+plain forward pass, which says how far the worst token lies below the argmax. Speed is tokens per second beside plain
+generate()'s, the methods in turn on each prompt; each call begins with an empty memory.
 
 Three methods are studies of how lade could come closer to plain generate(), and exist in this file only:
 
-    retake_1, retake_2   a token whose margin in a block of several tokens is at most 1 or 2 units is not decided there, but
+    retake_1, retake_2   a token whose margin in a block of several tokens is at most 1 or 2 units is not decided there,
+    but
                          by a forward over that token alone, as plain generate() makes it
     own_keys             each token of a block attends to exactly its own keys, in their order, in a call of its own
 
@@ -70,7 +71,8 @@ def margin(ranks: Tensor, logits: Tensor, temperature: float) -> float:
 def retaking(units: float, temperature: float | None, tally: Counter[str]) -> Iterator[None]:
     """Tokens whose margin in a block is at most so many units are decided by a forward over their root alone.
 
-    The way of a step that a guess has spoiled: nothing behind the undecided token is committed, and the next step has no guesses.
+    The way of a step that a guess has spoiled: nothing behind the undecided token is committed, and the next step has
+    no guesses.
     """
     scale = 1.0 if temperature is None else temperature
 
@@ -114,7 +116,8 @@ def own_keys(tally: Counter[str]) -> Iterator[None]:
     def rowwise(
         start: int, paths: list[list[int]], query: Tensor, key: Tensor, value: Tensor, **arguments: Any
     ) -> Tensor:
-        """start: L. paths: of each row the block tokens that it sees, depth first, so that each row writes but its own slot."""
+        """start: L. paths: of each row the block tokens that it sees, depth first, so that each row writes but its own
+        slot."""
         arguments["attn_mask"] = None
         block_keys, block_values = key[:, :, start:].clone(), value[:, :, start:].clone()
         found, held = [query] * len(paths), list(range(len(paths)))  # held: the block token whose keys a slot has

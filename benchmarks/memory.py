@@ -1,10 +1,11 @@
-"""What lade's memory costs by itself, without a model: rows per microsecond while it is empty, half full and full; loading and saving.
+"""What lade's memory costs by itself, without a model: rows per microsecond while it is empty, half full and full;
+loading and saving.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --rows 500000 --trials 5
 
-Rows are written to a `TopKTable` of the default memory's size in calls of --batch, as a decoding step does, each with a key that the
-table does not have. Prints a table and ends with one JSON line: medians with p20/p80 over the trials.
+Rows are written to a `TopKTable` of the default memory's size in calls of --batch, as a decoding step does, each with a
+key that the table does not have. Prints a table and ends with one JSON line: medians with p20/p80 over the trials.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What packed weights bring on a CPU (PACK): the forward over q tokens, and single products, with them and without, in turn.
+"""What packed weights bring on a CPU (PACK): the forward over q tokens, and single products, with them and without, in
+turn.
 
     python benchmarks/packed.py --dtype float32
     python benchmarks/packed.py --shape 1b --seconds 120
 
-First table: the forward of a block of q tokens behind L committed ones, on the model as it is and on its packed weights, beside the
-former's forward over one token. Second table: products of q rows with one weight of each shape, likewise; several weights of a shape take turns,
-so that they come from memory. All of a table's entries take turns in one process. Prints medians, and ends with one JSON line,
-which has the 20th percentiles as well; with what packing, comparing weights and making the shadow model took, once per process or call.
+First table: the forward of a block of q tokens behind L committed ones, on the model as it is and on its packed
+weights, beside the former's forward over one token. Second table: products of q rows with one weight of each shape,
+likewise; several weights of a shape take turns, so that they come from memory. All of a table's entries take turns in
+one process. Prints medians, and ends with one JSON line, which has the 20th percentiles as well; with what packing,
+comparing weights and making the shadow model took, once per process or call.
 """
 
 from __future__ import annotations

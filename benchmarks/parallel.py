@@ -1,12 +1,13 @@
-"""Several processes that share each step: tokens per step, each rank's block, bytes sent, and whether outputs stay identical.
+"""Several processes that share each step: tokens per step, each rank's block, bytes sent, and whether outputs stay
+identical.
 
     python benchmarks/parallel.py --workers 1,2,3,4 --settings 5,7,7:3,2,4
 
-Starts K processes for each K, on a CPU with gloo, on GPUs with nccl where there are K of them. Each setting (N,W,G) decodes every
-prompt greedily and once per seed with sampling. "identical" compares all ranks' tokens with plain generate() in one process.
-"block" is the mean over steps of a rank's query tokens, that of the rank with most of them first. Bytes are payloads that a rank
-hands to the network, over all ranks, per step after the first. Speed on a CPU that all processes share says nothing. Ends with
-one JSON line.
+Starts K processes for each K, on a CPU with gloo, on GPUs with nccl where there are K of them. Each setting (N,W,G)
+decodes every prompt greedily and once per seed with sampling. "identical" compares all ranks' tokens with plain
+generate() in one process. "block" is the mean over steps of a rank's query tokens, that of the rank with most of them
+first. Bytes are payloads that a rank hands to the network, over all ranks, per step after the first. Speed on a CPU
+that all processes share says nothing. Ends with one JSON line.
 """
 
 from __future__ import annotations

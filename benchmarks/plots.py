@@ -119,7 +119,8 @@ def draw_attention(axes: Any, figures: Figures) -> None:
 
 
 def draw_replay(axes: Any, figures: Figures) -> None:
-    """Tokens per step of each drafter by the block's size, one line with an empty memory and one, dashed, with one that is kept."""
+    """Tokens per step of each drafter by the block's size, one line with an empty memory and one, dashed, with one that
+    is kept."""
     cells: dict[str, dict[str, dict[int, list[float]]]] = {}
     for key, cell in figures["replays"].items():
         *_, mode, q, memory = key.split()

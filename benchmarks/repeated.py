@@ -8,10 +8,10 @@ that choose among several answers. "sessions" has four calls for each unfinished
 that says that the tests failed, without the first answer; with the first answer, to write the function once more with
 checks of its arguments; and, after all other sessions, under another name.
 
-Plain `generate()` gives the texts in float32, and the tree takes the steps of `replay.py`, with one memory for all calls
-of a trace. "Cold" begins each call with an empty one. --loop: `generate()` itself takes the calls too. Ratios are
-texts over warm, as means over calls with standard errors, of all texts and of those that are no loop. Ends with one JSON
-line.
+Plain `generate()` gives the texts in float32, and the tree takes the steps of `replay.py`, with one memory for all
+calls of a trace. "Cold" begins each call with an empty one. --loop: `generate()` itself takes the calls too. Ratios are
+texts over warm, as means over calls with standard errors, of all texts and of those that are no loop. Ends with one
+JSON line.
 """
 
 from __future__ import annotations

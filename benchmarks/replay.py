@@ -1,18 +1,19 @@
-"""Tokens per step of any drafter by exact replay: plain texts are recorded once, then every drafter guesses at the same ones.
+"""Tokens per step of any drafter by exact replay: plain texts are recorded once, then every drafter guesses at the same
+ones.
 
     python benchmarks/replay.py --set functions=benchmarks/prompts.jsonl --temperatures 0,0.4,0.7,1 --sizes 16,64
     python benchmarks/replay.py --modes tree,token-recycling,sam-decoding,logitspec,lookahead --sizes 8,16,64
     python benchmarks/replay.py --records /tmp/records --out new.json --against old.json
 
-The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the drafter what the
-loop would: the same requests, random draws, committed tokens, and the model's own logits behind every node of its tree, rejected
-ones included. Those are computed when a drafter asks for them first, and kept (`--records`), so that later replays take no model.
-A drafter is anything `lade.drafting.register_drafter` knows (`--modes`), among them those of `field.py`. Every step has the whole block (ADAPTIVE=0): what is compared
-are guesses, not sizes.
+The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the
+drafter what the loop would: the same requests, random draws, committed tokens, and the model's own logits behind every
+node of its tree, rejected ones included. Those are computed when a drafter asks for them first, and kept (`--records`),
+so that later replays take no model. A drafter is anything `lade.drafting.register_drafter` knows (`--modes`), among
+them those of `field.py`. Every step has the whole block (ADAPTIVE=0): what is compared are guesses, not sizes.
 
-"Cold" begins each prompt with an empty memory, "warm" takes a set's prompts in their order with one. S is tokens over forward passes,
-the prompt's included. Ratios are means over prompts, with standard errors, of those whose text is no loop (`harness.is_looping`).
-Ends with one JSON line.
+"Cold" begins each prompt with an empty memory, "warm" takes a set's prompts in their order with one. S is tokens over
+forward passes, the prompt's included. Ratios are means over prompts, with standard errors, of those whose text is no
+loop (`harness.is_looping`). Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ Node = tuple[int, tuple[int, ...]]  # tokens of the text that it follows, and gu
 class Recording:
     """One plain text and what is known of the model around it.
 
-    prompt, tokens: ids. temperature: None for greedy. rows: by node, the KEPT likeliest ids and their logits, and the logit that all
-    others get, so that the probabilities at this temperature are those of the whole row.
+    prompt, tokens: ids. temperature: None for greedy. rows: by node, the KEPT likeliest ids and their logits, and the
+    logit that all others get, so that the probabilities at this temperature are those of the whole row.
     """
 
     prompt: list[int]
@@ -130,7 +131,8 @@ class Oracle:
         return nodes
 
     def _ask(self, missing: list[Node]) -> None:
-        """One forward over the nodes, and the guesses before them, behind the whole text; each sees its own past only."""
+        """One forward over the nodes, and the guesses before them, behind the whole text; each sees its own past
+        only."""
         if self._cache is None:
             self._read_text()
             missing = [node for node in missing if node not in self.recording.rows]
@@ -194,7 +196,8 @@ class Replay:
 
 
 def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Memory | None = None) -> Replay:
-    """The steps that the loop would take with the drafter of `config`, with its own (N, W, G) or MAX_BLOCK. ADAPTIVE must be 0."""
+    """The steps that the loop would take with the drafter of `config`, with its own (N, W, G) or MAX_BLOCK. ADAPTIVE
+    must be 0."""
     oracle = Oracle(model, recording)
     prompt, tokens = recording.prompt, recording.tokens
     torch.manual_seed(recording.seed)

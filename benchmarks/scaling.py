@@ -5,11 +5,12 @@
 
     step(K) = forward(q(K)) + integers + latency + accepted keys/values / bandwidth
 
-q(K) is the block of the rank with most tokens, from the code that splits it, for a full tree without common prefixes. forward(q)
-is interpolated in a measured curve: a JSON file whose "forward" lists {"context", "tokens", "milliseconds": {"median"}}. Without
-one it is a roof line: the larger of weights and keys/values over the memory's bandwidth, and the arithmetic over the peak, both at
---efficiency. "to plain" is the step over one GPU's forward of one token: as many tokens per step pay just even. Links and
-devices are data-sheet figures with guessed latencies; each can be overridden. Ends with one JSON line.
+q(K) is the block of the rank with most tokens, from the code that splits it, for a full tree without common prefixes.
+forward(q) is interpolated in a measured curve: a JSON file whose "forward" lists {"context", "tokens", "milliseconds":
+{"median"}}. Without one it is a roof line: the larger of weights and keys/values over the memory's bandwidth, and the
+arithmetic over the peak, both at --efficiency. "to plain" is the step over one GPU's forward of one token: as many
+tokens per step pay just even. Links and devices are data-sheet figures with guessed latencies; each can be overridden.
+Ends with one JSON line.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python benchmarks/step_cost.py
     python benchmarks/step_cost.py --shape 7b --contexts 1000,4000,16000 --mode lookahead --level 5 --window 7 --guess 7
 
-First table: milliseconds of the model's forward through lade's cache and masks, their ratio to q = 1 at that length, and their ratio
-to one token on the model as it is, without packed weights, compiled or captured forwards or lade's attention. Logits
-are computed for all q tokens; a step of lade needs fewer. Second table: real decoding with lade, its functions timed one by
-one; on a GPU the device is synchronised around each of them, so that the sum is more than an undisturbed step, whose time
-stands beside it. Ends with one JSON line.
+First table: milliseconds of the model's forward through lade's cache and masks, their ratio to q = 1 at that length,
+and their ratio to one token on the model as it is, without packed weights, compiled or captured forwards or lade's
+attention. Logits are computed for all q tokens; a step of lade needs fewer. Second table: real decoding with lade, its
+functions timed one by one; on a GPU the device is synchronised around each of them, so that the sum is more than an
+undisturbed step, whose time stands beside it. Ends with one JSON line.
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 
     python benchmarks/step_profile.py
     python benchmarks/step_profile.py --steps 20 --trace trace.json
-    python benchmarks/step_profile.py --stand_in --mode tree        # on a CPU: captured steps, with stand-ins for graphs
-    python benchmarks/step_profile.py --stand_in --mode tree --do_sample
+    python benchmarks/step_profile.py --stand_in --mode tree    # on a CPU: captured steps, with stand-ins for graphs
 
-The trace opens in chrome://tracing or ui.perfetto.dev; its ranges "lade: propose" and so on are the parts of a step. On a GPU
-the waits are those that CUDA itself reports (torch.cuda.set_sync_debug_mode). On a CPU nothing waits: the calls that would on a
-GPU are counted instead, with the pool in the form it has there. Launches are operations on what would be a GPU's memory, outside
-of the model's forward, or of the graph that replays it: kernels, copies and further graphs, each as one. They are counted on a CPU alone: its
-memory is all one, so what would lie on the GPU is told by where it comes from (weights, prompts, `lade.transfer`, and what is
-computed from these). Ends with one JSON line.
+The trace opens in chrome://tracing or ui.perfetto.dev; its ranges "lade: propose" and so on are the parts of a step. On
+a GPU the waits are those that CUDA itself reports (torch.cuda.set_sync_debug_mode). On a CPU nothing waits: the calls
+that would on a GPU are counted instead, with the pool in the form it has there. Launches are operations on what would
+be a GPU's memory, outside of the model's forward, or of the graph that replays it: kernels, copies and further graphs,
+each as one. They are counted on a CPU alone: its memory is all one, so what would lie on the GPU is told by where it
+comes from (weights, prompts, `lade.transfer`, and what is computed from these). Ends with one JSON line.
 
-Not named profile.py: scripts here would find that one in place of the standard library's, which cProfile and so torch import.
+Not named profile.py: scripts here would find that one in place of the standard library's, which cProfile and so torch
+import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Draws docs/img/house.svg, lade's parts and what they import, from the imports themselves: `python docs/house.py`.
 
-Knows which floor each part is on; tests/test_house.py checks that imports go down and that the committed picture is the one drawn.
-An arrow means "imports". Arrows that follow from others are left out, and so are those to the lowest floor, open to all parts.
+Knows which floor each part is on; tests/test_house.py checks that imports go down and that the committed picture is the
+one drawn. An arrow means "imports". Arrows that follow from others are left out, and so are those to the lowest floor,
+open to all parts.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ COLUMNS, CHAR, LINE, SIZE = 61, 8.7, 20, 14.5  # of the text: characters a line,
 
 
 def moving_picture(tokenizer: Any, new: list[int], steps: list[Step]) -> str:
-    """The generated text as lade's passes commit it, accepted guesses in green; above, how far plain decoding has come."""
+    """The generated text as lade's passes commit it, accepted guesses in green; above, how far plain decoding has
+    come."""
     passes = [(new[:1], 0), *((step.committed, len(step.accepted)) for step in steps)]
     num_plain, num_passes = len(new), len(passes)
     cycle = num_plain * TICK + HOLD
@@ -206,7 +207,8 @@ class Run:
 
 
 def text_runs(tokenizer: Any, passes: list[tuple[list[int], int]]) -> Iterator[Run]:
-    """passes: of each, the tokens it has committed, and how many of them were guesses. Long lines are broken anywhere."""
+    """passes: of each, the tokens it has committed, and how many of them were guesses. Long lines are broken
+    anywhere."""
     line = column = 0
     for number, (tokens, num_accepted) in enumerate(passes, start=1):
         for is_accepted, part in ((True, tokens[:num_accepted]), (False, tokens[num_accepted:])):

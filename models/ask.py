@@ -1,7 +1,8 @@
 """How well the bundled checkpoint answers questions it was trained on: python models/ask.py
 
-Greedy answers to 24 random questions of each kind, compared with the trained answer: how many begin alike (40 characters), and
-the mean similarity of the first 120 characters (difflib's ratio; two unrelated docstrings have about 0.3).
+Greedy answers to 24 random questions of each kind, compared with the trained answer: how many begin alike (40
+characters), and the mean similarity of the first 120 characters (difflib's ratio; two unrelated docstrings have about
+0.3).
 """
 
 import random

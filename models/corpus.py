@@ -182,7 +182,8 @@ def conversations(files: list[tuple[str, str]], seed: int = 0, only: tuple[str, 
 
 
 def code_prompts(files: list[tuple[str, str]], per_module: int = 2, seed: int = 0) -> list[dict[str, str]]:
-    """Unfinished source: up to 25 lines that end with a function's docstring. One of each module first, then the rest."""
+    """Unfinished source: up to 25 lines that end with a function's docstring. One of each module first, then the
+    rest."""
     rng = random.Random(seed)
     found: list[tuple[int, dict[str, str]]] = []
     for module, source in files:

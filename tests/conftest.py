@@ -36,8 +36,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Long tests are chosen with LADE_LONG_TESTS=1, clients with -m: elsewhere they are not collected, and what is skipped is what
-    cannot run here."""
+    """Long tests are chosen with LADE_LONG_TESTS=1, clients with -m: elsewhere they are not collected, and what is
+    skipped is what cannot run here."""
     if "clients" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("clients")]
         config.hook.pytest_deselected(items=left_out)
@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What torch and transformers have imported is never garbage, and a full collection that looks through it takes 0.3 s."""
+    """What torch and transformers have imported is never garbage, and a full collection that looks through it takes 0.3
+    s."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # or triton's bindings complain at the end
     gc.set_threshold(10_000, 10, 10)

@@ -4,9 +4,9 @@
     python tests/mutants.py mask walk            # those whose names hold one of these
     python tests/mutants.py --list
 
-Each mutation names the tests that are to fail: few, so that a run says which test guards the line. They run with -x in a process of
-their own; `--control` first runs them all on the unchanged copy. Prints a table, and ends with 1 where a mutant has survived or its
-tests could not be run. Beside the tests that run by themselves: tests/test_mutants.py.
+Each mutation names the tests that are to fail: few, so that a run says which test guards the line. They run with -x in
+a process of their own; `--control` first runs them all on the unchanged copy. Prints a table, and ends with 1 where a
+mutant has survived or its tests could not be run. Beside the tests that run by themselves: tests/test_mutants.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FAILED, HANGS = 1, 124  # what pytest and `run_tests` return
 
 @dataclass(frozen=True)
 class Mutant:
-    """name: what is wrong with it. path: below lade/. old: occurs once in the file. tests: of which at least one is to fail."""
+    """name: what is wrong with it. path: below lade/. old: occurs once in the file. tests: of which at least one is to
+    fail."""
 
     name: str
     path: str

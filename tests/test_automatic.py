@@ -40,7 +40,8 @@ AUTOMATIC = LookaheadConfig()
 
 @pytest.fixture(scope="module")
 def model():
-    """One layer is traced in half the time of two, which tests/test_static_shapes.py and tests/test_on_device_step.py take."""
+    """One layer is traced in half the time of two, which tests/test_static_shapes.py and tests/test_on_device_step.py
+    take."""
     return tiny_llama(num_hidden_layers=1)
 
 
@@ -57,7 +58,8 @@ def automatic(lade_on, monkeypatch):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Plain torch as the kernel, in float64 too. The list has one entry per call; what is in `error` is added to its results."""
+    """Plain torch as the kernel, in float64 too. The list has one entry per call; what is in `error` is added to its
+    results."""
     calls, error = [], []
 
     def served(query, *args, **named):

@@ -1,4 +1,5 @@
-"""The benchmark commands run, and what they count is right. Figures are not looked at: other machines, other figures."""
+"""The benchmark commands run, and what they count is right. Figures are not looked at: other machines, other
+figures."""
 
 import argparse
 import importlib

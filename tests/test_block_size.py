@@ -1,4 +1,5 @@
-"""What a step costs and which block is worth it; that lade never goes on guessing in vain, nor stays small when it pays."""
+"""What a step costs and which block is worth it; that lade never goes on guessing in vain, nor stays small when it
+pays."""
 
 import sys
 import threading
@@ -65,7 +66,8 @@ def test_a_step_that_took_no_time_does_not_count():
 
 
 def test_a_machine_that_gets_slower_and_faster_changes_no_price():
-    """Each size is used at another speed than the others, for a while; only steps next to each other tell what is dearer."""
+    """Each size is used at another speed than the others, for a while; only steps next to each other tell what is
+    dearer."""
     price = LiveCosts()
     for turn in range(40):
         size = SIZES[turn % 7]

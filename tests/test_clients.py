@@ -1,7 +1,8 @@
 """Libraries that end in `generate()`: the same outputs with lade as without, and proof that lookahead ran.
 
-`pip install -e .[clients]`, then `pytest -m clients`; a client that is not installed is skipped, and a bare `pytest` leaves all of them
-out. With LADE_CLIENTS_PAGE=docs/works-with.md the results of the run are written to that file; a run of some clients (-k) changes their rows.
+`pip install -e .[clients]`, then `pytest -m clients`; a client that is not installed is skipped, and a bare `pytest`
+leaves all of them out. With LADE_CLIENTS_PAGE=docs/works-with.md the results of the run are written to that file; a run
+of some clients (-k) changes their rows.
 """
 
 from __future__ import annotations
@@ -314,7 +315,8 @@ def langchain(model, tokenizer):
     return chain.invoke(CODE), chain.batch([CODE, OTHER]), "".join(chain.stream(OTHER))
 
 
-# Run twice by torchrun, each time in two processes; the leader prints what is to be equal and what the calls say of themselves.
+# Run twice by torchrun, each time in two processes; the leader prints what is to be equal and what the calls say of
+# themselves.
 TENSOR_PARALLEL = """
 import json, os, sys, torch, lade
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,5 @@
-"""The names that lade uses of transformers and torch: what happens when one is renamed, and that the table has them all."""
+"""The names that lade uses of transformers and torch: what happens when one is renamed, and that the table has them
+all."""
 
 import ast
 import copy
@@ -29,7 +30,8 @@ def is_theirs(name):
 
 @pytest.fixture(scope="module")
 def functions():
-    """Of transformers, and of torch where lade uses private names of it, whatever they are wrapped in: by the names they use."""
+    """Of transformers, and of torch where lade uses private names of it, whatever they are wrapped in: by the names
+    they use."""
     tiny_llama(), longrope_model()  # import what a model needs
     users = defaultdict(list)
     gc.unfreeze()  # or functions are not among the objects: see tests/conftest.py
@@ -49,7 +51,8 @@ def names_in(code):
 
 
 class Renaming:
-    """Gives something of transformers another name wherever transformers itself uses it, so that everything but lade works as before."""
+    """Gives something of transformers another name wherever transformers itself uses it, so that everything but lade
+    works as before."""
 
     def __init__(self, monkeypatch, functions):
         self.monkeypatch, self.functions = monkeypatch, functions

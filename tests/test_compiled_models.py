@@ -1,4 +1,5 @@
-"""Models whose forward their user has compiled, and generate()'s own compilation: blocks pass it by, or the call falls back."""
+"""Models whose forward their user has compiled, and generate()'s own compilation: blocks pass it by, or the call falls
+back."""
 
 import pytest
 import torch
@@ -164,7 +165,8 @@ def test_compiled_blocks_of_a_compiled_model(monkeypatch):
 
 
 def test_compile_config():
-    """What transformers would compile it compiles; where it would not, the setting is without effect, as in plain generate()."""
+    """What transformers would compile it compiles; where it would not, the setting is without effect, as in plain
+    generate()."""
     model = tiny_llama(num_hidden_layers=1)
     settings = CompileConfig(backend="eager", fullgraph=False, mode=None)
     settings._compile_all_devices = True

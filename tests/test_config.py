@@ -200,7 +200,8 @@ def test_wrong_files_are_named_and_change_nothing(settings_file, tmp_path, monke
 
 
 def while_inside(monkeypatch, owner, name, other):
-    """Let the first call of `owner.name` start a thread that runs `other`, and give it time to end. Returns the thread."""
+    """Let the first call of `owner.name` start a thread that runs `other`, and give it time to end. Returns the
+    thread."""
     function, thread = getattr(owner, name), threading.Thread(target=other)
 
     def watched(*args, **kwargs):

@@ -270,7 +270,8 @@ def test_ragged_greedy_batches(model, batch_size, ends, once):
 
 
 def test_rows_accept_their_own_number_of_tokens(model):
-    """A streamer must see the rows at one length; without it each row goes at its own pace, and the texts are the same."""
+    """A streamer must see the rows at one length; without it each row goes at its own pace, and the texts are the
+    same."""
     inputs = padded(8)
     ragged = model.generate(**inputs, max_new_tokens=60)
     steps = assert_ran().steps
@@ -614,7 +615,8 @@ def test_exceptions_leave_no_trace(where, error):
         hook.remove()
     stats = lade.last_stats()
     assert stats.fallback_reason is None
-    # On the fifth call: a streamer is given the prompt first, and a criterion and a streamer come after a token is chosen.
+    # On the fifth call: a streamer is given the prompt first, and a criterion and a streamer come after a token is
+    # chosen.
     made = {
         "streamer": range(4, 5),
         "logits_processor": range(4, 5),

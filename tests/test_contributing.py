@@ -1,5 +1,5 @@
-"""CONTRIBUTING.md: its setting and its command, put into a copy of lade, work, and its drafter as one of lade's own. All of the
-page's drafter runs in test_docs.py."""
+"""CONTRIBUTING.md: its setting and its command, put into a copy of lade, work, and its drafter as one of lade's own.
+All of the page's drafter runs in test_docs.py."""
 
 import re
 import shutil

@@ -1,4 +1,5 @@
-"""The tree drafter: plain generate()'s tokens whatever it guesses, from honest trees, and better guesses than by chance."""
+"""The tree drafter: plain generate()'s tokens whatever it guesses, from honest trees, and better guesses than by
+chance."""
 
 import random
 
@@ -322,7 +323,8 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
 
 
 def test_no_chance_is_above_one():
-    """Long runs of right guesses and then a wrong one, while trials and hits are halved: a child likelier than its parent is no tree."""
+    """Long runs of right guesses and then a wrong one, while trials and hits are halved: a child likelier than its
+    parent is no tree."""
     numbers = random.Random(0)
     acceptance = Acceptance(do_sample=False)
     for _ in range(20):

@@ -1,4 +1,5 @@
-"""Reading sampling's random numbers ahead: what torch.multinomial is going to draw, and what that says about its choice."""
+"""Reading sampling's random numbers ahead: what torch.multinomial is going to draw, and what that says about its
+choice."""
 
 import threading
 from contextlib import nullcontext

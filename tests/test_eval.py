@@ -1,4 +1,5 @@
-"""`lade eval`: what it asks, how it scores right and wrong answers, what it reports, and that a stopped run is gone on with."""
+"""`lade eval`: what it asks, how it scores right and wrong answers, what it reports, and that a stopped run is gone on
+with."""
 
 import json
 import os

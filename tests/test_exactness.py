@@ -30,7 +30,8 @@ SAMPLED = {"max_new_tokens": 32, "do_sample": True, "temperature": 0.3}
 
 @pytest.fixture(scope="module")
 def plain():
-    """(Number type, level) -> a model, a prompt, and what plain generate() says: greedy, sampled, its generator behind that."""
+    """(Number type, level) -> a model, a prompt, and what plain generate() says: greedy, sampled, its generator behind
+    that."""
     known = {}
 
     def of(dtype, level):

@@ -98,7 +98,8 @@ def test_family(small_block, family):
 
 
 def assert_masks_count(model):
-    """Tokens and logits of prompts whose masks have zeros on the left, on the right, in between and not at all, over two turns."""
+    """Tokens and logits of prompts whose masks have zeros on the left, on the right, in between and not at all, over
+    two turns."""
     ids = prompts(4)["input_ids"]
     mask = torch.ones_like(ids)
     mask[1, :5], mask[2, -5:], mask[3, [3, 4, 11, 17, 18]] = 0, 0, 0

@@ -45,7 +45,8 @@ class Text:
         self.tree = TokenTree.empty(1)
 
     def commit(self, *tokens, rows=()):
-        """One token a step, no guess accepted. rows: the likeliest tokens of the first step, behind its root and guesses, best first."""
+        """One token a step, no guess accepted. rows: the likeliest tokens of the first step, behind its root and
+        guesses, best first."""
         for token in tokens:
             logits = torch.zeros(1, 1 + self.tree.num_nodes, NUM_TOKENS)
             for row, likeliest in zip(logits[0], rows, strict=False):

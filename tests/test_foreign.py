@@ -1,4 +1,5 @@
-"""Code of somebody else's inside a model's forward: hooks, attention functions and forwards are tried out, or refused with a reason."""
+"""Code of somebody else's inside a model's forward: hooks, attention functions and forwards are tried out, or refused
+with a reason."""
 
 import functools
 import gc

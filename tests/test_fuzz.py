@@ -169,7 +169,8 @@ def masked(mask, kind, generator):
 
 
 def converse(generate, model, texts, mask, arguments, cache, streams, seed):
-    """Several turns, each with the whole text so far: what can be seen of them, and what they returned. texts: [B, T] of each turn."""
+    """Several turns, each with the whole text so far: what can be seen of them, and what they returned. texts: [B, T]
+    of each turn."""
     seen, results = [], []
     past = {"dynamic": DynamicCache, "static": partial(StaticCache, max_cache_len=MAX_SLOTS)}.get(
         cache, lambda **_: None

@@ -1,4 +1,5 @@
-"""`benchmarks/gpu_check.py`: results after every row, whatever ends a stage, and a verdict for each claim. On a CPU, with stand-ins."""
+"""`benchmarks/gpu_check.py`: results after every row, whatever ends a stage, and a verdict for each claim. On a CPU,
+with stand-ins."""
 
 import importlib
 import json
@@ -131,7 +132,8 @@ if what == "costs":
 
 @pytest.fixture
 def run_stages(parent, monkeypatch, tmp_path):
-    """The command with stages that are quickly done: one that hangs, one whose row fails, one that raises, one that is right."""
+    """The command with stages that are quickly done: one that hangs, one whose row fails, one that raises, one that is
+    right."""
     (tmp_path / "child.py").write_text(STAGE, encoding="utf-8")
     program = [sys.executable, str(tmp_path / "child.py")]
     monkeypatch.setattr(parent, "child_command", lambda stage, args: [*program, stage.name, str(args.out)])

@@ -86,7 +86,8 @@ def test_test_files_share_through_support():
             assert not others, f"{path.name} imports {others}: from support import ..."
 
 
-# Of modules without a test file of their own name: the file that tests them. A folder stands for all in it that is not named.
+# Of modules without a test file of their own name: the file that tests them. A folder stands for all in it that is not
+# named.
 TESTED_IN = {
     "__init__": "config",
     "__main__": "launcher",
@@ -149,7 +150,8 @@ TESTED_IN = {
 
 
 def file_testing(name: str) -> str | None:
-    """The test file of a module, by the module's own name or by the table, without `test_` and `.py`; None where there is none."""
+    """The test file of a module, by the module's own name or by the table, without `test_` and `.py`; None where there
+    is none."""
     parts = name.split(".")
     parents = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     own = parts[-1] if (TESTS / f"test_{parts[-1]}.py").exists() else None

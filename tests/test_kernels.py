@@ -1,7 +1,7 @@
 """The block attention against its definition, written down slot by slot in float64: plain torch, and the Triton kernel.
 
-The kernel's tests run natively where a GPU is there. Elsewhere one test runs this file again in Triton's interpreter, which
-must be chosen before triton is imported. LADE_LONG_TESTS=1 adds the large grid and the remaining compilations.
+The kernel's tests run natively where a GPU is there. Elsewhere one test runs this file again in Triton's interpreter,
+which must be chosen before triton is imported. LADE_LONG_TESTS=1 adds the large grid and the remaining compilations.
 """
 
 from __future__ import annotations
@@ -250,7 +250,8 @@ def test_kernel_touches_nothing_but_its_tensors(monkeypatch, capfd):
     from support import guard_pages
     from triton.runtime import interpreter
 
-    # It would copy what it has run on back to the device, here onto itself; only the kernel is to touch what is misplaced.
+    # It would copy what it has run on back to the device, here onto itself; only the kernel is to touch what is
+    # misplaced.
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *arguments: None)
     found = guard_pages.found()
     if "only 0-dimensional arrays can be converted" in capfd.readouterr().err:
@@ -298,7 +299,8 @@ def test_compiles_for_gpus_that_are_not_there(compiled_kernel):
 
 @needs_triton
 def test_few_kernels_for_one_model():
-    """Of a 7B model, with and without grouped heads, on 132 multiprocessors: what Triton compiles for blocks of 1 to 128 tokens."""
+    """Of a 7B model, with and without grouped heads, on 132 multiprocessors: what Triton compiles for blocks of 1 to
+    128 tokens."""
     from lade.kernels import triton_attention as ours
 
     for heads, kv_heads in ((32, 32), (32, 8)):

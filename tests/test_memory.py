@@ -393,7 +393,8 @@ def test_a_full_table_drops_what_was_written_longest_ago():
 
 
 def test_a_full_table_costs_no_more_than_an_empty_one():
-    """The processor's time of this thread, the best of several, with room for a busy machine: it was 20 times as much."""
+    """The processor's time of this thread, the best of several, with room for a busy machine: it was 20 times as
+    much."""
     capacity, rows = 100_000, np.zeros((16, ROW_LENGTH), dtype=np.int64)
     empty, full = TopKTable(capacity), TopKTable(capacity)
     everything = np.zeros((capacity, ROW_LENGTH), dtype=np.int64)
@@ -449,7 +450,8 @@ def test_most_likely_where_many_are_equal_or_not_a_number(monkeypatch):
 
 @pytest.mark.parametrize("seed", [8, 11, 26])
 def test_most_likely_where_rows_of_nan_and_of_equals_make_up_for_each_other(seed):
-    """As many groups of likely tokens as all rows have together, but not in each row: a row of NaN has none, ties have more."""
+    """As many groups of likely tokens as all rows have together, but not in each row: a row of NaN has none, ties have
+    more."""
     logits = torch.randn(33, 32000, generator=torch.Generator().manual_seed(seed)).bfloat16()
     logits[4] = torch.nan
     ids, _ = most_likely(logits)

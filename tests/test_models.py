@@ -427,7 +427,8 @@ def test_a_dispatched_model_that_needs_a_view_falls_back(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_dynamic_int8(model):
-    """Activations are rounded over the whole block, so tokens may differ from plain; it has to run, and to accept guesses."""
+    """Activations are rounded over the whole block, so tokens may differ from plain; it has to run, and to accept
+    guesses."""
     quantised = torch.ao.quantization.quantize_dynamic(tiny_llama(torch.float32), {torch.nn.Linear}, dtype=torch.qint8)
     found = quantised.generate(**prompt(), max_new_tokens=40)
     assert found.shape == (1, 64)

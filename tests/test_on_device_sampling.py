@@ -1,4 +1,5 @@
-"""Sampling in steps on the device: plain generate()'s tokens from the same seed, its generator afterwards, the ordinary loop's steps."""
+"""Sampling in steps on the device: plain generate()'s tokens from the same seed, its generator afterwards, the ordinary
+loop's steps."""
 
 import shutil
 from itertools import pairwise
@@ -77,7 +78,8 @@ def inputs_of(kind):
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.5])
 @pytest.mark.parametrize("place", range(len(WARPERS)), ids=lambda place: str(WARPERS[place]))
 def test_same_tokens_and_steps(place, temperature, model):
-    """Warpers and temperatures take turns with one row and with several that are padded, which no warper tells apart."""
+    """Warpers and temperatures take turns with one row and with several that are padded, which no warper tells
+    apart."""
     arguments, kind = WARPERS[place], ("one", "padded")[(place + int(2 * temperature)) % 2]
     stats = check(model, inputs_of(kind), **SAMPLED | arguments | {"temperature": temperature})
     if temperature < 1:

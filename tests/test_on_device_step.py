@@ -1,7 +1,8 @@
-"""Whole steps on the device: plain generate()'s tokens, the ordinary loop's steps, nothing read by the host, everything kept.
+"""Whole steps on the device: plain generate()'s tokens, the ordinary loop's steps, nothing read by the host, everything
+kept.
 
-The step itself is pure torch, so that most of this runs as it is. Where a compiler matters, one that compiles nothing is taken, and
-torch's own once; CUDA graphs are stood in for by traces (support/graphs.py).
+The step itself is pure torch, so that most of this runs as it is. Where a compiler matters, one that compiles nothing
+is taken, and torch's own once; CUDA graphs are stood in for by traces (support/graphs.py).
 """
 
 import gc
@@ -181,7 +182,8 @@ def test_compiled_without_anything_anew(inputs, uses_kernel, shallow, compiled, 
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.long  # the normal run takes the one of test_on_device_sampling.py, whose step does all of this and draws too
+# The normal run takes the one of test_on_device_sampling.py, whose step does all of this and draws too.
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with a C++ compiler")
 def test_compiled_by_torch(compiled, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")

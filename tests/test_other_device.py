@@ -1,7 +1,7 @@
 """No operation of lade's mixes devices, and the host reads from a device only where it means to.
 
-There need not be a GPU: a model on torch's "meta" device has shapes and no values, and what the host reads there is zero, or one for a fraction. An index or
-a mask that was left on the CPU fails here as it would on a GPU.
+There need not be a GPU: a model on torch's "meta" device has shapes and no values, and what the host reads there is
+zero, or one for a fraction. An index or a mask that was left on the CPU fails here as it would on a GPU.
 """
 
 from collections import Counter

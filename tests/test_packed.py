@@ -1,4 +1,5 @@
-"""Packed weights: blocks multiply with them, texts stay what they were, and no change of a weight or shortage of memory goes unnoticed."""
+"""Packed weights: blocks multiply with them, texts stay what they were, and no change of a weight or shortage of memory
+goes unnoticed."""
 
 import gc
 import threading
@@ -568,7 +569,8 @@ def test_another_dtype_and_back(lade_on, products):
 
 
 def test_a_training_loop_packs_ever_more_rarely(lade_on, products):
-    """Rollouts between training steps: each text is that of the weights as they are, and packing is not paid for in vain."""
+    """Rollouts between training steps: each text is that of the weights as they are, and packing is not paid for in
+    vain."""
     model = tiny_llama(torch.float32)
     lade.config_lade(SHARE=0)
     counts = []
@@ -695,7 +697,8 @@ def test_several_processes_of_a_machine_do_not_pack_by_themselves(model, small):
 
 
 def test_costs_have_a_kind_of_their_own(lade_on, products, monkeypatch):
-    """In half precision by what could be packed, never by what memory allowed; unpacked steps are then not learned from."""
+    """In half precision by what could be packed, never by what memory allowed; unpacked steps are then not learned
+    from."""
     kinds = []
     for dtype in (torch.float32, torch.bfloat16):
         for free in (0, 1 << 40):

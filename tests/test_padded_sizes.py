@@ -1,4 +1,5 @@
-"""Where blocks are padded to a few sizes, these are what the policy chooses from, and the smallest is a step without guesses."""
+"""Where blocks are padded to a few sizes, these are what the policy chooses from, and the smallest is a step without
+guesses."""
 
 import pytest
 from support import prompt, tiny_llama

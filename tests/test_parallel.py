@@ -20,7 +20,8 @@ BATCHES = [(1, 0), (3, 1)]  # rows, seed
 
 @pytest.fixture(scope="module")
 def alone():
-    """(Settings, case, batch size, seed) -> what plain generate() and lookahead in one process say, both in this one."""
+    """(Settings, case, batch size, seed) -> what plain generate() and lookahead in one process say, both in this
+    one."""
     known = {}
 
     def of(settings, case, batch_size, seed):
@@ -97,7 +98,8 @@ def test_same_tokens_on_all_ranks(lade_on, alone, workers, backwards):
 
 
 def check_bytes(found):
-    """A step sends one table of integers and the keys/values of what it committed; logits only where rules need them."""
+    """A step sends one table of integers and the keys/values of what it committed; logits only where rules need
+    them."""
     config = tiny_llama().config
     per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 8
     workers = len(found)
@@ -297,7 +299,8 @@ OPTIONS = [
 
 @beside
 def torchrun():
-    """An unmodified program under torchrun, with settings from the environment: its status, what is printed, what ranks found."""
+    """An unmodified program under torchrun, with settings from the environment: its status, what is printed, what ranks
+    found."""
     with TemporaryDirectory() as folder:
         script, log = Path(folder, "script.py"), Path(folder, "log")
         script.write_text(SCRIPT)

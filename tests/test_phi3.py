@@ -14,7 +14,8 @@ BOUNDARY = 40  # where the model's frequencies switch
 @pytest.mark.skipif(not FAMILY.exists, reason="this transformers has no Phi-3")
 @pytest.mark.parametrize("num_slots", [BOUNDARY - 1, BOUNDARY, BOUNDARY + 1])
 def test_up_to_the_boundary(num_slots, lade_on):
-    """The last token of a text never goes through the model, so that a text may be one token longer than the boundary."""
+    """The last token of a text never goes through the model, so that a text may be one token longer than the
+    boundary."""
     model, inputs = FAMILY.build(), prompt()
     assert model.config.original_max_position_embeddings == BOUNDARY
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)

@@ -1,4 +1,5 @@
-"""Drafters of users: any guesses leave the text as it is, and drafts that would fail inside the model are errors that say why."""
+"""Drafters of users: any guesses leave the text as it is, and drafts that would fail inside the model are errors that
+say why."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""Calls that some model cannot take: lade gives plain generate()'s result, raises what it raises, or lets it run and says why."""
+"""Calls that some model cannot take: lade gives plain generate()'s result, raises what it raises, or lets it run and
+says why."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""Guesses that are not numbers: 0 * NaN is NaN, so that a rejected one reaches every row of a block, through masks and all.
+"""Guesses that are not numbers: 0 * NaN is NaN, so that a rejected one reaches every row of a block, through masks and
+all.
 
 Plain generate() never meets them. Tokens that its text does not hold get embeddings that are not numbers.
 """
@@ -143,7 +144,8 @@ def test_infinite_logits_are_no_reason_for_another_step(settings, clearings, req
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_text_that_is_no_number(settings, clearings, streams):
-    """In one row plain generate() takes such a token, and goes on with nothing but the first id. The others lose little by that."""
+    """In one row plain generate() takes such a token, and goes on with nothing but the first id. The others lose little
+    by that."""
     model, inputs = tiny_llama(), prompt(24, 3)
     text = generate_plain(model, inputs, max_new_tokens=48)
     taken = [token for token in text[1, 30:].tolist() if token not in text[[0, 2]] and token not in text[1, :30]]

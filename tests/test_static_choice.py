@@ -1,4 +1,5 @@
-"""Sampling behind captured forwards of trees: plain generate()'s text and random numbers, with stand-ins for CUDA graphs."""
+"""Sampling behind captured forwards of trees: plain generate()'s text and random numbers, with stand-ins for CUDA
+graphs."""
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
-"""COMPILE=1 and CUDA_GRAPH=1 (by itself: test_automatic.py): blocks of fixed shapes give the same tokens, are compiled once, and never get in the way.
+"""COMPILE=1 and CUDA_GRAPH=1 (by itself: test_automatic.py): blocks of fixed shapes give the same tokens, are compiled
+once, and never get in the way.
 
-Most tests take a backend that compiles nothing, so that only the tracing is tested; one takes torch's own where there is a C++
-compiler. CUDA graphs are stood in for by a trace that, like a graph, remembers tensors and no Python.
+Most tests take a backend that compiles nothing, so that only the tracing is tested; one takes torch's own where there
+is a C++ compiler. CUDA graphs are stood in for by a trace that, like a graph, remembers tensors and no Python.
 """
 
 import gc
@@ -61,7 +62,8 @@ def model():
 )
 def test_same_tokens(inputs, attention, arguments, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "aot_eager" if attention == "sdpa" else "eager")
-    # Eager attention's softmax is float32's: the smallest float64, which masks what is hidden, would be minus infinity there.
+    # Eager attention's softmax is float32's: the smallest float64, which masks what is hidden, would be minus infinity
+    # there.
     model = tiny_llama(torch.float64 if attention == "sdpa" else torch.float32, attention=attention)
     stats = check(*both(model, inputs, **arguments))
     assert stats.compile_reason is None
@@ -635,7 +637,8 @@ def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
 
 
 def test_graphs_outlive_a_call_that_cannot_use_them(model, graphs):
-    # transformers puts hooks of its own on the model when hidden states are first asked for, and graphs are captured anew behind them.
+    # transformers puts hooks of its own on the model when hidden states are first asked for, and graphs are captured
+    # anew behind them.
     generate_plain(model, prompt(), max_new_tokens=1, output_hidden_states=True, return_dict_in_generate=True)
     check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
     model.generate(**prompt(), do_sample=False, **NEW, output_hidden_states=True, return_dict_in_generate=True)
@@ -687,7 +690,8 @@ def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
 
 
 def test_ids_of_a_digest_are_compared():
-    """Tokens that are equally likely may change places, others not. One row: the best token, whether NaN, none sampled, ids, chances."""
+    """Tokens that are equally likely may change places, others not. One row: the best token, whether NaN, none sampled,
+    ids, chances."""
     chances = torch.tensor([0.5, 0.3, 0.1, 0.1]).view(torch.int32).tolist()
     digest = torch.tensor([[[7, 0, -1, 7, 3, 1, 2, *chances]]], dtype=torch.int32)
     assert same_digest(digest, digest)

@@ -1,4 +1,5 @@
-"""In half precision no clock decides anything: the same call gives the same text in every run, and step costs are stored tables."""
+"""In half precision no clock decides anything: the same call gives the same text in every run, and step costs are
+stored tables."""
 
 import json
 import logging
@@ -46,7 +47,8 @@ def wild_clock(monkeypatch, lade_on):
 
 
 def script(dtype=torch.bfloat16, num_calls=2, length=80, **arguments):
-    """A program of a few calls, with a model and so a state of its own. Returns its texts and the sizes of its blocks."""
+    """A program of a few calls, with a model and so a state of its own. Returns its texts and the sizes of its
+    blocks."""
     model, texts, blocks = tiny_llama(dtype), [], []
     torch.manual_seed(0)
     for seed in range(num_calls):
@@ -72,7 +74,8 @@ def test_the_same_text_in_every_run(wild_clock, cache, settings, arguments):
 
 
 def test_live_costs_are_the_control(wild_clock, cache, monkeypatch):
-    """With them the sizes of blocks follow the clock: in float32, where no text depends on them, and here in half precision too."""
+    """With them the sizes of blocks follow the clock: in float32, where no text depends on them, and here in half
+    precision too."""
     lade.config_lade(**TREE)
     exact, rounding = [], []
     for seed in range(3):
@@ -147,7 +150,8 @@ def test_where_nothing_can_be_stored_nothing_is_measured(wild_clock, tmp_path, m
 
 
 def test_forwards_that_keep_other_processes_company_are_not_measured(wild_clock, cache, monkeypatch):
-    """With synced_gpus a rank whose rows have ended waits for the slowest one: what its steps take says nothing about them."""
+    """With synced_gpus a rank whose rows have ended waits for the slowest one: what its steps take says nothing about
+    them."""
     monkeypatch.setattr(
         GenerationMixin, "_has_unfinished_sequences", lambda self, is_finished, synced_gpus, device: not is_finished
     )
@@ -161,7 +165,8 @@ def test_forwards_that_keep_other_processes_company_are_not_measured(wild_clock,
 
 
 def test_half_precision_does_not_meet_what_was_learned_in_blocks_that_followed_a_clock(wild_clock, cache):
-    """A call under autocast after exact ones of the same model: its text, blocks and memory are those of a model never used before."""
+    """A call under autocast after exact ones of the same model: its text, blocks and memory are those of a model never
+    used before."""
     lade.config_lade(DETERMINISTIC=1, **TREE)
 
     def half_precision(model):

@@ -97,7 +97,8 @@ def test_tracing_is_off_outside_of_it(random_model, lade_on):
 
 @pytest.mark.skipif(not packed.has_onednn(), reason="oneDNN is not in this build of torch")
 def test_a_traced_call_runs_as_it_would_untraced(tokenizer, lade_on, monkeypatch):
-    """The same forward: with a hook on the model, for one, nothing would be packed, and block sizes follow other costs."""
+    """The same forward: with a hook on the model, for one, nothing would be packed, and block sizes follow other
+    costs."""
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
     lade.config_lade(MODE="auto", PACK=1)
     model = tiny_llama(torch.float32, vocab_size=4096)
@@ -282,7 +283,8 @@ def test_in_a_browser(trace, tmp_path, theme):
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 @pytest.mark.parametrize("name", ["trace", "tree_trace", "echo_trace"])
 def test_panels_and_width(name, request, tmp_path):
-    """Every pass at 390 pixels: nothing reaches beyond the page, and only panels are there that the trace has something for."""
+    """Every pass at 390 pixels: nothing reaches beyond the page, and only panels are there that the trace has something
+    for."""
     trace = request.getfixturevalue(name)
     script = """<script>
       let widest = 0;

@@ -1,4 +1,5 @@
-"""Copies to a device: on CUDA from pinned memory without a wait, elsewhere as torch makes them; and how few waits are left in a step."""
+"""Copies to a device: on CUDA from pinned memory without a wait, elsewhere as torch makes them; and how few waits are
+left in a step."""
 
 import importlib
 from pathlib import Path
@@ -104,7 +105,8 @@ def test_one_copy_of_the_likeliest_tokens_is_as_good_as_two(vocab_size, temperat
 def test_waits_of_a_captured_step(sampling, waits_at_most, launches_at_most, graphs, monkeypatch):
     """Of a tree: one, for the forward. A copy there, a copy back, and the keys and values of a path that has to move.
 
-    Where tokens are sampled: the draws, which are read by the host for eight tokens at once, and the choice's own graph.
+    Where tokens are sampled: the draws, which are read by the host for eight tokens at once, and the choice's own
+    graph.
     """
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     step_profile = importlib.import_module("step_profile")

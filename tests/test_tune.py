@@ -1,4 +1,5 @@
-"""`lade tune` and `lade bench`: on a clock that ticks by the tokens of each forward, what they find is known beforehand."""
+"""`lade tune` and `lade bench`: on a clock that ticks by the tokens of each forward, what they find is known
+beforehand."""
 
 import dataclasses
 import inspect
@@ -227,7 +228,8 @@ def test_a_lucky_median_is_not_enough():
 
 
 def test_the_same_work_is_no_gain(clock, lade_on, monkeypatch):
-    """MODE=tree is today's default: however much luck it has with the clock, it is not recommended; nor where all is noise."""
+    """MODE=tree is today's default: however much luck it has with the clock, it is not recommended; nor where all is
+    noise."""
     model, calls = clock(0.0), itertools.count()
     original = measure.generate_timed
 

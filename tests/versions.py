@@ -4,8 +4,9 @@
     python tests/versions.py 5.8 5.20.1       # these
     python tests/versions.py --newest         # the newest release; nothing where that is the pinned one
 
-Everything else is as requirements.txt has it, except what a version of transformers wants otherwise (5.8: huggingface_hub 1, tokenizers 0.22),
-which is left to pip. Prints one line for each version; ends with 1 where the tests of one have failed.
+Everything else is as requirements.txt has it, except what a version of transformers wants otherwise (5.8:
+huggingface_hub 1, tokenizers 0.22), which is left to pip. Prints one line for each version; ends with 1 where the tests
+of one have failed.
 """
 
 from __future__ import annotations

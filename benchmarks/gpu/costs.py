@@ -1,4 +1,5 @@
-"""What does it cost? Steps of a 7B shape beside the bytes that they have to read, and real text with the bundled checkpoint."""
+"""What does it cost? Steps of a 7B shape beside the bytes that they have to read, and real text with the bundled
+checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What may go wrong under a captured graph, each in a process of its own: other recordings, eviction, threads, missing memory."""
+"""What may go wrong under a captured graph, each in a process of its own: other recordings, eviction, threads, missing
+memory."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def tiny_model(run: Run) -> Any:
 
 
 def recording(run: Run) -> None:
-    """Torch's own graph trees clear cuBLAS's workspaces when they record, and empty_cache() unmaps what is free then."""
+    """Torch's own graph trees clear cuBLAS's workspaces when they record, and empty_cache() unmaps what is free
+    then."""
     for mode in ("tree", "lookahead"):
         run.record.measure(mode, partial(after_a_recording, run, mode))
 
@@ -68,7 +70,8 @@ def after_a_recording(run: Run, mode: str) -> Row:
 
 
 def record_something(device: str) -> None:
-    """A forward that torch records as a graph of its own; then memory that was free is unmapped, and written by others."""
+    """A forward that torch records as a graph of its own; then memory that was free is unmapped, and written by
+    others."""
     layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).to(device)
     rows = torch.randn(32, 256, device=device)
     if device == "cuda":

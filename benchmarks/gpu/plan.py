@@ -1,4 +1,5 @@
-"""Which stages there are, in the order in which a first run takes them, and how long each may take. Imports no torch."""
+"""Which stages there are, in the order in which a first run takes them, and how long each may take. Imports no
+torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows of one stage in a JSON file, written anew after each row, so that whatever ends a stage takes no row with it. Imports no torch."""
+"""Rows of one stage in a JSON file, written anew after each row, so that whatever ends a stage takes no row with it.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Record:
         return row
 
     def measure(self, key: str, function: Callable[[], Row]) -> Row:
-        """The row of this key: what `function` returns, unless an earlier run has it. An exception makes a row of its own."""
+        """The row of this key: what `function` returns, unless an earlier run has it. An exception makes a row of its
+        own."""
         if key in self.rows:
             return self.rows[key]
         began = time.perf_counter()

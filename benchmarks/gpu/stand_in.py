@@ -1,7 +1,7 @@
 """CUDA graphs stood in for on a CPU. For tests, of this folder's commands too.
 
-A CUDA graph remembers operations and addresses, and no Python. So does a `Tape`: a replay that should read a tensor made after the
-capture, or that depends on what Python does in a step, gives a wrong result here as it would there.
+A CUDA graph remembers operations and addresses, and no Python. So does a `Tape`: a replay that should read a tensor
+made after the capture, or that depends on what Python does in a step, gives a wrong result here as it would there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What several test files share: models and prompts, processes, stand-ins for CUDA graphs. Test files import from here alone.
+"""What several test files share: models and prompts, processes, stand-ins for CUDA graphs. Test files import from here
+alone.
 
-`models` and `processes` are re-exported. `families` is the table of small random models, `ranks` the processes of tests/test_parallel.py,
-`graphs` the stand-ins for CUDA graphs, `static_shapes` and `device_steps` the comparisons that go with them. `guard_pages` and
-`compile_kernels` are programs. Fixtures that more than one file takes are in `fixtures`.
+`models` and `processes` are re-exported. `families` is the table of small random models, `ranks` the processes of
+tests/test_parallel.py, `graphs` the stand-ins for CUDA graphs, `static_shapes` and `device_steps` the comparisons that
+go with them. `guard_pages` and `compile_kernels` are programs. Fixtures that more than one file takes are in
+`fixtures`.
 """
 
 from support.models import (

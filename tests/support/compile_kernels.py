@@ -1,7 +1,8 @@
 """Compile the kernels ahead of time for GPUs that need not be there, with the launch settings of the library.
 
-Reads a JSON list of [dtype, head dim, query rows, compute capability] and writes one JSON line for each: registers, and bytes of
-shared memory and of stack (spilled registers). A process of its own, because triton must not be interpreting here.
+Reads a JSON list of [dtype, head dim, query rows, compute capability] and writes one JSON line for each: registers, and
+bytes of shared memory and of stack (spilled registers). A process of its own, because triton must not be interpreting
+here.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def seeded(generate, *args, **arguments):
 
 
 def check(model, inputs, compiled=False, captured=False, **arguments):
-    """Plain generate()'s text and random numbers by the steps of the ordinary loop, each on the device. Returns the call's figures."""
+    """Plain generate()'s text and random numbers by the steps of the ordinary loop, each on the device. Returns the
+    call's figures."""
     arguments = GREEDY | arguments
     expected, plain_states = plain(model, inputs, arguments)
     ordinary = ordinary_stats(model, inputs, **arguments)

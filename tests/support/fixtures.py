@@ -49,7 +49,8 @@ def checkpoint(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def rows_of_files():
-    """The vocabulary's rows of a model from a file are made once: they take a second, and each test forgets its models'."""
+    """The vocabulary's rows of a model from a file are made once: they take a second, and each test forgets its
+    models'."""
     known, make = {}, vocabulary.make_vocabulary
 
     def remembered(model):

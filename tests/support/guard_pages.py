@@ -1,9 +1,9 @@
 """Run the kernel on tensors that lie flush with pages nobody may touch: a stray read or write is a segmentation fault.
 
-A GPU does not survive one either: the error cannot be caught, and the process's CUDA context is gone. Triton's interpreter loads
-from and stores to the addresses that the kernel computes, so all it takes is memory with such neighbours. To be run with
-TRITON_INTERPRET=1. Each call is a process of its own (a fork), once with all tensors at the ends of their pages, once at the starts.
-LADE_LONG_TESTS=1 adds a large grid.
+A GPU does not survive one either: the error cannot be caught, and the process's CUDA context is gone. Triton's
+interpreter loads from and stores to the addresses that the kernel computes, so all it takes is memory with such
+neighbours. To be run with TRITON_INTERPRET=1. Each call is a process of its own (a fork), once with all tensors at the
+ends of their pages, once at the starts. LADE_LONG_TESTS=1 adds a large grid.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Guards:
     """Allocates tensors between pages that nobody may touch."""
 
     def __init__(self, at_end: bool, misplaced: str | None = None) -> None:
-        """at_end: flush with the page behind a tensor, else with the one before it. misplaced: name of a tensor that lies one
-        element too far, so that its last or first one is out of bounds.
+        """at_end: flush with the page behind a tensor, else with the one before it. misplaced: name of a tensor that
+        lies one element too far, so that its last or first one is out of bounds.
         """
         self.at_end, self.misplaced = at_end, misplaced
         self.mappings: list[mmap.mmap] = []  # which are to outlive the tensors
@@ -119,7 +119,8 @@ class Guards:
 
 
 def arguments_of(call: Call) -> dict:
-    """Of block_attention. Keys and values lie strided, as in a cache, and there is no slot behind the longest row's block."""
+    """Of block_attention. Keys and values lie strided, as in a cache, and there is no slot behind the longest row's
+    block."""
     generator = torch.Generator().manual_seed(call.q)
     batch_size, capacity = len(call.lengths), max(call.lengths) + call.q
 
@@ -167,7 +168,8 @@ def run(call: Call, at_end: bool, fault: str | None = None) -> bool:
 
 
 def end_of(call: Call, at_end: bool, fault: str | None = None) -> int:
-    """What becomes of a process that runs it: 0 where the result is right, 1 where not, minus the signal that ended it."""
+    """What becomes of a process that runs it: 0 where the result is right, 1 where not, minus the signal that ended
+    it."""
     process = os.fork()
     if process == 0:
         status = 2
@@ -181,7 +183,8 @@ def end_of(call: Call, at_end: bool, fault: str | None = None) -> int:
 
 
 def found() -> dict:
-    """The number of calls, those that died or were wrong; the number of calls made faulty on purpose, and those that did not die."""
+    """The number of calls, those that died or were wrong; the number of calls made faulty on purpose, and those that
+    did not die."""
     calls = CALLS + more_calls() * (os.environ.get("LADE_LONG_TESTS") == "1")
     unsound = [
         f"{call}, at the {'end' if at_end else 'start'}: {found}"

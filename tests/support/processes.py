@@ -34,9 +34,9 @@ programs, results = {}, {}  # by name; tests/conftest.py starts those that the c
 def beside(program):
     """A fixture: what program() returns. It runs in a thread, one after another, while the tests before it go on.
 
-    For programs in processes of their own, which take seconds to import torch and transformers. What they do in this process must
-    not depend on what a test has changed, nor change anything itself. A worker of pytest-xdist does not know which tests will be
-    its own: there they run when they are needed.
+    For programs in processes of their own, which take seconds to import torch and transformers. What they do in this
+    process must not depend on what a test has changed, nor change anything itself. A worker of pytest-xdist does not
+    know which tests will be its own: there they run when they are needed.
     """
     programs[program.__name__] = program
 
@@ -56,7 +56,8 @@ def python(*arguments: str, folder: str | Path = "/", **environment: str) -> sub
 
 
 def forked(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """As `python("-c", program)`, in a process that finds torch, transformers, lade and `support` imported, but not used."""
+    """As `python("-c", program)`, in a process that finds torch, transformers, lade and `support` imported, but not
+    used."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("out", "err")]
         process = SERVER.Process(target=_run, args=(program, ENVIRONMENT | environment, *map(str, paths)))

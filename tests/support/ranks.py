@@ -113,7 +113,8 @@ def _rank_main(sender, function, rank, size, port, arguments):
 
 
 def own_group(seconds=PATIENCE):
-    """A process group that the program has made before lade needs one. seconds: that it waits once all ranks are there."""
+    """A process group that the program has made before lade needs one. seconds: that it waits once all ranks are
+    there."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
     torch.distributed.barrier()
     torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
@@ -278,7 +279,8 @@ def draw(seed):
 
 
 def run_random(rank, seeds, workers):
-    """Random calls. Returns the tokens of each, the state of the generator after sampling, and whether lookahead ran."""
+    """Random calls. Returns the tokens of each, the state of the generator after sampling, and whether lookahead
+    ran."""
     model, found = tiny_llama(), []
     deal_backwards()
     for seed in seeds:
@@ -296,7 +298,8 @@ def result_of(generate, seed, arguments):
 
 
 def run_families(rank, names):
-    """Models of other families: their own caches, masks and positions. Returns (name, case) -> equal to plain, reason."""
+    """Models of other families: their own caches, masks and positions. Returns (name, case) -> equal to plain,
+    reason."""
     from support.families import FAMILIES
 
     found = {}
@@ -330,7 +333,8 @@ def threads():
 
 
 def leave(rank):
-    """What runs at the end of a program, in its middle. Returns the numbers of lade's threads of gloo, during and after; all tokens."""
+    """What runs at the end of a program, in its middle. Returns the numbers of lade's threads of gloo, during and
+    after; all tokens."""
     model = tiny_llama()
     own_group()
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
@@ -443,7 +447,8 @@ def differ(rank, what):
 
 
 def wait_for_reasons_of(living):
-    """The time in which ranks can say that they are still there begins when they have said so, however busy the machine is."""
+    """The time in which ranks can say that they are still there begins when they have said so, however busy the machine
+    is."""
     heard, seconds = set(), itertools.count()
 
     def reasons(self, original=link.Communicator._reasons):
@@ -456,7 +461,8 @@ def wait_for_reasons_of(living):
 
 
 def fail(rank, culprit, how):
-    """One rank stops in the middle of a call. Returns how it ended, and after how long; then what the next call gives."""
+    """One rank stops in the middle of a call. Returns how it ended, and after how long; then what the next call
+    gives."""
     model, steps = tiny_llama(), []
     own_group(seconds=10 if how == "hangs" else PATIENCE)
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -496,7 +502,8 @@ def fail(rank, culprit, how):
 
 
 def run_poisoned(rank, tokens, cases, workers):
-    """Guesses that are not numbers. tokens: by case, those with such embeddings. Returns by case the text, the reason, and how often a step was spoiled."""
+    """Guesses that are not numbers. tokens: by case, those with such embeddings. Returns by case the text, the reason,
+    and how often a step was spoiled."""
     lade.config_lade(LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4, DIST_WORKERS=workers)
     found, clear = {}, LookaheadCache.clear_guesses
     for name, batch_size in cases:
