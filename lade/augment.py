@@ -60,8 +60,8 @@ def augment_all() -> None:
         warn_if_newer(transformers.__version__)
         wrappers = {"generate": _wrap_generate, "_sample": _wrap_sample}
         wrappers |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
+        _originals.update({name: vars(_owner(name))[name] for name in wrappers})
         for name, wrap in wrappers.items():
-            _originals[name] = vars(_owner(name))[name]
             setattr(_owner(name), name, wrap(_originals[name]))
 
 

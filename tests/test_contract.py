@@ -777,6 +777,22 @@ def test_stop_strings_of_ones_own_kind(model, ways):
     assert_ran()
 
 
+@pytest.mark.parametrize("placeholder", [-100, 70])
+def test_placeholder_ids_that_the_mask_hides(model, placeholder):
+    """They stand in the texts, from which n-grams are learned."""
+    small = tiny_llama(vocab_size=12)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7], [3, 4, 5, 6, 7, 8, placeholder, placeholder]])
+    arguments = {
+        "input_ids": ids,
+        "inputs_embeds": small.get_input_embeddings()(ids.clamp(0, 11)),
+        "attention_mask": (ids != placeholder).long(),
+        "max_new_tokens": 60,
+    }
+    expected = generate_plain(small, {}, **arguments)
+    assert torch.equal(small.generate(**arguments), expected)
+    assert_ran()
+
+
 def test_placeholder_ids_beside_inputs_embeds(model):
     embeds = model.get_input_embeddings()(prompt(24)["input_ids"])
     for placeholder in (-200, 5000):

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
 from lade import models
-from lade.models import base
+from lade.models import ModelAdapter, base
 from lade.models.shadow import shadow_model
 
 ROOT = Path(__file__).parent.parent
@@ -221,6 +221,20 @@ def test_hooks_on_modules_that_a_view_replaces(name, path):
     assert len(calls) > 20
     assert not torch.equal(model.generate(**prompt(), max_new_tokens=20), before)
     handle.remove()
+
+
+def test_a_changed_view_is_a_view(lade_on):
+    """An adapter that says how its shadow model differs need not say that it needs one."""
+
+    class Changed(ModelAdapter):
+        def change_view(self, view):
+            view.model.norm.variance_epsilon = 1.0
+
+    model = tiny_llama()
+    adapter = Changed(model)
+    assert adapter.needs_view
+    assert not ModelAdapter(model).needs_view
+    assert adapter.block_model.model.norm.variance_epsilon == 1.0 != model.model.norm.variance_epsilon
 
 
 def test_mpt_up_to_its_last_position():

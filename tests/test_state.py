@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+from support import prompt, tiny_llama
 
 import lade
 from lade.state import PerModel, forget_all
@@ -46,3 +47,19 @@ def test_forgotten(slot, forget):
     forget()
     assert slot.of(model) == []
     assert held == [1]
+
+
+@pytest.mark.parametrize("mode", ["tree", "lookahead"])
+def test_a_model_goes_without_the_garbage_collector(lade_on, mode):
+    """Its memory is wanted at once; drafters lie in circles, which must not hold it."""
+    lade.config_lade(MODE=mode, ADAPTIVE=1)
+    model = tiny_llama()
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        model.generate(**prompt(), max_new_tokens=20)
+        assert lade.last_stats().steps < 20
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

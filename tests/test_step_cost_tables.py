@@ -3,6 +3,7 @@ stored tables."""
 
 import json
 import logging
+import os
 import random
 import tempfile
 from math import log
@@ -355,7 +356,11 @@ def test_a_folder_that_is_taken_away_meanwhile(lade_on, cache, monkeypatch):
 
 def test_a_table_is_for_all_who_share_the_folder(cache):
     cache.mkdir()
-    store("name", CostTable({1: 1.0, 8: 1.1}, 0.05))
+    before = os.umask(0o077)
+    try:
+        store("name", CostTable({1: 1.0, 8: 1.1}, 0.05))
+    finally:
+        os.umask(before)
     (path,) = stored()
     assert path.stat().st_mode & 0o777 == 0o644
 

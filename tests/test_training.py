@@ -2,6 +2,7 @@
 
 import copy
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -265,3 +266,14 @@ def test_grpo_of_trl(tmp_path):
         assert_ran(stats)
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][name], weight) for name, weight in found[1][1].items())
+
+
+def test_an_attribute_that_answers_everything():
+    """What holds functions is told by its type: an object may make up any attribute, without end."""
+
+    class Recorded(type(tiny_llama())):
+        recorder = Mock()
+
+    model = tiny_llama().train()
+    model.__class__ = Recorded
+    assert adapter_for(model).unsupported_state() is None

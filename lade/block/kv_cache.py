@@ -122,10 +122,13 @@ class LookaheadCache(Cache):
     def like(self, capacity: int) -> LookaheadCache:
         """An empty cache of other capacity, with memory for the same layers."""
         other = LookaheadCache(len(self._slot_layers), capacity, self._uniform)
-        # In the order in which the storages were made for them.
-        for layer in dict.fromkeys(layer for storage in self._storages for layer, _ in storage.owners):
-            twin = other._slot_layers[self._slot_layers.index(layer)]
-            twin.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
+        for storage in self._storages:
+            twin = _Storage(storage.data[0], len(storage.data), other.capacity)
+            other._storages.append(twin)
+            for layer, name in storage.owners:
+                place = self._slot_layers.index(layer)
+                twin.give(other._slot_layers[place], name)
+                other._slot_layers[place].is_initialized = True
         return other
 
     def exchange(self, other: LookaheadCache) -> None:

@@ -181,5 +181,5 @@ def masks_by_layer(make: Callable[[Reach], Tensor], reaches: Reach | dict[str, R
     """One mask for all layers, or a dict by layer type, in which equal reaches share a mask."""
     if isinstance(reaches, Reach):
         return make(reaches)
-    masks = {reach: make(reach) for reach in set(reaches.values())}
+    masks = {reach: make(reach) for reach in dict.fromkeys(reaches.values())}
     return {layer_type: masks[reach] for layer_type, reach in reaches.items()}

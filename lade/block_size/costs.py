@@ -9,6 +9,7 @@ processes.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from math import sqrt
@@ -352,7 +353,8 @@ class StepCostsByLength:
         table that is "measured" on this machine, or "assumed". limit: the largest block, up to which that table is
         measured. sizes: the sizes to choose from.
         """
-        self._model, self._saved, self._source = model, saved or {}, source
+        self._model = weakref.ref(model)  # drafters may lie in circles, which would keep it
+        self._saved, self._source = saved or {}, source
         self._batch_size, self._sizes = batch_size, sizes
         # Live and fixed costs of one kind coexist: whether outputs are exact may change between calls.
         self.kind = kind if source == "live" else (*kind, source, limit)
@@ -370,8 +372,10 @@ class StepCostsByLength:
         return self._latest
 
     def _fixed(self, key: tuple[Any, ...]) -> FixedCosts:
-        name = table_name(self._model, key) if self._source == "measured" and can_store() else None
-        return FixedCosts(name, self._model.device.type, self._batch_size, self._sizes)
+        model = self._model()
+        assert model is not None  # the present call holds it
+        name = table_name(model, key) if self._source == "measured" and can_store() else None
+        return FixedCosts(name, model.device.type, self._batch_size, self._sizes)
 
     def _live(self, key: tuple[Any, ...]) -> LiveCosts:
         """Those of the nearest length to start with; else of an earlier process, if there are any."""

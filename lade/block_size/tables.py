@@ -204,6 +204,7 @@ def store(name: str, table: CostTable) -> CostTable | None:
     try:
         try:
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            temporary.chmod(0o644)  # other users of a shared folder read it as well
             os.link(temporary, path)  # atomic; fails if the file exists
         except FileExistsError:
             found = load(name)

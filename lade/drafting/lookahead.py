@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lade.block.token_tree import TokenTree, merge_candidates
 from lade.block_size.policy import BlockMode, BlockModePolicy
-from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, Drafter, DraftRequest, Explanation, Outcome
+from lade.drafting.base import ROOT_ALONE, Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.ngram_pool import Pool, pool_for
 from lade.drafting.window import JacobiWindow
 from lade.state import PerModel
@@ -40,7 +40,8 @@ class LookaheadDrafter(Drafter):
         self._num_nodes = [0] * len(prompts)  # of the latest tree, by row
         self._num_proposed = self._num_accepted = 0
         self._num_tokens = request.num_tokens
-        self._has_foreign = any(bool((ids == FOREIGN).any()) for ids in prompts)
+        ids = request.prompt_ids  # hidden ones stand in the text as well
+        self._has_foreign = bool(((ids < 0) | (ids >= request.num_tokens)).any())
         starts = [ids.clamp(min=0) if len(ids) else ids.new_zeros(1) for ids in prompts]
         self.window = JacobiWindow.start(starts, config.ngram_size, config.window_size)
         self.pool: Pool | None = None

@@ -75,6 +75,10 @@ class Lease(Generic[B]):
         self._buffers = self._acquire(key, least, new_cache)
         return self._buffers.cache
 
+    def holds(self, cache: LookaheadCache) -> bool:
+        """Whether a call's cache is the one that these buffers came with: the model may have replaced it."""
+        return self._buffers is not None and self._buffers.cache is cache
+
     def with_room(self, cache: LookaheadCache, num_slots: int) -> B:
         """The buffers for a call's cache, which then has num_slots slots.
 
@@ -82,7 +86,7 @@ class Lease(Generic[B]):
         the pool for shorter calls. Elsewhere it grows.
         """
         buffers = self._buffers
-        if buffers is None or buffers.cache is not cache:  # one that was made elsewhere
+        if buffers is None or not self.holds(cache):
             buffers = self._buffers = self._kind(None, cache)
         if num_slots <= cache.capacity or not buffers.is_kept:
             cache.ensure_capacity(num_slots)

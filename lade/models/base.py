@@ -263,7 +263,7 @@ class ModelAdapter:
         return view
 
     def change_view(self, view: Any) -> None:
-        """Change the shadow model that runs the blocks, if the family `needs_view`."""
+        """Change the shadow model that runs the blocks, where `needs_view`."""
 
     @cached_property
     def reaches(self) -> Reach | dict[str, Reach]:
@@ -284,8 +284,9 @@ class ModelAdapter:
 
     @property
     def needs_view(self) -> bool:
-        """Whether blocks run on a shadow model."""
-        return self._masked_attention != self.config._attn_implementation
+        """Whether blocks run on a shadow model: one that the family changes, or one with another attention."""
+        is_changed = type(self).change_view is not ModelAdapter.change_view
+        return is_changed or self._masked_attention != self.config._attn_implementation
 
     @cached_property
     def _device(self) -> torch.device:

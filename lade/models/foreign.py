@@ -111,8 +111,8 @@ def _foreign_attention(
         found.append((f"mask {name}", ALL_MASK_ATTENTION_FUNCTIONS.get(name)))
     if "eager" in attentions:
         spaces = [getattr(inspect.unwrap(kind.forward), "__globals__", {}) for kind in kinds]
-        functions = {space["__name__"]: space[EAGER] for space in spaces if EAGER in space}
-        found.extend((f"eager attention of {module}", function) for module, function in functions.items())
+        unique = {id(space): space for space in spaces if EAGER in space}  # two modules may have one name
+        found.extend((f"eager attention of {space['__name__']}", space[EAGER]) for space in unique.values())
     for place, function in found:
         is_stock = function is STOCK.get(place, function)
         if function is not None and not (is_stock and is_written_by(AUTHORS, function)):

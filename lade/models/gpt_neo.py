@@ -16,7 +16,6 @@ from lade.models.shadow import Sliced
 class GPTNeoAdapter(ModelAdapter):
     """Blocks run on a shadow model whose mask buffers allow all slots, or those within a local layer's window."""
 
-    needs_view = True
     carried_arguments = frozenset({"token_type_ids"})
 
     @property

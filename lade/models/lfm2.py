@@ -18,8 +18,6 @@ from lade.models.shadow import take_hooks
 
 
 class Lfm2Adapter(ModelAdapter):
-    needs_view = True
-
     def unsupported_layers(self) -> str | None:
         others = set(self.config.layer_types) - {"conv", *LAYER_REACH}
         return f"layers of type {min(others)!r} cannot take a tree of guesses" if others else None

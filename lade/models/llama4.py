@@ -16,7 +16,7 @@ class Llama4Adapter(ModelAdapter):
 
     @property
     def needs_view(self) -> bool:
-        return bool(self.config.attn_temperature_tuning) or super().needs_view
+        return bool(self.config.attn_temperature_tuning) or self._masked_attention != self.config._attn_implementation
 
     def change_view(self, view: Any) -> None:
         for attention in list(view.modules()):

@@ -26,6 +26,15 @@ class Request:
     model_kwargs: dict[str, Any]
 
     @property
+    def batch_size(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def position_ids(self) -> Tensor | None:
+        """[B or 1, prompt], or several such."""
+        return self.model_kwargs.get("position_ids")
+
+    @property
     def attention_mask(self) -> Tensor | None:
         """[B, prompt]."""
         return self.model_kwargs.get("attention_mask")
@@ -83,7 +92,7 @@ def unsupported_by_any(adapter: Any, request: Request) -> str | None:
         return "output_attentions of windowed layers show the window alone, and lade's own cache keeps more"
     if adapter.most_slots is not None and request.num_slots > adapter.most_slots:
         return f"the text may grow over {adapter.most_slots} tokens, padding included, for which the model's code has no room"
-    if len(request.input_ids) > 1:
+    if request.batch_size > 1:
         last = adapter.last_position
         if last is not None and request.num_slots > last + 1 and furthest_position(request) > last:
             return f"rows of the batch may grow over the {last + 1} positions that the model knows"
@@ -97,10 +106,9 @@ def unsupported_by_any(adapter: Any, request: Request) -> str | None:
 
 def furthest_position(request: Request) -> int:
     """The largest position that may go through the model in plain generate(), finished rows included."""
-    position_ids = request.model_kwargs.get("position_ids")  # [B or 1, prompt], or several such
-    if position_ids is None:
+    if request.position_ids is None:
         return request.num_slots - 1
-    return int(position_ids[..., -1].max()) + request.num_slots - request.prompt_length
+    return int(request.position_ids[..., -1].max()) + request.num_slots - request.prompt_length
 
 
 def sees_everything(adapter: Any) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -26,8 +27,9 @@ HARMLESS = frozenset({"altup_coef_clip"})
 # These classes only set the flag or pass it on.
 COMMON_CLASSES = frozenset(PreTrainedModel.__mro__)
 SWITCHES = ("train", "eval")
-# Where methods, partial functions, properties and wrappers keep the functions in them.
-INNER = ("__func__", "func", "fget", "fset", "__wrapped__")
+# What holds functions, and where.
+WRAPPERS = (MethodType, staticmethod, classmethod, partial, property)
+INNER = ("__func__", "func", "fget", "fset")
 UNASSIGNED = CellType()  # a closure's variable without a value
 
 # Per class: the settings used by each function that reads the flag.
@@ -100,11 +102,13 @@ def readers(value: Any) -> Iterator[tuple[str, ...]]:
             if "training" in names and not names & HARMLESS:
                 yield tuple(sorted(name for name in names if name.isidentifier() and SETTINGS.search(name)))
             waiting += [cell.cell_contents for cell in value.__closure__ or () if cell != UNASSIGNED]
+        elif isinstance(value, WRAPPERS):
+            waiting += [getattr(value, name, None) for name in INNER]
         elif callable(value) and not isinstance(value, (type, nn.Module)):
             waiting.append(type(value).__call__)
-        elif not isinstance(value, (classmethod, property)):
+        else:
             continue
-        waiting += [getattr(value, name, None) for name in INNER]
+        waiting.append(getattr(value, "__wrapped__", None))
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -169,10 +169,15 @@ class Communicator:
         keys = {rank: self._key("reason", rank) for rank in range(self.size) if rank != self.rank}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
-    def _await_reasons(self) -> dict[int, str]:
-        """The reasons of all other ranks, or of those that have stored one within GRACE."""
+    def _await_reasons(self, until_raised: bool) -> dict[int, str]:
+        """The reasons of all other ranks, or of those that have stored one within GRACE.
+
+        until_raised: one of a rank that has raised an error is enough.
+        """
         end = time.monotonic() + GRACE
         while len(reasons := self._reasons()) < self.size - 1 and time.monotonic() < end:
+            if until_raised and any(reason.startswith("raised") for reason in reasons.values()):
+                break
             time.sleep(0.05)
         return reasons
 
@@ -180,7 +185,7 @@ class Communicator:
         """An error message that names the failed ranks, as far as the others can tell."""
         self._store_reason("waited")
         try:
-            reasons = self._await_reasons()
+            reasons = self._await_reasons(until_raised=True)
         except RuntimeError:
             keeper = "the launcher" if has_agent_store() else "rank 0"
             return f"DIST_WORKERS={self.size}: {keeper}, which keeps the processes together, is gone ({cause})"
@@ -194,7 +199,7 @@ class Communicator:
         """If this process hosts the store, keep it alive until the others have read the reasons."""
         if self.first + self.rank > 0 or has_agent_store():
             return
-        self._await_reasons()
+        self._await_reasons(until_raised=False)
         time.sleep(0.5)
 
     def _name(self, rank: int) -> str:

@@ -175,7 +175,7 @@ class DeviceLoop:
         `lade.verification.logits.BlockLogits`.
         """
         sequences = self.selection.sequences
-        if all(self.selection.is_finished):
+        if all(self.selection.is_finished) or not self._lease.holds(cache):
             return
         if witness is None:
             self.stats.device_reason = REFUSED
