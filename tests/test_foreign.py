@@ -536,3 +536,18 @@ def test_logits_of_minus_infinity(trials):
     model.forward = forbidding
     check(model)
     assert trials
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_two_modules_of_one_name(is_first):
+    """Each one's eager attention counts: a module may be loaded twice, and only one of the two be patched."""
+
+    def loaded(attention):
+        space = {"__name__": "transformers.models.twice", foreign.EAGER: attention}
+        exec("def forward(self): pass", space)
+        return type("Attention", (nn.Module,), {"forward": space["forward"], "__module__": space["__name__"]})
+
+    parts = [loaded(lambda *_: None)(), loaded(EAGER)()]
+    code = foreign.code_of(parts if is_first else parts[::-1], ["eager"])
+    assert len(code.functions) == 1
+    assert not foreign.code_of([loaded(EAGER)(), loaded(EAGER)()], ["eager"]).functions
