@@ -1,4 +1,4 @@
-"""Choose how a call's blocks run: compiled, captured, with lade's attention kernel, with packed weights."""
+"""Choose how a call's blocks run: compiled, captured, with lade's attention kernel, with packed weights, inlined."""
 
 from __future__ import annotations
 
@@ -56,6 +56,13 @@ def choose_forward(
     if reason is None and (compiles or captures):
         runner.use_static_shapes(config, stats, captures)
     choose_packing(runner, config, stats, num_new)
+    choose_inlining(runner, config, stats)
+
+
+def choose_inlining(runner: BlockRunner, config: LookaheadConfig, stats: GenerationStats) -> None:
+    """Let blocks on a CPU run inlined, unless INLINE forbids it."""
+    if config.inline and runner.adapter.model.device.type == "cpu":
+        stats.inlining_reason = runner.use_inlined()
 
 
 def choose_packing(runner: BlockRunner, config: LookaheadConfig, stats: GenerationStats, num_new: int) -> None:

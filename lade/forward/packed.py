@@ -322,6 +322,14 @@ class PartOfProduct(nn.Linear):
     where parts are not asked for, later calls pack these layers one by one.
     """
 
+    def whole(self, input: Tensor) -> Tensor | None:
+        """The outputs of all these layers side by side, for code that wants no parts; None where that is not packed.
+
+        input: [..., K]. Returns [..., the sum of the layers' N].
+        """
+        product: Product = self.__dict__["product"]
+        return product.of(input) if product.agrees(input) else None
+
     def forward(self, input: Tensor) -> Tensor:
         """input: [..., K]. Returns [..., N], contiguous as an nn.Linear's output is."""
         product: Product = self.__dict__["product"]

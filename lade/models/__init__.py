@@ -27,7 +27,10 @@ ADAPTERS: dict[type[ModelAdapter], str] = {
     GPT2Adapter: "codegen gpt2 gpt_bigcode gptj",
     GPTNeoAdapter: "gpt_neo",
     Lfm2Adapter: "lfm2 lfm2_moe lfm2_vl lfm3",
-    LlamaAdapter: "llama",
+    LlamaAdapter: """
+        arcee aria_text cwm dots1 gemma hy_v3 jais2 llama ministral mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+        solar_open starcoder2
+    """,
     Llama4Adapter: "llama4 llama4_text",
     MptAdapter: "mpt",
     Phi3Adapter: "phi3",
@@ -38,15 +41,14 @@ ADAPTERS: dict[type[ModelAdapter], str] = {
 # Families that the base adapter serves; tests/test_families.py runs each of them.
 REGULAR = frozenset(
     """
-    afmoe apertus arcee aria_text axk1 aya_vision beam biogpt bitnet cohere cohere2 cohere2_moe cwm dbrx
-    deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma
-    gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
-    gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
-    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax idefics2 idefics3 internvl jais2 jetmoe kolibri1
-    laguna llava llava_next llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
-    ministral3 mistral mistral3 mistral4 mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
-    persimmon phi qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma
-    youtu
+    afmoe apertus axk1 aya_vision beam biogpt bitnet cohere cohere2 cohere2_moe dbrx deepseek_v2 deepseek_v3
+    diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma2 gemma3_text gemma3n_text
+    gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_neox_japanese gpt_oss
+    granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense
+    hunyuan_v1_moe hyperclovax idefics2 idefics3 internvl jetmoe kolibri1 laguna llava llava_next
+    llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral3 mistral3 mistral4
+    modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi smollm3 smolvlm stablelm
+    vaultgemma youtu
     """.split()  # noqa: SIM905
 )
 

@@ -1,0 +1,85 @@
+"""Blocks that run inlined: a family's own straight forward (`ModelAdapter.inlined`) in place of the model's modules.
+
+It must compute the same. When a model first meets a kind of block, the block runs both ways, and the results are
+compared: bit for bit in half precision, within rounding otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lade.block.kv_cache import LookaheadCache
+from lade.block.mask import Block
+from lade.compat import is_out_of_memory
+from lade.models.base import ModelAdapter
+from lade.state import PerModel
+from lade.tolerance import logits_error
+
+# By kind of block: why it must not run inlined, as a sentence; None where it may.
+_verdicts: PerModel[dict[Hashable, str | None]] = PerModel(dict)
+
+
+def inlining_reason(adapter: ModelAdapter) -> str | None:
+    """Why a model's blocks cannot run inlined, as a sentence; None where they can, if its modules are as expected."""
+    if type(adapter).inlined is ModelAdapter.inlined:
+        return "lade has no inlined forward for this family"
+    if adapter.config._attn_implementation != "sdpa":
+        return "blocks run inlined with the attention sdpa only"
+    if adapter.unusual_parts or not adapter.leaves_no_tensor:
+        return "the model is in training mode, compiled, under autocast, or not as transformers made it"
+    return None
+
+
+class InlinedForward:
+    """One call's inlined blocks."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self.num_steps = 0
+        self.refusal: str | None = None  # why some blocks did not run inlined, as a sentence
+        self.seconds = 0.0  # spent on comparing, since somebody set it to 0
+        self._adapter = adapter
+        self._run: Callable[..., Tensor] | None = None
+
+    def logits(
+        self, model: Any, block: Block, cache: LookaheadCache, masks: Any, ordinary: Callable[[], Tensor]
+    ) -> Tensor:
+        """Logits of a block, [B, R, V]. model: that `ordinary`, the forward through its modules, runs on."""
+        adapter = self._adapter
+        verdicts = _verdicts.of(adapter.model)
+        kind = (type(model), adapter.dtype, len(block.tokens) > 1, cache.slots is None, block.needs_all_rows)
+        if kind not in verdicts:
+            expected, began = ordinary(), perf_counter()
+            verdicts[kind] = self._difference(expected, model, block, cache, masks)
+            self.seconds = perf_counter() - began
+            if verdicts[kind] is None:
+                return expected
+        self.refusal = verdicts[kind]
+        if self.refusal is not None:
+            return ordinary()  # again after a comparison, which has left other keys and values
+        self.num_steps += 1
+        return self._inlined(model, block, cache, masks)
+
+    def _inlined(self, model: Any, block: Block, cache: LookaheadCache, masks: Any) -> Tensor:
+        if self._run is None:
+            self._run = self._adapter.inlined(model)
+            if self._run is None:
+                raise NotImplementedError("its layers have other modules")
+        with torch.inference_mode():
+            return self._run(block, cache, masks)
+
+    def _difference(self, expected: Tensor, *arguments: Any) -> str | None:
+        """How inlined logits differ, as a sentence; None if they do not."""
+        try:
+            found = self._inlined(*arguments)
+        except Exception as error:  # modules of another version of transformers may be used otherwise
+            if is_out_of_memory(error):
+                raise
+            return f"the model cannot run inlined ({type(error).__name__}: {error})"
+        if torch.equal(found, expected) or (self._adapter.is_exact and logits_error(found, expected) is None):
+            return None
+        return "the inlined forward differs from the model's own by more than rounding"
