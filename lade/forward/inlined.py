@@ -43,6 +43,7 @@ class InlinedForward:
         self.refusal: str | None = None  # why some blocks did not run inlined, as a sentence
         self.seconds = 0.0  # spent on comparing, since somebody set it to 0
         self._adapter = adapter
+        self._types = frozenset(map(type, adapter.parts))
         self._run: Callable[..., Tensor] | None = None
 
     def logits(
@@ -51,7 +52,7 @@ class InlinedForward:
         """Logits of a block, [B, R, V]. model: that `ordinary`, the forward through its modules, runs on."""
         adapter = self._adapter
         verdicts = _verdicts.of(adapter.model)
-        kind = (type(model), adapter.dtype, len(block.tokens) > 1, cache.slots is None, block.needs_all_rows)
+        kind = (self._types, adapter.dtype, len(block.tokens) > 1, cache.slots is None, block.needs_all_rows)
         if kind not in verdicts:
             expected, began = ordinary(), perf_counter()
             verdicts[kind] = self._difference(expected, model, block, cache, masks)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
+from lade.compat import ALL_ATTENTION_FUNCTIONS
 from lade.models.base import ModelAdapter
 
 # The modules that a layer and its attention consist of. Others would be left out.
@@ -50,6 +50,8 @@ def is_of_llama(layer: nn.Module) -> bool:
 class _Layer:
     """What a layer's forward calls: looking modules up costs, too."""
 
+    attention: Any  # the module
+    attention_function: Any  # of transformers' attention interface
     input_norm: Any
     projections: tuple[Any, ...]  # of queries, keys and values
     product: Any  # of all three at once, where packed weights have it
@@ -65,11 +67,13 @@ class _Layer:
     type: str | None
 
     @classmethod
-    def of(cls, layer: Any, layer_type: str | None) -> _Layer:
+    def of(cls, layer: Any, layer_type: str | None, attention_function: Any) -> _Layer:
         attention = layer.self_attn
         head_dim = attention.head_dim
         has_norms = "q_norm" in attention._modules
         return cls(
+            attention=attention,
+            attention_function=attention_function,
             input_norm=layer.input_layernorm.forward,
             projections=(attention.q_proj, attention.k_proj, attention.v_proj),
             product=getattr(attention.q_proj, "whole", None),
@@ -101,24 +105,17 @@ class _Layer:
         left, right = rotated.chunk(2, -1)
         rotated = rotated * cos + torch.cat((right, left), -1) * sin
         keys, values = slots.update(rotated[:, self.num_heads :], values)
-        attended = functional.scaled_dot_product_attention(
-            rotated[:, : self.num_heads],
-            keys,
-            values,
-            attn_mask=mask,
-            scale=self.scaling,
-            enable_gqa=self.num_heads > self.num_key_heads,
-        )
-        output: Tensor = self.output(attended.transpose(1, 2).reshape(batch_size, num_tokens, -1))
+        queries = rotated[:, : self.num_heads]
+        attended, _ = self.attention_function(self.attention, queries, keys, values, mask, scaling=self.scaling)
+        output: Tensor = self.output(attended.reshape(batch_size, num_tokens, -1))
         return output
 
 
 class InlinedLlama:
     """A block's forward through a model of Llama's layers, as one function.
 
-    What it computes is `LlamaForCausalLM.forward` of transformers, operation by operation, but that queries and keys
-    are rotated together, and that keys and values are not repeated for the heads that share them. Neither changes a
-    bit.
+    It is `LlamaForCausalLM.forward` of transformers operation by operation, but that queries and keys are rotated
+    together, which changes no bit.
     """
 
     def __init__(self, model: Any, layers: list[nn.Module], layer_types: list[str] | None) -> None:
@@ -126,7 +123,8 @@ class InlinedLlama:
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm.forward
         self._head = model.get_output_embeddings()
         types: list[Any] = layer_types or [None] * len(layers)
-        self._layers = [_Layer.of(*pair) for pair in zip(layers, types, strict=False)]
+        attention = ALL_ATTENTION_FUNCTIONS[decoder.config._attn_implementation]
+        self._layers = [_Layer.of(*pair, attention) for pair in zip(layers, types, strict=False)]
 
     def __call__(self, block: Block, cache: LookaheadCache, masks: Tensor | dict[str, Tensor]) -> Tensor:
         """Run a block that `cache` has room for. masks: of `ModelAdapter.masks`. Returns the logits, [B, R, V]."""

@@ -1,0 +1,243 @@
+"""Inlined blocks (`lade/models/llama.py`, `lade/forward/inlined.py`): the bits of the model's own forward, compared
+before use, and nothing else than what they are made for."""
+
+import pytest
+import torch
+import transformers
+from support import generate_plain, inference_tensors, prompt, tiny_llama
+from support.families import FAMILIES
+from torch import nn
+
+import lade
+from lade import models
+from lade.block_size import tables
+from lade.commands.forward_costs import causal_block, filled_cache
+from lade.forward.inlined import _verdicts
+from lade.models.llama import InlinedLlama, LlamaAdapter
+
+NEW = 24
+TYPES = models.ADAPTERS[LlamaAdapter].split()
+LLAMAS = [family for family in FAMILIES if family.name.partition("-")[0] in TYPES]
+
+
+def built(family, dtype=torch.float32):
+    if not family.exists:
+        pytest.skip(f"transformers {transformers.__version__} has no {family.model_class}")
+    return family.build().to(dtype)
+
+
+def generate(model, inputs, **arguments):
+    result = model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **arguments})
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    return result, stats
+
+
+# What is computed.
+
+
+def test_every_listed_family_is_tried():
+    assert {family.name.partition("-")[0] for family in LLAMAS} == set(TYPES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", LLAMAS, ids=lambda family: family.name)
+@torch.no_grad()
+def test_the_same_bits(family, dtype):
+    adapter = LlamaAdapter(built(family, dtype))
+    cache = filled_cache(adapter, 40, 8)
+    inlined = adapter.inlined(adapter.block_model)
+    for size in (1, 2, 7):
+        block = causal_block(adapter, cache, size)
+        expected = adapter.forward_block(block, cache).logits
+        slots = [(layer.prefix_views["keys"].clone(), layer.prefix_views["values"].clone()) for layer in cache.layers]
+        adapter.begin_block(block, cache)
+        found = inlined(block, cache, adapter.masks(block))
+        assert torch.equal(found, expected)
+        for layer, (keys, values) in zip(cache.layers, slots, strict=True):
+            assert torch.equal(layer.prefix_views["keys"], keys)
+            assert torch.equal(layer.prefix_views["values"], values)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", ["tree", "lookahead"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_texts_are_plain_ones(lade_on, mode, batch_size, arguments):
+    """Rows of other lengths, with padding, and blocks whose slots differ by row."""
+    model = tiny_llama(torch.float32)
+    lade.config_lade(MODE=mode)
+    inputs = prompt(batch_size=batch_size)
+    if batch_size > 1:
+        inputs["attention_mask"][0, :3] = 0
+    torch.manual_seed(1)
+    expected = generate_plain(model, inputs, max_new_tokens=NEW, **{"do_sample": False, **arguments})
+    torch.manual_seed(1)
+    found, stats = generate(model, inputs, **arguments)
+    assert torch.equal(found, expected)
+    assert stats.inlining_reason is None
+    assert stats.inlined_steps >= stats.steps - 4  # without the prompt's and those that are compared
+    assert not inference_tensors(model)
+
+
+@pytest.mark.parametrize("family", LLAMAS, ids=lambda family: family.name)
+def test_families(lade_on, family):
+    model = built(family)
+    expected = generate_plain(model, prompt(), max_new_tokens=NEW, do_sample=False)
+    found, stats = generate(model, prompt())
+    assert torch.equal(found, expected)
+    assert stats.inlined_steps
+    assert stats.inlining_reason is None
+
+
+@pytest.mark.parametrize("pack", [0, 1])
+def test_half_precision_texts_do_not_change_by_it(lade_on, pack, monkeypatch):
+    model = tiny_llama(torch.bfloat16, vocab_size=256, hidden_size=64, intermediate_size=160)
+    monkeypatch.setattr(tables, "folder", lambda: None)  # no table of costs that the first call stores for the second
+    found = []
+    for inline in (0, 1):
+        lade.config_lade(INLINE=inline, PACK=pack, SHARE=0)
+        text, stats = generate(model, prompt(), max_new_tokens=40)
+        assert bool(stats.inlined_steps) == bool(inline)
+        assert bool(stats.packed_weights) == bool(pack)
+        found.append((text.tolist(), stats.block_tokens))
+    assert found[0] == found[1]
+
+
+# Compared before use.
+
+
+def test_what_it_says_decides(lade_on, monkeypatch):
+    """The negative control, behind a comparison that found nothing."""
+    model = tiny_llama(torch.float32)
+    expected = generate_plain(model, prompt(), max_new_tokens=NEW, do_sample=False)
+    generate(model, prompt())
+    run = InlinedLlama.__call__
+    monkeypatch.setattr(InlinedLlama, "__call__", lambda *arguments: -run(*arguments))
+    assert not torch.equal(generate(model, prompt())[0], expected)
+
+
+def another_mask(run, self, block, cache, masks):
+    return run(self, block, cache, masks * 0)
+
+
+def of_another_version(run, self, block, cache, masks):
+    run(self, block, cache, masks)
+    raise AttributeError("no such attribute")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (another_mask, "differs from the model's own by more than rounding"),
+        (of_another_version, "cannot run inlined (AttributeError: no such attribute)"),
+    ],
+)
+def test_a_difference_is_found(lade_on, monkeypatch, change, reason):
+    model = tiny_llama(torch.float32)
+    expected = generate_plain(model, prompt(), max_new_tokens=NEW, do_sample=False)
+    run = InlinedLlama.__call__
+    monkeypatch.setattr(InlinedLlama, "__call__", lambda *arguments: change(run, *arguments))
+    for _ in range(2):
+        found, stats = generate(model, prompt())
+        assert torch.equal(found, expected)
+        assert stats.inlined_steps == 0
+        assert reason in stats.inlining_reason
+    (verdicts,) = _verdicts.all()
+    assert len(verdicts) == 1
+
+
+def test_one_bit_counts_in_half_precision(lade_on, monkeypatch):
+    run = InlinedLlama.__call__
+
+    def nearly(*arguments):
+        logits = run(*arguments)
+        return logits * (1 + torch.finfo(logits.dtype).eps)
+
+    monkeypatch.setattr(InlinedLlama, "__call__", nearly)
+    for dtype, is_fine in ((torch.float32, True), (torch.bfloat16, False)):
+        stats = generate(tiny_llama(dtype), prompt())[1]
+        assert (stats.inlining_reason is None) == is_fine
+
+
+def test_other_modules_are_compared_anew(lade_on):
+    """Modules that were replaced since the model was compared."""
+    model = tiny_llama(torch.float32)
+    generate(model, prompt())
+    model.model.layers[0].mlp.act_fn = nn.ReLU().eval()
+    model.model.layers[1].input_layernorm = nn.LayerNorm(48).eval()
+    expected = generate_plain(model, prompt(), max_new_tokens=NEW, do_sample=False)
+    found, stats = generate(model, prompt())
+    assert torch.equal(found, expected)
+    assert stats.inlined_steps
+    assert len(_verdicts.of(model)) == 2
+
+
+# Where it does not run.
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lade.allow_hook(lambda *_: None))
+
+
+def extended(model):
+    model.model.layers[0].self_attn.extra = nn.Identity()
+
+
+def patched(model):
+    forward = model.model.layers[0].forward
+    model.model.layers[0].forward = lambda *arguments, **named: forward(*arguments, **named)
+
+
+def in_training(model):
+    model.train()
+
+
+def with_eager_attention(model):
+    model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("change", [hooked, extended, patched, in_training, with_eager_attention])
+def test_not_where_modules_matter(lade_on, change):
+    model = tiny_llama(torch.float32)
+    change(model)
+    expected = generate_plain(model, prompt(), max_new_tokens=NEW, do_sample=False)
+    found, stats = generate(model, prompt())
+    assert torch.equal(found, expected)
+    assert stats.inlined_steps == 0
+    assert stats.inlining_reason
+
+
+def test_not_where_the_user_wants_what_lies_between(lade_on):
+    model = tiny_llama(torch.float32)
+    wanted = {"return_dict_in_generate": True, "output_hidden_states": True, "do_sample": False}
+    expected = generate_plain(model, prompt(), max_new_tokens=8, **wanted)
+    found, stats = generate(model, prompt(), max_new_tokens=8, **wanted)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert stats.inlined_steps == 0
+    for mine, theirs in zip(found.hidden_states[1], expected.hidden_states[1], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_not_where_it_is_switched_off_or_others_run(lade_on):
+    model = tiny_llama(torch.float32)
+    for settings in ({"INLINE": 0}, {"INLINE": 1, "USE_FLASH": 1}):
+        lade.config_lade(**settings)
+        assert generate(model, prompt())[1].inlined_steps == 0
+    with pytest.raises(ValueError, match="INLINE must be 0 or 1, got 2"):
+        lade.config_lade(INLINE=2)
+
+
+def test_costs_have_a_kind_of_their_own(lade_on):
+    from lade.forward.runner import BlockRunner
+
+    runner = BlockRunner(LlamaAdapter(tiny_llama(torch.float32)))
+    assert runner.kind == ()
+    assert runner.use_inlined() is None
+    assert runner.kind == ("inlined",)
+
+
+def test_the_model_is_as_it_was(lade_on):
+    model = tiny_llama(torch.float32)
+    before = {name: (part, type(part), list(vars(part))) for name, part in model.named_modules()}
+    assert generate(model, prompt())[1].inlined_steps
+    assert {name: (part, type(part), list(vars(part))) for name, part in model.named_modules()} == before
