@@ -39,11 +39,19 @@ METHODS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"prompt_lookup_num_tokens": 5},
     "lade": {},  # each call with an empty memory
     "lade_unpacked": {},  # the same without packed weights
+    "lade_modules": {},  # the same with blocks that run through the model's modules (INLINE=0)
     "lade_kept": {},  # as by default: what one prompt has taught serves the next ones; forgotten before each trial
     "lookahead": {},  # lade with the paper's window and pool, of the sizes in --level --window --guess
 }
 # Settings of lade on top of the command line's, for the methods that are its own.
-OWN: dict[str, dict[str, Any]] = {"lade": {}, "lade_unpacked": {"PACK": 0}, "lade_kept": {}, "lookahead": {}}
+OWN: dict[str, dict[str, Any]] = {
+    "lade": {},
+    "lade_unpacked": {"PACK": 0},
+    "lade_modules": {"INLINE": 0},
+    "lade_kept": {},
+    "lookahead": {},
+}
+STUDIES = {"plain_packed", "lade_unpacked", "lade_modules"}  # what one part gives: run when named
 kept = lade.Memory()  # of "lade_kept"
 
 
@@ -176,7 +184,7 @@ def warm_up(model: Any, inputs: list[dict[str, torch.Tensor]], methods: dict[str
 def chosen_methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Name -> arguments of generate()."""
     on_gpu = torch.device(args.device).type == "cuda"
-    left_out = {None if on_gpu else "static", "lade_kept" if args.shape else None, "plain_packed", "lade_unpacked"}
+    left_out = STUDIES | {None if on_gpu else "static", "lade_kept" if args.shape else None}
     names = args.methods.split(",") if args.methods else [name for name in METHODS if name not in left_out]
     OWN["lookahead"] = {"MODE": "lookahead"} | harness.sizes(args)
     unknown = set(names) - set(METHODS)
@@ -325,7 +333,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument(
         "--methods",
-        help=f"of {','.join(METHODS)}; by default all that can run, static on a GPU only, neither plain_packed nor lade_unpacked",
+        help=f"of {','.join(METHODS)}; by default all that can run, static on a GPU only, without {', '.join(sorted(STUDIES))}",
     )
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the JSON there as well")

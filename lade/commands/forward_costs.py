@@ -36,7 +36,7 @@ def step_costs(
     tokens.
 
     The sizes take turns, so that other load on the machine affects all alike. Each block runs as in the loop, with the
-    logits of all rows, with packed weights and inlined where the settings allow. One token is the exception: it is what plain
+    logits of all rows, packed and inlined where the settings allow. One token is the exception: it is what plain
     generate() steps over, on the model as it is. progress: wraps the rounds, for a progress bar. Sizes beyond the
     model's last position are left out. Raises ValueError when lookahead cannot run on the model.
     """
