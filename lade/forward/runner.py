@@ -130,7 +130,7 @@ class BlockRunner:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """The features of a block's forward that change its cost: a subset of "kernel", "graph", "grouped", "packed"."""
+        """What of a block's forward changes its cost: a subset of "kernel", "graph", "grouped", "packed"."""
         found = {
             "kernel": self.uses_kernel,
             "graph": self.captures,
