@@ -67,7 +67,7 @@ def can_group(adapter: ModelAdapter) -> bool:
     num_heads, num_shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if not (isinstance(num_heads, int) and isinstance(num_shared, int) and num_shared < num_heads):
         return False
-    if model.device.type != "cpu" or adapter.has_own_blocks or not adapter.code.is_as_made:
+    if model.device.type != "cpu" or not adapter.code.is_as_made:
         return False
     # A self-check would have run with the model's own attention.
     if needs_self_check(adapter) or not model._can_set_attn_implementation():
