@@ -51,6 +51,7 @@ def step_costs(
     cache = filled_cache(adapter, context, max(sizes))
     blocks = {size: causal_block(adapter, cache, size) for size in sizes}
     runner = BlockRunner(adapter)
+    runner.use_grouped_attention()
     choose_packing(runner, current_config(), GenerationStats(), TOKENS_BEFORE_PACKING)
     choose_inlining(runner, current_config(), GenerationStats())
     seconds: dict[int, list[float]] = {size: [] for size in sizes}

@@ -51,6 +51,7 @@ def choose_forward(
         stats.cuda_graph_reason = reason or graph_refusal(config, model, num_new, num_rows)
         captures = stats.cuda_graph_reason is None
     choose_attention(runner, config, stats, key_mask, wanted, captures)
+    runner.use_grouped_attention()
     if captures and padded_capacity(num_slots) > most_captured_slots(config, runner.uses_kernel):
         captures, stats.cuda_graph_reason = False, TOO_MANY_SLOTS
     if reason is None and (compiles or captures):

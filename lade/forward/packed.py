@@ -461,9 +461,9 @@ def weights_to_pack(adapter: ModelAdapter) -> list[Weights]:
     return list({key_of(group): group for group in weights}.values())
 
 
-def packed_model(model: Any, products: PackedProducts) -> Any:
-    """A shadow of a model whose layers multiply with the copies, where there are any."""
-    shadow = shadow_model(model)
+def packed_model(model: Any, products: PackedProducts, attention: str | None = None) -> Any:
+    """A shadow of a model whose layers multiply with the copies, where there are any. attention: as for a shadow."""
+    shadow = shadow_model(model, attention)
     for layers in groups_of(shadow, products.shared.apart):
         copy = products.copies.get(key_of(layer.weight for layer in layers))
         if copy is None:

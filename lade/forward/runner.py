@@ -16,6 +16,8 @@ from lade.block.mask import Block
 from lade.compat import CausalLMOutputWithPast
 from lade.config import LookaheadConfig
 from lade.forward.buffer_pool import padded_capacity
+from lade.forward.grouped_attention import NAME as GROUPED
+from lade.forward.grouped_attention import can_group
 from lade.forward.inlined import InlinedForward, inlining_reason
 from lade.forward.packed import PackedProducts, packed_model, packed_weights, packing_reason, weights_to_pack
 from lade.forward.static_inputs import DigestSettings, masks_of
@@ -37,6 +39,7 @@ class BlockRunner:
         """device: where blocks that were laid out on the host are sent for eager forwards; None for the model's."""
         self.adapter, self.device = adapter, device or adapter.model.device
         self.uses_kernel = False  # whether blocks use lade's attention kernel
+        self.uses_grouped = False  # whether their attention reads shared keys and values without repeating them
         self.is_typical = True  # whether a block's time may be learned as that of its `kind`
         self.padding: Tensor | None = None  # [B] left-padding slots per row, for the kernel
         self._static: StaticForward | None = None
@@ -92,6 +95,10 @@ class BlockRunner:
             self.adapter, self.model, config, stats, uses_kernel=self.uses_kernel, captures=captures
         )
 
+    def use_grouped_attention(self) -> None:
+        """Let blocks read keys and values that several heads share without repeating them, where they can."""
+        self.uses_grouped = not self.uses_kernel and can_group(self.adapter)
+
     def use_packed_weights(self, num_new: int, is_asked: bool) -> str | None:
         """Let blocks use packed weights where possible and useful. Returns why some or all are not packed, or None.
 
@@ -133,10 +140,11 @@ class BlockRunner:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """The features of a block's forward that change its cost: of "kernel", "graph", "packed", "inlined"."""
+        """What of a block's forward changes its cost: of "kernel", "graph", "grouped", "packed", "inlined"."""
         features = {
             "kernel": self.uses_kernel,
             "graph": self.captures,
+            "grouped": self.uses_grouped,
             "packed": self._counts_as_packed,
             "inlined": self._inlined is not None,
         }
@@ -144,10 +152,12 @@ class BlockRunner:
 
     @cached_property
     def model(self) -> Any:
-        """The model that runs the blocks: the adapter's, or a shadow model with lade's kernel or packed weights."""
-        adapter = self.adapter
-        model = shadow_model(adapter.model, attention=KERNEL) if self.uses_kernel else adapter.block_model
-        return model if self._products is None else packed_model(model, self._products)
+        """The model that runs the blocks: the adapter's, or a shadow model with lade's attention or packed weights."""
+        model = self.adapter.model if self.uses_kernel else self.adapter.block_model
+        attention = KERNEL if self.uses_kernel else GROUPED if self.uses_grouped else None
+        if self._products is not None:
+            return packed_model(model, self._products, attention)
+        return model if attention is None else shadow_model(model, attention)
 
     # The cache.
 

@@ -1,0 +1,294 @@
+"""Blocks on a CPU read keys and values that several heads share without repeating them, and compute the same bits."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import generate_plain, padded_prompt, prompt, tiny_llama
+from torch.nn import functional
+from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import lade
+from lade import decoding
+from lade.commands.forward_costs import step_costs
+from lade.compat import sdpa_attention_forward
+from lade.drafting import make_drafter
+from lade.forward import grouped_attention, packed, runner, static_shapes
+from lade.forward.grouped_attention import NAME, can_group, grouped_attention_forward, has_same_bits
+from lade.forward.packed import packed_weights
+from lade.forward.runner import BlockRunner
+from lade.models import adapter_for
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+needs_kernel = pytest.mark.skipif(
+    not all(map(has_same_bits, DTYPES)), reason="this torch repeats keys and values on a CPU"
+)
+NEW = 40
+
+
+def states(num_heads, num_shared, num_queries, num_slots, dtype, batch_size=1, head_dim=64):
+    """Of a layer: the module, its query, key and value, the latter two a part of a larger cache, and a mask."""
+    numbers = torch.Generator().manual_seed(num_slots)
+    query = torch.randn(batch_size, num_queries, num_heads, head_dim, generator=numbers).to(dtype).transpose(1, 2)
+    cache = torch.randn(2, batch_size, num_shared, num_slots + 9, head_dim, generator=numbers).to(dtype)
+    is_hidden = torch.rand(batch_size, 1, num_queries, num_slots, generator=numbers) < 0.3
+    is_hidden[-1, :, :, : num_slots // 2] = batch_size > 1  # ragged
+    mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, torch.finfo(dtype).min)
+    module = SimpleNamespace(num_key_value_groups=num_heads // num_shared, is_causal=True)
+    return module, query, *cache[..., :num_slots, :], mask
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What torch's attention was called with, by `grouped_attention_forward` alone: (query heads, key heads, q)."""
+    found = []
+
+    def watch(query, key, value, **arguments):
+        assert arguments["enable_gqa"]
+        found.append((query.shape[1], key.shape[1], query.shape[2]))
+        return functional.scaled_dot_product_attention(query, key, value, **arguments)
+
+    monkeypatch.setattr(grouped_attention, "functional", SimpleNamespace(scaled_dot_product_attention=watch))
+    return found
+
+
+# One layer.
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (14, 2), (32, 8), (5, 1)], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_bits_are_those_of_repeated_keys_and_values(heads, dtype, batch_size, calls):
+    for num_queries in (2, 3, 8, 17, 64, 129):
+        for num_slots in (num_queries, 150, 601):
+            if num_slots >= num_queries:
+                layer = states(*heads, num_queries, num_slots, dtype, batch_size)
+                expected, _ = sdpa_attention_forward(*layer, scaling=0.2)
+                found, weights = grouped_attention_forward(*layer, scaling=0.2)
+                assert torch.equal(found, expected)
+                assert found.is_contiguous()
+                assert weights is None
+                assert calls.pop() == (*heads, num_queries)
+
+
+def test_what_it_is_not_for_is_left_to_transformers(calls):
+    """Each case has the bits, or the error, of transformers' function."""
+    layer = states(4, 2, 6, 50, torch.float32)
+    query, key, value, mask = layer[1:]
+    one = states(4, 2, 1, 50, torch.float32)
+    repeated = (SimpleNamespace(num_key_value_groups=1), query, *(x.repeat_interleave(2, 1) for x in (key, value)))
+    cases = {
+        "no mask": ((*layer[:4], None), {}),
+        "one token": (one, {}),
+        "no groups": ((*repeated, mask), {}),
+        "no attribute": ((torch.nn.Identity(), *repeated[1:], mask), {}),
+        "causal": ((*layer[:4], None), {"is_causal": False}),
+        "bias": (layer, {"position_bias": torch.ones(1, 4, 6, 50).cumsum(-1)}),
+        "soft cap": (layer, {"softcap": 0.5}),
+        "dropout": (layer, {"dropout": 0.5}),
+    }
+    for name, (given, arguments) in cases.items():
+        results = []
+        for function in (sdpa_attention_forward, grouped_attention_forward):
+            torch.manual_seed(0)
+            try:
+                results.append(function(*given, scaling=0.2, **arguments)[0])
+            except (ValueError, TypeError) as error:
+                results.append(torch.tensor(list(str(error).encode())))
+        assert torch.equal(*results), name
+    assert not calls
+    with pytest.raises(RuntimeError):  # the module says another number of groups than its heads
+        grouped_attention_forward(SimpleNamespace(num_key_value_groups=4), query, key, value, mask)
+    assert not calls
+    grouped_attention_forward(*layer, scaling=0.2, softcap=None, sliding_window=7, output_attentions=False)
+    assert calls == [(4, 2, 6)]
+
+
+def test_a_torch_that_rounds_otherwise_is_noticed(monkeypatch):
+    stock = functional.scaled_dot_product_attention
+
+    def rounds(*arguments, enable_gqa=False, **others):
+        return stock(*arguments, enable_gqa=enable_gqa, **others) * (1 + enable_gqa * 2e-7)
+
+    for function, expected in ((stock, has_same_bits(torch.float32)), (rounds, False)):
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", function)
+        assert has_same_bits.__wrapped__(torch.float32) is expected
+
+
+# The runner.
+
+
+def runner_of(model):
+    found = BlockRunner(adapter_for(model))
+    found.use_grouped_attention()
+    return found
+
+
+@needs_kernel
+def test_the_users_model_is_unchanged():
+    model = tiny_llama()
+    before, configs = vars(model).copy(), copy.deepcopy(model.config)
+    blocks = runner_of(model)
+    assert blocks.kind == ("grouped",)
+    shadow = blocks.model
+    assert {part.config._attn_implementation for part in shadow.modules() if hasattr(part, "config")} == {NAME}
+    assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {"sdpa"}
+    assert vars(model) == before
+    assert model.config.to_dict() == configs.to_dict()
+    assert all(a is b for a, b in zip(model.parameters(), shadow.parameters(), strict=True))
+
+
+def hooked():
+    model = tiny_llama()
+    lade.allow_hook(hook := lambda *_: None)
+    model.model.layers[0].register_forward_hook(hook)
+    return model
+
+
+def patched():
+    model = tiny_llama()
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda *arguments: forward(*arguments)
+    return model
+
+
+def unknown():
+    class Own(type(tiny_llama())):
+        """Whose model type is known, and whose code is not."""
+
+    model = tiny_llama()
+    model.__class__ = Own
+    return model
+
+
+def unnamed():
+    model = tiny_llama()
+    vars(model.config)["num_key_value_heads"] = [2, 2]  # a family that has a number for each layer
+    return model
+
+
+REFUSED = {
+    "one head each": lambda: tiny_llama(num_key_value_heads=4),
+    "eager": lambda: tiny_llama(attention="eager"),
+    "other device": lambda: tiny_llama().to("meta"),
+    **{made.__name__: made for made in (hooked, patched, unknown, unnamed)},
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_models_keep_their_attention(name):
+    blocks = runner_of(REFUSED[name]())
+    assert blocks.kind == ()
+    assert blocks.model is blocks.adapter.model
+
+
+@needs_kernel
+def test_a_replaced_attention_is_kept(monkeypatch):
+    assert can_group(adapter_for(tiny_llama()))
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *_, **__: None)
+    assert not can_group(adapter_for(tiny_llama()))
+
+
+def test_not_where_bits_would_differ(monkeypatch):
+    monkeypatch.setattr(grouped_attention, "has_same_bits", lambda dtype: False)
+    assert not can_group(adapter_for(tiny_llama()))
+
+
+# Texts.
+
+
+def mistral(dtype):
+    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 9}
+    torch.manual_seed(0)
+    model = MistralForCausalLM._from_config(MistralConfig(**sizes, **heads), attn_implementation="sdpa")
+    model.generation_config.eos_token_id = None
+    return model.to(dtype).eval()
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("make", [tiny_llama, mistral])
+@pytest.mark.parametrize("mode", ["tree", "lookahead"])
+def test_texts_are_plain_ones(lade_on, calls, dtype, arguments, make, mode):
+    model, inputs = make(dtype), padded_prompt() if dtype == torch.float64 else prompt()
+    lade.config_lade(MODE=mode)
+    torch.manual_seed(3)
+    expected = generate_plain(model, inputs, max_new_tokens=NEW, **arguments)
+    assert not calls
+    torch.manual_seed(3)
+    found = model.generate(**inputs, max_new_tokens=NEW, **arguments)
+    assert lade.last_stats().fallback_reason is None
+    assert torch.equal(found, expected)
+    assert {heads[:2] for heads in calls} == {(4, 2)}
+    num_steps = sum(count > 1 for count in lade.last_stats().block_tokens)
+    assert len(calls) == 2 * num_steps > 0  # of two layers; steps of a single token are left to transformers
+    assert model.config._attn_implementation == "sdpa"
+
+
+@needs_kernel
+def test_a_wrong_attention_would_be_seen(lade_on, monkeypatch):
+    """The negative control: what the grouped attention says decides."""
+    model = tiny_llama(torch.float32)
+    expected = generate_plain(model, prompt(), max_new_tokens=NEW)
+    wrong = SimpleNamespace(
+        scaled_dot_product_attention=lambda *given, **kw: -functional.scaled_dot_product_attention(*given, **kw)
+    )
+    monkeypatch.setattr(grouped_attention, "functional", wrong)
+    assert not torch.equal(model.generate(**prompt(), max_new_tokens=NEW), expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_packed_weights(lade_on, calls, monkeypatch, dtype):
+    """In bfloat16, too, texts and sizes of blocks are those with repeated keys and values."""
+    monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    lade.config_lade(PACK=1, DETERMINISTIC=1, SHARE=0)
+    found = []
+    for groups in (False, True):
+        monkeypatch.setattr(runner, "can_group", lambda adapter, groups=groups: groups)
+        text = model.generate(**prompt(), max_new_tokens=NEW, do_sample=False)
+        stats = lade.last_stats()
+        assert stats.packed_weights == (15 if packed.has_onednn() else 0)
+        assert bool(calls) == groups
+        found.append((text.tolist(), stats.block_tokens))
+    assert found[0] == found[1]
+    packed_weights(model).drop()
+
+
+@needs_kernel
+def test_compiled(lade_on, monkeypatch):
+    monkeypatch.setattr(static_shapes, "BACKEND", "eager")
+    model, inputs = tiny_llama(), prompt()
+    expected = generate_plain(model, inputs, max_new_tokens=NEW)
+    lade.config_lade(COMPILE=1)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=NEW), expected)
+    assert lade.last_stats().compile_reason is None
+    assert lade.last_stats().compiled_steps > 0
+    assert {key[-1] for key in static_shapes._compiled.of(model)} == {NAME}
+
+
+@needs_kernel
+def test_costs_are_counted_apart(lade_on, monkeypatch):
+    """A table measured with repeated keys and values says nothing about blocks without."""
+    kinds = []
+    monkeypatch.setattr(
+        decoding, "make_drafter", lambda request: kinds.append(request.forward_kind) or make_drafter(request)
+    )
+    for model in (tiny_llama(), tiny_llama(num_key_value_heads=4)):
+        model.generate(**prompt(), max_new_tokens=4)
+    assert kinds == [("grouped",), ()]
+
+
+@needs_kernel
+def test_measured_costs_are_those_of_the_loop(calls):
+    step_costs(adapter_for(tiny_llama()), sizes=(1, 8), context=20, trials=1)
+    assert set(calls) == {(4, 2, 8)}
