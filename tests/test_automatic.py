@@ -363,7 +363,12 @@ def test_what_a_step_costs_depends_on_the_way(on_cuda, kernel, monkeypatch):
     for settings in ({}, {"USE_FLASH": 0}, {"CUDA_GRAPH": 0}, {"USE_FLASH": 1}):
         lade.config_lade(**settings)
         run(model)
-    assert [request.forward_kind for request in requests] == [("kernel", "graph"), ("graph",), ("inlined",), ("kernel",)]
+    assert [request.forward_kind for request in requests] == [
+        ("kernel", "graph"),
+        ("graph",),
+        ("inlined",),
+        ("kernel",),
+    ]
     assert len({id(make_drafter(request).costs.at(100)) for request in requests}) == len(requests)
 
 

@@ -44,7 +44,7 @@ class InlinedForward:
         self.seconds = 0.0  # spent on comparing, since somebody set it to 0
         self._adapter = adapter
         self._types = frozenset(map(type, adapter.parts))
-        self._run: Callable[..., Tensor] | None = None
+        self._forward: Callable[..., Tensor] | None = None
 
     def logits(
         self, model: Any, block: Block, cache: LookaheadCache, masks: Any, ordinary: Callable[[], Tensor]
@@ -63,20 +63,21 @@ class InlinedForward:
         if self.refusal is not None:
             return ordinary()  # again after a comparison, which has left other keys and values
         self.num_steps += 1
-        return self._inlined(model, block, cache, masks)
+        return self.run(model, block, cache, masks)
 
-    def _inlined(self, model: Any, block: Block, cache: LookaheadCache, masks: Any) -> Tensor:
-        if self._run is None:
-            self._run = self._adapter.inlined(model)
-            if self._run is None:
+    def run(self, model: Any, block: Block, cache: LookaheadCache, masks: Any) -> Tensor:
+        """The inlined forward itself, not compared with anything. As for `logits`."""
+        if self._forward is None:
+            self._forward = self._adapter.inlined(model)
+            if self._forward is None:
                 raise NotImplementedError("its layers have other modules")
         with torch.inference_mode():
-            return self._run(block, cache, masks)
+            return self._forward(block, cache, masks)
 
     def _difference(self, expected: Tensor, *arguments: Any) -> str | None:
         """How inlined logits differ, as a sentence; None if they do not."""
         try:
-            found = self._inlined(*arguments)
+            found = self.run(*arguments)
         except Exception as error:  # modules of another version of transformers may be used otherwise
             if is_out_of_memory(error):
                 raise
