@@ -286,6 +286,7 @@ def test_not_where_the_user_wants_what_lies_between(lade_on):
     found, stats = generate(model, prompt(), max_new_tokens=8, **wanted)
     assert torch.equal(found.sequences, expected.sequences)
     assert stats.inlined_steps == 0
+    assert stats.inlining_reason == "output_hidden_states asks for more than the inlined forward returns"
     for mine, theirs in zip(found.hidden_states[1], expected.hidden_states[1], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 

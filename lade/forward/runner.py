@@ -245,7 +245,7 @@ class BlockRunner:
         else:
             masks = adapter.masks(block)
         ordinary = partial(adapter.ordinary_forward, block, cache, self.model, masks, **wanted)
-        if self._inlined is None or wanted:
+        if self._inlined is None:
             return ordinary()
         logits = self._inlined.logits(block, cache, masks, lambda: ordinary().logits)
         return CausalLMOutputWithPast(logits=logits)
