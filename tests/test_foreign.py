@@ -27,6 +27,7 @@ from lade.models.foreign import AUTHORS, is_written_by
 
 SDPA = functional.scaled_dot_product_attention
 EAGER = modeling_llama.eager_attention_forward
+MASK = modeling_llama.create_causal_mask
 
 
 @pytest.fixture(autouse=True)
@@ -436,6 +437,28 @@ def test_a_swapped_mask_function(model, monkeypatch, is_narrow):
 
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", mask)
     check(model, "trial block" if is_narrow else None)
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_a_swapped_function_that_a_forward_calls(model, trials, monkeypatch, is_deaf):
+    """A global of the modeling file."""
+
+    def mask(attention_mask, **arguments):
+        is_block = attention_mask is not None and attention_mask.dim() == 4
+        return MASK(attention_mask=None if is_deaf and is_block else attention_mask, **arguments)
+
+    check(model)
+    assert not trials
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", mask)
+    check(model, "an ignored mask" if is_deaf else None)
+    assert trials
+
+
+def test_a_swapped_call(model, trials, monkeypatch):
+    call = LlamaAttention.__call__
+    monkeypatch.setattr(LlamaAttention, "__call__", lambda self, **arguments: call(self, **arguments))
+    check(model)
+    assert trials
 
 
 @pytest.mark.parametrize("setting", ["COMPILE", "USE_FLASH"])

@@ -7,6 +7,9 @@ import transformers
 from support import generate_plain, inference_tensors, prompt, tiny_llama
 from support.families import FAMILIES
 from torch import nn
+from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5Attention
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import lade
 from lade import models
@@ -159,47 +162,116 @@ def test_one_bit_counts_in_half_precision(lade_on, monkeypatch):
         assert (stats.inlining_reason is None) == is_fine
 
 
-def test_other_modules_are_compared_anew(lade_on):
-    """Modules that were replaced since the model was compared."""
-    model = tiny_llama(torch.float32)
-    generate(model, prompt())
+def of_other_types(model, monkeypatch):
     model.model.layers[0].mlp.act_fn = nn.ReLU().eval()
     model.model.layers[1].input_layernorm = nn.LayerNorm(48).eval()
+
+
+def in_other_places(model, monkeypatch):
+    """Of types that the model had already."""
+    for layer in model.model.layers:
+        layer.mlp.act_fn, layer.input_layernorm = layer.input_layernorm, layer.mlp.act_fn
+
+
+def of_another_class(model, monkeypatch):
+    """Its forward rotates pairs of neighbours."""
+    monkeypatch.setattr(LlamaAttention, "forward", Ernie4_5Attention.forward)
+
+
+@pytest.mark.parametrize("change", [of_other_types, in_other_places, of_another_class])
+def test_what_has_changed_is_compared_anew(lade_on, monkeypatch, change):
+    model = tiny_llama(torch.float32, intermediate_size=48)
+    generate(model, prompt())
+    num_known = len(_verdicts.of(model))
+    change(model, monkeypatch)
     expected = generate_plain(model, prompt(), max_new_tokens=NEW, do_sample=False)
     found, stats = generate(model, prompt())
     assert torch.equal(found, expected)
+    assert bool(stats.inlined_steps) == (change is not of_another_class)
+    assert len(_verdicts.of(model)) > num_known
+
+
+def test_the_reason_stays_where_later_blocks_run(lade_on, monkeypatch):
+    """The first block's rows have equal lengths."""
+    run = InlinedLlama.__call__
+    wrong = lambda self, block, cache, masks: run(self, block, cache, masks) * (-1 if cache.slots is None else 1)  # noqa: E731
+    monkeypatch.setattr(InlinedLlama, "__call__", wrong)
+    stats = generate(tiny_llama(torch.float32), prompt(batch_size=3))[1]
     assert stats.inlined_steps
-    assert len(_verdicts.of(model)) == 2
+    assert "differs" in stats.inlining_reason
 
 
 # Where it does not run.
 
 
-def hooked(model):
+def hooked(model, monkeypatch):
     model.model.layers[0].register_forward_hook(lade.allow_hook(lambda *_: None))
 
 
-def extended(model):
+def extended(model, monkeypatch):
     model.model.layers[0].self_attn.extra = nn.Identity()
 
 
-def patched(model):
+def wrapped(model, monkeypatch):
+    """By a type that the model has elsewhere."""
+    layer = model.model.layers[0]
+    layer.mlp = nn.Sequential(layer.mlp).eval()
+    assert generate(model, prompt())[1].inlined_steps
+    layer.self_attn.q_proj = nn.Sequential(layer.self_attn.q_proj).eval()
+
+
+def headless(model, monkeypatch):
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: None)
+
+
+def patched(model, monkeypatch):
     forward = model.model.layers[0].forward
     model.model.layers[0].forward = lambda *arguments, **named: forward(*arguments, **named)
 
 
-def in_training(model):
+def called_otherwise(model, monkeypatch):
+    call = LlamaMLP.__call__
+    monkeypatch.setattr(LlamaMLP, "__call__", lambda self, hidden: 2 * call(self, hidden))
+
+
+def rotated_otherwise(model, monkeypatch):
+    rotate = modeling_llama.apply_rotary_pos_emb
+    rotated = lambda *arguments, **named: [-each for each in rotate(*arguments, **named)]  # noqa: E731
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotated)
+
+
+def split_over_processes(model, monkeypatch):
+    model._tp_size = 2
+
+
+def in_training(model, monkeypatch):
     model.train()
 
 
-def with_eager_attention(model):
+def with_eager_attention(model, monkeypatch):
     model.set_attn_implementation("eager")
 
 
-@pytest.mark.parametrize("change", [hooked, extended, patched, in_training, with_eager_attention])
-def test_not_where_modules_matter(lade_on, change):
+CHANGES = [
+    hooked,
+    extended,
+    wrapped,
+    headless,
+    patched,
+    called_otherwise,
+    rotated_otherwise,
+    split_over_processes,
+    in_training,
+    with_eager_attention,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_not_where_modules_matter(lade_on, monkeypatch, change):
+    """Not even after a comparison that found nothing."""
     model = tiny_llama(torch.float32)
-    change(model)
+    assert generate(model, prompt())[1].inlined_steps
+    change(model, monkeypatch)
     expected = generate_plain(model, prompt(), max_new_tokens=NEW, do_sample=False)
     found, stats = generate(model, prompt())
     assert torch.equal(found, expected)
@@ -214,6 +286,7 @@ def test_not_where_the_user_wants_what_lies_between(lade_on):
     found, stats = generate(model, prompt(), max_new_tokens=8, **wanted)
     assert torch.equal(found.sequences, expected.sequences)
     assert stats.inlined_steps == 0
+    assert stats.inlining_reason == "output_hidden_states asks for more than the inlined forward returns"
     for mine, theirs in zip(found.hidden_states[1], expected.hidden_states[1], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 

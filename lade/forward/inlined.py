@@ -32,47 +32,46 @@ def inlining_reason(adapter: ModelAdapter) -> str | None:
         return "blocks run inlined with the attention sdpa only"
     if adapter.unusual_parts or not adapter.leaves_no_tensor:
         return "the model is in training mode, compiled, under autocast, or not as transformers made it"
+    if (adapter.model.tp_size or 1) > 1:  # one that ran a block again, after a comparison, would wait for the others
+        return "the model is split over several processes"
     return None
 
 
 class InlinedForward:
     """One call's inlined blocks."""
 
-    def __init__(self, adapter: ModelAdapter) -> None:
+    def __init__(self, adapter: ModelAdapter, run: Callable[..., Tensor]) -> None:
+        """run: the adapter's `inlined` of the model that the blocks run on."""
         self.num_steps = 0
         self.refusal: str | None = None  # why some blocks did not run inlined, as a sentence
         self.seconds = 0.0  # spent on comparing, since somebody set it to 0
-        self._adapter = adapter
-        self._types = frozenset(map(type, adapter.parts))
-        self._forward: Callable[..., Tensor] | None = None
+        self._run = run
+        self._is_exact = adapter.is_exact
+        self._verdicts = _verdicts.of(adapter.model)
+        # A class may get another forward, which `run` does not call.
+        self._code = (adapter.dtype, *((type(part), type(part).forward) for part in adapter.parts))
 
-    def logits(
-        self, model: Any, block: Block, cache: LookaheadCache, masks: Any, ordinary: Callable[[], Tensor]
-    ) -> Tensor:
-        """Logits of a block, [B, R, V]. model: that `ordinary`, the forward through its modules, runs on."""
-        adapter = self._adapter
-        verdicts = _verdicts.of(adapter.model)
-        kind = (self._types, adapter.dtype, len(block.tokens) > 1, cache.slots is None, block.needs_all_rows)
-        if kind not in verdicts:
+    def logits(self, block: Block, cache: LookaheadCache, masks: Any, ordinary: Callable[[], Tensor]) -> Tensor:
+        """Logits of a block, [B, R, V]. ordinary: computes them through the model's modules."""
+        kind = (self._code, len(block.tokens) > 1, cache.slots is None, block.needs_all_rows)
+        if kind not in self._verdicts:
             expected, began = ordinary(), perf_counter()
-            verdicts[kind] = self._difference(expected, model, block, cache, masks)
+            difference = self._difference(expected, block, cache, masks)
+            self._verdicts[kind] = difference
             self.seconds = perf_counter() - began
-            if verdicts[kind] is None:
+            if difference is None:
                 return expected
-        self.refusal = verdicts[kind]
-        if self.refusal is not None:
+        refusal = self._verdicts[kind]
+        if refusal is not None:
+            self.refusal = refusal
             return ordinary()  # again after a comparison, which has left other keys and values
         self.num_steps += 1
-        return self.run(model, block, cache, masks)
+        return self.run(block, cache, masks)
 
-    def run(self, model: Any, block: Block, cache: LookaheadCache, masks: Any) -> Tensor:
+    def run(self, block: Block, cache: LookaheadCache, masks: Any) -> Tensor:
         """The inlined forward itself, not compared with anything. As for `logits`."""
-        if self._forward is None:
-            self._forward = self._adapter.inlined(model)
-            if self._forward is None:
-                raise NotImplementedError("its layers have other modules")
         with torch.inference_mode():
-            return self._forward(block, cache, masks)
+            return self._run(block, cache, masks)
 
     def _difference(self, expected: Tensor, *arguments: Any) -> str | None:
         """How inlined logits differ, as a sentence; None if they do not."""
@@ -82,6 +81,6 @@ class InlinedForward:
             if is_out_of_memory(error):
                 raise
             return f"the model cannot run inlined ({type(error).__name__}: {error})"
-        if torch.equal(found, expected) or (self._adapter.is_exact and logits_error(found, expected) is None):
+        if torch.equal(found, expected) or (self._is_exact and logits_error(found, expected) is None):
             return None
         return "the inlined forward differs from the model's own by more than rounding"

@@ -124,9 +124,13 @@ class BlockRunner:
         """Let blocks run inlined. Returns None, or why they cannot, as a sentence; then nothing changes."""
         reason = "blocks have static shapes or lade's own attention" if self._static or self.uses_kernel else None
         reason = reason or inlining_reason(self.adapter)
-        if reason is None:
-            self._inlined = InlinedForward(self.adapter)
-        return reason
+        if reason is not None:
+            return reason
+        run = self.adapter.inlined(self.model)
+        if run is None:
+            return "the model does not consist of the modules that lade's inlined forward calls"
+        self._inlined = InlinedForward(self.adapter, run)
+        return None
 
     @property
     def num_packed(self) -> tuple[int, int]:
@@ -241,9 +245,9 @@ class BlockRunner:
         else:
             masks = adapter.masks(block)
         ordinary = partial(adapter.ordinary_forward, block, cache, self.model, masks, **wanted)
-        if self._inlined is None or wanted:
+        if self._inlined is None:
             return ordinary()
-        logits = self._inlined.logits(self.model, block, cache, masks, lambda: ordinary().logits)
+        logits = self._inlined.logits(block, cache, masks, lambda: ordinary().logits)
         return CausalLMOutputWithPast(logits=logits)
 
     def padded_nodes(self, num_nodes: int) -> int:

@@ -37,7 +37,7 @@ PLAIN = (bool, int, float, str, type(None))
 class Code:
     """Facts about the code of a model. Foreign code is given as keys; equal keys mean the same code."""
 
-    classes: tuple[Hashable, ...]  # foreign module classes
+    classes: tuple[Hashable, ...]  # module classes that are foreign, or call functions that are
     functions: tuple[Hashable, ...]  # foreign replacements of a forward or an attention
     hooks: tuple[Hashable, ...]  # foreign hooks
     names: tuple[str, ...]  # of these functions and hooks, for messages
@@ -62,14 +62,15 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     classes: list[Hashable] = []
     functions: list[tuple[Any, ...]] = []  # (place, function)
     hooks: list[tuple[Any, ...]] = []  # (place, kind, hook)
-    known: dict[type[nn.Module], bool] = {}  # each class is examined once
+    known: dict[type[nn.Module], tuple[Hashable, ...] | None] = {}  # each class is examined once: its key if foreign
     is_patched, has_plain_weights = False, True
     for place, part in enumerate(parts):
         kind, own = type(part), vars(part)
         if kind not in known:
-            known[kind] = is_written_by(AUTHORS, kind) and is_written_by(AUTHORS, kind.forward)
-        if not known[kind]:
-            classes.append((place, key_of(kind), key_of(kind.forward)))
+            code = tuple(_code_of_class(kind))
+            known[kind] = None if all(is_written_by(AUTHORS, each) for each in code) else tuple(map(key_of, code))
+        if (key := known[kind]) is not None:
+            classes.append((place, *key))
         if "forward" in own:
             functions.append((place, own["forward"]))
             if "_hf_hook" in own:  # accelerate's wrapper of a forward runs it
@@ -99,6 +100,15 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         is_hooked=not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
     )
+
+
+def _code_of_class(kind: type[nn.Module]) -> Iterator[Any]:
+    """A class of modules, what its objects run when called, and the functions of its file that its forward names."""
+    yield from (kind, kind.forward, kind.__call__)
+    forward = inspect.unwrap(kind.forward)
+    if isinstance(forward, types.FunctionType):
+        named = (forward.__globals__.get(name) for name in forward.__code__.co_names if name != EAGER)
+        yield from (each for each in named if isinstance(each, (types.FunctionType, types.MethodType)))
 
 
 def _foreign_attention(

@@ -17,6 +17,9 @@ from lade.block.mask import Block
 from lade.compat import ALL_ATTENTION_FUNCTIONS
 from lade.models.base import ModelAdapter
 
+# What the code below uses of the decoder and of its attention.
+DECODER = ("config", "embed_tokens", "layers", "norm", "rotary_emb")
+SETTINGS = ("head_dim", "layer_idx", "scaling")
 # The modules that a layer and its attention consist of. Others would be left out.
 LAYER = {"input_layernorm", "mlp", "post_attention_layernorm", "self_attn"}
 ATTENTION = {"k_proj", "o_proj", "q_proj", "v_proj"}
@@ -29,20 +32,20 @@ class LlamaAdapter(ModelAdapter):
     def inlined(self, model: Any) -> InlinedLlama | None:
         """`InlinedLlama` of the model or of a shadow model of it; None if its modules are not those of Llama."""
         decoder = model.get_decoder()
-        layers = list(getattr(decoder, "layers", ()))[: self.config.num_hidden_layers]
-        has_all = all(hasattr(decoder, name) for name in ("embed_tokens", "norm", "rotary_emb"))
-        if not (has_all and all(map(is_of_llama, layers)) and model.get_output_embeddings() is not None):
-            return None
-        return InlinedLlama(model, layers, getattr(self.config, "layer_types", None))
+        has_all = all(hasattr(decoder, name) for name in DECODER) and model.get_output_embeddings() is not None
+        return InlinedLlama(model) if has_all and all(map(is_of_llama, decoder.layers)) else None
 
 
 def is_of_llama(layer: nn.Module) -> bool:
     """Whether a decoder layer consists of the modules of a Llama layer."""
-    attention = layer._modules.get("self_attn")
+    attention: Any = layer._modules.get("self_attn")
+    if layer._modules.keys() != LAYER or attention is None:
+        return False
+    projections = [part for name, part in attention._modules.items() if name in ATTENTION]
     return (
-        layer._modules.keys() == LAYER
-        and attention is not None
-        and attention._modules.keys() in (ATTENTION, ATTENTION | HEAD_NORMS)
+        attention._modules.keys() in (ATTENTION, ATTENTION | HEAD_NORMS)
+        and all(isinstance(projection, nn.Linear) for projection in projections)
+        and all(hasattr(attention, name) for name in SETTINGS)
     )
 
 
@@ -118,13 +121,15 @@ class InlinedLlama:
     together, which changes no bit.
     """
 
-    def __init__(self, model: Any, layers: list[nn.Module], layer_types: list[str] | None) -> None:
+    def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
+        config = decoder.config  # which is not the model's if that was replaced
         self._embed, self._rotary, self._norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm.forward
         self._head = model.get_output_embeddings()
-        types: list[Any] = layer_types or [None] * len(layers)
-        attention = ALL_ATTENTION_FUNCTIONS[decoder.config._attn_implementation]
-        self._layers = [_Layer.of(*pair, attention) for pair in zip(layers, types, strict=False)]
+        layers = decoder.layers[: config.num_hidden_layers]
+        types: list[Any] = getattr(config, "layer_types", None) or [None] * len(layers)
+        attention = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+        self._layers = [_Layer.of(layer, types[place], attention) for place, layer in enumerate(layers)]
 
     def __call__(self, block: Block, cache: LookaheadCache, masks: Tensor | dict[str, Tensor]) -> Tensor:
         """Run a block that `cache` has room for. masks: of `ModelAdapter.masks`. Returns the logits, [B, R, V]."""
