@@ -20,8 +20,8 @@ from lade.models.base import ModelAdapter
 from lade.state import PerModel
 from lade.tolerance import logits_error
 
-# By kind of block: why it must not run inlined, as a sentence; None where it may.
-_verdicts: PerModel[dict[Hashable, str | None]] = PerModel(dict)
+# By the code of the modules, then by kind of block: why it must not run inlined, as a sentence; None where it may.
+_verdicts: PerModel[dict[Hashable, dict[Hashable, str | None]]] = PerModel(dict)
 
 
 def inlining_reason(adapter: ModelAdapter) -> str | None:
@@ -47,13 +47,13 @@ class InlinedForward:
         self.seconds = 0.0  # spent on comparing, since somebody set it to 0
         self._run = run
         self._is_exact = adapter.is_exact
-        self._verdicts = _verdicts.of(adapter.model)
         # A class may get another forward, which `run` does not call.
-        self._code = (adapter.dtype, *((type(part), type(part).forward) for part in adapter.parts))
+        code = (adapter.dtype, *((type(part), type(part).forward) for part in adapter.parts))
+        self._verdicts = _verdicts.of(adapter.model).setdefault(code, {})
 
     def logits(self, block: Block, cache: LookaheadCache, masks: Any, ordinary: Callable[[], Tensor]) -> Tensor:
         """Logits of a block, [B, R, V]. ordinary: computes them through the model's modules."""
-        kind = (self._code, len(block.tokens) > 1, cache.slots is None, block.needs_all_rows)
+        kind = (len(block.tokens) > 1, cache.slots is None, block.needs_all_rows)
         if kind not in self._verdicts:
             expected, began = ordinary(), perf_counter()
             difference = self._difference(expected, block, cache, masks)
