@@ -418,10 +418,10 @@ def test_a_function_of_transformers_under_anothers_name(model, monkeypatch):
     monkeypatch.setitem(
         AttentionInterface._global_mapping, "sdpa", AttentionInterface._global_mapping["flash_attention_2"]
     )
-    with pytest.raises(Exception) as plain:  # noqa: PT011 - flash attention does not run here
-        generate_plain(model, prompt(), max_new_tokens=8)
-    with pytest.raises(plain.type):
-        model.generate(**prompt(), max_new_tokens=8)
+    for generate in (functools.partial(generate_plain, model, prompt()), functools.partial(model.generate, **prompt())):
+        # Flash attention does not run here. How it fails depends on the version, and on whether it has failed before.
+        with pytest.raises(Exception):  # noqa: B017, PT011
+            generate(max_new_tokens=8)
     assert "trial block failed on this 'llama' model with flash_attention_forward" in lade.last_stats().fallback_reason
 
 
