@@ -21,7 +21,7 @@ from lade.stats import GenerationStats
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--shape", "tiny"]
 SHORT = "speeds"  # the long test takes all
 # One of each other kind, before it, in a process that has torch and transformers imported.
-WITHOUT_PARENT = ("environment", "kernel", "hazard_memory")
+WITHOUT_PARENT = ("environment", "kernel", "hazard_eviction", "hazard_memory")
 CHILD = """
 import runpy, sys
 sys.path.insert(0, {folder!r})
@@ -67,6 +67,8 @@ def test_stages_run_on_a_cpu(short_run):
     assert rows["capture"]["passed"]
     assert rows["capture"]["captured_steps"] > 0  # the stand-in ran
     assert "stood in for: no memory" in rows["capture"]["cuda_graph_reason"]
+    eviction = json.loads(Path(folder, "hazard_eviction.json").read_text(encoding="utf-8"))["rows"]["captures"]
+    assert (eviction["passed"], eviction["kept"]) == (True, 3)  # of four
     kernel = json.loads(Path(folder, "kernel.json").read_text(encoding="utf-8"))["rows"]
     assert [row["passed"] for row in kernel.values()] == [True, True]
     speeds = json.loads(Path(folder, "speeds.json").read_text(encoding="utf-8"))["rows"]

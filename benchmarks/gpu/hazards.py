@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 from functools import partial
+from math import inf
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ import lade
 from gpu.checks import SIZES, figures
 from gpu.child import Run
 from gpu.record import Row
-from lade.forward import static_shapes
+from lade.forward import buffer_pool, static_shapes
 from lade.forward.on_device import loop
 from lade.state import forget_all
 
@@ -94,17 +95,24 @@ def eviction(run: Run) -> None:
 
 
 def captures_with_eviction(run: Run, count: int) -> Row:
-    """Each of another shape of block, so that each is captured anew and older ones have to go."""
-    model, wrong, memory = tiny_model(run), 0, []
+    """Each of another shape of block, so that each is captured anew; there is room for three of the largest."""
+    model, wrong, memory, room = tiny_model(run), 0, [], inf
+    pool = buffer_pool._pool.of(model)
     for place in range(count):
-        with lade.config.temporary_settings(
-            **CAPTURED | {"WINDOW_SIZE": 1 + place % 20, "GUESS_SET_SIZE": 1 + place // 20}
-        ):
+        settings = CAPTURED | {"WINDOW_SIZE": 1 + place % 20, "GUESS_SET_SIZE": 1 + place // 20}
+        bounded = mock.patch.object(buffer_pool, "kept_bytes", lambda _, room=room: room)
+        with bounded, lade.config.temporary_settings(**settings):
             wrong += not torch.equal(generate(model, seed=place), plain(model, seed=place))
+        room = 3 * max((buffers.num_bytes for buffers in pool), default=0)
         memory.append(reserved(run.device))
     half = len(memory) // 2
-    growth = max(memory[half:]) - max(memory[:half])
-    return {"passed": not wrong, "wrong_texts": wrong, "reserved_bytes": memory, "growth_in_the_second_half": growth}
+    return {
+        "passed": not wrong and 0 < len(pool) < count,
+        "wrong_texts": wrong,
+        "kept": len(pool),
+        "reserved_bytes": memory,
+        "growth_in_the_second_half": max(memory[half:]) - max(memory[:half]),
+    }
 
 
 def reserved(device: str) -> int:
