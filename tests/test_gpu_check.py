@@ -72,8 +72,10 @@ def test_stages_run_on_a_cpu(short_run):
     kernel = json.loads(Path(folder, "kernel.json").read_text(encoding="utf-8"))["rows"]
     assert [row["passed"] for row in kernel.values()] == [True, True]
     speeds = json.loads(Path(folder, "speeds.json").read_text(encoding="utf-8"))["rows"]
-    assert list(speeds) == ["tree", "plain", "lookahead", "lookahead, 5 15 15", "tree, by parts"]
-    assert len({row["mean_block_tokens"] for row in list(speeds.values())[1:4]}) == 3
+    methods = ["tree", "plain", "lookahead", "lookahead, 5 15 15"]
+    assert list(speeds) == [*methods, "tree, by parts", *(f"{name}, device and host" for name in methods)]
+    assert len({speeds[name]["mean_block_tokens"] for name in methods[1:]}) == 3
+    assert all(speeds[f"{name}, device and host"]["device_milliseconds"] > 0 for name in methods)
     assert {row["verdict"] for row in summary["claims"]} == {"unknown"}  # no time of a stand-in decides anything
     page = Path(folder, "summary.md").read_text(encoding="utf-8")
     assert "| kernel right | unknown |" in page

@@ -15,6 +15,8 @@ import parts
 import shapes
 import step_cost
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 import lade
 from gpu.child import Run
@@ -135,9 +137,40 @@ def set_up_methods() -> None:
 def speeds(run: Run) -> None:
     set_up_methods()
     model, context = run.model("7b"), run.pick(1000, 40)
-    for key, name in {"tree": "lade", "plain": "plain", "lookahead": "lookahead", PAPER: PAPER}.items():
+    methods = {"tree": "lade", "plain": "plain", "lookahead": "lookahead", PAPER: PAPER}
+    for key, name in methods.items():
         run.record.measure(key, partial(per_step, run, model, name, key, context))
     run.record.measure("tree, by parts", partial(by_parts, run, model, context))
+    for key, name in methods.items():
+        run.record.measure(f"{key}, device and host", partial(device_and_host, run, model, name, key, context))
+
+
+def device_and_host(run: Run, model: Any, name: str, key: str, context: int) -> Row:
+    """Milliseconds of a step in which the device works, and the rest of the step that `key` has found."""
+    inputs = shapes.random_prompts(model, 1, 1, context)[0]
+    with temporary_settings(**CAPTURED if name in decode.OWN else {}):
+        decode.generate(model, inputs, name, decode.Trial(), max_new_tokens=64, do_sample=False)  # captures
+        prompt, _ = busy_milliseconds(model, inputs, name, 1)
+        whole, num_steps = busy_milliseconds(model, inputs, name, run.pick(24, 12))
+    device = (whole - prompt) / max(1, num_steps - 1)
+    step = run.record.rows[key]["milliseconds_per_step"]["median"]
+    return {"device_milliseconds": device, "host_milliseconds": step - device}
+
+
+def busy_milliseconds(model: Any, inputs: dict[str, Any], name: str, max_new_tokens: int) -> tuple[float, int]:
+    """Of a call: the sum of the times of what a GPU has run, or of a CPU's operators; and its steps."""
+    trial, is_cuda = decode.Trial(), model.device.type == "cuda"
+    activities = [ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        decode.generate(model, inputs, name, trial, max_new_tokens=max_new_tokens, do_sample=False)
+    events = profile.key_averages()
+    if is_cuda:
+        found = [event.self_device_time_total for event in events if event.device_type == DeviceType.CUDA]
+    else:
+        found = [event.self_cpu_time_total for event in events]
+    if not sum(found):
+        raise RuntimeError("the profiler has seen nothing on the device")
+    return sum(found) / 1e3, trial.steps[0] if trial.steps else max_new_tokens
 
 
 def by_parts(run: Run, model: Any, context: int) -> Row:
