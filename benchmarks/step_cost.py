@@ -30,6 +30,7 @@ from lade.block.mask import Block
 from lade.config import current_config
 from lade.forward.choice import choose_forward
 from lade.forward.runner import BlockRunner
+from lade.kernels import kernel_problem
 from lade.models import ModelAdapter, adapter_for
 from lade.stats import GenerationStats
 from lade.transfer import HOST
@@ -117,6 +118,8 @@ def forward_costs(
             # One token on the model as it is, as plain generate() computes it, measured next to the block.
             one = make_block(adapter, cache, 1, args.batch).to(model.device)
             plain = milliseconds(partial(adapter.forward_block, one, cache), synchronize, args.trials)
+            if runner.uses_kernel:  # it fails in its first call, and plain torch serves in its place
+                told.kernel_reason = kernel_problem(model.device, adapter.dtype)
             to_plain = round(times["median"] / plain["median"], 3)
             if parts.broken_wishes(told):
                 raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.broken_wishes(told))}")

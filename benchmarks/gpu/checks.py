@@ -179,7 +179,7 @@ def tested(path: Path, must_run: bool) -> Row:
         cwd=TESTS.parent,
     )
     print(done.stdout[-8000:], done.stderr[-2000:], flush=True)
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    lines = [line for line in (done.stdout or done.stderr).splitlines() if line.strip()]
     failed = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))]
     end = next((line for line in reversed(lines) if " in " in line), lines[-1] if lines else "no output")
     is_right = done.returncode == 0 and (not must_run or "passed" in end)
