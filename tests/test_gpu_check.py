@@ -70,7 +70,7 @@ def test_stages_run_on_a_cpu(short_run):
     eviction = json.loads(Path(folder, "hazard_eviction.json").read_text(encoding="utf-8"))["rows"]["captures"]
     assert (eviction["passed"], eviction["kept"]) == (True, 3)  # of four
     kernel = json.loads(Path(folder, "kernel.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["passed"] for row in kernel.values()] == [True, True]
+    assert [row["passed"] for row in kernel.values()] == 5 * [True]  # two blocks, soft cap, sinks, padding
     speeds = json.loads(Path(folder, "speeds.json").read_text(encoding="utf-8"))["rows"]
     methods = ["tree", "plain", "lookahead", "lookahead, 5 15 15"]
     assert list(speeds) == [*methods, "tree, by parts", *(f"{name}, device and host" for name in methods)]
