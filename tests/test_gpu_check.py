@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from support.processes import ENVIRONMENT, ROOT, beside, forked
 
+from lade.config import current_config
 from lade.stats import GenerationStats
 
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--shape", "tiny"]
@@ -284,6 +287,26 @@ def test_memory_runs_out_in_the_capture_itself(parent, monkeypatch, tmp_path):
     with pytest.raises(Stop):
         hazards.without_memory(SimpleNamespace(device="cuda", is_stand_in=False))
     assert asked == [(2**50,)]
+
+
+def test_threads_capture_until_the_last_has_ended(parent):
+    """Settings are the process's: a thread that ends must not put them back for the others."""
+    hazards = importlib.import_module("gpu.hazards")
+    begun, ended = threading.Event(), threading.Event()
+
+    def first():
+        begun.wait(5)
+        ended.set()
+
+    def second():
+        begun.set()
+        ended.wait(5)
+        time.sleep(0.1)  # until the first one's thread has ended
+        return current_config().cuda_graph
+
+    before = current_config()
+    assert hazards.in_threads([first, second]) == [None, True]
+    assert current_config() == before
 
 
 def test_the_parent_imports_no_torch():
