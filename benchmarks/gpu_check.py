@@ -31,7 +31,8 @@ from gpu.summary import has_failed, stage_rows, write_summary
 
 FOLDER = Path(__file__).resolve().parent
 SECONDS_TO_END = 5  # between the request to stop and the end of a stage that does not
-SLOWER_WITHOUT_GPU = 6  # times as long a stage may take there
+PATIENCE = 2  # times as long as planned a stage may take: programs start slowly on a machine that has just started
+SLOWER_WITHOUT_GPU = 6  # the same without a GPU
 
 
 def parse() -> argparse.Namespace:
@@ -100,9 +101,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def limit_of(stage: Stage, args: argparse.Namespace, seconds_left: float) -> float | None:
-    """How long a stage may take; None where less than half of what it is granted is left."""
-    granted = stage.seconds * (SLOWER_WITHOUT_GPU if args.device == "cpu" else 1)
-    return None if seconds_left < granted / 2 else min(granted, seconds_left)
+    """How long a stage may take; None where less than half of what is planned for it is left."""
+    granted = stage.seconds * (SLOWER_WITHOUT_GPU if args.device == "cpu" else PATIENCE)
+    return None if seconds_left < stage.seconds / 2 else min(granted, seconds_left)
 
 
 def show(name: str, state: Row, content: dict[str, Any]) -> None:

@@ -30,8 +30,10 @@ from lade.block.mask import Block
 from lade.config import current_config
 from lade.forward.choice import choose_forward
 from lade.forward.runner import BlockRunner
+from lade.kernels import kernel_problem
 from lade.models import ModelAdapter, adapter_for
 from lade.stats import GenerationStats
+from lade.transfer import HOST
 
 LEAST_SECONDS = 0.2  # of calls per figure and trial
 PREFILL_CHUNK = 1024  # prompt tokens of one forward
@@ -43,7 +45,9 @@ def integers(text: str) -> list[int]:
 
 def make_block(adapter: ModelAdapter, cache: LookaheadCache, num_tokens: int, batch_size: int) -> Block:
     """A block of q random tokens, one behind the other, all of whose logits are wanted."""
-    device, length = adapter.model.device, cache.lengths[0]
+    # On the host, as the loop lays out blocks without a window.
+    device = adapter.model.device if current_config().uses_window else HOST
+    length = cache.lengths[0]
     offsets = torch.arange(num_tokens, device=device).repeat(batch_size, 1)
     numbers = torch.Generator().manual_seed(0)
     return Block(
@@ -106,10 +110,16 @@ def forward_costs(
         first = None
         for num_tokens in args.tokens:
             block = make_block(adapter, cache, num_tokens, args.batch)
+            started = time.perf_counter()
+            runner.forward(block, cache)
+            synchronize()
+            first_call = time.perf_counter() - started  # compiles, captures and compares, where that is due
             times = milliseconds(partial(runner.forward, block, cache), synchronize, args.trials)
             # One token on the model as it is, as plain generate() computes it, measured next to the block.
-            one = make_block(adapter, cache, 1, args.batch)
+            one = make_block(adapter, cache, 1, args.batch).to(model.device)
             plain = milliseconds(partial(adapter.forward_block, one, cache), synchronize, args.trials)
+            if runner.uses_kernel:  # it fails in its first call, and plain torch serves in its place
+                told.kernel_reason = kernel_problem(model.device, adapter.dtype)
             to_plain = round(times["median"] / plain["median"], 3)
             if parts.broken_wishes(told):
                 raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.broken_wishes(told))}")
@@ -117,6 +127,7 @@ def forward_costs(
             ratio = round(times["median"] / first, 3) if first else None
             row = {"context": context, "tokens": num_tokens, "milliseconds": times, "ratio_to_one": ratio}
             row |= {"ratio_to_plain_token": to_plain, "plain_token_milliseconds": plain}
+            row["first_call_seconds"] = round(first_call, 3)
             note(row | {"packed_weights": told.packed_weights, "packed_bytes": told.packed_bytes})
             print(
                 f"{context:>8} {num_tokens:>5} {times['median']:>9.3f} {times['p20']:>9.3f} {times['p80']:>9.3f} "

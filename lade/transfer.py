@@ -73,7 +73,7 @@ def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
         return {name: to_device(tensor, device) for name, tensor in tensors.items()}
     parcel = Parcel(here, device)
     parcel.fill(here)
-    return {name: tensor.to(device) for name, tensor in tensors.items()} | parcel.tensors
+    return {name: tensor.to(device) for name, tensor in tensors.items() if name not in here} | parcel.tensors
 
 
 class Landing:

@@ -255,6 +255,18 @@ def test_step_cost(command, module, monkeypatch):
     assert abs(sum(shares.values()) - 1) < 0.2  # medians of two trials
 
 
+def test_plain_torch_is_not_timed_in_the_kernels_place(module, lade_on, monkeypatch):
+    step_cost, rows = module("step_cost"), []
+    args = argparse.Namespace(contexts=[20], tokens=[4], batch=1, trials=1, max_new_tokens=12)
+    monkeypatch.setattr(step_cost, "LEAST_SECONDS", 0.0)
+    with config.temporary_settings(USE_FLASH=1):
+        step_cost.forward_costs(tiny_llama(), args, lambda: None, rows.append)
+        monkeypatch.setattr(step_cost, "kernel_problem", lambda device, dtype: "the kernel failed")
+        with pytest.raises(SystemExit, match="the kernel failed"):
+            step_cost.forward_costs(tiny_llama(), args, lambda: None, rows.append)
+    assert len(rows) == 1
+
+
 def test_watching_a_step_changes_no_token_and_is_undone(module, lade_on):
     parts = module("parts")
     before = {(owner, name): vars(owner).get(name) for owner, name, _ in parts.functions_of_parts()}

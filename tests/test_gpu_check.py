@@ -1,6 +1,7 @@
 """`benchmarks/gpu_check.py`: results after every row, whatever ends a stage, and a verdict for each claim. On a CPU,
 with stand-ins."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -8,15 +9,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.processes import ENVIRONMENT, ROOT, beside, forked
+
+from lade.config import current_config
+from lade.stats import GenerationStats
 
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--shape", "tiny"]
 SHORT = "speeds"  # the long test takes all
 # One of each other kind, before it, in a process that has torch and transformers imported.
-WITHOUT_PARENT = ("environment", "hazard_memory")
+WITHOUT_PARENT = ("environment", "kernel", "hazard_eviction", "hazard_memory")
 CHILD = """
 import runpy, sys
 sys.path.insert(0, {folder!r})
@@ -62,8 +70,15 @@ def test_stages_run_on_a_cpu(short_run):
     assert rows["capture"]["passed"]
     assert rows["capture"]["captured_steps"] > 0  # the stand-in ran
     assert "stood in for: no memory" in rows["capture"]["cuda_graph_reason"]
+    eviction = json.loads(Path(folder, "hazard_eviction.json").read_text(encoding="utf-8"))["rows"]["captures"]
+    assert (eviction["passed"], eviction["kept"]) == (True, 3)  # of four
+    kernel = json.loads(Path(folder, "kernel.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["passed"] for row in kernel.values()] == 5 * [True]  # two blocks, soft cap, sinks, padding
     speeds = json.loads(Path(folder, "speeds.json").read_text(encoding="utf-8"))["rows"]
-    assert list(speeds) == ["plain", "tree", "lookahead", "tree, by parts"]
+    methods = ["tree", "plain", "lookahead", "lookahead, 5 15 15"]
+    assert list(speeds) == [*methods, "tree, by parts", *(f"{name}, device and host" for name in methods)]
+    assert len({speeds[name]["mean_block_tokens"] for name in methods[1:]}) == 3
+    assert all(speeds[f"{name}, device and host"]["device_milliseconds"] > 0 for name in methods)
     assert {row["verdict"] for row in summary["claims"]} == {"unknown"}  # no time of a stand-in decides anything
     page = Path(folder, "summary.md").read_text(encoding="utf-8")
     assert "| kernel right | unknown |" in page
@@ -164,6 +179,7 @@ def test_what_goes_wrong_ends_one_stage_alone(run_stages, parent, monkeypatch, t
     claims = {row["claim"]: row["verdict"] for row in summary["claims"]}
     assert claims["kernel right"] == "NO"
     assert claims["capture right"] == "unknown"
+    assert claims["every mode gives plain generate()'s tokens"] == "unknown"  # what has run of it was right
 
 
 def test_stopped(run_stages):
@@ -188,9 +204,17 @@ def test_verdicts(parent):
             "kernel, context 4096, 56 tokens": {"milliseconds": {"median": 6.0}},
             "captured, context 4096, 56 tokens": {"milliseconds": {"median": 5.0}},
         },
+        "compile": {
+            "kernel, context 512, 56 tokens": {"milliseconds": {"median": 5.0}, "first_call_seconds": 0.4},
+            "compiled kernel, context 512, 56 tokens": {"milliseconds": {"median": 4.0}, "first_call_seconds": 61.2},
+        },
         "bundled": {"bfloat16, lade": {"tokens_per_second": {"median": 300.0}}},
         "bundled_static": {"bfloat16, static": {"tokens_per_second": {"median": 250.0}}},
-        "speeds": {"tree": {"milliseconds_per_step": {"median": 7.0}}},
+        "speeds": {
+            "tree": {"milliseconds_per_step": {"median": 7.0}},
+            "plain": {"milliseconds_per_step": {"median": 20.0}},
+            "lookahead, 5 15 15": {"milliseconds_per_step": {"median": 21.0}},
+        },
         "static": {"static": {"milliseconds_per_step": {"median": 6.0}}},
         "modes": {"tree": {"passed": True, "captured_steps": 3}},
         **{name: {"row": {"passed": True}} for name in (*summary.HAZARDS, "tests", "mixed_lengths")},
@@ -206,13 +230,83 @@ def test_verdicts(parent):
         "7B: a step of 56 tokens at most 1.3 times the bytes floor": "yes",
         "7B: capturing pays": "yes",
         "7B: the kernel pays at 4,096 tokens": "NO",
+        "7B: COMPILE=1 pays behind a graph": "yes",
+        "7B: a step of lookahead (5, 15, 15) at most one of eager generate()": "NO",
         "real text: tree captured >= 1.5x static + compile": "NO",
         "7B: tree >= 2x static + compile at 2.5 tokens per step": "yes",
     }
+    by = {row["claim"]: row["by"] for row in summary.verdicts(rows, is_stand_in=False)}
+    assert by["7B: COMPILE=1 pays behind a graph"].endswith("first call 61 s")
     assert {row["verdict"] for row in summary.verdicts({}, is_stand_in=False)} == {"unknown"}
     timed = {row["claim"]: row["verdict"] for row in summary.verdicts(rows, is_stand_in=True)}
     assert timed["7B: capturing pays"] == "unknown"
     assert timed["capture right"] == "yes"
+
+
+def test_every_reason_is_told(parent):
+    from gpu import summary
+
+    reasons = {field.name for field in dataclasses.fields(GenerationStats) if field.name.endswith("_reason")}
+    assert set(summary.REASONS) == reasons
+
+
+def test_a_kernel_that_failed_is_not_taken_for_right(parent, monkeypatch):
+    """Its problems are stored by the device of its tensors, which has an index: "cuda" is another one."""
+    checks = importlib.import_module("gpu.checks")
+    problems = {torch.zeros(1, device="cpu:0").device: "the kernel failed"}
+    monkeypatch.setattr(checks.kernels, "kernel_problem", lambda device, dtype: problems.get(device))
+    run = SimpleNamespace(device="cpu:0", pick=lambda real, tiny: tiny)
+    assert torch.device(run.device) not in problems
+    row = checks.kernel_row(run, (4, 2, 16), 12, torch.float32)
+    assert (row["passed"], row["problem"]) == (False, "the kernel failed")
+
+
+def test_memory_runs_out_in_the_capture_itself(parent, monkeypatch, tmp_path):
+    """On a GPU. The warm-ups before it have memory."""
+    hazards = importlib.import_module("gpu.hazards")
+    is_capturing, asked, calls = [False], [], iter(range(100))
+
+    def capture(forward):
+        is_capturing[0] = next(calls) % 3 == 2
+        return forward()
+
+    class Stop(Exception):
+        pass
+
+    def generate(model):
+        for _ in range(3):
+            hazards.static_shapes.capture(lambda: "logits")
+        raise Stop
+
+    monkeypatch.setattr(hazards, "tiny_model", lambda run: None)
+    monkeypatch.setattr(hazards, "plain", lambda model: None)
+    monkeypatch.setattr(hazards, "generate", generate)
+    monkeypatch.setattr(hazards.static_shapes, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
+    monkeypatch.setattr(torch, "empty", lambda *shape, **_: asked.append(shape))
+    with pytest.raises(Stop):
+        hazards.without_memory(SimpleNamespace(device="cuda", is_stand_in=False))
+    assert asked == [(2**50,)]
+
+
+def test_threads_capture_until_the_last_has_ended(parent):
+    """Settings are the process's: a thread that ends must not put them back for the others."""
+    hazards = importlib.import_module("gpu.hazards")
+    begun, ended = threading.Event(), threading.Event()
+
+    def first():
+        begun.wait(5)
+        ended.set()
+
+    def second():
+        begun.set()
+        ended.wait(5)
+        time.sleep(0.1)  # until the first one's thread has ended
+        return current_config().cuda_graph
+
+    before = current_config()
+    assert hazards.in_threads([first, second]) == [None, True]
+    assert current_config() == before
 
 
 def test_the_parent_imports_no_torch():

@@ -110,7 +110,7 @@ def fake_cuda(monkeypatch):
             calls.append("stream")
 
         def wait_stream(self, other):
-            pass
+            calls.append("wait for the capture" if self is current else "wait")
 
     current = Stream()
     reserved = iter(range(0, 10_000, 1000))
@@ -138,7 +138,8 @@ def test_a_graph_has_workspaces_of_its_own(fake_cuda):
     """They are cleared behind the warm-up, so that the capture takes one from its pool, and behind the capture."""
     fake_cuda.clear()
     replay = capture(lambda: fake_cuda.append("forward") or ROW)
-    order = ["forward", "forward", "clear", ("begin", "thread_local"), "forward", "end", "clear"]
+    order = ["wait", "forward", "forward", "clear", ("begin", "thread_local"), "forward", "end", "clear"]
+    order.append("wait for the capture")
     assert fake_cuda == ["stream", *order]
     assert replay.num_bytes == 1000
     assert replay() is ROW
@@ -164,7 +165,7 @@ def test_what_went_wrong_in_a_capture_is_told(fake_cuda, monkeypatch):
 
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         capture(forward)
-    assert fake_cuda[-2:] == ["end", "clear"]
+    assert fake_cuda[-3:] == ["end", "clear", "wait for the capture"]  # whose warm-ups have written to the cache
     assert gc.isenabled()
 
 

@@ -15,8 +15,12 @@ import lade
 from lade import models
 from lade.block_size import tables
 from lade.commands.forward_costs import causal_block, filled_cache
+from lade.config import current_config
+from lade.forward.choice import choose_inlining
 from lade.forward.inlined import _verdicts
+from lade.forward.runner import BlockRunner
 from lade.models.llama import InlinedLlama, LlamaAdapter
+from lade.stats import GenerationStats
 
 NEW = 24
 TYPES = models.ADAPTERS[LlamaAdapter].split()
@@ -299,9 +303,17 @@ def test_not_where_it_is_switched_off_or_others_run(lade_on):
         lade.config_lade(INLINE=2)
 
 
-def test_costs_have_a_kind_of_their_own(lade_on):
-    from lade.forward.runner import BlockRunner
+def test_not_on_a_gpu_nor_in_a_graph(static_blocks, graphs):
+    """Nor is that a reason to be told of a model that is elsewhere."""
+    runner, stats = BlockRunner(LlamaAdapter(tiny_llama(torch.float32).to("meta"))), GenerationStats()
+    choose_inlining(runner, current_config(), stats)
+    assert (runner.kind, stats.inlining_reason) == ((), None)
+    stats = generate(tiny_llama(torch.float32), prompt())[1]
+    assert (stats.captured_steps, stats.inlined_steps) == (stats.steps - 1, 0)
+    assert graphs
 
+
+def test_costs_have_a_kind_of_their_own(lade_on):
     runner = BlockRunner(LlamaAdapter(tiny_llama(torch.float32)))
     assert runner.kind == ()
     assert runner.use_inlined() is None

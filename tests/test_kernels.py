@@ -294,7 +294,7 @@ def test_compiles_for_gpus_that_are_not_there(compiled_kernel):
         print(line)
         found = json.loads(line)
         assert found["shared_bytes"] <= 160 * 1024, found  # sm_80 has 163 KiB for a program
-        assert found["stack_bytes"] <= (32 if found["dtype"] == "fp32" else 0), found
+        assert found["stack_bytes"] <= (32 if found["dtype"] == "fp32" else 8), found  # 8: Triton 3.6 on sm_80
 
 
 @needs_triton

@@ -61,6 +61,22 @@ def test_a_parcel(device):
     assert len({view.untyped_storage().data_ptr() for view in views.values() if view.numel()}) == 1
 
 
+def test_what_goes_in_a_parcel_goes_once(monkeypatch):
+    """A copy of each part beside it would make the host wait for each."""
+    calls = []
+
+    def to(self, device):
+        calls.append(self.shape)
+        return self
+
+    monkeypatch.setattr(transfer, "Parcel", lambda like, device: SimpleNamespace(tensors=dict(like), fill=calls.append))
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    on_host, there = parts(0), torch.zeros(7, device="meta")
+    found = transfer.all_to_device(on_host | {"there": there}, CUDA)
+    assert found.keys() == {*on_host, "there"}
+    assert [list(call) for call in calls] == [list(on_host), [7]]
+
+
 def test_a_parcel_from_where_it_goes():
     """A window's tokens are on the device already: they go by themselves."""
     meta = {name: part.to("meta") for name, part in parts(0).items()}

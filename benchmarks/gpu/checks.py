@@ -22,6 +22,7 @@ from gpu.record import Row
 from gpu.stand_in import Tape
 from lade import kernels
 from lade.forward.graphs import capture
+from lade.kernels.packed_mask import FIRST, LENGTH
 from lade.tolerance import TOLERANCE
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -31,6 +32,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "captured": {"CUDA_GRAPH": 1, "USE_FLASH": 0},
     "captured with the kernel": {"CUDA_GRAPH": 1, "USE_FLASH": 1},
     "left to lade": {"CUDA_GRAPH": "auto", "USE_FLASH": "auto"},
+}
+# What some families' attention has besides, and a batch's shorter rows.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "soft cap": {"softcap": 3.0},
+    "sinks": {"has_sinks": True},
+    "padding": {"first_slot": 5},
 }
 CHOICES: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 20}}
 
@@ -135,30 +142,45 @@ def kernel(run: Run) -> None:
             for block in run.pick((1, 8, 56, 128), (1, 12)):
                 key = f"{str(dtype)[6:]}, heads {shape}, {block} tokens"
                 run.record.measure(key, partial(kernel_row, run, shape, block, dtype))
+        if dtype == dtypes[0]:
+            for name, variant in VARIANTS.items():
+                key = f"{str(dtype)[6:]}, {name}"
+                run.record.measure(key, partial(kernel_row, run, heads[-1], 12, dtype, **variant))
 
 
 @torch.no_grad()
-def kernel_row(run: Run, shape: tuple[int, int, int], block: int, dtype: torch.dtype) -> Row:
+def kernel_row(
+    run: Run,
+    shape: tuple[int, int, int],
+    block: int,
+    dtype: torch.dtype,
+    softcap: float | None = None,
+    has_sinks: bool = False,
+    first_slot: int = 0,
+) -> Row:
     """Called once for each length, and captured once for all."""
-    context = run.pick(4096, 64)
+    context = run.pick(4096, 128)  # no length may exceed it
     problem = attention.Problem(shape, context, block, run.device, dtype)
     states = problem.query, problem.keys[0], problem.values[0]
-    attend = problem.lade()
+    problem.packed[..., FIRST] = first_slot
+    sinks = torch.linspace(-3, 3, shape[0], device=run.device) if has_sinks else None
+    named: dict[str, Any] = {"scale": problem.scale, "softcap": softcap, "sinks": sinks}
+    attend = partial(kernels.block_attention, packed=problem.packed, **named)
     replay = (capture if states[0].is_cuda else Tape)(partial(attend, *states))
     errors: dict[str, float] = {"called": 0.0, "captured": 0.0}
     for length in (context, 0, 1, 63, 64, 65, context // 2 + 1):
-        problem.packed[..., 0] = length
+        problem.packed[..., LENGTH] = length
         exact = (x.double() for x in states)
-        expected = kernels.reference_block_attention(*exact, problem.packed, scale=problem.scale)
+        expected = kernels.reference_block_attention(*exact, problem.packed, **named)
         for way, found in (("called", attend(*states)), ("captured", replay())):
             error = float((found.double() - expected).abs().max() / expected.abs().max())
             errors[way] = max(errors[way], error if error == error else float("inf"))
-    device = torch.device(run.device)
+    device = states[0].device  # with its index, by which problems are stored
     problem_found = kernels.kernel_problem(device, dtype)
     return {
         "passed": max(errors.values()) <= TOLERANCE["attention"][dtype] and problem_found is None,
         "errors": errors,
-        "used_kernel": kernels.is_available() and states[0].is_cuda,
+        "used_kernel": kernels.is_available() and device.type == "cuda" and problem_found is None,
         "problem": problem_found or kernels.unavailable_reason(),
     }
 
@@ -170,7 +192,7 @@ def gpu_tests(run: Run) -> None:
 
 
 def tested(path: Path, must_run: bool) -> Row:
-    options = ("-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider", "--tb=short")
+    options = ("-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short")  # of pytest itself: it may have no plugins
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(path)],
         capture_output=True,
@@ -179,7 +201,7 @@ def tested(path: Path, must_run: bool) -> Row:
         cwd=TESTS.parent,
     )
     print(done.stdout[-8000:], done.stderr[-2000:], flush=True)
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    lines = [line for line in (done.stdout or done.stderr).splitlines() if line.strip()]
     failed = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))]
     end = next((line for line in reversed(lines) if " in " in line), lines[-1] if lines else "no output")
     is_right = done.returncode == 0 and (not must_run or "passed" in end)

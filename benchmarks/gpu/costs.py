@@ -4,9 +4,10 @@ checkpoint."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import decode
 import harness
@@ -14,19 +15,23 @@ import parts
 import shapes
 import step_cost
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 import lade
 from gpu.child import Run
+from gpu.plan import PAPER
 from gpu.record import Row
 from lade.config import temporary_settings
 
-FORMS: dict[str, dict[str, Any]] = {
-    "eager": {"CUDA_GRAPH": 0, "USE_FLASH": 0},
-    "captured": {"CUDA_GRAPH": 1, "USE_FLASH": 0},
+FORMS: dict[str, dict[str, Any]] = {  # what decides most comes first: a stage may run out of time
     "kernel": {"CUDA_GRAPH": 1, "USE_FLASH": 1},
+    "captured": {"CUDA_GRAPH": 1, "USE_FLASH": 0},
+    "eager": {"CUDA_GRAPH": 0, "USE_FLASH": 0},
 }
 CAPTURED = {"CUDA_GRAPH": 1}
 TOKENS = (1, 2, 4, 8, 16, 32, 56, 64, 128)
+SECONDS_OF_CALLS = 0.1  # per figure and trial: a GPU's times vary little
 
 
 def bytes_of_step(model: Any, context: int, batch: int = 1) -> int:
@@ -60,7 +65,10 @@ def table(
             )
             note = partial(note_cost, run, model, keys)
             try:
-                with temporary_settings(**FORMS.get(form) or compiled_form(form)):
+                with (
+                    mock.patch.object(step_cost, "LEAST_SECONDS", SECONDS_OF_CALLS),
+                    temporary_settings(**FORMS.get(form) or compiled_form(form)),
+                ):
                     step_cost.forward_costs(model, args, partial(harness.synchronize, model), note)
             except (Exception, SystemExit) as problem:
                 run.record.add(
@@ -102,15 +110,9 @@ def other_shapes(run: Run) -> None:
 
 
 def compiled(run: Run) -> None:
-    """Does a compiler fuse what is launched in between the matrix products?"""
-    model = run.model("7b")
-    table(
-        run,
-        model,
-        run.pick((512,), (64,)),
-        ("captured", "kernel", "compiled captured", "compiled kernel"),
-        tokens=(1, 16, 56),
-    )
+    """Does a compiler fuse what is launched in between the matrix products? It compiles each size of block anew."""
+    forms = ("kernel", "compiled kernel", "captured", "compiled captured")
+    table(run, run.model("7b"), run.pick((512,), (64,)), forms, tokens=(56, 1))
 
 
 def per_step(run: Run, model: Any, name: str, key: str, context: int, batch: int = 1, **arguments: Any) -> Row:
@@ -127,15 +129,48 @@ def per_step(run: Run, model: Any, name: str, key: str, context: int, batch: int
 
 
 def set_up_methods() -> None:
-    decode.OWN["lookahead"] = {"MODE": "lookahead", "LEVEL": 5, "WINDOW_SIZE": 7, "GUESS_SET_SIZE": 7}
+    for name, size in (("lookahead", 7), (PAPER, 15)):
+        decode.METHODS[name] = {}
+        decode.OWN[name] = {"MODE": "lookahead", "LEVEL": 5, "WINDOW_SIZE": size, "GUESS_SET_SIZE": size}
 
 
 def speeds(run: Run) -> None:
     set_up_methods()
     model, context = run.model("7b"), run.pick(1000, 40)
-    for key, name in {"plain": "plain", "tree": "lade", "lookahead": "lookahead"}.items():
+    methods = {"tree": "lade", "plain": "plain", "lookahead": "lookahead", PAPER: PAPER}
+    for key, name in methods.items():
         run.record.measure(key, partial(per_step, run, model, name, key, context))
     run.record.measure("tree, by parts", partial(by_parts, run, model, context))
+    for key, name in methods.items():
+        run.record.measure(f"{key}, device and host", partial(device_and_host, run, model, name, key, context))
+
+
+def device_and_host(run: Run, model: Any, name: str, key: str, context: int) -> Row:
+    """Milliseconds of a step in which the device works, and the rest of the step that `key` has found."""
+    inputs = shapes.random_prompts(model, 1, 1, context)[0]
+    with temporary_settings(**CAPTURED if name in decode.OWN else {}):
+        decode.generate(model, inputs, name, decode.Trial(), max_new_tokens=64, do_sample=False)  # captures
+        prompt, _ = busy_milliseconds(model, inputs, name, 1)
+        whole, num_steps = busy_milliseconds(model, inputs, name, run.pick(24, 12))
+    device = (whole - prompt) / max(1, num_steps - 1)
+    step = run.record.rows[key]["milliseconds_per_step"]["median"]
+    return {"device_milliseconds": device, "host_milliseconds": step - device}
+
+
+def busy_milliseconds(model: Any, inputs: dict[str, Any], name: str, max_new_tokens: int) -> tuple[float, int]:
+    """Of a call: the sum of the times of what a GPU has run, or of a CPU's operators; and its steps."""
+    trial, is_cuda = decode.Trial(), model.device.type == "cuda"
+    activities = [ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        decode.generate(model, inputs, name, trial, max_new_tokens=max_new_tokens, do_sample=False)
+    events = profile.key_averages()
+    if is_cuda:
+        found = [event.self_device_time_total for event in events if event.device_type == DeviceType.CUDA]
+    else:
+        found = [event.self_cpu_time_total for event in events]
+    if not sum(found):
+        raise RuntimeError("the profiler has seen nothing on the device")
+    return sum(found) / 1e3, trial.steps[0] if trial.steps else max_new_tokens
 
 
 def by_parts(run: Run, model: Any, context: int) -> Row:
@@ -172,25 +207,30 @@ def batch(run: Run) -> None:
 
 def real_text(run: Run, names: Iterable[str]) -> None:
     set_up_methods()
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("bfloat16", "float32"):
         limit, tokens = run.pick((4, 256), (1, 12))
         args = argparse.Namespace(
             model_path=str(harness.BUNDLED), device=run.device, dtype=dtype, prompts=harness.PROMPTS, limit=limit
         )
         model, tokenizer = harness.load_model(args)
         inputs = [dict(prompt) for prompt in harness.load_prompts(args, tokenizer)]
+        trials = cache(partial(trials_of, run, model, inputs, tokens))
         for name in names:
-            run.record.measure(f"{dtype}, {name}", partial(speed_of, run, model, inputs, name, tokens))
+            run.record.measure(f"{dtype}, {name}", partial(speed_of, model, len(inputs), name, trials))
 
 
-def speed_of(run: Run, model: Any, inputs: list[dict[str, torch.Tensor]], name: str, max_new_tokens: int) -> Row:
-    """Beside plain generate() in the same trials."""
-    methods = {"plain": decode.METHODS["plain"], name: decode.METHODS[name]}
+def trials_of(
+    run: Run, model: Any, inputs: list[dict[str, torch.Tensor]], max_new_tokens: int, name: str
+) -> list[decode.Trial]:
     common = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    found = decode.run_methods(model, inputs, methods, run.pick(3, 1), common)
-    plain, everything = found["plain"], list(range(len(inputs)))
-    same = sum(map(list.__eq__, decode.rows_of(found[name][0]), decode.rows_of(plain[0]))) / len(inputs)
-    row = decode.compare(found[name], plain, everything) | {"identical_outputs": same}
+    return decode.run_methods(model, inputs, {name: decode.METHODS[name]}, run.pick(2, 1), common)[name]
+
+
+def speed_of(model: Any, num_inputs: int, name: str, trials: Callable[[str], list[decode.Trial]]) -> Row:
+    """Beside plain generate(), which runs once for all methods: it takes longest."""
+    plain, found = trials("plain"), trials(name)
+    same = sum(map(list.__eq__, decode.rows_of(found[0]), decode.rows_of(plain[0]))) / num_inputs
+    row = decode.compare(found, plain, list(range(num_inputs))) | {"identical_outputs": same}
     if name in decode.OWN and model.dtype == torch.float32:
         row["passed"] = same == 1.0
     return row | {"reasons": sorted(parts.reasons(lade.last_stats())) if name in decode.OWN else []}

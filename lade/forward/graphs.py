@@ -114,22 +114,24 @@ def capture(forward: Callable[[], Any]) -> CapturedGraph:
         )
     device, current = torch.cuda.current_device(), torch.cuda.current_stream()
     graph, stream, pool = torch.cuda.CUDAGraph(), capture_stream(device), torch.cuda.graph_pool_handle()
-    with drawing, torch.cuda.stream(stream), repaired(pool):
-        stream.wait_stream(current)
-        for _ in range(2):  # libraries initialise in their first calls, which cannot be captured
-            forward()
-        make_room(device)
-        reserved = torch.cuda.memory_reserved(device)
-        with own_workspaces(), without_garbage_collection():
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                output = forward()
-            except BaseException:
-                with suppress(Exception):  # only repeats that the capture failed
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-    current.wait_stream(stream)
+    try:
+        with drawing, torch.cuda.stream(stream), repaired(pool):
+            stream.wait_stream(current)
+            for _ in range(2):  # libraries initialise in their first calls, which cannot be captured
+                forward()
+            make_room(device)
+            reserved = torch.cuda.memory_reserved(device)
+            with own_workspaces(), without_garbage_collection():
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    output = forward()
+                except BaseException:
+                    with suppress(Exception):  # only repeats that the capture failed
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+    finally:
+        current.wait_stream(stream)  # after a failure, too: the warm-ups write to the cache that the call goes on with
     return CapturedGraph(graph, output, max(0, torch.cuda.memory_reserved(device) - reserved))
 
 
