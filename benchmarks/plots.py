@@ -18,11 +18,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LABELS = {
     "plain": "plain",
-    "static": "static cache,\ncompiled",
-    "prompt_lookup": "prompt lookup\n(transformers)",
+    "plain_packed": "plain,\npacked\nweights",
+    "static": "static\ncache,\ncompiled",
+    "prompt_lookup": "prompt\nlookup",
+    "lade_modules": "lade, not\ninlined",
     "lade": "lade",
-    "lade_kept": "lade, memory\nkept",
-    "lookahead": "lade, the\npaper's window",
+    "lade_kept": "lade,\nmemory\nkept",
+    "lookahead": "lade,\npaper's\nwindow",
 }
 OURS, OTHERS = "#1a7f37", "#8c959f"  # lade's bars stand out
 Figures = dict[str, Any]

@@ -347,7 +347,7 @@ def test_plots(module, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(sys, "argv", ["plots.py", "--out", str(tmp_path)])
     module("plots").main()
-    assert (tmp_path / "cpu-bfloat16-greedy.svg").exists()
+    assert (tmp_path / "cpu-epyc-bfloat16-greedy.svg").exists()
 
 
 def test_plots_say_what_they_need(module, monkeypatch, tmp_path):
