@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,21 +76,26 @@ def filled_cache(runner: BlockRunner, context: int, room: int, batch_size: int) 
     return cache
 
 
-def milliseconds(call: Callable[[], Any], synchronize: Callable[[], None], trials: int) -> dict[str, float]:
-    """Spread over the trials of one call's time."""
-    for _ in range(2):
+def milliseconds(
+    calls: Sequence[Callable[[], Any]], synchronize: Callable[[], None], trials: int
+) -> list[dict[str, float]]:
+    """Spread over the trials of each call's time. The calls take turns, so that a busy machine slows all of them."""
+    for call in [*calls, *calls]:
         call()
-    times = []
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(trials):
-        repeats = 0
-        synchronize()
-        started = time.perf_counter()
-        while repeats < 3 or time.perf_counter() - started < LEAST_SECONDS:
-            call()
-            synchronize()
+        repeats, seconds = 0, [0.0] * len(calls)
+        while repeats < 3 or sum(seconds) < LEAST_SECONDS * len(calls):
+            for place, call in enumerate(calls):
+                synchronize()
+                started = time.perf_counter()
+                call()
+                synchronize()
+                seconds[place] += time.perf_counter() - started
             repeats += 1
-        times.append((time.perf_counter() - started) * 1e3 / repeats)
-    return harness.spread(times)
+        for found, spent in zip(times, seconds, strict=True):
+            found.append(spent * 1e3 / repeats)
+    return [harness.spread(found) for found in times]
 
 
 @torch.no_grad()
@@ -114,10 +119,10 @@ def forward_costs(
             runner.forward(block, cache)
             synchronize()
             first_call = time.perf_counter() - started  # compiles, captures and compares, where that is due
-            times = milliseconds(partial(runner.forward, block, cache), synchronize, args.trials)
             # One token on the model as it is, as plain generate() computes it, measured next to the block.
             one = make_block(adapter, cache, 1, args.batch).to(model.device)
-            plain = milliseconds(partial(adapter.forward_block, one, cache), synchronize, args.trials)
+            forwards = partial(runner.forward, block, cache), partial(adapter.forward_block, one, cache)
+            times, plain = milliseconds(forwards, synchronize, args.trials)
             if runner.uses_kernel:  # it fails in its first call, and plain torch serves in its place
                 told.kernel_reason = kernel_problem(model.device, adapter.dtype)
             to_plain = round(times["median"] / plain["median"], 3)
