@@ -16,6 +16,7 @@ from lade import models
 from lade.block_size import tables
 from lade.commands.forward_costs import causal_block, filled_cache
 from lade.config import current_config
+from lade.forward import runner
 from lade.forward.choice import choose_inlining
 from lade.forward.inlined import _verdicts
 from lade.forward.runner import BlockRunner
@@ -202,6 +203,22 @@ def test_the_reason_stays_where_later_blocks_run(lade_on, monkeypatch):
     stats = generate(tiny_llama(torch.float32), prompt(batch_size=3))[1]
     assert stats.inlined_steps
     assert "differs" in stats.inlining_reason
+
+
+def test_one_token_is_compared_by_itself(lade_on, monkeypatch):
+    """Blocks of several tokens come first."""
+    run, model = InlinedLlama.__call__, tiny_llama(torch.float32)
+    wrong = lambda self, block, *others: run(self, block, *others) * (1 - 2 * (block.tokens.shape[1] == 1))  # noqa: E731
+    monkeypatch.setattr(InlinedLlama, "__call__", wrong)
+    adapter = LlamaAdapter(model)
+    blocks = runner.BlockRunner(adapter)
+    assert blocks.use_inlined() is None
+    cache = filled_cache(adapter, 20, 8)
+    for size, num_inlined in ((4, 0), (4, 1), (1, 1), (1, 1)):
+        block = causal_block(adapter, cache, size)
+        assert torch.equal(blocks.forward(block, cache).logits, adapter.forward_block(block, cache).logits)
+        assert blocks._inlined.num_steps == num_inlined
+    assert "differs" in blocks._inlined.refusal
 
 
 # Where it does not run.

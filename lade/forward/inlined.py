@@ -53,7 +53,9 @@ class InlinedForward:
 
     def logits(self, block: Block, cache: LookaheadCache, masks: Any, ordinary: Callable[[], Tensor]) -> Tensor:
         """Logits of a block, [B, R, V]. ordinary: computes them through the model's modules."""
-        kind = (len(block.tokens) > 1, cache.slots is None, block.needs_all_rows)
+        # Attention and packed products have ways of their own for a single token.
+        batch_size, num_tokens = block.tokens.shape
+        kind = (batch_size > 1, num_tokens > 1, cache.slots is None, block.needs_all_rows)
         if kind not in self._verdicts:
             expected, began = ordinary(), perf_counter()
             difference = self._difference(expected, block, cache, masks)
