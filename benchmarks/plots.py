@@ -176,6 +176,8 @@ def draw_file(pyplot: Any, path: Path, folder: Path) -> list[Path]:
     figures = json.loads(path.read_text(encoding="utf-8"))
     written = []
     for ending, draw in DRAWINGS.get(figures.get("benchmark"), []):
+        if draw is draw_parts and "parts" not in figures:  # stopped before them
+            continue
         picture, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
         draw(axes, figures)
         axes.set_title(caption(figures), fontsize=7)
