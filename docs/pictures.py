@@ -103,7 +103,7 @@ def trace(model: Any, tokenizer: Any, prompt: str, num_tokens: int, block: int) 
         return drafters[-1]
 
     def keep(roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, choices: Any, sequences: Any) -> None:
-        growth, path = drafters[-1]._growths[0], list(accepted[0])
+        growth, path = drafters[-1]._texts[0].growth, list(accepted[0])
         sources = [name_of(kind).split()[0] for kind in growth.kinds]
         committed = sequences.row(0)[0, -len(path) - 1 :].tolist()
         steps.append(Step(roots[0], growth.tokens, growth.parents, sources, growth.chances, path, committed))

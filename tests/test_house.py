@@ -117,6 +117,8 @@ TESTED_IN = {
     "drafting.likeliest": "memory",
     "drafting.top_k_table": "memory",
     "drafting.tree": "drafting",
+    "drafting.seen_rows": "drafting",
+    "drafting.text": "drafting",
     "forward.buffer_pool": "static_shapes",
     "forward.choice": "automatic",
     "forward.fingerprint": "static_shapes",

@@ -1,0 +1,74 @@
+"""Rows of logits that a call has seen and not learned from yet, and which tokens they stand behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lade.drafting.growth import Growth
+from lade.drafting.likeliest import likeliest_on_host, with_bins
+from lade.drafting.top_k_table import Packed, packed
+
+
+class SeenRows:
+    """M rows, either of logits or, from captured steps, of what is likeliest in them.
+
+    previous, tokens: [M] the last two ids before each row. is_accepted: [M] whether the last one was committed.
+    """
+
+    def __init__(self, temperature: float, top_k: int | None, top_p: float | None) -> None:
+        """Of sampling: 1, None and None for greedy."""
+        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def clear(self) -> None:
+        self.previous: list[int] = []
+        self.tokens: list[int] = []
+        self.is_accepted: list[bool] = []
+        self._logits: list[Tensor] = []
+        self._ids: list[npt.NDArray[Any]] = []
+        self._chances: list[npt.NDArray[Any]] = []
+
+    def add(self, roots: list[int], growth: Growth, path: list[int], logits: Tensor) -> None:
+        """Take in a text's rows behind its root and each guess. roots: its last two ids. path: the accepted guesses.
+
+        logits: [1 + n, V], without ids that no embedding exists for.
+        """
+        self._logits.append(logits)
+        self._describe(roots, growth, path)
+
+    def add_digested(
+        self,
+        roots: list[int],
+        growth: Growth,
+        path: list[int],
+        ids: npt.NDArray[Any],
+        chances: npt.NDArray[Any],
+    ) -> None:
+        """As `add`, of rows whose likeliest ids and their probabilities, [1 + n, K] each, are known."""
+        self._ids.append(ids)
+        self._chances.append(chances)
+        self._describe(roots, growth, path)
+
+    def packed(self) -> Packed:
+        """All rows in the order in which they came, [M, ROW_LENGTH]. They must be of one of the two sorts."""
+        if self._ids:
+            found = np.concatenate(self._ids), np.concatenate(self._chances)
+        else:
+            logits = self._logits[0] if len(self._logits) == 1 else torch.cat(self._logits)
+            found = likeliest_on_host(logits, self._temperature)
+        return packed(*with_bins(*found, self._top_k, self._top_p))
+
+    def _describe(self, roots: list[int], growth: Growth, path: list[int]) -> None:
+        tokens = [roots[-1], *growth.tokens]
+        self.tokens += tokens
+        self.previous += [roots[0] if len(roots) > 1 else -1, *(tokens[parent + 1] for parent in growth.parents)]
+        accepted = {0, *(node + 1 for node in path)}
+        self.is_accepted += [place in accepted for place in range(len(tokens))]
