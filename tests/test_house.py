@@ -109,6 +109,7 @@ TESTED_IN = {
     "decoding": "exactness",
     "drafting.acceptance": "drafting",
     "drafting.checked": "registered_drafters",
+    "drafting.array_file": "memory",
     "drafting.base": "drafting",
     "drafting.lookahead": "walk",
     "drafting.memory_file": "memory",

@@ -20,7 +20,7 @@ from lade.drafting import memory as memory_module
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import MAX_DIFFERENCE, Copy, SuffixIndex
-from lade.drafting.top_k_table import BIN_BITS, ROW_LENGTH, TopKTable, packed, unpacked
+from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, ROW_LENGTH, TopKTable, packed, unpacked
 from lade.state import forget_all
 
 
@@ -364,8 +364,8 @@ def test_tables_are_bounded():
     assert table.row(8) is None  # written longest ago
     assert row_of(table, 10) == (rows[4].tolist(), (rows[4] % 3).tolist())
     arrays = table.as_arrays()
-    assert arrays["keys"].tolist() == [7, 9, 10]
-    assert arrays["ids"].tolist() == rows[[2, 3, 4]].tolist()
+    assert arrays.keys.tolist() == [7, 9, 10]
+    assert arrays.ids.tolist() == rows[[2, 3, 4]].tolist()
 
     table = TopKTable(capacity=5000)
     for start in range(0, 9000, 100):
@@ -384,12 +384,12 @@ def test_a_full_table_drops_what_was_written_longest_ago():
         table.put(keys, packed(rows, rows % 3))
         for key in keys:
             order = [*(other for other in order if other != key), key][-200:]
-        assert table.as_arrays()["keys"].tolist() == order
+        assert table.as_arrays().keys.tolist() == order
     assert len(table) == 200
     assert all(row_of(table, key) == ([key] * ROW_LENGTH, [key % 3] * ROW_LENGTH) for key in order)
     table.clear()
     table.put([1], packed(rows[:1], rows[:1] % 3))
-    assert table.as_arrays()["keys"].tolist() == [1]
+    assert table.as_arrays().keys.tolist() == [1]
 
 
 def test_a_full_table_costs_no_more_than_an_empty_one():
@@ -420,7 +420,7 @@ def test_most_likely(vocab_size, max_sorted, monkeypatch):
     ids, bins = most_likely(logits)
     assert ids.tolist() == logits.topk(ROW_LENGTH).indices.tolist()
     chances = logits.softmax(-1).gather(1, torch.tensor(ids))
-    edges = (*memory_module.BIN_EDGES, 1.0)
+    edges = (*BIN_EDGES, 1.0)
     assert all(chance <= edges[index] for chance, index in zip(chances.flatten(), bins.flatten(), strict=True))
     ids, bins = most_likely(logits[:, :3])  # fewer tokens than a row holds
     assert ids.shape == bins.shape == (5, ROW_LENGTH)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH
 from lade.drafting.top_k_table import BIN_MIDDLES, NUM_BINS
@@ -164,6 +168,10 @@ class Acceptance:
             self.hits[kind] = PRIOR_WEIGHT * prior + FORGET_SHARE * (self.hits[kind] - PRIOR_WEIGHT * prior)
             self._set_chance(kind)
         self._value_probes()
+
+    def as_array(self) -> npt.NDArray[Any]:
+        """Trials and hits of each kind, [2, NUM_KINDS]."""
+        return np.array([self.trials, self.hits])
 
     def restore(self, trials: list[float], hits: list[float]) -> None:
         """Go on from counts that were saved. trials, hits: of each kind."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,19 +9,16 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lade.block_size.costs import SavedCosts, saved_costs
-from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
+from lade.drafting.acceptance import Acceptance
+from lade.drafting.array_file import MAX_TEXTS
 from lade.drafting.likeliest import most_likely
-from lade.drafting.memory_file import MAX_TEXTS, TEXTS, read_arrays, write_arrays
-from lade.drafting.suffix_index import END
+from lade.drafting.memory_file import Contents, read_memory, write_memory
 from lade.drafting.text_store import TextStore
-from lade.drafting.top_k_table import BIN_EDGES, BYTES_PER_ROW, ROW_LENGTH, Packed, TopKTable, packed, unpacked
-from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
+from lade.drafting.top_k_table import BYTES_PER_ROW, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
 from lade.state import PerModel
 
@@ -31,13 +27,9 @@ MIN_BYTES = 64 * 2**10
 MAX_LIKELY = 8  # tokens of a row that may be worth a row of their own
 MAX_UNSEEN = 256  # tokens without a row that are remembered
 KEY_SHIFT = 32  # a pair of tokens as one integer
-FORMAT = 3  # of the file; 2 had rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling
-READABLE_FORMATS = (2, 3)
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
 NUM_SIGNS = 256  # of the embedding, by which a model is known again
 MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them, and half of them differ between strangers
-
-IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
 
 
 class Memory:
@@ -183,57 +175,26 @@ class Memory:
         if not target.parent.is_dir():
             raise ValueError(f"path must be in a folder that exists, got {str(target)!r}")
         model = None if self._model is None else self._model()
-        step_costs = self.step_costs if model is None else self.step_costs | saved_costs(model)
-        header = {"format": FORMAT, "model": self.identity, "prices": step_costs}
-        arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
-        for name, table in (("singles", self.singles), ("pairs", self.pairs)):
-            arrays |= {f"{name}_{key}": array for key, array in table.as_arrays().items()}
-        for do_sample, acceptance in self.acceptance.items():
-            arrays[f"chances_{int(do_sample)}"] = np.array([acceptance.trials, acceptance.hits])
-        if texts and self.texts is not None:
-            arrays[TEXTS] = self.texts.as_array()
-        vocabulary = self.vocabulary or (None if model is None else vocabulary_of(model, may_make=False))
-        write_arrays(target, arrays | ({} if vocabulary is None else vocabulary.as_arrays()))
+        contents = Contents(
+            identity=self.identity,
+            step_costs=self.step_costs if model is None else self.step_costs | saved_costs(model),
+            singles=self.singles.as_arrays(),
+            pairs=self.pairs.as_arrays(),
+            counts={flag: acceptance.as_array() for flag, acceptance in self.acceptance.items()},
+            texts=self.texts.as_array() if texts and self.texts is not None else None,
+            vocabulary=self.vocabulary or (None if model is None else vocabulary_of(model, may_make=False)),
+        )
+        write_memory(target, contents)
 
     def _load(self, path: Path, max_bytes: int) -> None:
-        try:
-            max_texts = 0 if self.texts is None else self.texts.max_tokens
-            arrays = read_arrays(path, max_bytes, self.pairs.capacity, VOCABULARY_BYTES, max_texts)
-            header = json.loads(str(arrays["header"]))
-            if header["format"] not in READABLE_FORMATS:
-                raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
-            tables = {name: _rows_from(arrays, name) for name in ("singles", "pairs")}
-            counts = {flag: _counts_from(arrays, flag) for flag in (False, True)}
-            identity = header["model"]
-            if identity is not None:
-                identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
-            step_costs = {
-                str(name): {str(int(size)): float(cost) for size, cost in seconds.items()}
-                for name, seconds in header["prices"].items()
-            }
-            if not all(0 < cost < float("inf") for seconds in step_costs.values() for cost in seconds.values()):
-                raise ValueError("its prices are out of range")
-            vocab_size = identity["vocab_size"] if identity else 0
-            if any(len(ids) and ids.max() >= vocab_size for _, ids, _ in tables.values()):
-                raise ValueError("its tables hold ids beyond the vocabulary")
-            texts = arrays.get(TEXTS, np.zeros(0, dtype=np.int32))
-            if texts.ndim != 1 or texts.dtype.kind != "i":
-                raise ValueError("its texts are not a list of ids")
-            if len(texts) and not END <= texts.min() <= texts.max() < vocab_size:
-                raise ValueError("its texts hold ids beyond the vocabulary")
-            vocabulary = None
-            if "vocabulary_ids" in arrays:
-                vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
-                if vocabulary.largest_id >= vocab_size:
-                    raise ValueError("its rows of tokens alone hold ids beyond the vocabulary")
-        except Exception as error:  # whatever a damaged file may lead to
-            raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
-        self.identity, self.step_costs, self.vocabulary = identity, step_costs, vocabulary
-        if self.texts is not None:
-            self.texts.restore(texts)
-        for name, (keys, ids, bins) in tables.items():
-            getattr(self, name).put(keys.tolist(), packed(ids, bins))
-        for flag, (trials, hits) in counts.items():
+        max_texts = 0 if self.texts is None else self.texts.max_tokens
+        found = read_memory(path, max_bytes, self.pairs.capacity, max_texts)
+        self.identity, self.step_costs, self.vocabulary = found.identity, found.step_costs, found.vocabulary
+        if self.texts is not None and found.texts is not None:
+            self.texts.restore(found.texts)
+        for table, (keys, ids, bins) in ((self.singles, found.singles), (self.pairs, found.pairs)):
+            table.put(keys.tolist(), packed(ids, bins))
+        for flag, (trials, hits) in found.counts.items():
             self.acceptance[flag].restore(trials.tolist(), hits.tolist())
 
     def _warm_on(self, model: Any, ids: list[int]) -> None:
@@ -274,35 +235,6 @@ def _difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:
     if sum(a != b for a, b in pairs) > MAX_FOREIGN_SIGNS * len(pairs):
         return "the token embeddings differ"
     return None
-
-
-def _rows_from(arrays: dict[str, npt.NDArray[Any]], name: str) -> tuple[npt.NDArray[Any], ...]:
-    """Keys, ids and bins of a table. Raises ValueError where they cannot be one."""
-    keys, ids, bins = (arrays[f"{name}_{part}"] for part in ("keys", "ids", "bins"))
-    is_table = keys.ndim == 1 and ids.ndim == 2 and len(ids) == len(keys) and bins.shape == ids.shape
-    if not is_table or not 0 < ids.shape[1] <= ROW_LENGTH:
-        raise ValueError(f"its table of {name} has a wrong shape")
-    if any(array.dtype.kind != "i" for array in (keys, ids, bins)):
-        raise ValueError(f"its table of {name} holds other things than integers")
-    if len(keys) and (ids.min() < 0 or bins.min() < 0 or bins.max() > len(BIN_EDGES)):
-        raise ValueError(f"its table of {name} holds values out of range")
-    missing = ROW_LENGTH - ids.shape[1]  # rows of an earlier version are shorter
-    if missing:
-        ids = np.concatenate([ids, np.repeat(ids[:, :1], missing, axis=1)], axis=1)
-        bins = np.concatenate([bins, np.zeros((len(keys), missing), dtype=bins.dtype)], axis=1)
-    return keys, ids, bins
-
-
-def _counts_from(arrays: dict[str, npt.NDArray[Any]], do_sample: bool) -> npt.NDArray[Any]:
-    """Trials and hits [2, kinds], with the prior for kinds that came later. Raises ValueError for anything else."""
-    counts, prior = arrays[f"chances_{int(do_sample)}"], Acceptance(do_sample)
-    is_known = counts.ndim == 2 and len(counts) == 2 and FIRST_NUM_KINDS <= counts.shape[1] <= NUM_KINDS
-    if not is_known or not np.isfinite(counts).all():
-        raise ValueError("its learned chances are not of this version")
-    trials, hits = counts
-    if (trials <= 0).any() or (hits < 0).any() or (hits > trials + 1).any():
-        raise ValueError("its learned chances are out of range")
-    return np.concatenate([counts, np.array([prior.trials, prior.hits])[:, counts.shape[1] :]], axis=1)
 
 
 _shared: PerModel[dict[tuple[int, str], Memory]] = PerModel(dict)  # by size of the vocabulary and source of step costs

@@ -1,92 +1,141 @@
-"""Arrays in a file: written all or nothing, and read without trusting what the file says of their sizes."""
+"""The file of a memory: what it holds, and whether that can be true."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import stat
-import zipfile
-from contextlib import suppress
-from math import prod
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-MAX_UNPACKED = 8  # times max_bytes that a file may unpack to; reading it takes time, even where little of it is kept
-TEXTS = "texts"  # an array of tokens, which has a limit of its own
-WHOLE = "vocabulary_"  # arrays that are of no use in part
-MAX_TEXTS = 10_000_000  # tokens
-MAX_TEXT_BYTES = 4 * MAX_TEXTS + 4096
-COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # np.savez's and np.savez_compressed's
-HEADER_VERSION = (1, 0)  # what numpy writes for arrays without names of their own
+from lade.block_size.costs import SavedCosts
+from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
+from lade.drafting.array_file import TEXTS, Arrays, read_arrays, write_arrays
+from lade.drafting.suffix_index import END
+from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, TableArrays
+from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
+from lade.drafting.vocabulary import Vocabulary
 
-Arrays = dict[str, npt.NDArray[Any]]
-
-
-def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """Write an .npz file, all or nothing. A file that is there keeps its mode, a new one gets what the umask leaves."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("xb") as file:
-            with suppress(FileNotFoundError):
-                temporary.chmod(stat.S_IMODE(path.stat().st_mode))  # before there is anything to read in it
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())  # a rename may reach the disk before what was written does
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+FORMAT = 3  # 2 had rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling
+READABLE_FORMATS = (2, 3)
+IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
 
 
-def read_arrays(path: Path, max_bytes: int, max_rows: int, max_whole: int = 0, max_texts: int = 0) -> Arrays:
-    """The arrays of an .npz file by name, of longer ones the last `max_rows` rows; of TEXTS so many tokens.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is saved of a memory.
 
-    max_whole: bytes that those whose name begins with WHOLE, which are read as they are, may take together.
-    Raises an exception for any other file, and ValueError before anything is unpacked when the file unpacks to more
-    than MAX_UNPACKED * max_bytes, or what is to be kept of it takes more than max_bytes.
+    identity: of its model, None where none has used it. step_costs: what steps of it have cost. singles, pairs: the
+    tables' rows. counts: by whether tokens are sampled, trials and hits of each kind of guess, [2, kinds]. texts: ids,
+    END behind each text; None where they are left out. vocabulary: the rows of tokens alone, None without.
     """
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        texts = sum(entry.file_size for entry in entries if entry.filename == f"{TEXTS}.npy")
-        if texts > MAX_TEXT_BYTES:
-            raise ValueError(f"its texts unpack to {texts} bytes, which is more than {MAX_TEXT_BYTES}")
-        unpacked = sum(entry.file_size for entry in entries if not entry.filename.startswith(WHOLE)) - texts
-        if unpacked > MAX_UNPACKED * max_bytes:
-            raise ValueError(f"it unpacks to {unpacked} bytes, which is too much for max_bytes={max_bytes}")
-        found, kept, whole = {}, 0, 0
-        for entry in entries:
-            if entry.compress_type not in COMPRESSIONS:
-                raise ValueError(f"{entry.filename} is compressed in a way that numpy does not write")
-            with archive.open(entry) as file:
-                shape, dtype = _read_header(file, entry)
-                is_whole, is_texts = entry.filename.startswith(WHOLE), entry.filename == f"{TEXTS}.npy"
-                skipped = max(0, shape[0] - (max_texts if is_texts else max_rows)) if shape and not is_whole else 0
-                row_bytes = prod(shape[1:]) * dtype.itemsize
-                size = entry.file_size - file.tell() - skipped * row_bytes
-                if is_whole:
-                    whole += size
-                elif not is_texts:
-                    kept += size
-                if kept > max_bytes:
-                    raise ValueError(f"its arrays take more than max_bytes={max_bytes}")
-                if whole > max_whole:
-                    raise ValueError(f"its rows of tokens alone take more than {max_whole} bytes")
-                file.seek(skipped * row_bytes, os.SEEK_CUR)
-                array = np.frombuffer(file.read(size), dtype)
-            kept_shape = (shape[0] - skipped, *shape[1:]) if shape else ()
-            found[entry.filename.removesuffix(".npy")] = array.reshape(kept_shape)
-        return found
+
+    identity: dict[str, Any] | None
+    step_costs: SavedCosts
+    singles: TableArrays
+    pairs: TableArrays
+    counts: dict[bool, npt.NDArray[Any]]
+    texts: npt.NDArray[Any] | None
+    vocabulary: Vocabulary | None
 
 
-def _read_header(file: Any, entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of an array, which have to account for every byte of the file's entry."""
-    if np.lib.format.read_magic(file) != HEADER_VERSION:
-        raise ValueError(f"{entry.filename} is of another version of numpy's format")
-    shape, is_fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
-    is_whole = file.tell() + prod(shape) * dtype.itemsize == entry.file_size
-    if is_fortran_order or not is_whole or min(shape, default=0) < 0:
-        raise ValueError(f"{entry.filename} does not hold the array that its header speaks of")
-    return shape, dtype
+def write_memory(path: Path, contents: Contents) -> None:
+    """Write a file, all or nothing. One that is there keeps its mode."""
+    header = {"format": FORMAT, "model": contents.identity, "prices": contents.step_costs}
+    arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
+    for name, table in (("singles", contents.singles), ("pairs", contents.pairs)):
+        arrays |= {f"{name}_{part}": array for part, array in zip(TableArrays._fields, table, strict=True)}
+    arrays |= {f"chances_{int(do_sample)}": counts for do_sample, counts in contents.counts.items()}
+    if contents.texts is not None:
+        arrays[TEXTS] = contents.texts
+    if contents.vocabulary is not None:
+        arrays |= contents.vocabulary.as_arrays()
+    write_arrays(path, arrays)
+
+
+def read_memory(path: Path, max_bytes: int, max_rows: int, max_texts: int) -> Contents:
+    """Of a file with more rows or tokens of texts the last `max_rows` and `max_texts`.
+
+    max_bytes: of the memory. Raises ValueError for a file that is no memory, or far too large.
+    """
+    try:
+        return _contents(read_arrays(path, max_bytes, max_rows, VOCABULARY_BYTES, max_texts))
+    except Exception as error:  # whatever a damaged file may lead to
+        raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
+
+
+def _contents(arrays: Arrays) -> Contents:
+    """Raises an exception for anything but a memory's arrays."""
+    header = json.loads(str(arrays["header"]))
+    if header["format"] not in READABLE_FORMATS:
+        raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
+    identity = header["model"]
+    if identity is not None:
+        identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
+    vocab_size = identity["vocab_size"] if identity else 0
+    vocabulary = None
+    if "vocabulary_ids" in arrays:
+        vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
+        if vocabulary.largest_id >= vocab_size:
+            raise ValueError("its rows of tokens alone hold ids beyond the vocabulary")
+    return Contents(
+        identity,
+        _step_costs(header["prices"]),
+        _table(arrays, "singles", vocab_size),
+        _table(arrays, "pairs", vocab_size),
+        {do_sample: _counts(arrays, do_sample) for do_sample in (False, True)},
+        _texts(arrays, vocab_size),
+        vocabulary,
+    )
+
+
+def _step_costs(found: dict[Any, Any]) -> SavedCosts:
+    step_costs = {
+        str(name): {str(int(size)): float(cost) for size, cost in seconds.items()} for name, seconds in found.items()
+    }
+    if not all(0 < cost < float("inf") for seconds in step_costs.values() for cost in seconds.values()):
+        raise ValueError("its prices are out of range")
+    return step_costs
+
+
+def _table(arrays: Arrays, name: str, vocab_size: int) -> TableArrays:
+    keys, ids, bins = (arrays[f"{name}_{part}"] for part in TableArrays._fields)
+    is_table = keys.ndim == 1 and ids.ndim == 2 and len(ids) == len(keys) and bins.shape == ids.shape
+    if not is_table or not 0 < ids.shape[1] <= ROW_LENGTH:
+        raise ValueError(f"its table of {name} has a wrong shape")
+    if any(array.dtype.kind != "i" for array in (keys, ids, bins)):
+        raise ValueError(f"its table of {name} holds other things than integers")
+    if len(keys) and (ids.min() < 0 or bins.min() < 0 or bins.max() > len(BIN_EDGES)):
+        raise ValueError(f"its table of {name} holds values out of range")
+    if len(keys) and ids.max() >= vocab_size:
+        raise ValueError(f"its table of {name} holds ids beyond the vocabulary")
+    missing = ROW_LENGTH - ids.shape[1]  # rows of an earlier version are shorter
+    if missing:
+        ids = np.concatenate([ids, np.repeat(ids[:, :1], missing, axis=1)], axis=1)
+        bins = np.concatenate([bins, np.zeros((len(bins), missing), dtype=bins.dtype)], axis=1)
+    return TableArrays(keys, ids, bins)
+
+
+def _counts(arrays: Arrays, do_sample: bool) -> npt.NDArray[Any]:
+    """With the prior for kinds that came later."""
+    counts, prior = arrays[f"chances_{int(do_sample)}"], Acceptance(do_sample).as_array()
+    is_known = counts.ndim == 2 and len(counts) == 2 and FIRST_NUM_KINDS <= counts.shape[1] <= NUM_KINDS
+    if not is_known or not np.isfinite(counts).all():
+        raise ValueError("its learned chances are not of this version")
+    trials, hits = counts
+    if (trials <= 0).any() or (hits < 0).any() or (hits > trials + 1).any():
+        raise ValueError("its learned chances are out of range")
+    return np.concatenate([counts, prior[:, counts.shape[1] :]], axis=1)
+
+
+def _texts(arrays: Arrays, vocab_size: int) -> npt.NDArray[Any] | None:
+    texts = arrays.get(TEXTS)
+    if texts is None:
+        return None
+    if texts.ndim != 1 or texts.dtype.kind != "i":
+        raise ValueError("its texts are not a list of ids")
+    if len(texts) and not END <= texts.min() <= texts.max() < vocab_size:
+        raise ValueError("its texts hold ids beyond the vocabulary")
+    return texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,14 @@ BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0)
 Packed = npt.NDArray[np.int32]  # [R, ROW_LENGTH]: ids and bins in one number, so that one look-up finds both
 PackedRow = npt.NDArray[np.int32]  # likewise, [ROW_LENGTH], or shorter
 BIN_BITS = 4
+
+
+class TableArrays(NamedTuple):
+    """All rows of a table: keys [R], ids and bins [R, ROW_LENGTH]."""
+
+    keys: npt.NDArray[Any]
+    ids: npt.NDArray[Any]
+    bins: npt.NDArray[Any]
 
 
 def packed(ids: npt.NDArray[Any], bins: npt.NDArray[Any]) -> Packed:
@@ -80,11 +88,11 @@ class TopKTable:
             self.slots.clear()
             self._oldest.clear()
 
-    def as_arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """All rows, written longest ago first: keys [R], ids and bins [R, ROW_LENGTH]."""
+    def as_arrays(self) -> TableArrays:
+        """All rows, written longest ago first."""
         with self._lock:
             ids, bins = unpacked(self._rows[list(self.slots.values())])
-            return {"keys": np.array(list(self.slots), dtype=np.int64), "ids": ids, "bins": bins.astype(np.int8)}
+            return TableArrays(np.array(list(self.slots), dtype=np.int64), ids, bins.astype(np.int8))
 
     def _new_slot(self) -> int:
         slot = len(self.slots)
