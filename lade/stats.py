@@ -137,4 +137,4 @@ def log_history(clear: bool = False) -> list[GenerationStats]:
 
 def save_log(path: str | Path) -> None:
     """Write `log_history()` as a JSON list to `path`."""
-    Path(path).write_text(json.dumps([stats.as_dict() for stats in _history], indent=1) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps([stats.as_dict() for stats in log_history()], indent=1) + "\n", encoding="utf-8")

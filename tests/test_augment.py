@@ -17,6 +17,7 @@ from transformers import GenerationMixin, LlamaForCausalLM
 import lade
 from lade import augment, eligibility
 from lade.eligibility import LEAST_TOKENS, TOO_SHORT
+from lade.stats import GenerationStats
 
 PATCHED = ("generate", "_sample", "_beam_search", "_assisted_decoding")
 
@@ -186,6 +187,21 @@ def test_logs(lade_on, tmp_path, model):
     assert json.loads(path.read_text())[0]["steps"] == first.steps
     assert len(lade.log_history(clear=True)) == 2
     assert lade.log_history() == []
+
+
+def test_a_log_is_saved_while_other_calls_end(lade_on, tmp_path, model, monkeypatch):
+    lade.log_history(clear=True)
+    model.generate(**prompt(), max_new_tokens=2)
+    inner = GenerationStats.as_dict
+
+    def as_dict(self):
+        model.generate(**prompt(), max_new_tokens=2)
+        return inner(self)
+
+    monkeypatch.setattr(GenerationStats, "as_dict", as_dict)
+    lade.save_log(tmp_path / "log.json")
+    assert len(json.loads((tmp_path / "log.json").read_text())) == 1
+    assert len(lade.log_history()) == 2
 
 
 def test_stats_belong_to_their_thread(lade_on, model):

@@ -122,10 +122,15 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
     fine_tuned, other = tiny_llama(torch.float32), tiny_llama()
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter)
+    saved = Memory(path=memory.path)
     for stranger, why in ((other, "embeddings differ"), (tiny_llama(vocab_size=80), "vocab_size is 80, not 61")):
         loaded = Memory(path=memory.path)
         with loaded.active(), pytest.raises(ValueError, match=f"memory.npz belongs to another model: .*{why}"):
             stranger.generate(**prompt(8), max_new_tokens=4)
+        generate(stranger)  # steps of it have costs now
+        loaded.save(tmp_path / "after.npz")
+        after = Memory(path=tmp_path / "after.npz")  # its own model's as before
+        assert (after.identity, after.step_costs) == (saved.identity, saved.step_costs)
     with torch.no_grad():
         fine_tuned.get_input_embeddings().weight.add_(1e-4)
     loaded = Memory(path=memory.path)

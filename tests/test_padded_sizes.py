@@ -7,7 +7,7 @@ from support.static_shapes import both, check
 
 import lade
 from lade.block_size.costs import SIZES, FixedCosts, LiveCosts
-from lade.block_size.policy import choose_size
+from lade.block_size.policy import choose_size, compared_sizes
 from lade.block_size.tables import NUM_ROUNDS, ROUND, Calibration
 from lade.config import current_config
 from lade.drafting.tree import TreeDrafter
@@ -42,6 +42,7 @@ def test_a_tree_that_fills_no_size_goes_into_the_next(num_guesses):
     expected = [float(k) for k in range(num_guesses + 1)]
     found = choose_size(costs, expected, 1, 64)
     assert found == next(size for size in PADDED if size > num_guesses)
+    assert max(size for size, _, _ in compared_sizes(costs.offers(64), expected, 1)) == found
 
 
 def test_a_larger_size_that_does_not_pay_is_not_chosen():

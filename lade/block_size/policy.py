@@ -14,20 +14,27 @@ from math import sqrt
 from lade.block_size.costs import Offers, StepCosts
 
 
-def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limit: int) -> int:
-    """The block size that commits most tokens per second; occasionally another one, where costs are measured live.
+def compared_sizes(offers: Offers, expected: Sequence[float], num_rows: int) -> list[tuple[int, float, float]]:
+    """The sizes that so many guesses fill, each with the tokens that its step is expected to commit, and its cost.
 
     expected: at index k, accepted guesses expected from k guesses per row, summed over rows. num_rows: unfinished rows.
-    limit: the largest block allowed. Returns q, 1 for a plain step.
     """
-    offers = costs.offers(limit)
     num_filled = sum(size <= len(expected) for size in offers.sizes)
     is_padded = offers.sizes[0] > 1
     if is_padded and (not num_filled or offers.sizes[num_filled - 1] < len(expected)):
         num_filled += 1  # guesses that fill no size go into the next
-    sizes = list(offers.sizes[:num_filled])
-    gains = [expected[min(size, len(expected)) - 1] for size in sizes]
-    rates = [(num_rows + gain) / cost for gain, cost in zip(gains, offers.costs, strict=False)]
+    found = zip(offers.sizes[:num_filled], offers.costs, strict=False)
+    return [(size, num_rows + expected[min(size, len(expected)) - 1], cost) for size, cost in found]
+
+
+def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limit: int) -> int:
+    """The block size that commits most tokens per second; occasionally another one, where costs are measured live.
+
+    expected, num_rows: as for `compared_sizes`. limit: the largest block allowed. Returns q, 1 for a plain step.
+    """
+    compared = compared_sizes(costs.offers(limit), expected, num_rows)
+    sizes = [size for size, _, _ in compared]
+    rates = [num_tokens / cost for _, num_tokens, cost in compared]
     return sizes[costs.explored_place(sizes, rates.index(max(rates)))]
 
 

@@ -97,14 +97,12 @@ class Memory:
     def belong_to(self, model: Any) -> None:
         """Raises ValueError when this memory is of another model or vocabulary."""
         identity = identity_of(model)
-        self._model = weakref.ref(model)
-        if self.identity is None:
-            self.identity = identity
-        difference = _difference(self.identity, identity)
+        difference = None if self.identity is None else _difference(self.identity, identity)
         if difference:
             raise ValueError(
                 f"the memory{f' in {self.path}' if self.path else ''} belongs to another model: {difference}"
             )
+        self.identity, self._model = self.identity or identity, weakref.ref(model)
 
     def warm(
         self, model: Any, texts: str | Path | Sequence[str | Sequence[int] | Tensor], tokenizer: Any = None

@@ -15,7 +15,7 @@ from itertools import accumulate, islice, zip_longest
 
 from lade.block.token_tree import TokenTree
 from lade.block_size.costs import Offers
-from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size
+from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size, compared_sizes
 from lade.drafting.acceptance import PROBE, SIBLING, name_of
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.growth import Grower, Growth
@@ -61,8 +61,8 @@ class TreeDrafter:
         self._backoff = SpeculationBackoff()
         self._has_searched = False  # for guesses of this step
         self._reason = ""  # for the size of its block
-        # The offers of this step, what is expected of k guesses per row at index k, and the number of rows.
-        self._compared: tuple[Offers, list[float], int] | None = None
+        # The offers of this step, what is expected of k guesses per row at index k, the number of rows, and the size.
+        self._compared: tuple[Offers, list[float], int, int] | None = None
         self._mean_accepted = 0.0  # guesses per row of the last step
         self._proposed: Counter[int] = Counter()  # by kind
         self._accepted: Counter[int] = Counter()
@@ -127,18 +127,17 @@ class TreeDrafter:
     def explain(self, row: int) -> Explanation:
         """For `Draft.explain`."""
         growth, reason = self._texts[row].growth, self._reason
-        offers: list[tuple[int, float, float]] = []
+        compared: list[tuple[int, float, float]] = []
         if self._compared is not None:
-            compared, expected, num_rows = self._compared
-            offers = [
-                (size, 1 + expected[size - 1] / num_rows, cost / compared.costs[0])
-                for size, cost in zip(compared.sizes, compared.costs, strict=True)
-                if size <= len(expected)
+            offers, expected, num_rows, chosen = self._compared
+            compared = [
+                (size, num_tokens / num_rows, cost / offers.costs[0])
+                for size, num_tokens, cost in compared_sizes(offers, expected, num_rows)
             ]
-            best, *_ = max(offers, key=lambda offer: offer[1] / offer[2])
-            reason = BEST if max(len(text.growth.tokens) for text in self._texts) + 1 == best else COMPARED
+            best, *_ = max(compared, key=lambda offer: offer[1] / offer[2])
+            reason = BEST if chosen == best else COMPARED
         sources = tuple(name_of(kind) for kind in growth.kinds)
-        return Explanation(sources, tuple(growth.chances), reason, tuple(offers))
+        return Explanation(sources, tuple(growth.chances), reason, tuple(compared))
 
     def sources(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -177,7 +176,7 @@ class TreeDrafter:
             for total in accumulate(map(sum, zip_longest(*(g.chances for g in grown), fillvalue=0.0)), initial=0.0)
         ]
         size = choose_size(costs, expected, len(rows), self.max_block)
-        self._compared = offers, expected, len(rows)
+        self._compared = offers, expected, len(rows), size
         for growth in grown:
             growth.cut(size - 1)
 
