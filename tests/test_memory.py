@@ -14,7 +14,7 @@ import torch
 from support import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.block_size.costs import LiveCosts
+from lade.block_size.costs import LiveCosts, saved_costs
 from lade.drafting import likeliest as likeliest_module
 from lade.drafting import memory as memory_module
 from lade.drafting.likeliest import most_likely
@@ -115,6 +115,7 @@ def test_save_and_load(model, tmp_path):
 
 
 def test_a_file_of_another_model_is_refused(model, tmp_path):
+    lade.config_lade(ADAPTIVE=1)
     memory = Memory(path=tmp_path / "memory.npz")
     with memory.active():
         generate(model)
@@ -128,6 +129,7 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
         with loaded.active(), pytest.raises(ValueError, match=f"memory.npz belongs to another model: .*{why}"):
             stranger.generate(**prompt(8), max_new_tokens=4)
         generate(stranger)  # steps of it have costs now
+        assert saved_costs(stranger)
         loaded.save(tmp_path / "after.npz")
         after = Memory(path=tmp_path / "after.npz")  # its own model's as before
         assert (after.identity, after.step_costs) == (saved.identity, saved.step_costs)
