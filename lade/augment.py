@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, TextStreamer
 
 from lade.compat import CALLERS_CACHE_MARK, require_names, warn_if_newer
-from lade.config import apply_environment, current_config, is_enabled, lock, off_hint, off_reason
+from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
 from lade.eligibility import TOO_SHORT, adapter_or_reason, is_short
 from lade.models.request import Request
@@ -95,6 +95,7 @@ def _owner(name: str) -> type:
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = current_config()
         with recording() as stats:
             _hint_once()
             stats.fallback_reason, streamer = off_reason(), None
@@ -102,14 +103,14 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 stats.fallback_reason = NOT_BEGUN
                 if isinstance(kwargs.get("past_key_values"), Cache):
                     setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
-                if not is_leader(current_config()):  # of several processes only one streams
+                if not is_leader(config):  # of several processes only one streams
                     streamer = kwargs.pop("streamer", None)
             result = original(self, *args, **kwargs)
             if streamer is not None and type(streamer) is not TextStreamer:  # its end() prints a newline
                 streamer.end()
             if stats.fallback_reason == NOT_BEGUN:
                 _fall_back(stats, OTHER_LOOP)
-        print_summary(stats)
+        print_summary(stats, config)
         return result
 
     # Callers use generate.__wrapped__ to avoid its torch.no_grad(), so it must stay the original's.
@@ -187,9 +188,11 @@ def _hint_once() -> None:
         logger.warning("lade: %s.", hint)
 
 
-def print_summary(stats: GenerationStats) -> None:
-    """Print the statistics of a lookahead call if DEBUG is set. With several processes only the leader prints."""
-    config = current_config()
+def print_summary(stats: GenerationStats, config: LookaheadConfig) -> None:
+    """Print the statistics of a lookahead call if DEBUG is set. With several processes only the leader prints.
+
+    config: of the beginning of the call.
+    """
     if not config.debug or stats.fallback_reason is not None or not is_leader(config):
         return
     num_rows = stats.batch_size  # includes num_return_sequences

@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from lade import augment
 from lade.compat import CALLERS_CACHE_MARK, is_deepspeed_zero3_enabled, is_fsdp_managed_module, require_names
-from lade.config import apply_environment, switched
+from lade.config import apply_environment, current_config, switched
 from lade.parallel.communicator import num_processes
 from lade.stats import has_open_stats, recording
 
@@ -68,9 +68,10 @@ def generate(
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
     # With the patch on, its generate() records the statistics and prints them.
     with switched(True), nullcontext() if has_open_stats() else recording() as stats:
+        config = current_config()
         result = augment.sample_with_lookahead(type(model))(model, *arguments, **model_kwargs)
         if stats is not None:
-            augment.print_summary(stats)
+            augment.print_summary(stats, config)
     return result
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 TOLERANCE = {
     # The attention kernel's output, against its definition computed in a wider type.
     "attention": {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2},
-    # Logits of a compiled or captured forward, against those of the ordinary one.
-    "logits": {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1},
+    # Logits of an inlined, compiled or captured forward, against those of the ordinary one. In float32 at most 1.5e-6
+    # was seen, in models of 24 layers.
+    "logits": {torch.float64: 1e-9, torch.float32: 5e-5, torch.float16: 0.05, torch.bfloat16: 0.1},
 }
 # The trial block of an unknown model has no exact counterpart: its error must be so many times smaller than what an
 # ignored mask causes. In half precision rounding makes up a larger part of both.

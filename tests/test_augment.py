@@ -172,6 +172,17 @@ def test_debug_summary(lade_on, capsys, model):
     assert f"Generated tokens: 30 Total steps: {stats.steps} Compression ratio: {30 / stats.steps:.2f}" in out
 
 
+def test_a_call_under_way_keeps_its_settings(lade_on, capsys, model):
+    def change(ids, scores):
+        lade.config_lade(DEBUG=1, MAX_BLOCK=2)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    lade.config_lade(MODE="tree", MAX_BLOCK=8)
+    model.generate(**prompt(), max_new_tokens=30, stopping_criteria=[change])
+    assert capsys.readouterr().out == ""
+    assert max(lade.last_stats().block_tokens) == 8
+
+
 def test_logs(lade_on, tmp_path, model):
     lade.log_history(clear=True)
     model.generate(**prompt(), max_new_tokens=30)

@@ -103,6 +103,49 @@ def test_drafts_that_would_fail_inside_the_model(model, registered, tree, depth,
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "cells", "message"),
+    [
+        ((5, 7), 0, "must have window_cells of shape (1, 27) for a window_shape of (5, 7), got (1, 0)"),
+        (ROOT_ALONE, 3, "must have window_cells of shape (1, 0) for a window_shape of (2, 1), got (1, 3)"),
+        ((1, 7), 0, "must have a window_shape (N, W) of at least (2, 1), got (1, 7)"),
+        ((2, 3), 2, "must hold ids from 0 to 60 as window_cells, got [[99, 99]]"),
+    ],
+)
+def test_windows_that_would_fail_inside_the_model(model, registered, shape, cells, message):
+    def draft(request, *_):
+        return Draft(TokenTree.empty(1), 0, shape, request.prompt_ids.new_full((1, cells), 99))
+
+    registered(proposing(draft))
+    with pytest.raises(ValueError, match=rf"Proposing \(MODE='mine'\) .*{re.escape(message)}"):
+        model.generate(**prompt(9), max_new_tokens=8)
+
+
+def test_a_window_of_ones_own(model, registered):
+    """Cells may hold any ids: they are computed, and change nothing."""
+
+    def draft(request, *_):
+        return Draft(TokenTree.empty(1), 0, (3, 2), request.prompt_ids.new_full((1, 3), 7))
+
+    registered(proposing(draft))
+    expected = generate_plain(model, prompt(9), max_new_tokens=8)
+    assert torch.equal(model.generate(**prompt(9), max_new_tokens=8), expected)
+    assert lade.last_stats().fallback_reason is None
+
+
+def test_no_drafter(model, registered):
+    class Incomplete:
+        def __init__(self, request):
+            pass
+
+        def propose(self, *_):
+            raise NotImplementedError
+
+    registered(Incomplete)
+    with pytest.raises(TypeError, match=r"Incomplete \(MODE='mine'\) has no learn\(\): a drafter must inherit from"):
+        model.generate(**prompt(9), max_new_tokens=8)
+
+
 def test_no_draft(model, registered):
     registered(proposing(lambda *_: None))
     with pytest.raises(TypeError, match=r"Proposing \(MODE='mine'\).propose\(\) must return a Draft, got None"):
