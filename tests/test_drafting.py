@@ -290,7 +290,7 @@ def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     grown, inner = [], TreeDrafter._grow_all
 
     def grow(self, rows, *others):
-        grown.append(max((length for _, _, length, _ in self._texts[0].pointers(None, 1)), default=0))
+        grown.append(max((pointer.length for pointer in self._texts[0].pointers(None, 1)), default=0))
         inner(self, rows, *others)
 
     monkeypatch.setattr(TreeDrafter, "_grow_all", grow)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import exp
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,12 +30,28 @@ BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is lo
 LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
 
-# What followed, number of the next of it, match length, kinds by length.
-Pointer = tuple[list[int], int, int, tuple[int, ...]]
 Edge = tuple[int, int]  # parent, token
 Source = tuple[PackedRow, int]  # a row and the kind of its rarest guess
 Guess = tuple[float, int, int]  # chance, token, kind
-Looked = tuple[int, float, int, PackedRow]  # a node, its chance, and a source behind it
+
+
+class Pointer(NamedTuple):
+    """Where an earlier occurrence of a text's end goes on."""
+
+    following: list[int]  # what followed there
+    number: int  # of the next token of it
+    length: int  # of the match, with what was followed since
+    kinds: tuple[int, ...]  # by length
+
+
+class Looked(NamedTuple):
+    """A row that says what may follow a node."""
+
+    node: int
+    chance: float  # of the node
+    first: int  # the kind of the row's rarest guess
+    row: PackedRow
+
 
 _MIDDLES = np.array(BIN_MIDDLES, dtype=np.float32)
 _BIN = (1 << BIN_BITS) - 1
@@ -118,6 +134,7 @@ class Grower:
         self._behind: dict[Edge, Pointer] = {}  # what follows an earlier occurrence
         self._drawn: dict[int, Draws | None] = {}  # by distance from the root
         self._num_pushed = 0
+        # The next guess of each source: -chance, order, token, parent, kind, and the guesses after it.
         self._heap: list[tuple[float, int, int, int, int, Iterator[Guess]]] = []
 
     def grow(self, max_depth: int, size: int, least: float, stop: EarlyStop | None) -> tuple[Growth, bool]:
@@ -129,7 +146,7 @@ class Grower:
         stop: asked for each size. Returns also whether it ended the growth.
         """
         heap, growth, known = self._heap, self._growth, self._known
-        odds, depths = growth.chances, growth.depths
+        chances, depths = growth.chances, growth.depths
         waiting: list[int] = []  # nodes that were not looked behind
         expected, is_stopped = 0.0, False
         if size > 0 and max_depth > 0:
@@ -137,8 +154,8 @@ class Grower:
                 self._follow(pointer, -1, 1.0, least)
             self._look_behind([-1], least)
             is_stopped = stop is not None and stop.is_enough(0, 0.0, -heap[0][0] if heap else 0.0)
-        while len(odds) < size and not is_stopped:
-            if waiting and (not heap or -heap[0][0] <= LIKELY_CHILD * odds[waiting[0]]):
+        while len(chances) < size and not is_stopped:
+            if waiting and (not heap or -heap[0][0] <= LIKELY_CHILD * chances[waiting[0]]):
                 self._look_behind(waiting, least)
                 waiting.clear()
                 continue
@@ -149,12 +166,12 @@ class Grower:
             if (parent, token) in known:  # a surer source has said the same
                 continue
             known.add((parent, token))
-            depth = 1 if parent < 0 else depths[parent] + 1
-            growth.add(token, parent, kind, -negative, depth)
-            expected -= negative
-            is_stopped = stop is not None and stop.is_enough(len(odds), expected, -negative)
-            if depth < max_depth and -negative * LIKELY_CHILD >= least:
-                waiting.append(len(odds) - 1)
+            chance, depth = -negative, 1 if parent < 0 else depths[parent] + 1
+            growth.add(token, parent, kind, chance, depth)
+            expected += chance
+            is_stopped = stop is not None and stop.is_enough(len(chances), expected, chance)
+            if depth < max_depth and chance * LIKELY_CHILD >= least:
+                waiting.append(len(chances) - 1)
         return growth.by_chance(), is_stopped
 
     def _look_behind(self, waiting: Sequence[int], least: float) -> None:
@@ -174,7 +191,7 @@ class Grower:
                     self._follow(self._behind[parent, token], node, chance, least)
             if not found:
                 continue
-            rows += [(node, chance, first, row) for row, first in found]
+            rows += [Looked(node, chance, first, row) for row, first in found]
             if depth not in self._drawn:
                 self._drawn[depth] = self._draws_at(depth)
             numbers = self._drawn[depth]
@@ -206,7 +223,8 @@ class Grower:
     def _race(self, rows: Sequence[Looked], draws: Sequence[Draws], least: float) -> None:
         """Put the guesses of some rows into the heap, ordered by what they will be drawn with."""
         packed = np.empty((len(rows), ROW_LENGTH), dtype=np.int32)
-        for i, (_, _, _, row) in enumerate(rows):
+        for i, looked in enumerate(rows):
+            row = looked.row
             packed[i, : len(row)] = row
             if len(row) < ROW_LENGTH:  # short rows repeat their last id, in the rarest bin
                 packed[i, len(row) :] = row[-1] & ~_BIN
@@ -219,13 +237,13 @@ class Grower:
         arrays = packed, times, times.argsort(axis=1), totals, sums
         columns = zip(rows, *(array.tolist() for array in arrays), strict=True)
         for looked, tokens, when, order, total, known in columns:
-            self._push_next(self._winners(looked, tokens, when, order, total, known), looked[0], least)
+            self._push_next(self._winners(looked, tokens, when, order, total, known), looked.node, least)
 
     def _winners(
         self, looked: Looked, tokens: list[int], times: list[float], order: list[int], total: float, known: float
     ) -> Iterator[Guess]:
         """A row's guesses, the first to arrive first, made when asked for. total, known: sums, as `races` says."""
-        _, chance, first, _ = looked
+        chance, first = looked.chance, looked.first
         chances, scale, rest = self._chances, 1.0 / total, min(0.0, known - 1.0)
         for place in order:
             time = times[place]
@@ -253,4 +271,4 @@ class Grower:
             return
         guess, kind = following[number], kinds[min(length, MAX_MATCH)]
         self._push_next(iter([(chance * self._chances[kind], guess, kind)]), node, least)
-        self._behind[node, guess] = following, number + 1, length + 1, kinds
+        self._behind[node, guess] = Pointer(following, number + 1, length + 1, kinds)

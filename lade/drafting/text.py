@@ -60,7 +60,7 @@ class DraftedText:
         if texts is not None:
             longest = own[0][1] if own else 0
             others = _followed(texts, texts.matches(self.tokens[-MAX_MATCH:]), STORE_KINDS, count)
-            found += [pointer for pointer in others if pointer[2] > longest]
+            found += [pointer for pointer in others if pointer.length > longest]
         return found
 
 
@@ -69,4 +69,4 @@ def _followed(
 ) -> list[Pointer]:
     """At most `count` tokens behind each match. kinds: of each match."""
     found = zip(matches, kinds, strict=False)
-    return [(texts.following(place, count), 0, length, by_length) for (place, length), by_length in found]
+    return [Pointer(texts.following(place, count), 0, length, by_length) for (place, length), by_length in found]

@@ -152,7 +152,7 @@ class TreeDrafter:
         if self.costs is None or not self._backoff.rests():
             return False
         pointers = (pointer for row in rows for pointer in self._texts[row].pointers(self.memory.texts, 1))
-        return all(length < LONG_MATCH for _, _, length, _ in pointers)
+        return all(pointer.length < LONG_MATCH for pointer in pointers)
 
     def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
         """Trees for some rows, all of the size that pays."""
