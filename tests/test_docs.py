@@ -1,6 +1,7 @@
 """README and docs: the Python in them runs, the links lead somewhere, and every setting is described."""
 
 import ast
+import functools
 import importlib
 import inspect
 import io
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
+from lade.config import SETTINGS
 
 ROOT = Path(lade.__file__).parent.parent
 PAGES = [
@@ -81,6 +83,33 @@ def test_every_setting_is_described():
     for name in set(re.findall(r"environ(?:\.get\(|\[)\"(\w+)\"", sources)):
         assert f"| `{name}` |" in text
     assert "| `LEVEL` |" in text
+
+
+def settings_table():
+    """Of each setting's row: what is allowed, and its default."""
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|", text, re.MULTILINE)
+    return {name: (allowed, default) for name, allowed, default in reversed(rows) if name in SETTINGS}  # the first
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_settings_row_is_the_settings(name):
+    allowed, shown = settings_table()[name]
+    field = SETTINGS[name]
+    if name not in ("DIST_WORKERS", "backend"):  # whose default depends on the process
+        default = "auto" if field.default is None else field.default
+        assert shown == (f'`"{default}"`' if isinstance(default, str) else str(int(default)))
+    check = functools.partial(field.metadata["check"], name)
+    span = re.match(r"(\d+) to (\d+)", allowed)
+    values = [int(end) for end in span.groups()] if span else re.findall(r'"(\w+)"|(\d)', allowed)
+    assert values
+    for value in values if span else [text or int(number) for text, number in values]:
+        check(value)
+    outside = [values[0] - 1, values[1] + 1] if span else [2, "other"]
+    for value in outside:
+        if f"or {value}" not in allowed:
+            with pytest.raises(ValueError, match=name):
+                check(value)
 
 
 def test_quoted_errors_exist():
