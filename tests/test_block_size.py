@@ -153,7 +153,7 @@ def test_a_tree_grows_until_no_larger_block_can_pay(slope, first, fall):
     for k in range(1, 64):
         expected.append(expected[-1] + first / k**fall)
     stop, num_nodes = early_stop(price), 0
-    while num_nodes < 63 and not stop.is_enough(num_nodes, expected[num_nodes], first / (num_nodes + 1) ** fall):
+    while num_nodes < 63 and not stop.update(num_nodes, expected[num_nodes], first / (num_nodes + 1) ** fall):
         num_nodes += 1
     best = choose_size(price, expected, 1, 64)
     assert choose_size(price, expected[: num_nodes + 1], 1, 64) == best
@@ -163,10 +163,10 @@ def test_a_tree_grows_until_no_larger_block_can_pay(slope, first, fall):
 def test_a_tree_grows_one_size_further_where_that_is_to_be_tried():
     price = measured(lambda q: 1 + 0.3 * (q - 1))
     for _ in range(EXPLORE_EVERY - 1):
-        assert early_stop(price).is_enough(0, 0.0, 0.05)
+        assert early_stop(price).update(0, 0.0, 0.05)
         choose_size(price, [0.0], 1, 64)
     stop = early_stop(price)
-    assert [stop.is_enough(0, 0.0, 0.05), stop.is_enough(1, 0.05, 0.05)] == [False, True]
+    assert [stop.update(0, 0.0, 0.05), stop.update(1, 0.05, 0.05)] == [False, True]
 
 
 def test_prices_that_hardly_change_are_compared_now_and_then():

@@ -258,10 +258,10 @@ def test_a_text_looks_predictable_where_the_likeliest_tokens_are_likely():
 
 def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():
     def steps_until_rest(backoff, gain, promise):
-        return next(count for count in range(1, 1000) if backoff.learn(gain, promise) or backoff.rests())
+        return next(count for count in range(1, 1000) if backoff.learn(gain, promise) or backoff.begin_step())
 
     def length_of_rest(backoff):
-        return 1 + sum(iter(backoff.rests, False))
+        return 1 + sum(iter(backoff.begin_step, False))
 
     backoff = SpeculationBackoff()
     assert steps_until_rest(backoff, -0.05, 1.0) == pytest.approx(PATIENCE / 0.05, abs=1.5)
@@ -284,7 +284,7 @@ def test_the_document_says_when_guessing_rests():
 
 def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     """While guessing rests, a tree is grown only behind what has been said before; the text stays the same."""
-    monkeypatch.setattr(SpeculationBackoff, "rests", lambda self: True)
+    monkeypatch.setattr(SpeculationBackoff, "begin_step", lambda self: True)
     observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
     monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q))
     grown, inner = [], TreeDrafter._grow_all

@@ -94,8 +94,8 @@ class StepCosts:
         """The size that the next step must have, because it is to be measured; None if the policy may choose."""
         return None
 
-    def explored_place(self, sizes: list[int], best: int) -> int:
-        """The index into `sizes` to use, where `best` is the index of the size that pays most."""
+    def next_place(self, sizes: list[int], best: int) -> int:
+        """The index into `sizes` to use in the next step, where `best` is the index of the size that pays most."""
         return best
 
     @property
@@ -315,7 +315,7 @@ class LiveCosts(StepCosts):
     def largest_size(self) -> int:
         return max(self.sizes[0], 2 * self.largest_known)  # unmeasured sizes are tried gradually
 
-    def explored_place(self, sizes: list[int], best: int) -> int:
+    def next_place(self, sizes: list[int], best: int) -> int:
         self._num_chosen += 1
         if self._num_chosen % EXPLORE_EVERY:
             return best

@@ -35,7 +35,7 @@ def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limi
     compared = compared_sizes(costs.offers(limit), expected, num_rows)
     sizes = [size for size, _, _ in compared]
     rates = [num_tokens / cost for _, num_tokens, cost in compared]
-    return sizes[costs.explored_place(sizes, rates.index(max(rates)))]
+    return sizes[costs.next_place(sizes, rates.index(max(rates)))]
 
 
 @lru_cache(maxsize=256)
@@ -61,8 +61,10 @@ class EarlyStop:
         self._place = 0  # index of the smallest size that the tree has not reached yet
         self._best = 0.0  # most tokens per cost among the sizes reached
 
-    def is_enough(self, num_nodes: int, expected: float, chance: float) -> bool:
-        """num_nodes: guesses so far, one more per call. expected: sum of their chances. chance: upper bound of the next
+    def update(self, num_nodes: int, expected: float, chance: float) -> bool:
+        """Take in how far the tree has grown. Returns whether that is enough.
+
+        num_nodes: guesses so far, one more per call. expected: sum of their chances. chance: upper bound of the next
         one's.
         """
         sizes, costs, place = self._offers.sizes, self._offers.costs, self._place
@@ -98,8 +100,8 @@ class SpeculationBackoff:
         self._rest = MIN_REST  # length of the next pause
         self._num_left = 0  # steps left of this pause
 
-    def rests(self) -> bool:
-        """Whether the next step has no guesses. Must be called once before each step."""
+    def begin_step(self) -> bool:
+        """To be called once before each step. Returns whether it has no guesses."""
         if self._num_left == 0:
             return False
         self._num_left -= 1

@@ -153,7 +153,7 @@ class Grower:
             for pointer in self._pointers:
                 self._follow(pointer, -1, 1.0, least)
             self._look_behind([-1], least)
-            is_stopped = stop is not None and stop.is_enough(0, 0.0, -heap[0][0] if heap else 0.0)
+            is_stopped = stop is not None and stop.update(0, 0.0, -heap[0][0] if heap else 0.0)
         while len(chances) < size and not is_stopped:
             if waiting and (not heap or -heap[0][0] <= LIKELY_CHILD * chances[waiting[0]]):
                 self._look_behind(waiting, least)
@@ -169,7 +169,7 @@ class Grower:
             chance, depth = -negative, 1 if parent < 0 else depths[parent] + 1
             growth.add(token, parent, kind, chance, depth)
             expected += chance
-            is_stopped = stop is not None and stop.is_enough(len(chances), expected, chance)
+            is_stopped = stop is not None and stop.update(len(chances), expected, chance)
             if depth < max_depth and chance * LIKELY_CHILD >= least:
                 waiting.append(len(chances) - 1)
         return growth.by_chance(), is_stopped

@@ -149,7 +149,7 @@ class TreeDrafter:
 
     def _takes_rest(self, rows: list[int]) -> bool:
         """Whether to propose nothing, because guesses have not paid lately; unless the text repeats itself."""
-        if self.costs is None or not self._backoff.rests():
+        if self.costs is None or not self._backoff.begin_step():
             return False
         pointers = (pointer for row in rows for pointer in self._texts[row].pointers(self.memory.texts, 1))
         return all(pointer.length < LONG_MATCH for pointer in pointers)
