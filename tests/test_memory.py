@@ -140,9 +140,9 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
         generate(fine_tuned)
 
 
-def test_prices_are_saved_too(tmp_path, monkeypatch):
+def test_costs_are_saved_too(tmp_path, monkeypatch):
     """A process that begins with them needs no small steps to find out what larger ones cost."""
-    observe = LiveCosts.observe  # steps have set prices, whatever this machine is doing
+    observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
     monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q))
     lade.config_lade(ADAPTIVE=1, MAX_BLOCK=64)
     blocks = []

@@ -30,7 +30,7 @@ from lade.forward.on_device.step import StepShape, StepState
 from lade.forward.runner import BlockRunner
 from lade.models import base
 from lade.transfer import Landing
-from lade.verification import draws as noise
+from lade.verification import draws as draws_module
 from lade.verification.race import Sampling
 
 ATEN, META = torch.ops.aten, torch.device("meta")
@@ -91,9 +91,9 @@ def other_device(lade_on, monkeypatch):
     monkeypatch.setattr(decoding, "wait_for", lambda device: None)
     for module in (decoding, device_step):
         monkeypatch.setattr(module, "block_layout", layout_there)
-    monkeypatch.setattr(noise, "READABLE", ("cpu", "meta"))
-    monkeypatch.setattr(noise, "generator_state", lambda device: torch.get_rng_state())
-    monkeypatch.setattr(noise, "set_generator_state", lambda device, state: torch.set_rng_state(state))
+    monkeypatch.setattr(draws_module, "READABLE", ("cpu", "meta"))
+    monkeypatch.setattr(draws_module, "generator_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(draws_module, "set_generator_state", lambda device, state: torch.set_rng_state(state))
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
 
@@ -213,12 +213,12 @@ def test_step_on_the_device(batch_size, uses_kernel, sampling, model, other_devi
 def test_draws_are_copied_to_the_host_once(other_device):
     """Not for each node of a tree that asks what its children will be drawn with."""
     with OtherDevice() as watched:
-        noise_ = noise.ExponentialDraws(META, 2)
+        draws = draws_module.ExponentialDraws(META, 2)
         for row, index in [(0, 2), (1, 2), (0, 1), (0, 2), (1, 1)]:
-            assert noise_.peek(row, index, 61).shape == (61,)
+            assert draws.peek(row, index, 61).shape == (61,)
         assert watched.reads == {"copy": 2}
-        noise_.forget(2)
-        noise_.peek(0, 2, 61)
+        draws.forget(2)
+        draws.peek(0, 2, 61)
         assert watched.reads == {"copy": 2}
 
 
