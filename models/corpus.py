@@ -12,6 +12,7 @@ Knows nothing about tokens or tensors.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import json
@@ -20,6 +21,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Never trained on, their tests neither: the held-out loss and the benchmark prompts come from these.
 HELD_OUT = frozenset(
@@ -201,10 +203,20 @@ def code_prompts(files: list[tuple[str, str]], per_module: int = 2, seed: int = 
     return [prompt for _, prompt in sorted(found, key=lambda item: item[0])]
 
 
+def question_prompts(files: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The questions of `conversations`, each once and alone."""
+    asked = [turn["content"] for chat in conversations(files) for turn in chat if turn["role"] == "user"]
+    return [{"id": f"question.{number}", "turns": [text]} for number, text in enumerate(dict.fromkeys(asked))]
+
+
 def main() -> None:
-    """Write the held-out prompts of the benchmarks as JSON lines on stdout."""
+    """Write held-out prompts as JSON lines on stdout: those of the benchmarks, or more of them, or questions."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--per_module", type=int, default=2, help="unfinished functions of each module, at most")
+    parser.add_argument("--questions", action="store_true", help="questions about the modules instead")
+    args = parser.parse_args()
     held_out = [(module, source) for module, source in source_files() if is_held_out(module) and "test" not in module]
-    for prompt in code_prompts(held_out):
+    for prompt in question_prompts(held_out) if args.questions else code_prompts(held_out, args.per_module):
         print(json.dumps(prompt))
 
 
