@@ -93,6 +93,8 @@ def test_a_missing_script(folder):
     assert missing.returncode == python("missing.py", folder=folder).returncode == 2
     assert "can't open file" in missing.stderr
     assert "missing.py" in missing.stderr
+    assert "did you mean" not in missing.stderr
+    assert "did you mean the command trace?" in python("-m", "lade", "traec", folder=folder).stderr
 
 
 GENERATES = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import difflib
 import importlib.machinery
 import io
 import os
@@ -117,7 +118,9 @@ def run_script(path: str, arguments: list[str]) -> None:
         with io.open_code(full_path) as file:
             source = file.read()
     except OSError as error:
-        sys.stderr.write(f"lade: can't open file {full_path!r}: [Errno {error.errno}] {error.strerror}\n")
+        close = difflib.get_close_matches(path, COMMANDS, n=1)
+        meant = f"; did you mean the command {close[0]}?" if close else ""
+        sys.stderr.write(f"lade: can't open file {full_path!r}: [Errno {error.errno}] {error.strerror}{meant}\n")
         sys.exit(2)
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     loader = importlib.machinery.SourceFileLoader("__main__", full_path)
