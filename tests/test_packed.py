@@ -507,6 +507,19 @@ def swap_rows(model):
     rows.copy_(rows.flip(0))
 
 
+def exchange_columns(model):
+    """Two halves of each row, as when heads change places."""
+    columns = model.lm_head.weight.data
+    columns.copy_(columns.roll(24, 1))
+
+
+def swap_tensors(model):
+    """Refused where anybody holds a weak reference to either."""
+    torch.manual_seed(5)
+    weight = model.lm_head.weight
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.randn_like(weight)))
+
+
 def replace_layer(model):
     torch.manual_seed(5)
     model.lm_head = nn.Linear(48, 61, bias=False).to(model.dtype)
@@ -519,6 +532,8 @@ CHANGES = {
     "load": load,
     "assign": assign,
     "rows": swap_rows,
+    "columns": exchange_columns,
+    "swap": swap_tensors,
     "element": lambda model: model.lm_head.weight.data[7].add_(3),
     "data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.flip(0)),
     "replaced": replace_layer,
@@ -543,7 +558,8 @@ def test_changed_weights_are_packed_anew(lade_on, products, change, dtype):
     assert not torch.equal(found, before)
     assert stats.packed_weights == 15
     assert any(packed_weights(model).copies.get(key) is not copy for key, copy in copies.items())
-    assert all(is_current(copy) for copy in packed_weights(model).copies.values())
+    weights = {id(weight): weight for weight in model.parameters()}
+    assert all(is_current(copy, [weights[i] for i in key]) for key, copy in packed_weights(model).copies.items())
 
 
 def test_stale_copies_would_be_seen(lade_on, products, monkeypatch):
@@ -552,7 +568,7 @@ def test_stale_copies_would_be_seen(lade_on, products, monkeypatch):
     lade.config_lade(PACK=1, SHARE=0)
     generate(model, prompt())
     load(model)
-    monkeypatch.setattr(packed, "is_current", lambda copy: True)
+    monkeypatch.setattr(packed, "is_current", lambda *_: True)
     found, _ = generate(model, prompt())
     assert not torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
 
@@ -583,18 +599,34 @@ def test_a_training_loop_packs_ever_more_rarely(lade_on, products):
     assert counts == [False, True, False, False, False, True, False]  # 64 tokens, then 128 since the change, then 256
 
 
-def test_a_checksum_sees_single_bits_and_places():
-    for dtype, columns in ((torch.float32, 7), (torch.bfloat16, 7), (torch.bfloat16, 6), (torch.bfloat16, 8)):
-        weight = torch.randn(5, columns).to(dtype)
-        before = checksums(weight)
-        for row in range(5):
-            changed = weight.clone()
-            kind = torch.int32 if dtype == torch.float32 else torch.int16
-            changed.view(kind)[row, 0] ^= 1
-            assert (checksums(changed) != before).nonzero().flatten().tolist() == [row]
-        assert not torch.equal(checksums(weight.flip(0)), before)
-    shared = torch.randn(1 + 5 * 8).to(torch.bfloat16)[1:].view(5, 8)  # at an odd address
-    assert torch.equal(checksums(shared).sign().abs(), torch.ones(5, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "num_columns"),
+    [(torch.float32, 5, 7), (torch.float32, 9, 8), (torch.bfloat16, 5, 7), (torch.bfloat16, 5, 6), (torch.bfloat16, 9, 16),
+     (torch.bfloat16, 3, 1), (torch.bfloat16, 520, 2064)],
+)  # fmt: skip
+def test_a_checksum_sees_single_bits_and_places(dtype, num_rows, num_columns):
+    """Columns that change places show if there are as many rows as are summed words."""
+    weight = torch.randn(num_rows, num_columns).to(dtype)
+    before, kind = checksums(weight), torch.int32 if dtype == torch.float32 else torch.int16
+    for row, column in ((0, 0), (num_rows - 1, num_columns - 1), (num_rows // 2, num_columns // 2)):
+        changed = weight.clone()
+        changed.view(kind)[row, column] ^= 1
+        assert (checksums(changed) != before).sum() == 1
+    assert not torch.equal(checksums(weight.flip(0)), before)
+    for first in {0, num_columns // 2, max(0, num_columns - 8)}:  # neighbours, by words of up to 8 bytes
+        size = 8 // weight.element_size()
+        if first + 2 * size <= num_columns:
+            order = torch.arange(num_columns)
+            order[first : first + 2 * size] = order[first : first + 2 * size].roll(size)
+            assert not torch.equal(checksums(weight[:, order]), before)
+
+
+def test_a_checksum_at_an_odd_address():
+    weight = torch.randn(5, 8).to(torch.bfloat16)
+    shared = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(5, 8)
+    before = checksums(shared)
+    shared[4, 7] += 1
+    assert (checksums(shared) != before).sum() == 1
 
 
 # Memory.

@@ -1,5 +1,6 @@
 """Reasons for a fallback that users of other libraries meet: true, and the same each time."""
 
+import copy
 import functools
 import logging
 import re
@@ -59,6 +60,18 @@ def test_a_forward_that_does_not_say_what_it_takes():
     model.forward = lambda *args, **kwargs: stock(*args, **kwargs)
     assert "does not say which arguments it takes" in reason_of(model)
     model.forward = functools.wraps(stock)(model.forward)
+    assert reason_of(model) is None
+
+
+@pytest.mark.parametrize("copied", [lambda layer: layer, copy.deepcopy], ids=["shared", "copied"])
+def test_two_layers_with_one_place_in_the_cache(copied):
+    """Plain generate()'s cache then grows twice per token; lade's would be overwritten."""
+    model = tiny_llama()
+    assert reason_of(model) is None
+    model.model.layers[1] = copied(model.model.layers[0])
+    assert "same layer of the cache" in reason_of(model)
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    model.model.layers[1].self_attn.layer_idx = 1
     assert reason_of(model) is None
 
 

@@ -7,8 +7,8 @@ runs on the model as it is. The queries', keys' and values' projections are pack
 product (`PartOfProduct`): in small models calling a product costs more than computing it.
 
 The packed copies of a model are shared by its calls and freed with it. Before each call that uses them the weights
-are compared with what they were when they were packed, by a checksum of each row: a write through `weight.data`, as
-merging an adapter does it, shows neither in the address nor in the version counter of a parameter.
+are compared with what they were when they were packed, by checksums: a write through `weight.data`, as merging an
+adapter does it, shows neither in the address nor in the version counter of a parameter.
 
 Source: the operators that torch.compile's freezing uses, `mkldnn::_reorder_linear_weight` and
 `mkldnn::_linear_pointwise`.
@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import gcd, inf
 from time import perf_counter
 from typing import Any
 
@@ -53,6 +52,7 @@ COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product is compared on random inputs until so many elements have been seen, but not more often than this.
 COMPARED_ELEMENTS, MOST_COMPARISONS = 1 << 15, 64
 PRODUCT_TOLERANCE = 1e-5  # in float32, relative to the largest element; half precision must have the same bits
+MOST_SUMMED = 511  # words of 8 bytes that go into one checksum
 # Layers of a module that have the same input, in the order in which they are called. gate_proj and up_proj do as
 # well, but calling a product as large as theirs is a small part of it.
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
@@ -85,9 +85,11 @@ def bytes_of(weights: Weights) -> int:
 
 @dataclass(slots=True)
 class PackedWeight:
-    """The packed copy of a product's weights, and by what a change of them is noticed."""
+    """The packed copy of a product's weights, and by what a change of them is noticed.
 
-    sources: tuple[weakref.ref[nn.Parameter], ...]
+    Without references to them, even weak ones, with which `torch.utils.swap_tensors` refuses to work.
+    """
+
     identities: tuple[Hashable, ...]
     checksums: tuple[Tensor, ...]
     packed: Tensor | None = None  # None where memory was short
@@ -96,7 +98,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weights: Weights) -> PackedWeight:
-        return cls(tuple(map(weakref.ref, weights)), tuple(map(identity, weights)), tuple(map(checksums, weights)))
+        return cls(tuple(map(identity, weights)), tuple(map(checksums, weights)))
 
 
 Copies = dict[Key, PackedWeight]
@@ -126,7 +128,7 @@ class PackedWeights:
             if num_new < LEAST_NEW_TOKENS and not is_asked:
                 too_short = f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights"
                 return False, {}, too_short
-            self._drop_changed(num_new)
+            self._drop_changed(weights, num_new)
             least = TOKENS_BEFORE_PACKING << min(self.num_changes, MOST_DOUBLINGS)
             if self.num_asked < least and not is_asked:
                 return False, {}, f"calls have asked for {self.num_asked} tokens, and packing pays from {least} on"
@@ -144,13 +146,13 @@ class PackedWeights:
         with self.lock:
             self.copies = {}
 
-    def _drop_changed(self, num_new: int) -> None:
-        current = {key: copy for key, copy in self.copies.items() if is_current(copy)}
-        changed = [copy for key, copy in self.copies.items() if key not in current]
-        if any(source() is not None for copy in changed for source in copy.sources):
+    def _drop_changed(self, weights: Sequence[Weights], num_new: int) -> None:
+        known = [group for group in weights if key_of(group) in self.copies]
+        current = [group for group in known if is_current(self.copies[key_of(group)], group)]
+        if len(current) < len(known):
             self.num_changes += 1
             self.num_asked = num_new
-        self.copies = {key: copy for key, copy in current.items() if key not in self.apart}
+        self.copies = {key: self.copies[key] for key in map(key_of, current)}
 
     def _pack(self, weights: Sequence[Weights], is_asked: bool) -> str | None:
         """Copy what is missing, the largest weights first. Returns why some still are, as a sentence."""
@@ -188,7 +190,7 @@ def packed_weights(model: PreTrainedModel) -> PackedWeights:
 def held_bytes() -> tuple[int, int]:
     """Weights that this process has packed, of all models, and the bytes of their copies."""
     copies = [copy for weights in _packed.all() for copy in list(weights.copies.values()) if copy.packed is not None]
-    return sum(len(copy.sources) for copy in copies), sum(copy.num_bytes for copy in copies)
+    return sum(len(copy.checksums) for copy in copies), sum(copy.num_bytes for copy in copies)
 
 
 def identity(weight: Tensor) -> Hashable:
@@ -198,23 +200,25 @@ def identity(weight: Tensor) -> Hashable:
 
 
 def checksums(weight: Tensor) -> Tensor:
-    """A sum of each row's bits, [N]: a change of one element always shows, and rows that change places do."""
-    rows = weight.detach()
-    row_bytes = rows.shape[1] * rows.element_size()
-    start = rows.storage_offset() * rows.element_size()
+    """Sums of a weight's bits, [n]: a change of one element always shows, and rows or columns that change places do."""
+    flat = weight.detach().flatten()
+    row_bytes = weight.shape[1] * weight.element_size()
+    start = weight.storage_offset() * weight.element_size()
     kinds = (torch.int64, torch.int32, torch.int16)
-    words = next(kind for kind in kinds if row_bytes % kind.itemsize == start % kind.itemsize == 0)
-    return rows.view(words).sum(1, dtype=torch.int64)
+    words = flat.view(next(kind for kind in kinds if row_bytes % kind.itemsize == start % kind.itemsize == 0))
+    # Pieces shorter than a row that end elsewhere in each row: whole rows would not show exchanged columns.
+    row_words = len(words) // len(weight)
+    length = next(n for n in range(max(1, min(row_words - 1, MOST_SUMMED)), 0, -1) if gcd(n, row_words) == 1)
+    end = len(words) // length * length
+    sums = words[:end].view(-1, length).sum(1, dtype=torch.int64)
+    return torch.cat([sums, words[end:].sum(0, keepdim=True, dtype=torch.int64)])
 
 
-def is_current(copy: PackedWeight) -> bool:
+def is_current(copy: PackedWeight, weights: Weights) -> bool:
     """Whether the weights still are what was packed."""
     return all(
-        (weight := source()) is not None
-        and weight.device.type == "cpu"
-        and identity(weight) == known
-        and torch.equal(checksums(weight), sums)
-        for source, known, sums in zip(copy.sources, copy.identities, copy.checksums, strict=True)
+        identity(weight) == known and torch.equal(checksums(weight), sums)
+        for weight, known, sums in zip(weights, copy.identities, copy.checksums, strict=True)
     )
 
 

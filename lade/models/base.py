@@ -26,6 +26,7 @@ from lade.models.training import training_reason
 MASKED_ATTENTION = ("eager", "sdpa")
 # Parts of names of implementations that compute the same but accept no such mask.
 MASKLESS_ATTENTION = ("flash", "flex_attention")
+ATTENTION_NAMES = ("self_attn", "attn", "attention")  # of a layer's attention in most families
 EXACT_DTYPES = (torch.float32, torch.float64)
 
 
@@ -96,6 +97,14 @@ class ModelAdapter:
         for layer in self.cache_layers:
             if type(layer) not in PLAIN_LAYERS:
                 return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
+        for layers in self.parts:
+            if isinstance(layers, nn.ModuleList):
+                attentions = [layer._modules.get(name) for layer in layers for name in ATTENTION_NAMES]
+                places = [place for part in attentions if (place := getattr(part, "layer_idx", None)) is not None]
+                if len(set(places)) < len(
+                    places
+                ):  # as after copying a layer; a DynamicCache then grows twice per token
+                    return "two layers write to the same layer of the cache (their layer_idx is the same)"
         return None
 
     def unsupported_request(self, request: Request) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import GenerationMixin
 # Methods that plain generate() calls around each forward; lade's loop has its own code for them.
 HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 NEEDED = ("attention_mask", "past_key_values")
+DYNAMIC_INT8 = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")  # packages
 ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -42,13 +42,12 @@ def calling_reason(model: Any, safe_hooks: Collection[str]) -> str | None:
 
 def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
     """Why guesses would change the rounding of the text's logits, as a sentence; None if no reason is known."""
-    if "bitsandbytes" not in sys.modules:
-        return None
     for part in parts:
-        is_int8 = type(part).__module__.split(".")[0] == "bitsandbytes" and "8bit" in type(part).__name__
-        state: Any = getattr(part, "state", None)
-        threshold: Any = getattr(state, "threshold", 1.0)
-        if is_int8 and threshold:
+        written_in = type(part).__module__
+        if written_in.startswith(DYNAMIC_INT8):
+            return "torch's dynamic int8 layers have one scale for all tokens of a forward, so that guesses would change the text"
+        is_int8 = written_in.partition(".")[0] == "bitsandbytes" and "8bit" in type(part).__name__
+        if is_int8 and getattr(getattr(part, "state", None), "threshold", True):
             return (
                 "8-bit layers of bitsandbytes choose the columns that they keep in 16 bits by all tokens of a forward, "
                 "so that guesses would change the text (llm_int8_threshold=0 chooses none)"
