@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -167,14 +167,8 @@ class ProcessGroup(SingleProcess):
         self._sums_choices = kind is GreedySelection
         if self._sums_choices:
             return kind(request)
-        if self._rank == LEADER:
-            selection = kind(request)
-            selection.on_commit = self._broadcast_tokens
-            return selection
-        follower = FollowerPerRowSelection if kind is PerRowSelection else FollowerLockstepSelection
-        selection = follower(request)
-        selection.receive = self._receive_tokens
-        return selection
+        per_row, lockstep = LEADERS if self._rank == LEADER else FOLLOWERS
+        return (per_row if kind is PerRowSelection else lockstep)(request, self)
 
     # In each step.
 
@@ -256,10 +250,12 @@ class ProcessGroup(SingleProcess):
         if self._rank != LEADER:
             torch.cuda.set_rng_state(state, device) if on_gpu else torch.set_rng_state(state)
 
-    def _broadcast_tokens(self, tokens: list[int], ended: list[bool]) -> None:
+    def send_tokens(self, tokens: list[int], ended: list[bool]) -> None:
+        """Tell the followers the token of each row, and which rows have ended with it."""
         self._broadcast("integers", torch.tensor([*tokens, *ended]), LEADER)
 
-    def _receive_tokens(self, num_rows: int) -> tuple[list[int], list[bool]]:
+    def receive_tokens(self, num_rows: int) -> tuple[list[int], list[bool]]:
+        """What the leader has passed to `send_tokens`."""
         values = torch.zeros(2 * num_rows, dtype=torch.long)
         self._broadcast("integers", values, LEADER)
         return values[:num_rows].tolist(), values[num_rows:].bool().tolist()
@@ -287,7 +283,7 @@ class ProcessGroup(SingleProcess):
 class SharedLogits(BlockLogits):
     """The logits of one step's block, split over the ranks; the most likely tokens are known for all nodes.
 
-    `of_row` and `of_all` are collective: every rank calls them, and only the leader's result is meaningful.
+    `of` is collective: every rank calls it, and only the leader's result is meaningful.
     """
 
     def __init__(self, group: ProcessGroup, part: BlockPart, logits: Tensor, best: Tensor) -> None:
@@ -302,15 +298,13 @@ class SharedLogits(BlockLogits):
     def is_number(self, row: int, node: int) -> bool:
         return bool(self._best[row, 1 + node] >= 0)
 
-    def of_row(self, row: int, node: int) -> Tensor:
-        return self._group.logits_of(owner_of(self._part, row, node), super().of_row(row, self._place(row, node)))
-
-    def of_all(self, nodes: list[int]) -> Tensor:
-        owners = [owner_of(self._part, row, node) for row, node in enumerate(nodes)]
-        logits = super().of_all([self._place(row, node) for row, node in enumerate(nodes)]).clone()
+    def of(self, rows: slice, nodes: list[int]) -> Tensor:
+        found = list(zip(range(rows.start, rows.stop), nodes, strict=True))
+        owners = [owner_of(self._part, row, node) for row, node in found]
+        logits = super().of(rows, [self._place(row, node) for row, node in found]).clone()
         for owner in sorted(set(owners)):
-            rows = torch.tensor([row for row, known in enumerate(owners) if known == owner], device=logits.device)
-            logits[rows] = self._group.logits_of(owner, logits[rows]).to(logits.device)
+            places = torch.tensor([place for place, known in enumerate(owners) if known == owner], device=logits.device)
+            logits[places] = self._group.logits_of(owner, logits[places]).to(logits.device)
         return logits
 
     def _place(self, row: int, node: int) -> int:
@@ -319,38 +313,52 @@ class SharedLogits(BlockLogits):
         return nodes.index(node) if node in nodes else -1
 
 
-class FollowerPerRowSelection(PerRowSelection):
-    """Follows the leader's `PerRowSelection`."""
+class SharedSelection(Selection):
+    """Tokens that one rank chooses for all."""
 
-    receive: Callable[[int], tuple[list[int], list[bool]]]
-
-    def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
-        block_logits.of_row(row, node)
-        tokens, self._ended = self.receive(1)
-        return tokens[0]
-
-    def _commit(self, row: int, token: int) -> bool:
-        self.sequences.append([token], row)
-        self.num_generated += 1
-        self.is_finished[row] = self._ended[0]
-        return self.is_finished[row]
+    def __init__(self, request: SelectionRequest, group: ProcessGroup) -> None:
+        super().__init__(request)
+        self._group = group
 
 
-class FollowerLockstepSelection(LockstepSelection):
-    """Follows the leader's `LockstepSelection`."""
+class Leader(SharedSelection):
+    """Chooses."""
 
-    receive: Callable[[int], tuple[list[int], list[bool]]]
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        ended = super()._ended(rows, tokens, were_guessed)
+        self._group.send_tokens(tokens, ended)
+        return ended
 
-    def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        self._block_logits.of_all(nodes)
-        tokens, self._ended = self.receive(len(nodes))
+
+class Follower(SharedSelection):
+    """Takes over what the leader has chosen."""
+
+    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        self._block_logits.of(rows, nodes)
+        tokens, self._received = self._group.receive_tokens(len(nodes))
         return tokens
 
-    def _commit(self, tokens: list[int]) -> bool:
-        self.sequences.append_column(tokens)
-        self.num_generated += self.is_finished.count(False)
-        self.is_finished = self._ended
-        return all(self.is_finished)
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        return self._received
+
+
+class PerRowLeader(Leader, PerRowSelection):
+    pass
+
+
+class LockstepLeader(Leader, LockstepSelection):
+    pass
+
+
+class PerRowFollower(Follower, PerRowSelection):
+    pass
+
+
+class LockstepFollower(Follower, LockstepSelection):
+    pass
+
+
+LEADERS, FOLLOWERS = (PerRowLeader, LockstepLeader), (PerRowFollower, LockstepFollower)
 
 
 def owner_of(part: BlockPart, row: int, node: int) -> int:

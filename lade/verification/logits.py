@@ -80,16 +80,12 @@ class BlockLogits:
         found: list[list[bool]] = self.logits[..., self.nan_column].isnan().tolist()
         return found
 
-    def of_row(self, row: int, node: int) -> Tensor:
-        """The logits after one node (-1 = root) of one row. Returns [1, V]."""
-        return self.logits[row : row + 1, node + 1]
-
-    def of_all(self, nodes: list[int]) -> Tensor:
-        """The logits after one node of each row. Returns [B, V]."""
+    def of(self, rows: slice, nodes: list[int]) -> Tensor:
+        """The logits after one node (-1 = root) of each of some rows. Returns [R, V]."""
         if len(nodes) == 1:
-            return self.logits[:, nodes[0] + 1]
+            return self.logits[rows, nodes[0] + 1]
         index = torch.tensor(nodes, device=self.logits.device) + 1
-        return self.logits[torch.arange(len(nodes), device=index.device), index]
+        return self.logits[rows][torch.arange(len(nodes), device=index.device), index]
 
 
 def find_nan_column(logits: Tensor) -> int | None:

@@ -36,7 +36,7 @@ from lade.verification.logits import BlockLogits
 from lade.verification.outputs import OutputRecorder
 from lade.verification.race import ALIGNED, BATCHED_WARPERS, Race, Sampling
 from lade.verification.sequences import TokenSequences
-from lade.verification.walk import Children, children_of, walk, walk_together
+from lade.verification.walk import Children, children_of, walk
 
 Accepted = list[list[int] | None]
 
@@ -101,7 +101,6 @@ class Selection:
         self._trusted_rows: set[int] = set()  # rows whose logits are used even if NaN
         pad_token = request.generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
-        self.on_commit: Callable[[list[int], list[bool]], None] | None = None  # sends tokens and is_finished
         self.draws = ExponentialDraws(request.input_ids.device, batch_size) if self.do_sample else None
         # LogitsProcessorList inspects each processor's signature in every call; transformers' own are known.
         self._is_direct = type(self.processor) is LogitsProcessorList and all(map(is_row_wise, self.processor))
@@ -114,10 +113,22 @@ class Selection:
         """
         self._trusted_rows = set(range(len(self.is_finished))) if self.next_is_plain else self._lost_rows
         self.next_is_plain = False
-        return self._walk(tree, block_logits)
+        self._block_logits, children = block_logits, self._children_of(tree)
+        accepted: Accepted = [None] * len(children)
+        for rows in self._walking():
+            paths = walk(children[rows], partial(self._choice, rows), partial(self._commit, rows))
+            if paths is not None:
+                accepted[rows] = paths
+        if self.draws is not None:
+            self.draws.forget(self._shortest - self.sequences.prompt_length)
+        return accepted
 
-    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        """As `verify`."""
+    def _walking(self) -> list[slice]:
+        """Rows that walk together, for all rows in which something is chosen in this step."""
+        raise NotImplementedError
+
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        """Which of some rows have ended with these tokens, the last of their texts. were_guessed: as for `walk`."""
         raise NotImplementedError
 
     def begin_race(self, tree: TokenTree, vocab_size: int) -> None:
@@ -179,11 +190,37 @@ class Selection:
             found = [{edge: node for edge, node in row.items() if edge[1] not in self.avoided} for row in found]
         return found
 
-    def _is_usable(self, block_logits: BlockLogits, row: int, node: int) -> bool:
-        """Whether one row's logits after a node (-1 = root) can be used; otherwise the next step has no guesses."""
-        is_usable = row in self._trusted_rows or block_logits.is_number(row, node)
-        self.next_is_plain |= not is_usable
-        return is_usable
+    @property
+    def _shortest(self) -> int:
+        """Length of the shortest unfinished text; 0 if all are finished."""
+        rows = zip(self.sequences.lengths, self.is_finished, strict=True)
+        return min((length for length, is_finished in rows if not is_finished), default=0)
+
+    def _choice(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
+        """`choose` of `walk`. After logits that cannot be used, the next step has no guesses."""
+        is_number, trusted = self._block_logits.is_number, self._trusted_rows
+        are_usable = all(row in trusted or is_number(row, node) for row, node in enumerate(nodes, rows.start))
+        self.next_is_plain |= not are_usable
+        return self._choose(rows, nodes, paths) if are_usable else None
+
+    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        """The token after one node of each row; arguments as for `walk`."""
+        ids = self.sequences.texts(rows)
+        logits = self._block_logits.of(rows, nodes).to(dtype=torch.float32, copy=True, device=ids.device)
+        scores = self._scores(ids, logits)
+        self.recorder.record(nodes, paths, scores, logits)
+        if self.do_sample:
+            return self._sample(scores, rows)
+        chosen: list[int] = scores.argmax(dim=-1).tolist()
+        return chosen
+
+    def _commit(self, rows: slice, tokens: list[int], were_guessed: bool) -> bool:
+        """`commit` of `walk`."""
+        for row, token in enumerate(tokens, rows.start):
+            self.sequences.append([token], row)
+        self.num_generated += self.is_finished[rows].count(False)
+        self.is_finished[rows] = self._ended(rows, tokens, were_guessed)
+        return all(self.is_finished[rows])
 
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Apply the processors. ids: [R, T]. logits: [R, V]. Returns [R, V]."""
@@ -194,8 +231,8 @@ class Selection:
             logits = processor(ids, logits)
         return logits
 
-    def _sample(self, scores: Tensor, length: int, rows: slice) -> list[int]:
-        """The tokens that `torch.multinomial` would sample for these rows' texts of this length.
+    def _sample(self, scores: Tensor, rows: slice) -> list[int]:
+        """The tokens that `torch.multinomial` would sample for these rows, whose texts have the same length.
 
         scores: [R, V]. Returns [R]. Raises what multinomial raises for NaN.
         """
@@ -206,7 +243,8 @@ class Selection:
             with drawing:
                 sampled: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
             return sampled
-        draws = self.draws.draw(length - self.sequences.prompt_length, probabilities.shape[1])
+        index = len(self.sequences.generated[rows.start])
+        draws = self.draws.draw(index, probabilities.shape[1])
         ratios = probabilities / draws[rows]  # by torch: numpy may be set to raise on underflow
         # numpy's argmax takes a fifth of torch's time.
         chosen = ratios.numpy().argmax(axis=-1) if on_host(ratios) else ratios.argmax(dim=-1)
@@ -235,29 +273,19 @@ class PerRowSelection(Selection):
         return Sampling.of(self.processor, BATCHED_WARPERS) if self._is_direct else None
 
     @property
-    def _shortest(self) -> int:
-        """Length of the shortest unfinished text; 0 if all are finished."""
-        rows = zip(self.sequences.lengths, self.is_finished, strict=True)
-        return min((length for length, is_finished in rows if not is_finished), default=0)
-
-    @property
     def _rests(self) -> list[bool]:
         """Rows in which nothing is chosen in this step."""
         rows, limit = zip(self.sequences.lengths, self.is_finished, strict=True), self._shortest + MAX_LEAD
         return [is_finished or (self.do_sample and length >= limit) for length, is_finished in rows]
 
-    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        rests, self._sampled = self._rests, self._sample_ahead(tree, block_logits)
-        if self.draws is not None:
-            self.draws.forget(self._shortest - self.sequences.prompt_length)
-        accepted: Accepted = []
-        for row, edges in enumerate(self._children_of(tree)):
-            if rests[row]:
-                accepted.append(None)
-            else:
-                accepted.append(walk(edges, partial(self._choice, block_logits, row), partial(self._commit, row)))
+    def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
+        self._sampled = self._sample_ahead(tree, block_logits)
+        accepted = super().verify(tree, block_logits)
         self.race = None
         return accepted
+
+    def _walking(self) -> list[slice]:
+        return [slice(row, row + 1) for row, rests in enumerate(self._rests) if not rests]
 
     def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits) -> list[list[int]] | None:
         """The tokens after the root and all nodes, [B, 1 + n], as `winners`; None to choose one by one, as on a CPU."""
@@ -272,44 +300,31 @@ class PerRowSelection(Selection):
             self.begin_race(tree, logits.shape[-1])
         return None if self.race is None else self.race.run(logits)
 
-    def _choice(self, block_logits: BlockLogits, row: int, node: int) -> int | None:
-        return self._choose(block_logits, row, node) if self._is_usable(block_logits, row, node) else None
-
-    def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
+    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
         if self._sampled is not None and self.race is not None and self.draws is not None:
-            token, draws = self._sampled[row][node + 1], self.race.draws[self.race.places[row][node + 1]]
-            index = self.sequences.lengths[row] - self.sequences.prompt_length
-            if token >= 0 and self.draws.draw(index, draws.shape[1]) is draws:
-                return token
-        ids = self.sequences.row(row)
-        logits = block_logits.of_row(row, node).to(dtype=torch.float32, copy=True, device=ids.device)
-        scores = self._scores(ids, logits)
-        if not self.do_sample:
-            return int(scores.argmax(dim=-1))
-        return self._sample(scores, self.sequences.lengths[row], slice(row, row + 1))[0]
+            row, place = rows.start, nodes[0] + 1
+            token, draws = self._sampled[row][place], self.race.draws[self.race.places[row][place]]
+            if token >= 0 and self.draws.draw(len(self.sequences.generated[row]), draws.shape[1]) is draws:
+                return [token]
+        return super()._choose(rows, nodes, paths)
 
-    def _commit(self, row: int, token: int) -> bool:
-        self.sequences.append([token], row)
-        self.num_generated += 1
-        self.is_finished[row] = (
-            token in self.eos_ids
-            or self.sequences.lengths[row] >= self.max_length
-            or any(bool(criterion(self.sequences.row(row), None)) for criterion in self.stop_strings)
-        )
-        if self.on_commit is not None:
-            self.on_commit([token], [self.is_finished[row]])
-        return self.is_finished[row]
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        return [
+            tokens[0] in self.eos_ids
+            or self.sequences.lengths[rows.start] >= self.max_length
+            or any(bool(criterion(self.sequences.texts(rows), None)) for criterion in self.stop_strings)
+        ]
 
 
 class GreedySelection(PerRowSelection):
     """Greedy decoding without processors: a step is one argmax and one copy to the host."""
 
-    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
+    def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         self._best = block_logits.best()
-        return super()._walk(tree, block_logits)
+        return super().verify(tree, block_logits)
 
-    def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
-        return self._best[row][node + 1]
+    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        return [self._best[rows.start][nodes[0] + 1]]
 
 
 class LockstepSelection(Selection):
@@ -324,44 +339,23 @@ class LockstepSelection(Selection):
         """Rows that need no guesses: finished ones, if they are padded. Without padding they go on like the others."""
         return self.is_finished if self.pads_guesses else [False] * len(self.is_finished)
 
-    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        self._block_logits, self._children = block_logits, self._children_of(tree)
-        accepted = walk_together(self._children, self._choice, self._commit)
-        if self.draws is not None:
-            self.draws.forget(self.sequences.lengths[0] - self.sequences.prompt_length)
-        return [None] * len(self._children) if accepted is None else list(accepted)
+    def _walking(self) -> list[slice]:
+        return [slice(0, len(self.is_finished))]
 
-    def _choice(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
-        are_usable = [self._is_usable(self._block_logits, row, node) for row, node in enumerate(nodes)]
-        return self._choose(nodes, paths) if all(are_usable) else None
-
-    def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        sequences = self.sequences
-        logits = self._block_logits.of_all(nodes).to(dtype=torch.float32, copy=True, device=sequences.device)
-        scores = self._scores(sequences.all_rows(), logits)
-        self.recorder.record(nodes, paths, scores, logits)
-        if self.do_sample:
-            chosen = self._sample(scores, sequences.lengths[0], slice(None))
-        else:
-            chosen = scores.argmax(dim=-1).tolist()
+    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        chosen = super()._choose(rows, nodes, paths)
         if self.pads_guesses:
             chosen = [self.pad_token if done else token for token, done in zip(chosen, self.is_finished, strict=True)]
-        edges = zip(self._children, zip(nodes, chosen, strict=True), strict=True)
-        self._was_guessed = all(edge in children for children, edge in edges)
         return chosen
 
-    def _commit(self, tokens: list[int]) -> bool:
-        self.sequences.append_column(tokens)
-        self.num_generated += self.is_finished.count(False)
-        has_ended = self.criteria(self.sequences.all_rows(), self.recorder.collected.get("scores")).tolist()
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        scores = self.recorder.collected.get("scores")
+        has_ended = self.criteria(self.sequences.texts(rows), scores).tolist()
         if self.streamer is not None:
             # Optional method of a streamer that shows which tokens were guessed.
-            is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
+            is_told = were_guessed and hasattr(type(self.streamer), "put_guess")
             (self.streamer.put_guess if is_told else self.streamer.put)(torch.tensor(tokens, device="cpu"))
-        self.is_finished = [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
-        if self.on_commit is not None:
-            self.on_commit(tokens, self.is_finished)
-        return all(self.is_finished)
+        return [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
 
 
 def selection_for(request: SelectionRequest, needs_equal_lengths: bool) -> type[Selection]:

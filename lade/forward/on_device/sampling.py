@@ -48,7 +48,6 @@ def sampling_of(selection: Selection) -> Sampling | None:
     is_served = (
         type(selection) is PerRowSelection
         and selection.do_sample
-        and selection.on_commit is None
         and not selection.stop_strings
         and type(selection.processor) is LogitsProcessorList
         and selection.sequences.device.type in READABLE
