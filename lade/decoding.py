@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
@@ -25,35 +24,27 @@ from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
+from lade.request import Request
 from lade.stats import GenerationStats
 from lade.transfer import HOST, to_device
 from lade.verification.logits import find_nan_column
-from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
+from lade.verification.selection import Accepted, Selection, selection_for
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
 
 
 # The loop's shapes change in every step, so tracing it under a compiled generate() does not pay.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def lookahead_decode(
-    request: SelectionRequest,
-    adapter: ModelAdapter,
-    stats: GenerationStats,
-    callers_cache: Cache | None,
-    group: SingleProcess,
-    is_synced: bool,
-    model_kwargs: dict[str, Any],
-) -> Any:
+def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationStats, group: SingleProcess) -> Any:
     """Decode with lookahead; returns what `GenerationMixin._sample` returns for the request.
 
-    callers_cache: a cache passed to generate(), which must hold the whole sequence afterwards. group: the processes
-    that share each step. is_synced, model_kwargs: synced_gpus and the model's arguments of `_sample`.
+    group: the processes that share each step.
 
     Source: arXiv:2402.02057, algorithm 2.
     """
-    call = DecodingCall(request, adapter, stats, callers_cache, group, is_synced, model_kwargs)
+    call, is_synced = DecodingCall(request, adapter, stats, group), request.synced_gpus
     selection, drafter, timer = call.selection, call.drafter, StepTimer(call)
-    outputs = call.prefill(request, model_kwargs)
+    outputs = call.prefill()
     # Mixture-of-experts layers use another implementation, with other rounding, while decoding.
     with adapter.block_model._optimize_model_for_decode(), call.reporting():
         call.take_first_token(outputs)
@@ -97,28 +88,20 @@ class DecodingCall:
 
     cache: LookaheadCache
 
-    def __init__(
-        self,
-        request: SelectionRequest,
-        adapter: ModelAdapter,
-        stats: GenerationStats,
-        callers_cache: Cache | None,
-        group: SingleProcess,
-        is_synced: bool,
-        model_kwargs: dict[str, Any],
-    ) -> None:
+    def __init__(self, request: Request, adapter: ModelAdapter, stats: GenerationStats, group: SingleProcess) -> None:
         """Arguments as for `lookahead_decode`."""
         input_ids, generation_config, config = request.input_ids, request.generation_config, group.config
-        self.adapter, self.stats, self.group, self.callers_cache = adapter, stats, group, callers_cache
+        self.request, self.adapter, self.stats, self.group = request, adapter, stats, group
         self.model, self.device = adapter.prompt_model, input_ids.device
+        self.callers_cache = request.callers_cache  # must hold the whole sequence afterwards
         self.runner = BlockRunner(adapter, self.device)
-        self.key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
+        self.key_mask = prompt_key_mask(request.attention_mask)
         # [B or 1, P], or [k, B or 1, P]; None if the model takes none.
-        self.positions: Tensor | None = model_kwargs.get("position_ids")
-        adapter.carry(model_kwargs)
+        self.positions = request.position_ids
+        adapter.carry(request.model_kwargs)
         group.num_tokens = adapter.num_tokens
 
-        needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
+        needs_equal_lengths = self.callers_cache is not None or adapter.needs_equal_lengths
         self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
         do_sample = self.selection.do_sample
         self.temperature = (generation_config.temperature or 1.0) if do_sample else 1.0
@@ -142,11 +125,11 @@ class DecodingCall:
                 forward_kind=self.runner.kind,
                 is_exact=adapter.is_exact,
                 block_sizes=self.runner.block_sizes(config),
-                may_measure=not is_synced,  # other processes' waits distort the times
+                may_measure=not request.synced_gpus,  # other processes' waits distort the times
             )
         )
-        most_slots = slots_of_static(callers_cache)
-        is_alone = type(group) is SingleProcess and not is_synced and most_slots is None
+        most_slots = slots_of_static(self.callers_cache)
+        is_alone = type(group) is SingleProcess and not request.synced_gpus and most_slots is None
         on_device = is_alone and runs_on_device(self.runner, config, self.selection, stats, self.positions)
         parts = (self.runner, config, self.selection, self.drafter, stats, self.key_mask, self.positions)
         self.on_device = DeviceLoop(*parts) if on_device else None
@@ -157,8 +140,9 @@ class DecodingCall:
             self.cache = self.runner.take_cache(num_slots, most, batch_size)
         self.cache.most_slots = most_slots
 
-    def prefill(self, request: SelectionRequest, model_kwargs: dict[str, Any]) -> Any:
+    def prefill(self) -> Any:
         """Run the prompt's forward. Returns the model's output."""
+        request, model_kwargs = self.request, self.request.model_kwargs
         self.cache.adopt(model_kwargs["past_key_values"])
         model_kwargs["past_key_values"] = self.cache
         outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)

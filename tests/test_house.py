@@ -140,6 +140,7 @@ TESTED_IN = {
     "parallel.checksums": "parallel",
     "parallel.communicator": "parallel",
     "parallel.group": "parallel",
+    "request": "requests",
     "stats": "augment",
     "eligibility": "contract",
     "verification.logits": "spoiled",

@@ -13,7 +13,6 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from lade.config import LookaheadConfig, current_config
 from lade.parallel.checksums import checksum_of, model_checksum, plain_values
 from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import BlockPart, split, whole
+from lade.request import Request
 from lade.stats import GenerationStats
 from lade.verification.logits import BlockLogits, LogitsDigest, best_tokens
 from lade.verification.selection import (
@@ -32,7 +32,6 @@ from lade.verification.selection import (
     LockstepSelection,
     PerRowSelection,
     Selection,
-    SelectionRequest,
 )
 
 KINDS: tuple[type[Selection], ...] = (GreedySelection, PerRowSelection, LockstepSelection)
@@ -59,11 +58,11 @@ class SingleProcess:
         """device: the prompt's."""
         self.config, self._device = config, device
 
-    def agree(self, reason: str | None, *_: Any) -> str | None:
+    def agree(self, reason: str | None, request: Request) -> str | None:
         """Why the request falls back to the original path, or None; the same on all ranks. reason: this rank's own."""
         return reason
 
-    def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
+    def selection(self, kind: type[Selection], request: Request) -> Selection:
         """Create the selection of this kind."""
         return kind(request)
 
@@ -124,10 +123,8 @@ class ProcessGroup(SingleProcess):
 
     # Before the first forward.
 
-    def agree(self, reason: str | None, *subjects: Any) -> str | None:
-        """subjects: model, input_ids, generation_config, model_kwargs, synced_gpus of the call."""
-        model, input_ids, generation_config, model_kwargs, synced_gpus = subjects
-        reason = reason or unsupported_reason(self.config, model, generation_config, synced_gpus)
+    def agree(self, reason: str | None, request: Request) -> str | None:
+        reason = reason or unsupported_reason(self.config, request)
         names = ("settings of config_lade", "model", "prompt", "generation settings")
         mine = torch.zeros(1 + len(names), dtype=torch.long)
         if reason is not None:
@@ -135,13 +132,13 @@ class ProcessGroup(SingleProcess):
         else:
             # Without what may differ, and what the communicator has compared.
             settings = dataclasses.replace(self.config, debug=0, backend=None, dist_workers=None)
-            masks = (model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))
+            inputs = request.input_ids, request.attention_mask, request.model_kwargs.get("inputs_embeds")
             mine[1:] = torch.tensor(
                 [
                     checksum_of(dataclasses.asdict(settings)),
-                    model_checksum(model),
-                    checksum_of(input_ids, *masks),
-                    checksum_of(plain_values(generation_config.to_dict())),
+                    model_checksum(request.model),
+                    checksum_of(*inputs),
+                    checksum_of(plain_values(request.generation_config.to_dict())),
                 ]
             )
         everyones = torch.stack(self._communicator.gather(mine))  # [K, 5]
@@ -158,7 +155,7 @@ class ProcessGroup(SingleProcess):
             raise ValueError(f"DIST_WORKERS={self._communicator.size}: not as on rank 0: {'; '.join(wrong)}")
         return None
 
-    def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
+    def selection(self, kind: type[Selection], request: Request) -> Selection:
         """The leader's kind on all ranks: only the leader may have streamers, processors and criteria."""
         self._stats.num_workers = self._communicator.size
         index = torch.tensor([KINDS.index(kind)])
@@ -316,7 +313,7 @@ class SharedLogits(BlockLogits):
 class SharedSelection(Selection):
     """Tokens that one rank chooses for all."""
 
-    def __init__(self, request: SelectionRequest, group: ProcessGroup) -> None:
+    def __init__(self, request: Request, group: ProcessGroup) -> None:
         super().__init__(request)
         self._group = group
 
@@ -392,15 +389,15 @@ def shared_settings(config: LookaheadConfig) -> LookaheadConfig:
     return dataclasses.replace(config, adaptive=False, mode=mode)
 
 
-def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: Any, synced_gpus: bool) -> str | None:
+def unsupported_reason(config: LookaheadConfig, request: Request) -> str | None:
     """Why a request is not split over several processes, as a sentence; None if it can be."""
     if not config.uses_window:
         return "guesses that come from all logits of a step are not shared (DIST_WORKERS); MODE='lookahead' is"
-    wanted = [name for name in RECORDED if getattr(generation_config, name, None)]
-    if generation_config.return_dict_in_generate and wanted:
+    wanted = [name for name in RECORDED if getattr(request.generation_config, name, None)]
+    if request.generation_config.return_dict_in_generate and wanted:
         return f"{wanted[0]} is not collected from several processes (DIST_WORKERS)"
-    if synced_gpus:
+    if request.synced_gpus:
         return "synced_gpus says that no process has the whole model, which DIST_WORKERS needs"
-    if (model.tp_size or 1) > 1:
+    if (request.model.tp_size or 1) > 1:
         return "a model whose layers are split over processes (tp_plan) is not whole on each, which DIST_WORKERS needs"
     return None

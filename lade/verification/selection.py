@@ -12,15 +12,12 @@ order, and never after a rejected guess. Three classes, all with plain generate(
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
-    GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
     RepetitionPenaltyLogitsProcessor,
@@ -30,6 +27,7 @@ from transformers import (
 
 from lade.block.token_tree import TokenTree
 from lade.compat import logits_processors
+from lade.request import Request
 from lade.transfer import on_host
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
@@ -68,24 +66,13 @@ ROW_WISE_PROCESSORS = logits_processors(
 MAX_LEAD = 32
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionRequest:
-    """The arguments of a `_sample` call that selection depends on. input_ids: [B, P]."""
-
-    input_ids: Tensor
-    logits_processor: Any
-    stopping_criteria: StoppingCriteriaList
-    generation_config: GenerationConfig
-    streamer: Any
-
-
 class Selection:
     """Common part: the sequences, which rows are finished, and generate()'s rules."""
 
     pads_guesses = False  # whether finished rows go on with pad tokens, as in plain generate()
     race: Race | None = None  # what decides the tokens after all nodes of the step under way, where they are sampled so
 
-    def __init__(self, request: SelectionRequest) -> None:
+    def __init__(self, request: Request) -> None:
         batch_size = len(request.input_ids)
         self.processor, self.criteria = request.logits_processor, request.stopping_criteria
         self.streamer, self.recorder = request.streamer, OutputRecorder(request.generation_config)
@@ -330,7 +317,7 @@ class GreedySelection(PerRowSelection):
 class LockstepSelection(Selection):
     """Everything generate() supports: all rows commit the same number of tokens, as many as all of them accept."""
 
-    def __init__(self, request: SelectionRequest) -> None:
+    def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.pads_guesses = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
@@ -358,7 +345,7 @@ class LockstepSelection(Selection):
         return [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
 
 
-def selection_for(request: SelectionRequest, needs_equal_lengths: bool) -> type[Selection]:
+def selection_for(request: Request, needs_equal_lengths: bool) -> type[Selection]:
     """The fastest class with plain generate()'s result.
 
     needs_equal_lengths: the model or the caller's cache requires all rows to have the same length.
