@@ -27,7 +27,7 @@ from lade.parallel.partition import BlockPart
 from lade.request import Request
 from lade.stats import GenerationStats
 from lade.transfer import HOST, to_device
-from lade.verification.logits import find_nan_column
+from lade.verification.logits import BlockLogits, best_tokens, find_nan_column
 from lade.verification.selection import Accepted, Selection, selection_for
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
@@ -99,7 +99,6 @@ class DecodingCall:
         # [B or 1, P], or [k, B or 1, P]; None if the model takes none.
         self.positions = request.position_ids
         adapter.carry(request.model_kwargs)
-        group.num_tokens = adapter.num_tokens
 
         needs_equal_lengths = self.callers_cache is not None or adapter.needs_equal_lengths
         self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
@@ -166,8 +165,8 @@ class DecodingCall:
         self.selection.recorder.begin_step(outputs, None)
         tree, logits = TokenTree.empty(len(self.cache.lengths)), outputs.logits[:, -1:]
         self.vocab_size, self.nan_column = logits.shape[-1], find_nan_column(logits[:, 0])
-        self.group.nan_column = self.nan_column
-        block_logits, _ = self.group.exchange(self.group.partition(tree, ROOT_ALONE), logits, has_window=False)
+        part = self.group.partition(tree, ROOT_ALONE)
+        block_logits, _ = self.group.exchange(part, BlockLogits(logits, self.nan_column), None)
         accepted = self.selection.verify(tree, block_logits)
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
         self.runner.use_digests(self.nan_column, self.temperature)
@@ -218,11 +217,14 @@ class DecodingCall:
     def verify(self, step: Step, outputs: Any) -> Outcome:
         """Choose and commit tokens along the tree."""
         self.selection.recorder.begin_step(outputs, self.cache.lengths[0])
-        logits, digest = step.layout.without_padding(outputs.logits, step.part.tree), self.runner.digest
-        block_logits, choices = self.group.exchange(step.part, logits, step.draft.has_window, digest)
+        logits, behind_window = step.layout.split(outputs.logits, step.part.tree)
+        choices, digest = None, self.runner.digest
+        if step.draft.has_window:
+            choices = best_tokens(behind_window[..., : self.adapter.num_tokens]).to(self.device)
+        own = BlockLogits(logits, self.nan_column, digest)
+        block_logits, choices = self.group.exchange(step.part, own, choices)
         accepted = self.selection.verify(step.tree, block_logits)
-        tree_logits = logits[:, : 1 + step.tree.num_nodes]
-        return Outcome(step.tree, tree_logits, accepted, choices, self.selection.sequences, digest)
+        return Outcome(step.tree, logits, accepted, choices, self.selection.sequences, digest)
 
     def commit(self, step: Step, accepted: Accepted) -> None:
         """Keep the keys/values of the accepted tokens and drop the rest."""

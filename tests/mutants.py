@@ -62,7 +62,8 @@ MUTANTS = [
            "bits[:, :, :num_queries] = visible", "bits[:, :, : num_queries - 1] = visible[..., :-1]",
            "kernels.py::test_mask_round_trip"),
     mutant("padding: rows of padded nodes are kept", "block/layout.py",
-           "return torch.cat([logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]], dim=1)", "return logits",
+           "logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]",
+           "logits[:, : 1 + tree.num_nodes], logits[:, 1 + tree.num_nodes :]",
            "static_shapes.py::test_trees_of_several_sizes"),
     # The walk, and what ends a text.
     mutant("walk: a guess is taken though the text has ended", "verification/walk.py",

@@ -25,7 +25,7 @@ from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import BlockPart, split, whole
 from lade.request import Request
 from lade.stats import GenerationStats
-from lade.verification.logits import BlockLogits, LogitsDigest, best_tokens
+from lade.verification.logits import BlockLogits
 from lade.verification.selection import (
     Accepted,
     GreedySelection,
@@ -51,12 +51,8 @@ def get_device() -> int | str:
 class SingleProcess:
     """A call in one process, which computes whole blocks."""
 
-    num_tokens = 0  # size of the model's embedding; larger ids cannot be guesses
-    nan_column: int | None = None  # see `find_nan_column`
-
-    def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
-        """device: the prompt's."""
-        self.config, self._device = config, device
+    def __init__(self, config: LookaheadConfig) -> None:
+        self.config = config
 
     def agree(self, reason: str | None, request: Request) -> str | None:
         """Why the request falls back to the original path, or None; the same on all ranks. reason: this rank's own."""
@@ -71,18 +67,13 @@ class SingleProcess:
         return whole(tree)
 
     def exchange(
-        self, part: BlockPart, logits: Tensor, has_window: bool, digest: LogitsDigest | None = None
+        self, part: BlockPart, block_logits: BlockLogits, choices: Tensor | None
     ) -> tuple[BlockLogits, Tensor | None]:
-        """Combine all ranks' results. logits: [B, R, V] of this rank's block, in the order of `logit_rows`.
+        """Combine all ranks' results: from those of this rank's part of a block, those of the whole block.
 
-        digest: what the host already has of these logits.
-
-        Returns the block's logits, and the model's choices after the window's last level, [B, W] on the prompt's
-        device, None without a window.
+        choices: the model's choices after the window's last level, [B, W] for the whole block; None without a window.
         """
-        num_tree_rows = 1 + part.tree.num_nodes
-        guesses = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).to(self._device) if has_window else None
-        return BlockLogits(logits[:, :num_tree_rows], self.nan_column, digest), guesses
+        return block_logits, choices
 
     def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
         """Keep the keys/values of each row's root and accepted nodes."""
@@ -100,23 +91,21 @@ class SingleProcess:
 def process_group_for(config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> Iterator[SingleProcess]:
     """The processes that take part in a call."""
     if config.num_workers == 1:
-        yield SingleProcess(config, device)
+        yield SingleProcess(config)
         return
     communicator = communicator_for(config, device)
     if communicator.in_call:  # a nested generate() call by a processor, which only the leader runs
-        yield SingleProcess(config, device)
+        yield SingleProcess(config)
         return
     with communicator.guarding():
-        yield ProcessGroup(communicator, config, device, stats)
+        yield ProcessGroup(communicator, config, stats)
 
 
 class ProcessGroup(SingleProcess):
     """One of K ranks in one call."""
 
-    def __init__(
-        self, communicator: Communicator, config: LookaheadConfig, device: torch.device, stats: GenerationStats
-    ) -> None:
-        super().__init__(shared_settings(config), device)
+    def __init__(self, communicator: Communicator, config: LookaheadConfig, stats: GenerationStats) -> None:
+        super().__init__(shared_settings(config))
         self._communicator, self._rank, self._stats = communicator, communicator.rank, stats
         self._max_nodes = max(1, config.num_guesses) * (config.ngram_size - 1)
         self._sums_choices = False
@@ -174,26 +163,25 @@ class ProcessGroup(SingleProcess):
         return split(tree, window_shape, self._communicator.size)[self._rank]
 
     def exchange(
-        self, part: BlockPart, logits: Tensor, has_window: bool, digest: LogitsDigest | None = None
+        self, part: BlockPart, block_logits: BlockLogits, choices: Tensor | None
     ) -> tuple[BlockLogits, Tensor | None]:
-        batch_size, size = len(logits), self._communicator.size
+        logits, size = block_logits.logits, self._communicator.size
         window_size = self.config.window_size
         # The same length in all steps and on all ranks, so that ranks that diverge are detected instead of hanging.
-        values = torch.zeros(batch_size * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
-        table, states = values[:-size].view(batch_size, -1), values[-size:]
-        num_tree_rows = 1 + part.tree.num_nodes
+        values = torch.zeros(len(logits) * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
+        table, states = values[:-size].view(len(logits), -1), values[-size:]
         guesses = table[:, 1 + self._max_nodes :]
-        self._write_choices(table, part, BlockLogits(logits[:, :num_tree_rows], self.nan_column))
-        if has_window and part.columns is not None:
-            guesses[:, slice(*part.columns)] = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).cpu()
+        self._write_choices(table, part, block_logits)
+        if choices is not None and part.columns is not None:
+            guesses[:, slice(*part.columns)] = choices.cpu()
         states[self._rank] = zlib.crc32(repr(self._tree).encode()) & 0x7FFFFFFF
         self._communicator.all_reduce(values)
         self._count("integers", values)
         diverged = (states != states[LEADER]).nonzero()[:, 0].tolist()
         if diverged:
             raise RuntimeError(f"DIST_WORKERS={size}: rank {diverged} guesses something else than rank 0 does")
-        shared = SharedLogits(self, part, logits[:, :num_tree_rows], table[:, : 1 + self._max_nodes])
-        return shared, guesses.long().to(self._device) if has_window else None
+        shared = SharedLogits(self, part, logits, table[:, : 1 + self._max_nodes])
+        return shared, None if choices is None else guesses.long().to(choices.device)
 
     def _write_choices(self, table: Tensor, part: BlockPart, block_logits: BlockLogits) -> None:
         """Write the choices that this rank owns into the table, [B, 1 + n or more]: ~token, negative, where it is NaN.
