@@ -37,7 +37,7 @@ import harness
 import torch
 from torch import Tensor
 
-from lade.block.kv_cache import LookaheadCache
+from lade import spoiled
 from lade.commands.measure import Method, Run, for_warm_up, run_once, spread
 from lade.forward.runner import BlockRunner
 from lade.verification.selection import GreedySelection, PerRowSelection
@@ -81,7 +81,7 @@ def retaking(units: float, temperature: float | None, tally: Counter[str]) -> It
         if margin(ranks, logits, scale) > units:
             return False
         tally["retaken"] += 1
-        selection.next_is_plain = True
+        selection.spoiled.next_is_plain = True
         return True
 
     def greedy(self: Any, rows: slice, nodes: list[int], _: Any) -> list[int] | None:
@@ -103,7 +103,7 @@ def retaking(units: float, temperature: float | None, tally: Counter[str]) -> It
     with (
         replaced(GreedySelection, "_choose", greedy),
         replaced(PerRowSelection, "_choose", sampled),
-        replaced(LookaheadCache, "clear_guesses", lambda *_: (set(), set())),  # nothing is spoiled here
+        replaced(spoiled, "clear_guesses", lambda *_: (set(), set())),  # nothing is spoiled here
     ):
         yield
 

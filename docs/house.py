@@ -24,6 +24,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {"kernels": "attention of a block"},
     {"block": "tree, layout, mask, cache", "block_size": "how many tokens pay", "request": "one call of generate()"},
+    {"spoiled": "guesses that are NaN"},
     {"verification": "which tokens are chosen"},
     {"models": "what a family is", "drafting": "who proposes guesses", "parallel": "several processes"},
     {"forward": "how a block runs"},

@@ -25,9 +25,10 @@ from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
 from lade.request import Request
+from lade.spoiled import find_nan_column
 from lade.stats import GenerationStats
 from lade.transfer import HOST, to_device
-from lade.verification.logits import BlockLogits, best_tokens, find_nan_column
+from lade.verification.logits import BlockLogits, best_tokens
 from lade.verification.selection import Accepted, Selection, selection_for
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
@@ -102,7 +103,7 @@ class DecodingCall:
 
         needs_equal_lengths = self.callers_cache is not None or adapter.needs_equal_lengths
         self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
-        do_sample = self.selection.do_sample
+        self.spoiled, do_sample = self.selection.spoiled, self.selection.do_sample
         self.temperature = (generation_config.temperature or 1.0) if do_sample else 1.0
 
         batch_size, prompt_length = input_ids.shape
@@ -174,7 +175,7 @@ class DecodingCall:
     def propose(self) -> Draft:
         """The drafter's guesses after each row's root."""
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
-        max_offset = 0 if self.selection.next_is_plain else self.cache.max_guess_offset(allowed)
+        max_offset = 0 if self.spoiled.next_is_plain else self.cache.max_guess_offset(allowed)
         return self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
 
     def lay_out(self, draft: Draft) -> Step:
@@ -195,7 +196,7 @@ class DecodingCall:
         starts = self.position_offset + starts
         offsets, visible = layout.offsets_and_visibility(part.tree)
         block = Block(
-            tokens=selection.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
+            tokens=self.spoiled.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
             offsets=offsets,
             positions=offsets + (to_device(starts, device) if isinstance(starts, Tensor) else starts),
             visible=visible,
@@ -229,8 +230,8 @@ class DecodingCall:
     def commit(self, step: Step, accepted: Accepted) -> None:
         """Keep the keys/values of the accepted tokens and drop the rest."""
         self.group.commit(self.cache, step.part, accepted)
-        if self.selection.next_is_plain:  # a guess with a NaN key or value has spoiled the step
-            self.group.recover(self.selection, *self.cache.clear_guesses(step.block.tokens, accepted))
+        if self.spoiled.next_is_plain:
+            self.spoiled.recover(self.cache, step.block.tokens, accepted, self.group.may_avoid_guesses)
         self.stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
 
     def finish(self) -> Any:

@@ -107,10 +107,10 @@ MUTANTS = [
            "storage.data.zero_()", "storage.data.nan_to_num_(0.0, 0.0, 0.0) if False else None",
            "static_shapes.py::test_what_a_call_leaves_in_a_cache_is_gone"),
     # Values that are no numbers.
-    mutant("NaN: a spoiled guess is believed", "verification/selection.py",
+    mutant("NaN: a spoiled guess is believed", "spoiled.py",
            "self.next_is_plain |= not are_usable", "are_usable = True",
            "spoiled.py::test_a_guess_that_is_no_number"),
-    mutant("NaN: the guess is made again", "verification/selection.py",
+    mutant("NaN: the guess is made again", "spoiled.py",
            "self.avoided |= guesses", "self.avoided &= guesses",
            "spoiled.py::test_a_guess_that_is_no_number"),
     # Verdicts, hooks, refusals.

@@ -196,41 +196,6 @@ class LookaheadCache(Cache):
         num_kept = [0 if path is None else 1 + len(path) for path in accepted]
         self.lengths = [length + count for length, count in zip(self.lengths, num_kept, strict=True)]
 
-    def clear_guesses(self, tokens: Tensor, accepted: list[list[int] | None]) -> tuple[set[int], set[int]]:
-        """After `commit`: zero all slots after the committed ones, where a NaN key or value would spoil later blocks.
-
-        tokens: [B, q] of the block. accepted: as for `commit`. Returns the rows whose committed tokens end in NaN, and
-        the guessed ids that were the first to be non-finite in rows that kept nothing.
-        """
-        lost_rows = {row for row, length in enumerate(self.lengths) if self._is_nan(row, length - 1)}
-        guesses: set[int] = set()
-        for row in {row for row, path in enumerate(accepted) if path is None} - lost_rows:
-            is_finite = self._first_finite(row, tokens.shape[1])
-            if is_finite[0]:  # otherwise the root is not finite either, and no guess is to blame
-                ids = tokens[row].tolist()
-                guesses |= {token for token, is_fine in zip(ids, is_finite, strict=True) if not is_fine}
-        for storage in self._storages:
-            for row, length in enumerate(self.lengths):
-                storage.data[:, row, :, length:] = 0
-        return lost_rows, guesses
-
-    def _is_nan(self, row: int, slot: int) -> bool:
-        return any(bool(storage.data[: len(storage.owners), row, :, slot].isnan().any()) for storage in self._storages)
-
-    def _first_finite(self, row: int, num_tokens: int) -> list[bool]:
-        """Which of one row's block tokens are finite in the first layer where some are not.
-
-        In later layers attention spreads the non-finite values to other tokens.
-        """
-        for layer in (layer for layer in self._slot_layers if layer.is_initialized):
-            states = (layer.keys[row], layer.values[row])  # [H, C, D]
-            own = [part.narrow(1, self.lengths[row], num_tokens) for part in states]
-            parts = [part.isfinite().all(2).all(0).tolist() for part in own]
-            found = [all(both) for both in zip(*parts, strict=True)]
-            if not all(found):
-                return found
-        return [True] * num_tokens
-
     def read(self, row: int, block_indices: list[int]) -> list[Tensor]:
         """Copy the keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] per storage."""
         # On the host, whatever the default device is.

@@ -51,6 +51,8 @@ def get_device() -> int | str:
 class SingleProcess:
     """A call in one process, which computes whole blocks."""
 
+    may_avoid_guesses = True  # after they have spoiled a step
+
     def __init__(self, config: LookaheadConfig) -> None:
         self.config = config
 
@@ -79,10 +81,6 @@ class SingleProcess:
         """Keep the keys/values of each row's root and accepted nodes."""
         cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
 
-    def recover(self, selection: Selection, lost_rows: set[int], guesses: set[int]) -> None:
-        """After a step spoiled by NaN. lost_rows, guesses: as `LookaheadCache.clear_guesses` returns them."""
-        selection.recover(lost_rows, guesses)
-
     def end(self, do_sample: bool, device: torch.device) -> None:
         """Called at the end of the call."""
 
@@ -103,6 +101,10 @@ def process_group_for(config: LookaheadConfig, device: torch.device, stats: Gene
 
 class ProcessGroup(SingleProcess):
     """One of K ranks in one call."""
+
+    may_avoid_guesses = (
+        False  # each rank knows only its own spoiled guesses; avoiding them would make the ranks diverge
+    )
 
     def __init__(self, communicator: Communicator, config: LookaheadConfig, stats: GenerationStats) -> None:
         super().__init__(shared_settings(config))
@@ -218,10 +220,6 @@ class ProcessGroup(SingleProcess):
         cache.commit(kept)
         for row, start, values in received:
             cache.write(row, start, values)
-
-    def recover(self, selection: Selection, lost_rows: set[int], guesses: set[int]) -> None:
-        """Each rank knows only its own spoiled guesses; avoiding them would make the ranks diverge."""
-        selection.recover(lost_rows, set())
 
     # At the end.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ class BlockLogits:
     """The logits after the root and after each node of a tree."""
 
     def __init__(self, logits: Tensor, nan_column: int | None = None, digest: LogitsDigest | None = None) -> None:
-        """logits: [B, 1 + n, V]. nan_column: from `find_nan_column`; None to assume that no row is NaN.
+        """logits: [B, 1 + n, V]. nan_column: from `lade.spoiled.find_nan_column`; None to assume that no row is NaN.
 
         digest: of these logits, and of padding behind them; None to compute lazily what is asked for.
         """
@@ -86,21 +85,6 @@ class BlockLogits:
             return self.logits[rows, nodes[0] + 1]
         index = torch.tensor(nodes, device=self.logits.device) + 1
         return self.logits[rows][torch.arange(len(nodes), device=index.device), index]
-
-
-def find_nan_column(logits: Tensor) -> int | None:
-    """A column that tells whether a row of logits is NaN: one that is finite, and large, after the prompt.
-
-    Other columns may be NaN or infinite in every row, because of a weight or because the model masks them. Returns None
-    if no row has a finite column. logits: [B, V].
-    """
-    for row in logits:
-        best = int(best_tokens(row))
-        if not isfinite(row[best]):
-            best = int(best_tokens(row.masked_fill(~row.isfinite(), -torch.inf)))
-        if isfinite(row[best]):
-            return best
-    return None
 
 
 def best_tokens(logits: Tensor) -> Tensor:

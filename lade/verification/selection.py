@@ -28,6 +28,7 @@ from transformers import (
 from lade.block.token_tree import TokenTree
 from lade.compat import logits_processors
 from lade.request import Request
+from lade.spoiled import SpoiledGuesses
 from lade.transfer import on_host
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
@@ -80,12 +81,7 @@ class Selection:
         self.sequences = TokenSequences(request.input_ids, self.criteria.max_length or 0)
         self.is_finished = [False] * batch_size
         self.num_generated = 0  # over all rows, without padding
-        # Whether the next step has no guesses: the prompt's, and the one after a NaN guess has spoiled a step. NaN keys
-        # and values spread to all tokens in spite of the mask, because 0 * NaN is NaN.
-        self.next_is_plain = True
-        self.avoided: set[int] = set()  # guessed ids with non-finite keys or values
-        self._lost_rows: set[int] = set()  # rows that are NaN in plain generate(), too
-        self._trusted_rows: set[int] = set()  # rows whose logits are used even if NaN
+        self.spoiled = SpoiledGuesses()
         pad_token = request.generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
         self.draws = ExponentialDraws(request.input_ids.device, batch_size) if self.do_sample else None
@@ -95,11 +91,9 @@ class Selection:
     def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         """Commit the model's choices along each row's tree.
 
-        Returns the accepted nodes of each row; None for a row to which nothing was committed. NaN logits in a step
-        without guesses are accepted, since plain generate() has them, too.
+        Returns the accepted nodes of each row; None for a row to which nothing was committed.
         """
-        self._trusted_rows = set(range(len(self.is_finished))) if self.next_is_plain else self._lost_rows
-        self.next_is_plain = False
+        self.spoiled.begin_step()
         self._block_logits, children = block_logits, self._children_of(tree)
         accepted: Accepted = [None] * len(children)
         for rows in self._walking():
@@ -123,23 +117,6 @@ class Selection:
 
         vocab_size: width of the logits.
         """
-
-    def recover(self, lost_rows: set[int], guesses: set[int]) -> None:
-        """After a step spoiled by NaN. lost_rows: rows whose committed text gives NaN. guesses: ids to avoid."""
-        self._lost_rows |= lost_rows
-        self.avoided |= guesses
-
-    def without_avoided(self, tokens: Tensor) -> Tensor:
-        """Replace the guesses to avoid by the root; after a spoiled step, all guesses.
-
-        tokens: [B, q] of a block.
-        """
-        if self.next_is_plain:
-            return tokens[:, :1].expand_as(tokens)
-        if not self.avoided:
-            return tokens
-        is_avoided = torch.isin(tokens, torch.tensor(sorted(self.avoided), device=tokens.device))
-        return torch.where(is_avoided, tokens[:, :1], tokens)
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
         """Replace finished rows' guesses by nothing, or by pad tokens where such rows go on with them."""
@@ -173,8 +150,9 @@ class Selection:
 
     def _children_of(self, tree: TokenTree) -> list[Children]:
         found = [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
-        if self.avoided:
-            found = [{edge: node for edge, node in row.items() if edge[1] not in self.avoided} for row in found]
+        avoided = self.spoiled.avoided
+        if avoided:
+            found = [{edge: node for edge, node in row.items() if edge[1] not in avoided} for row in found]
         return found
 
     @property
@@ -184,10 +162,8 @@ class Selection:
         return min((length for length, is_finished in rows if not is_finished), default=0)
 
     def _choice(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
-        """`choose` of `walk`. After logits that cannot be used, the next step has no guesses."""
-        is_number, trusted = self._block_logits.is_number, self._trusted_rows
-        are_usable = all(row in trusted or is_number(row, node) for row, node in enumerate(nodes, rows.start))
-        self.next_is_plain |= not are_usable
+        """`choose` of `walk`."""
+        are_usable = self.spoiled.are_usable(self._block_logits.is_number, rows, nodes)
         return self._choose(rows, nodes, paths) if are_usable else None
 
     def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:

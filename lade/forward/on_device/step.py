@@ -90,7 +90,7 @@ class StepState:
         ring = (ring_size(batch_size, shape.ngram_size), batch_size, num_logits)  # [R, B, V]
         self.draws = None if shape.sampling is None else torch.ones(ring, dtype=torch.float32, device=device)
         self.is_refused = zeros((), dtype=torch.bool)  # NaN logits or refused probabilities: stops all rows
-        self.witness = zeros(1)  # a logit column that shows NaN, see `lade.verification.logits.find_nan_column`
+        self.witness = zeros(1)  # a logit column that shows NaN, see `lade.spoiled.find_nan_column`
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
         self.levels = zeros(batch_size, shape.depth, shape.window_size)
