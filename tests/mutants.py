@@ -91,7 +91,7 @@ MUTANTS = [
            "if same_state(now, self._states[place]):", "if True:",
            "draws.py::test_others_may_draw_in_between"),
     mutant("draws: nothing is forgotten", "verification/draws.py",
-           "while self._first < index and self._draws:", "while self._first < 0 and self._draws:",
+           "while self.first < index and self._draws:", "while self.first < 0 and self._draws:",
            "draws.py::test_draws_that_nobody_will_ask_for_are_dropped"),
     # The cache.
     mutant("cache: accepted keys move one slot too low", "block/kv_cache.py",

@@ -109,6 +109,7 @@ TESTED_IN = {
     "decoding": "exactness",
     "drafting.acceptance": "drafting",
     "drafting.checked": "registered_drafters",
+    "drafting.coming_draws": "draws",
     "drafting.base": "drafting",
     "drafting.lookahead": "walk",
     "drafting.memory_file": "memory",

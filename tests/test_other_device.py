@@ -22,6 +22,7 @@ from lade import decoding
 from lade.block.kv_cache import LookaheadCache
 from lade.block.layout import block_layout
 from lade.block.mask import Reach
+from lade.drafting.coming_draws import ComingDraws
 from lade.drafting.ngram_pool import NGramPool, copy_pool
 from lade.forward import static_shapes as fixed
 from lade.forward.graphs import refuse_waiting
@@ -214,11 +215,12 @@ def test_draws_are_copied_to_the_host_once(other_device):
     """Not for each node of a tree that asks what its children will be drawn with."""
     with OtherDevice() as watched:
         noise_ = noise.ExponentialDraws(META, 2)
+        coming = ComingDraws(noise_)
         for row, index in [(0, 2), (1, 2), (0, 1), (0, 2), (1, 1)]:
-            assert noise_.peek(row, index, 61).shape == (61,)
+            assert coming.peek(row, index, 61).shape == (61,)
         assert watched.reads == {"copy": 2}
         noise_.forget(2)
-        noise_.peek(0, 2, 61)
+        coming.peek(0, 2, 61)
         assert watched.reads == {"copy": 2}
 
 

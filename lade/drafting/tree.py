@@ -22,6 +22,7 @@ from lade.block_size.costs import Offers
 from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size
 from lade.drafting.acceptance import PROBE, RESUMED_KINDS, SIBLING, STORE_KINDS, SUFFIX_KINDS, name_of
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
+from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.growth import Grower, Growth, Pointer, Source
 from lade.drafting.likeliest import Rows, likeliest_on_host, with_bins
 from lade.drafting.memory import Memory, memory_for
@@ -29,7 +30,6 @@ from lade.drafting.suffix_index import MAX_MATCH, Copy, SuffixIndex
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import Packed, packed, unpacked
 from lade.drafting.vocabulary import vocabulary_of
-from lade.verification.draws import Draws
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
@@ -60,7 +60,7 @@ class TreeDrafter:
         self.acceptance = self.memory.acceptance[temperature is not None]
         self._warping = (temperature or 1.0, request.top_k, request.top_p)
         self._rows_alone = _rows_alone(request, self.memory)
-        self._sampling_draws = request.draws
+        self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         self._suffixes = [SuffixIndex() for _ in request.prompt_ids]
         for index, ids in zip(self._suffixes, request.prompts(), strict=True):
             index.extend(ids.tolist())
@@ -93,8 +93,6 @@ class TreeDrafter:
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
         self._num_generated = [len(tokens) for tokens in sequences.generated]
         unfinished = [row for row, done in enumerate(is_finished) if not done]
-        if self._sampling_draws is not None:
-            self._sampling_draws.forget(min((self._num_generated[row] for row in unfinished), default=0))
         self._reason, self._compared = RESTS if max_depth > 0 else NO_ROOM, None
         self._has_searched = max_depth > 0 and not self._takes_rest(unfinished)
         if self._has_searched:
@@ -250,9 +248,9 @@ class TreeDrafter:
 
     def _draws(self, row: int, depth: int) -> Draws | None:
         """The draws of a token at some distance from the root; None where they are not known, or for greedy."""
-        if self._sampling_draws is None:
+        if self._coming_draws is None:
             return None
-        return self._sampling_draws.peek(row, self._num_generated[row] + depth - 1, self._vocab_size)
+        return self._coming_draws.peek(row, self._num_generated[row] + depth - 1, self._vocab_size)
 
     def _add_probes(self, growth: Growth, tokens: Iterable[int], size: int) -> None:
         """Fill what is left of a tree with tokens that it does not have behind the root."""

@@ -221,14 +221,14 @@ class PerRowSelection(Selection):
     def begin_race(self, tree: TokenTree, vocab_size: int) -> None:
         sequences, rests, first = self.sequences, self._rests, self._shortest
         is_served = not (sequences.device.type == "cuda" and vocab_size % ALIGNED)
-        if self.draws is None or self._batched is None or all(rests) or not is_served:
+        if self.draws is None or not self.draws.reads_ahead or self._batched is None or all(rests) or not is_served:
             return
         # The number of each row's next token, counted from the first one of all rows.
         leads = [0 if rest else length - first for length, rest in zip(sequences.lengths, rests, strict=True)]
         depths = tree.padded_depths(tree.num_nodes)
         places = [[lead + depth for depth in (0, *row)] for lead, row in zip(leads, depths, strict=True)]
         draws = self.draws.ahead(first - sequences.prompt_length, 1 + max(map(max, places)), vocab_size)
-        self.race = None if draws is None else Race(self._batched, draws, places)
+        self.race = Race(self._batched, draws, places)
 
     @cached_property
     def _batched(self) -> Sampling | None:
