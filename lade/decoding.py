@@ -20,6 +20,7 @@ from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.forward.choice import choose_forward
 from lade.forward.on_device.loop import DeviceLoop, runs_on_device
+from lade.forward.race import RacedSelection
 from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.parallel.group import SingleProcess
@@ -29,7 +30,7 @@ from lade.spoiled import find_nan_column
 from lade.stats import GenerationStats
 from lade.transfer import HOST, to_device
 from lade.verification.logits import BlockLogits, best_tokens
-from lade.verification.selection import Accepted, Selection, selection_for
+from lade.verification.selection import Accepted, PerRowSelection, selection_for
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
 
@@ -102,7 +103,9 @@ class DecodingCall:
         adapter.carry(request.model_kwargs)
 
         needs_equal_lengths = self.callers_cache is not None or adapter.needs_equal_lengths
-        self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
+        kind = selection_for(request, needs_equal_lengths)
+        is_raced = kind is PerRowSelection and type(group) is SingleProcess
+        self.selection = group.selection(RacedSelection if is_raced else kind, request)
         self.spoiled, do_sample = self.selection.spoiled, self.selection.do_sample
         self.temperature = (generation_config.temperature or 1.0) if do_sample else 1.0
 
@@ -182,8 +185,6 @@ class DecodingCall:
         """Compute the block's tokens, positions, visibility and logit rows."""
         selection, lengths, roots = self.selection, self.cache.lengths, self.selection.sequences.roots()
         tree = selection.without_finished(draft.tree, draft.max_depth)
-        if self.runner.samples and type(self.group) is SingleProcess:
-            selection.begin_race(tree, self.vocab_size)
         part = self.group.partition(tree, draft.window_shape)
         num_nodes = self.runner.padded_nodes(part.tree.num_nodes)
         device = self.device if draft.has_window else HOST  # where the window's cells lie
@@ -209,7 +210,8 @@ class DecodingCall:
     def forward(self, step: Step) -> Any:
         """Run the model over the block. Returns the model's output."""
         selection = self.selection
-        outputs = self.runner.forward(step.block, self.cache, selection.race, **selection.recorder.model_arguments)
+        race = selection.begin_race(step.tree, self.vocab_size) if self.runner.samples else None
+        outputs = self.runner.forward(step.block, self.cache, race, **selection.recorder.model_arguments)
         wait_for(self.device)
         self.stats.steps += 1
         self.stats.block_tokens.append(step.layout.num_tokens)

@@ -20,9 +20,9 @@ from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import packed
 from lade.drafting.tree import TreeDrafter
+from lade.forward.race import RacedSelection
 from lade.verification import draws as noise_module
 from lade.verification.draws import ExponentialDraws
-from lade.verification.selection import PerRowSelection
 from lade.verification.sequences import TokenSequences
 
 CPU = torch.device("cpu")
@@ -304,9 +304,9 @@ def test_a_step_sampled_at_once(arguments, is_batched, batch_size, is_alone, lad
     arguments = {"do_sample": True, "max_new_tokens": 40} | arguments
     lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
     expected = seeded(generate_plain, model, inputs, **arguments)
-    found, compared, sample = [], iter(range(1000)), PerRowSelection._sample_ahead
+    found, compared, sample = [], iter(range(1000)), RacedSelection._sample_ahead
     monkeypatch.setattr(transfer, "ON_HOST", ())
-    monkeypatch.setattr(PerRowSelection, "_sample_ahead", lambda *args: found.append(sample(*args)) or found[-1])
+    monkeypatch.setattr(RacedSelection, "_sample_ahead", lambda *args: found.append(sample(*args)) or found[-1])
     if not is_alone:  # noticed at the sixth token: from there on the generator itself draws, what it would have drawn
         same = noise_module.same_state
         monkeypatch.setattr(noise_module, "same_state", lambda *args: same(*args) and next(compared) != 5)

@@ -146,7 +146,7 @@ TESTED_IN = {
     "eligibility": "contract",
     "verification.logits": "spoiled",
     "verification.outputs": "contract",
-    "verification.race": "draws",
+    "forward.race": "draws",
     "verification.selection": "contract",
 }
 

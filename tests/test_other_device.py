@@ -28,11 +28,11 @@ from lade.forward import static_shapes as fixed
 from lade.forward.graphs import refuse_waiting
 from lade.forward.on_device import step as device_step
 from lade.forward.on_device.step import StepShape, StepState
+from lade.forward.race import Sampling
 from lade.forward.runner import BlockRunner
 from lade.models import base
 from lade.transfer import Landing
 from lade.verification import draws as noise
-from lade.verification.race import Sampling
 
 ATEN, META = torch.ops.aten, torch.device("meta")
 LOOKAHEAD = {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2}

@@ -16,9 +16,9 @@ from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer, packed_block_mask
 from lade.compat import CacheLayer
 from lade.drafting.likeliest import likeliest
+from lade.forward.race import Race, Sampling
 from lade.transfer import HOST, Landing, Parcel
 from lade.verification.logits import LogitsDigest, best_on_device
-from lade.verification.race import Race, Sampling
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]

@@ -40,12 +40,12 @@ class BlockLogits:
 
         digest: of these logits, and of padding behind them; None to compute lazily what is asked for.
         """
-        self.logits, self.nan_column, self._digest = logits, nan_column, digest
+        self.logits, self.nan_column, self.digest = logits, nan_column, digest
 
     def best(self) -> list[list[int]]:
         """The most likely tokens, [B, 1 + n]."""
-        if self._digest is not None:
-            chosen: list[list[int]] = self._digest.best[:, : self.logits.shape[1]].tolist()
+        if self.digest is not None:
+            chosen: list[list[int]] = self.digest.best[:, : self.logits.shape[1]].tolist()
             return chosen
         column = self.nan_column or 0  # without one, `is_number` does not ask
         if on_host(self.logits):
@@ -59,13 +59,6 @@ class BlockLogits:
         self._is_nan = [[token < 0 for token in row] for row in rows]
         return [[token % size for token in row] for row in rows]
 
-    def sampled(self) -> list[list[int]] | None:
-        """The tokens sampled with the logits, [B, 1 + n], -1 where that is not known; None without a digest."""
-        if self._digest is None:
-            return None
-        tokens: list[list[int]] = self._digest.sampled[:, : self.logits.shape[1]].tolist()
-        return tokens
-
     def is_number(self, row: int, node: int) -> bool:
         """Whether the logits after one node (-1 = root) of one row are not NaN."""
         return self.nan_column is None or not self._is_nan[row][node + 1]
@@ -73,8 +66,8 @@ class BlockLogits:
     @cached_property
     def _is_nan(self) -> list[list[bool]]:
         """Whether the logits after the root and each node are NaN, [B, 1 + n]."""
-        if self._digest is not None:
-            is_nan: list[list[bool]] = self._digest.is_nan.tolist()
+        if self.digest is not None:
+            is_nan: list[list[bool]] = self.digest.is_nan.tolist()
             return is_nan
         found: list[list[bool]] = self.logits[..., self.nan_column].isnan().tolist()
         return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ from lade.transfer import on_host
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
 from lade.verification.outputs import OutputRecorder
-from lade.verification.race import ALIGNED, BATCHED_WARPERS, Race, Sampling
 from lade.verification.sequences import TokenSequences
 from lade.verification.walk import Children, children_of, walk
 
@@ -71,7 +71,6 @@ class Selection:
     """Common part: the sequences, which rows are finished, and generate()'s rules."""
 
     pads_guesses = False  # whether finished rows go on with pad tokens, as in plain generate()
-    race: Race | None = None  # what decides the tokens after all nodes of the step under way, where they are sampled so
 
     def __init__(self, request: Request) -> None:
         batch_size = len(request.input_ids)
@@ -112,11 +111,9 @@ class Selection:
         """Which of some rows have ended with these tokens, the last of their texts. were_guessed: as for `walk`."""
         raise NotImplementedError
 
-    def begin_race(self, tree: TokenTree, vocab_size: int) -> None:
-        """Set `race`, for sampling after all nodes of a step's tree at once, if that gives generate()'s tokens.
-
-        vocab_size: width of the logits.
-        """
+    def begin_race(self, tree: TokenTree, vocab_size: int) -> Any:
+        """A `lade.forward.race.Race`, which decides the tokens after all nodes of a step; None to choose one by one."""
+        return None
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
         """Replace finished rows' guesses by nothing, or by pad tokens where such rows go on with them."""
@@ -218,58 +215,14 @@ class Selection:
 class PerRowSelection(Selection):
     """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
-    def begin_race(self, tree: TokenTree, vocab_size: int) -> None:
-        sequences, rests, first = self.sequences, self._rests, self._shortest
-        is_served = not (sequences.device.type == "cuda" and vocab_size % ALIGNED)
-        if self.draws is None or not self.draws.reads_ahead or self._batched is None or all(rests) or not is_served:
-            return
-        # The number of each row's next token, counted from the first one of all rows.
-        leads = [0 if rest else length - first for length, rest in zip(sequences.lengths, rests, strict=True)]
-        depths = tree.padded_depths(tree.num_nodes)
-        places = [[lead + depth for depth in (0, *row)] for lead, row in zip(leads, depths, strict=True)]
-        draws = self.draws.ahead(first - sequences.prompt_length, 1 + max(map(max, places)), vocab_size)
-        self.race = Race(self._batched, draws, places)
-
-    @cached_property
-    def _batched(self) -> Sampling | None:
-        """The warpers, if they can be applied to many rows at once."""
-        return Sampling.of(self.processor, BATCHED_WARPERS) if self._is_direct else None
-
     @property
     def _rests(self) -> list[bool]:
         """Rows in which nothing is chosen in this step."""
         rows, limit = zip(self.sequences.lengths, self.is_finished, strict=True), self._shortest + MAX_LEAD
         return [is_finished or (self.do_sample and length >= limit) for length, is_finished in rows]
 
-    def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        self._sampled = self._sample_ahead(tree, block_logits)
-        accepted = super().verify(tree, block_logits)
-        self.race = None
-        return accepted
-
     def _walking(self) -> list[slice]:
         return [slice(row, row + 1) for row, rests in enumerate(self._rests) if not rests]
-
-    def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits) -> list[list[int]] | None:
-        """The tokens after the root and all nodes, [B, 1 + n], as `winners`; None to choose one by one, as on a CPU."""
-        if self.draws is None or type(block_logits) is not BlockLogits:  # of several processes
-            return None
-        logits, sampled = block_logits.logits, block_logits.sampled()
-        if sampled is not None and self.race is not None:
-            return sampled
-        if on_host(logits) or logits.device != self.sequences.device:
-            return None
-        if self.race is None:
-            self.begin_race(tree, logits.shape[-1])
-        return None if self.race is None else self.race.run(logits)
-
-    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        if self._sampled is not None and self.race is not None and self.draws is not None:
-            row, place = rows.start, nodes[0] + 1
-            token, draws = self._sampled[row][place], self.race.draws[self.race.places[row][place]]
-            if token >= 0 and self.draws.draw(len(self.sequences.generated[row]), draws.shape[1]) is draws:
-                return [token]
-        return super()._choose(rows, nodes, paths)
 
     def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
         return [

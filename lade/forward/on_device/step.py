@@ -23,10 +23,10 @@ from lade.block.mask import Block, Reach
 from lade.drafting.ngram_pool import NGramPool
 from lade.drafting.window import JacobiWindow, rolled
 from lade.forward.on_device.sampling import ring_size, sample
+from lade.forward.race import Sampling
 from lade.forward.static_inputs import masks_of, plain_forward, static_view, write_slots
 from lade.transfer import HOST, Landing
 from lade.verification.logits import best_on_device
-from lade.verification.race import Sampling
 
 NO_TOKEN = -1  # not a token id; the pool ignores n-grams that begin with it
 
