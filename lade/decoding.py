@@ -28,7 +28,7 @@ from lade.parallel.partition import BlockPart
 from lade.request import Request
 from lade.spoiled import find_nan_column
 from lade.stats import GenerationStats
-from lade.transfer import HOST, to_device
+from lade.transfer import HOST, to_device, wait_for
 from lade.verification.logits import BlockLogits, best_tokens
 from lade.verification.selection import Accepted, PerRowSelection, selection_for
 
@@ -287,16 +287,3 @@ class StepTimer:
         cost = forward - runner.preparing_seconds + learn if runner.is_typical else 0.0
         call.drafter.spent(max(self._selection.sequences.lengths), num_tokens, cost, draft)
         call.stats.add_times(draft + learn, forward, verify + self._selection.drawing_seconds - self._drawn)
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait for an accelerator, so that the times are those of the forward; verification would wait for it anyway.
-
-    On CUDA only for the current stream: a device-wide wait would abort a graph capture in another thread.
-    """
-    if device.type == "cpu":
-        return
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    else:
-        torch.accelerator.synchronize(device)

@@ -135,6 +135,7 @@ TESTED_IN = {
     "models": "families",
     "models.base": "models",
     "models.compiled": "compiled_models",
+    "models.reaches": "families",
     "models.request": "requests",
     "models.self_check": "models",
     "models.shadow": "models",
