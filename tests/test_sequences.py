@@ -45,4 +45,4 @@ def test_the_prompts_are_left_alone():
     sequences = TokenSequences(prompts, 0)
     sequences.append([9], 0)
     assert prompts.tolist() == PROMPTS
-    assert sequences.ids.dtype == torch.long
+    assert sequences.padded(0).dtype == torch.long

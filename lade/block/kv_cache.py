@@ -169,8 +169,9 @@ class LookaheadCache(Cache):
                 cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
-        """Prepare for a block of q tokens after each row's committed slots."""
-        self.make_room(num_tokens)
+        """Make room for a block of q tokens after each row's committed slots, where `update` writes them."""
+        self.check_room(max(self.lengths) + 1)
+        self.ensure_capacity(max(self.lengths) + num_tokens)
         is_ragged = min(self.lengths) != max(self.lengths)
         self.slots, self._block_tokens = None, None if is_ragged else num_tokens
         if is_ragged:
@@ -179,11 +180,6 @@ class LookaheadCache(Cache):
         else:
             for storage in self._storages:
                 storage.open(self.lengths[0], num_tokens)
-
-    def make_room(self, num_tokens: int) -> None:
-        """Make room for a block of q tokens after each row's committed slots."""
-        self.check_room(max(self.lengths) + 1)
-        self.ensure_capacity(max(self.lengths) + num_tokens)
 
     def commit(self, accepted: list[list[int] | None]) -> None:
         """Keep each row's root and accepted block tokens, in order; drop the rest of the block.

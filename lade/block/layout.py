@@ -42,7 +42,8 @@ class BlockLayout:
 
     def tokens(self, roots: list[int], tree: TokenTree, window_cells: Tensor) -> Tensor:
         """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids, on the host if there is no window."""
-        rows = [[root, *nodes] for root, nodes in zip(roots, tree.padded_tokens(self.num_nodes), strict=True)]
+        room = self.num_nodes
+        rows = [[root, *nodes, *[0] * (room - len(nodes))] for root, nodes in zip(roots, tree.tokens, strict=True)]
         # numpy converts a list faster than torch does.
         tokens = torch.from_numpy(np.array(rows, dtype=np.int64))
         if not self.has_window:

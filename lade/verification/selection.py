@@ -95,7 +95,7 @@ class Selection:
         self.spoiled.begin_step()
         self._block_logits, children = block_logits, self._children_of(tree)
         accepted: Accepted = [None] * len(children)
-        for rows in self._walking():
+        for rows in self._row_groups():
             paths = walk(children[rows], partial(self._choice, rows), partial(self._commit, rows))
             if paths is not None:
                 accepted[rows] = paths
@@ -103,8 +103,8 @@ class Selection:
             self.draws.forget(self._shortest - self.sequences.prompt_length)
         return accepted
 
-    def _walking(self) -> list[slice]:
-        """Rows that walk together, for all rows in which something is chosen in this step."""
+    def _row_groups(self) -> list[slice]:
+        """The rows that walk together, of all in which something is chosen in this step."""
         raise NotImplementedError
 
     def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
@@ -221,7 +221,7 @@ class PerRowSelection(Selection):
         rows, limit = zip(self.sequences.lengths, self.is_finished, strict=True), self._shortest + MAX_LEAD
         return [is_finished or (self.do_sample and length >= limit) for length, is_finished in rows]
 
-    def _walking(self) -> list[slice]:
+    def _row_groups(self) -> list[slice]:
         return [slice(row, row + 1) for row, rests in enumerate(self._rests) if not rests]
 
     def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
@@ -255,7 +255,7 @@ class LockstepSelection(Selection):
         """Rows that need no guesses: finished ones, if they are padded. Without padding they go on like the others."""
         return self.is_finished if self.pads_guesses else [False] * len(self.is_finished)
 
-    def _walking(self) -> list[slice]:
+    def _row_groups(self) -> list[slice]:
         return [slice(0, len(self.is_finished))]
 
     def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:

@@ -29,12 +29,6 @@ class TokenSequences:
         self.lengths[row] += len(tokens)
         self.generated[row].extend(tokens)
 
-    @property
-    def ids(self) -> Tensor:
-        """All texts, each up to its length, [B, longest or more]."""
-        self._copy(slice(None))
-        return self._ids
-
     def row(self, row: int) -> Tensor:
         """Returns [1, length]."""
         return self.texts(slice(row, row + 1))
@@ -50,8 +44,9 @@ class TokenSequences:
 
     def padded(self, pad_token: int) -> Tensor:
         """All rows, right-padded with the pad token. Returns [B, longest]."""
+        self._copy(slice(None))
         longest = max(self.lengths)
-        result = self.ids[:, :longest].clone()
+        result = self._ids[:, :longest].clone()
         for row, length in enumerate(self.lengths):
             if length < longest:
                 result[row, length:] = pad_token
