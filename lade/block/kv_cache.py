@@ -196,12 +196,17 @@ class LookaheadCache(Cache):
         """Copy the keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] per storage."""
         # On the host, whatever the default device is.
         slots = torch.tensor([self.lengths[row] + index for index in block_indices], device="cpu")
-        return [storage.read(row, slots) for storage in self._storages]
+        # index_select, because gather on a CPU takes a hundred times as long in half precision.
+        return [data[:, row].index_select(2, to_device(slots, data.device)) for data in self._used()]
 
     def write(self, row: int, start: int, parts: list[Tensor]) -> None:
         """Store keys/values from `read`, of this cache or another one, in the slots from `start` on."""
-        for storage, part in zip(self._storages, parts, strict=True):
-            storage.write(row, start, part)
+        for data, part in zip(self._used(), parts, strict=True):
+            data[:, row, :, start : start + part.shape[2]] = part
+
+    def _used(self) -> list[Tensor]:
+        """What belongs to layers, [S, B, H, C, D] per storage."""
+        return [storage.data[: len(storage.owners)] for storage in self._storages]
 
     def allocate(self, layer: SlotLayer, key_states: Tensor, value_states: Tensor) -> None:
         """Set a layer's `keys` and `values`, [B, H, C, D] each, all zero."""
@@ -282,15 +287,6 @@ class _Storage:
             setattr(layer, name, self.data[index])
             layer.block_views.pop(name, None)  # they would keep the old storage alive
             layer.prefix_views.pop(name, None)
-
-    def read(self, row: int, slots: Tensor) -> Tensor:
-        """slots: [k]. Returns [S, H, k, D]."""
-        # index_select, because gather on a CPU takes a hundred times as long in half precision.
-        return self.data[: len(self.owners), row].index_select(2, to_device(slots, self.data.device))
-
-    def write(self, row: int, start: int, part: Tensor) -> None:
-        """part: [S, H, k, D]."""
-        self.data[: len(self.owners), row, :, start : start + part.shape[2]] = part
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
