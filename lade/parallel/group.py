@@ -25,7 +25,9 @@ from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import BlockPart, split, whole
 from lade.request import Request
 from lade.stats import GenerationStats
+from lade.verification.draws import READABLE, generator_state, set_generator_state
 from lade.verification.logits import BlockLogits
+from lade.verification.outputs import OutputRecorder
 from lade.verification.selection import (
     Accepted,
     GreedySelection,
@@ -35,7 +37,6 @@ from lade.verification.selection import (
 )
 
 KINDS: tuple[type[Selection], ...] = (GreedySelection, PerRowSelection, LockstepSelection)
-RECORDED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 def distributed() -> bool:
@@ -225,13 +226,12 @@ class ProcessGroup(SingleProcess):
 
     def end(self, do_sample: bool, device: torch.device) -> None:
         """Set every rank's random generator to the leader's state, which is as in plain generate()."""
-        if not do_sample or device.type not in ("cpu", "cuda"):
+        if not do_sample or device.type not in READABLE:
             return
-        on_gpu = device.type == "cuda"
-        state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+        state = generator_state(device)
         self._broadcast("generator", state, LEADER)
         if self._rank != LEADER:
-            torch.cuda.set_rng_state(state, device) if on_gpu else torch.set_rng_state(state)
+            set_generator_state(device, state)
 
     def send_tokens(self, tokens: list[int], ended: list[bool]) -> None:
         """Tell the followers the token of each row, and which rows have ended with it."""
@@ -379,9 +379,9 @@ def unsupported_reason(config: LookaheadConfig, request: Request) -> str | None:
     """Why a request is not split over several processes, as a sentence; None if it can be."""
     if not config.uses_window:
         return "guesses that come from all logits of a step are not shared (DIST_WORKERS); MODE='lookahead' is"
-    wanted = [name for name in RECORDED if getattr(request.generation_config, name, None)]
-    if request.generation_config.return_dict_in_generate and wanted:
-        return f"{wanted[0]} is not collected from several processes (DIST_WORKERS)"
+    recorded = OutputRecorder(request.generation_config).collected
+    if recorded:
+        return f"output_{next(iter(recorded))} is not collected from several processes (DIST_WORKERS)"
     if request.synced_gpus:
         return "synced_gpus says that no process has the whole model, which DIST_WORKERS needs"
     if (request.model.tp_size or 1) > 1:
