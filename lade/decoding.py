@@ -95,6 +95,7 @@ class DecodingCall:
         input_ids, generation_config, config = request.input_ids, request.generation_config, group.config
         self.request, self.adapter, self.stats, self.group = request, adapter, stats, group
         self.model, self.device = adapter.prompt_model, input_ids.device
+        self.num_tokens = adapter.num_tokens
         self.callers_cache = request.callers_cache  # must hold the whole sequence afterwards
         self.runner = BlockRunner(adapter, self.device)
         self.key_mask = prompt_key_mask(request.attention_mask)
@@ -118,7 +119,7 @@ class DecodingCall:
             DraftRequest(
                 config=config,
                 model=adapter.model,
-                num_tokens=adapter.num_tokens,
+                num_tokens=self.num_tokens,
                 prompt_ids=input_ids,
                 key_mask=self.key_mask,
                 temperature=self.temperature if do_sample else None,
@@ -223,7 +224,7 @@ class DecodingCall:
         logits, behind_window = step.layout.split(outputs.logits, step.part.tree)
         choices, digest = None, self.runner.digest
         if step.draft.has_window:
-            choices = best_tokens(behind_window[..., : self.adapter.num_tokens]).to(self.device)
+            choices = best_tokens(behind_window[..., : self.num_tokens]).to(self.device)
         own = BlockLogits(logits, self.nan_column, digest)
         block_logits, choices = self.group.exchange(step.part, own, choices)
         accepted = self.selection.verify(step.tree, block_logits)

@@ -40,11 +40,11 @@ class SpoiledGuesses:
 
         is_number: (row, node) -> whether the logits are not NaN.
         """
-        if self._is_plain:
-            return True
-        are_usable = all(row in self._lost_rows or is_number(row, node) for row, node in enumerate(nodes, rows.start))
-        self.next_is_plain |= not are_usable
-        return are_usable
+        for row, node in enumerate(nodes, rows.start):
+            if not (self._is_plain or row in self._lost_rows or is_number(row, node)):
+                self.next_is_plain = True
+                return False
+        return True
 
     def without_avoided(self, tokens: Tensor) -> Tensor:
         """Replace the guesses to avoid by the root; after a spoiled step, all guesses.

@@ -179,8 +179,9 @@ class Selection:
         for row, token in enumerate(tokens, rows.start):
             self.sequences.append([token], row)
         self.num_generated += self.is_finished[rows].count(False)
-        self.is_finished[rows] = self._ended(rows, tokens, were_guessed)
-        return all(self.is_finished[rows])
+        ended = self._ended(rows, tokens, were_guessed)
+        self.is_finished[rows] = ended
+        return all(ended)
 
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Apply the processors. ids: [R, T]. logits: [R, V]. Returns [R, V]."""
