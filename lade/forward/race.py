@@ -1,7 +1,7 @@
 """Sampling after all nodes of a tree at once, while the host would wait for a device at each token.
 
 The draws are those that generate() would use at each depth. Only warpers that give the same bits for many rows as for
-one are served.
+one are served. `RacedSelection` takes part in an ordinary call; captured forwards and steps on the device use the rest.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def winners(sampling: Sampling, logits: Tensor, draws: Tensor, index: Tensor) ->
 
 
 class RacedSelection(PerRowSelection):
-    """`PerRowSelection` of one process that chooses after all nodes of a step at once where a device would be waited for.
+    """`PerRowSelection` in one process, which samples after all nodes of a step at once on a device.
 
     One by one where that would not give generate()'s tokens.
     """
