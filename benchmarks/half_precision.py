@@ -37,7 +37,7 @@ import harness
 import torch
 from torch import Tensor
 
-from lade.block.kv_cache import LookaheadCache
+from lade import spoiled
 from lade.commands.measure import Method, Run, for_warm_up, run_once, spread
 from lade.forward.runner import BlockRunner
 from lade.verification.selection import GreedySelection, PerRowSelection
@@ -81,29 +81,29 @@ def retaking(units: float, temperature: float | None, tally: Counter[str]) -> It
         if margin(ranks, logits, scale) > units:
             return False
         tally["retaken"] += 1
-        selection.next_is_plain = True
+        selection.spoiled.next_is_plain = True
         return True
 
-    def greedy(self: Any, block_logits: Any, row: int, node: int) -> int | None:
-        logits = block_logits.of_row(row, node)[0]
-        is_alone = block_logits.logits.shape[1] == 1
-        return None if not is_alone and is_near_tie(self, logits.float(), logits) else int(logits.float().argmax())
+    def greedy(self: Any, rows: slice, nodes: list[int], _: Any) -> list[int] | None:
+        [logits] = self._block_logits.of(rows, nodes)
+        is_alone = self._block_logits.logits.shape[1] == 1
+        return None if not is_alone and is_near_tie(self, logits.float(), logits) else [int(logits.float().argmax())]
 
-    def sampled(self: Any, block_logits: Any, row: int, node: int) -> int | None:
-        logits, ids = block_logits.of_row(row, node), self.sequences.row(row)
+    def sampled(self: Any, rows: slice, nodes: list[int], _: Any) -> list[int] | None:
+        logits, ids = self._block_logits.of(rows, nodes), self.sequences.texts(rows)
         probabilities = F.softmax(self._scores(ids, logits.to(torch.float32, copy=True)), dim=-1)
-        index = self.sequences.lengths[row] - self.sequences.prompt_length
-        draws = self.draws.draw(index, probabilities.shape[1])[row : row + 1]
+        index = len(self.sequences.generated[rows.start])
+        draws = self.draws.draw(index, probabilities.shape[1])[rows]
         arrivals = (probabilities / draws)[0]
-        is_alone = block_logits.logits.shape[1] == 1
+        is_alone = self._block_logits.logits.shape[1] == 1
         if not is_alone and is_near_tie(self, arrivals.log(), logits[0]):
             return None
-        return int(arrivals.argmax())
+        return [int(arrivals.argmax())]
 
     with (
         replaced(GreedySelection, "_choose", greedy),
         replaced(PerRowSelection, "_choose", sampled),
-        replaced(LookaheadCache, "clear_guesses", lambda *_: (set(), set())),  # nothing is spoiled here
+        replaced(spoiled, "clear_guesses", lambda *_: (set(), set())),  # nothing is spoiled here
     ):
         yield
 

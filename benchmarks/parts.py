@@ -50,8 +50,9 @@ def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
     yield fixed.StaticForward, "call", "forward"
     yield fixed.StaticForward, "replay", "forward"
     yield fixed.StaticChoice, "replay", "forward"
-    for cls in (rules.Selection, *rules.Selection.__subclasses__()):
-        yield cls, "verify", "verify"
+    for cls in classes("lade", "verify"):
+        if issubclass(cls, rules.Selection):
+            yield cls, "verify", "verify"
     yield kv_cache.LookaheadCache, "commit", "commit"
 
 

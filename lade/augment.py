@@ -20,12 +20,11 @@ from lade.compat import CALLERS_CACHE_MARK, require_names, warn_if_newer
 from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
 from lade.eligibility import TOO_SHORT, adapter_or_reason, is_short
-from lade.models.request import Request
 from lade.parallel.communicator import is_leader
 from lade.parallel.group import SingleProcess, process_group_for
+from lade.request import Request
 from lade.state import forget_all
 from lade.stats import GenerationStats, open_stats, recording
-from lade.verification.selection import SelectionRequest
 
 logger = logging.getLogger("lade")
 
@@ -135,19 +134,14 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         stats = open_stats()
         if is_enabled():
             with process_group_for(current_config(), input_ids.device, stats) as group:
-                request = Request(self, input_ids, generation_config, model_kwargs)
+                request = Request(self, *arguments, model_kwargs)
                 # Several processes must agree on each token, even in a short call.
                 is_useless = type(group) is SingleProcess and is_short(request)
                 found = TOO_SHORT if is_useless else adapter_or_reason(request)
                 reason = found if isinstance(found, str) else None
-                reason = group.agree(reason, self, input_ids, generation_config, model_kwargs, synced_gpus)
-                stats.fallback_reason = reason
+                stats.fallback_reason = reason = group.agree(reason, request)
                 if reason is None:
-                    rules = SelectionRequest(
-                        input_ids, logits_processor, stopping_criteria, generation_config, streamer
-                    )
-                    cache = request.callers_cache
-                    return lookahead_decode(rules, found, stats, cache, group, synced_gpus, model_kwargs)
+                    return lookahead_decode(request, found, stats, group)
             _fall_back(stats, reason)
         return original(self, *arguments, **model_kwargs)
 

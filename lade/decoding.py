@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
@@ -21,39 +20,33 @@ from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.forward.choice import choose_forward
 from lade.forward.on_device.loop import DeviceLoop, runs_on_device
+from lade.forward.race import RacedSelection
 from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
+from lade.request import Request
+from lade.spoiled import find_nan_column
 from lade.stats import GenerationStats
-from lade.transfer import HOST, to_device
-from lade.verification.logits import find_nan_column
-from lade.verification.selection import Accepted, Selection, SelectionRequest, selection_for
+from lade.transfer import HOST, to_device, wait_for
+from lade.verification.logits import BlockLogits, best_tokens
+from lade.verification.selection import Accepted, PerRowSelection, selection_for
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
 
 
 # The loop's shapes change in every step, so tracing it under a compiled generate() does not pay.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def lookahead_decode(
-    request: SelectionRequest,
-    adapter: ModelAdapter,
-    stats: GenerationStats,
-    callers_cache: Cache | None,
-    group: SingleProcess,
-    is_synced: bool,
-    model_kwargs: dict[str, Any],
-) -> Any:
+def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationStats, group: SingleProcess) -> Any:
     """Decode with lookahead; returns what `GenerationMixin._sample` returns for the request.
 
-    callers_cache: a cache passed to generate(), which must hold the whole sequence afterwards. group: the processes
-    that share each step. is_synced, model_kwargs: synced_gpus and the model's arguments of `_sample`.
+    group: the processes that share each step.
 
     Source: arXiv:2402.02057, algorithm 2.
     """
-    call = DecodingCall(request, adapter, stats, callers_cache, group, is_synced, model_kwargs)
+    call, is_synced = DecodingCall(request, adapter, stats, group), request.synced_gpus
     selection, drafter, timer = call.selection, call.drafter, StepTimer(call)
-    outputs = call.prefill(request, model_kwargs)
+    outputs = call.prefill()
     # Mixture-of-experts layers use another implementation, with other rounding, while decoding.
     with adapter.block_model._optimize_model_for_decode(), call.reporting():
         call.take_first_token(outputs)
@@ -97,30 +90,24 @@ class DecodingCall:
 
     cache: LookaheadCache
 
-    def __init__(
-        self,
-        request: SelectionRequest,
-        adapter: ModelAdapter,
-        stats: GenerationStats,
-        callers_cache: Cache | None,
-        group: SingleProcess,
-        is_synced: bool,
-        model_kwargs: dict[str, Any],
-    ) -> None:
+    def __init__(self, request: Request, adapter: ModelAdapter, stats: GenerationStats, group: SingleProcess) -> None:
         """Arguments as for `lookahead_decode`."""
         input_ids, generation_config, config = request.input_ids, request.generation_config, group.config
-        self.adapter, self.stats, self.group, self.callers_cache = adapter, stats, group, callers_cache
+        self.request, self.adapter, self.stats, self.group = request, adapter, stats, group
         self.model, self.device = adapter.prompt_model, input_ids.device
+        self.num_tokens = adapter.num_tokens
+        self.callers_cache = request.callers_cache  # must hold the whole sequence afterwards
         self.runner = BlockRunner(adapter, self.device)
-        self.key_mask = prompt_key_mask(model_kwargs.get("attention_mask"))
+        self.key_mask = prompt_key_mask(request.attention_mask)
         # [B or 1, P], or [k, B or 1, P]; None if the model takes none.
-        self.positions: Tensor | None = model_kwargs.get("position_ids")
-        adapter.carry(model_kwargs)
-        group.num_tokens = adapter.num_tokens
+        self.positions = request.position_ids
+        adapter.carry(request.model_kwargs)
 
-        needs_equal_lengths = callers_cache is not None or adapter.needs_equal_lengths
-        self.selection: Selection = group.selection(selection_for(request, needs_equal_lengths), request)
-        do_sample = self.selection.do_sample
+        needs_equal_lengths = self.callers_cache is not None or adapter.needs_equal_lengths
+        kind = selection_for(request, needs_equal_lengths)
+        is_raced = kind is PerRowSelection and type(group) is SingleProcess
+        self.selection = group.selection(RacedSelection if is_raced else kind, request)
+        self.spoiled, do_sample = self.selection.spoiled, self.selection.do_sample
         self.temperature = (generation_config.temperature or 1.0) if do_sample else 1.0
 
         batch_size, prompt_length = input_ids.shape
@@ -132,7 +119,7 @@ class DecodingCall:
             DraftRequest(
                 config=config,
                 model=adapter.model,
-                num_tokens=adapter.num_tokens,
+                num_tokens=self.num_tokens,
                 prompt_ids=input_ids,
                 key_mask=self.key_mask,
                 temperature=self.temperature if do_sample else None,
@@ -142,11 +129,11 @@ class DecodingCall:
                 forward_kind=self.runner.kind,
                 is_exact=adapter.is_exact,
                 block_sizes=self.runner.block_sizes(config),
-                may_measure=not is_synced,  # other processes' waits distort the times
+                may_measure=not request.synced_gpus,  # other processes' waits distort the times
             )
         )
-        most_slots = slots_of_static(callers_cache)
-        is_alone = type(group) is SingleProcess and not is_synced and most_slots is None
+        most_slots = slots_of_static(self.callers_cache)
+        is_alone = type(group) is SingleProcess and not request.synced_gpus and most_slots is None
         on_device = is_alone and runs_on_device(self.runner, config, self.selection, stats, self.positions)
         parts = (self.runner, config, self.selection, self.drafter, stats, self.key_mask, self.positions)
         self.on_device = DeviceLoop(*parts) if on_device else None
@@ -157,8 +144,9 @@ class DecodingCall:
             self.cache = self.runner.take_cache(num_slots, most, batch_size)
         self.cache.most_slots = most_slots
 
-    def prefill(self, request: SelectionRequest, model_kwargs: dict[str, Any]) -> Any:
+    def prefill(self) -> Any:
         """Run the prompt's forward. Returns the model's output."""
+        request, model_kwargs = self.request, self.request.model_kwargs
         self.cache.adopt(model_kwargs["past_key_values"])
         model_kwargs["past_key_values"] = self.cache
         outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)
@@ -182,8 +170,8 @@ class DecodingCall:
         self.selection.recorder.begin_step(outputs, None)
         tree, logits = TokenTree.empty(len(self.cache.lengths)), outputs.logits[:, -1:]
         self.vocab_size, self.nan_column = logits.shape[-1], find_nan_column(logits[:, 0])
-        self.group.nan_column = self.nan_column
-        block_logits, _ = self.group.exchange(self.group.partition(tree, ROOT_ALONE), logits, has_window=False)
+        part = self.group.partition(tree, ROOT_ALONE)
+        block_logits, _ = self.group.exchange(part, BlockLogits(logits, self.nan_column), None)
         accepted = self.selection.verify(tree, block_logits)
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
         self.runner.use_digests(self.nan_column, self.temperature)
@@ -191,15 +179,13 @@ class DecodingCall:
     def propose(self) -> Draft:
         """The drafter's guesses after each row's root."""
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
-        max_offset = 0 if self.selection.next_is_plain else self.cache.max_guess_offset(allowed)
+        max_offset = 0 if self.spoiled.next_is_plain else self.cache.max_guess_offset(allowed)
         return self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
 
     def lay_out(self, draft: Draft) -> Step:
         """Compute the block's tokens, positions, visibility and logit rows."""
         selection, lengths, roots = self.selection, self.cache.lengths, self.selection.sequences.roots()
         tree = selection.without_finished(draft.tree, draft.max_depth)
-        if self.runner.samples and type(self.group) is SingleProcess:
-            selection.begin_race(tree, self.vocab_size)
         part = self.group.partition(tree, draft.window_shape)
         num_nodes = self.runner.padded_nodes(part.tree.num_nodes)
         device = self.device if draft.has_window else HOST  # where the window's cells lie
@@ -212,7 +198,7 @@ class DecodingCall:
         starts = self.position_offset + starts
         offsets, visible = layout.offsets_and_visibility(part.tree)
         block = Block(
-            tokens=selection.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
+            tokens=self.spoiled.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
             offsets=offsets,
             positions=offsets + (to_device(starts, device) if isinstance(starts, Tensor) else starts),
             visible=visible,
@@ -225,7 +211,8 @@ class DecodingCall:
     def forward(self, step: Step) -> Any:
         """Run the model over the block. Returns the model's output."""
         selection = self.selection
-        outputs = self.runner.forward(step.block, self.cache, selection.race, **selection.recorder.model_arguments)
+        race = selection.begin_race(step.tree, self.vocab_size) if self.runner.samples else None
+        outputs = self.runner.forward(step.block, self.cache, race, **selection.recorder.model_arguments)
         wait_for(self.device)
         self.stats.steps += 1
         self.stats.block_tokens.append(step.layout.num_tokens)
@@ -234,17 +221,20 @@ class DecodingCall:
     def verify(self, step: Step, outputs: Any) -> Outcome:
         """Choose and commit tokens along the tree."""
         self.selection.recorder.begin_step(outputs, self.cache.lengths[0])
-        logits, digest = step.layout.without_padding(outputs.logits, step.part.tree), self.runner.digest
-        block_logits, choices = self.group.exchange(step.part, logits, step.draft.has_window, digest)
+        logits, behind_window = step.layout.split(outputs.logits, step.part.tree)
+        choices, digest = None, self.runner.digest
+        if step.draft.has_window:
+            choices = best_tokens(behind_window[..., : self.num_tokens]).to(self.device)
+        own = BlockLogits(logits, self.nan_column, digest)
+        block_logits, choices = self.group.exchange(step.part, own, choices)
         accepted = self.selection.verify(step.tree, block_logits)
-        tree_logits = logits[:, : 1 + step.tree.num_nodes]
-        return Outcome(step.tree, tree_logits, accepted, choices, self.selection.sequences, digest)
+        return Outcome(step.tree, logits, accepted, choices, self.selection.sequences, digest)
 
     def commit(self, step: Step, accepted: Accepted) -> None:
         """Keep the keys/values of the accepted tokens and drop the rest."""
         self.group.commit(self.cache, step.part, accepted)
-        if self.selection.next_is_plain:  # a guess with a NaN key or value has spoiled the step
-            self.group.recover(self.selection, *self.cache.clear_guesses(step.block.tokens, accepted))
+        if self.spoiled.next_is_plain:
+            self.spoiled.recover(self.cache, step.block.tokens, accepted, self.group.may_avoid_guesses)
         self.stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
 
     def finish(self) -> Any:
@@ -298,16 +288,3 @@ class StepTimer:
         cost = forward - runner.preparing_seconds + learn if runner.is_typical else 0.0
         call.drafter.spent(max(self._selection.sequences.lengths), num_tokens, cost, draft)
         call.stats.add_times(draft + learn, forward, verify + self._selection.drawing_seconds - self._drawn)
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait for an accelerator, so that the times are those of the forward; verification would wait for it anyway.
-
-    On CUDA only for the current stream: a device-wide wait would abort a graph capture in another thread.
-    """
-    if device.type == "cpu":
-        return
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    else:
-        torch.accelerator.synchronize(device)

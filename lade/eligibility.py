@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer, StaticLayer
 from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.base import prompt_key_mask
-from lade.models.request import Request
 from lade.models.self_check import self_check_reason
+from lade.request import Request
 
 # No limit of lade, so without a warning.
 TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"
@@ -32,7 +32,7 @@ KNOWN_ARGUMENTS = frozenset(
 
 def is_short(request: Request) -> bool:
     """Whether the call asks for too few tokens for a guess to save a forward pass."""
-    return request.config.max_length is not None and request.num_new < LEAST_TOKENS
+    return request.generation_config.max_length is not None and request.num_new < LEAST_TOKENS
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -57,7 +57,7 @@ def adapter_or_reason(request: Request) -> ModelAdapter | str:
 def unsupported_call(request: Request) -> str | None:
     """What can be told without an adapter."""
     model: Any = request.model
-    config, model_kwargs = request.config, request.model_kwargs
+    config, model_kwargs = request.generation_config, request.model_kwargs
     if not isinstance(request.model, PreTrainedModel):
         return f"{type(model).__name__} is not a transformers model"
     if not model_kwargs.get("use_cache", True):
@@ -87,7 +87,7 @@ def unsupported_cache(request: Request) -> str | None:
     """Caches that lade's own cache cannot replace."""
     cache = request.cache
     if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
-        setting = request.config.cache_implementation
+        setting = request.generation_config.cache_implementation
         if setting:
             return f"cache_implementation={setting!r} saves memory that lade's own cache would take"
         return f"past_key_values of type {type(cache).__name__} is not known to keep every key"
@@ -117,4 +117,4 @@ def failed_self_check(request: Request, adapter: ModelAdapter) -> str | None:
     if not needs_self_check(adapter):
         return None
     key_mask = prompt_key_mask(request.attention_mask)
-    return self_check_reason(adapter, request.config.max_length, len(request.input_ids), key_mask)
+    return self_check_reason(adapter, request.generation_config.max_length, len(request.input_ids), key_mask)

@@ -1,6 +1,7 @@
 """Copies between the host and a device that do not make the host wait, as few as possible.
 
-On CUDA they go through pinned memory, in the order of the current stream, while the host goes on.
+On CUDA they go through pinned memory, in the order of the current stream, while the host goes on. `wait_for` waits for
+the device's work where its time is to be taken.
 """
 
 from __future__ import annotations
@@ -31,6 +32,19 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or host.device.type != "cpu":  # other memory cannot be pinned
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for an accelerator, so that the times are those of the forward; verification would wait for it anyway.
+
+    On CUDA only for the current stream: a device-wide wait would abort a graph capture in another thread.
+    """
+    if device.type == "cpu":
+        return
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    else:
+        torch.accelerator.synchronize(device)
 
 
 class Parcel:

@@ -1036,10 +1036,10 @@ def test_rows_far_ahead_wait_for_the_slowest(model, monkeypatch, row_wise):
     leads = [0]
     commit = rules.PerRowSelection._commit
 
-    def watch(self, row, token):
+    def watch(self, rows, *arguments):
         running = [n for n, done in zip(self.sequences.lengths, self.is_finished, strict=True) if not done]
-        leads.append(self.sequences.lengths[row] - min(running))
-        return commit(self, row, token)
+        leads.append(self.sequences.lengths[rows.start] - min(running))
+        return commit(self, rows, *arguments)
 
     monkeypatch.setattr(rules.PerRowSelection, "_commit", watch)
     arguments = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.01}

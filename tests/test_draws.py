@@ -14,14 +14,15 @@ import lade
 from lade import transfer
 from lade.block.token_tree import TokenTree
 from lade.config import LookaheadConfig
-from lade.drafting import DraftRequest, Outcome
+from lade.drafting import DraftRequest, Outcome, coming_draws
+from lade.drafting.coming_draws import ComingDraws, races
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import packed
 from lade.drafting.tree import TreeDrafter
+from lade.forward.race import RacedSelection
 from lade.verification import draws as noise_module
-from lade.verification.draws import ExponentialDraws, races
-from lade.verification.selection import PerRowSelection
+from lade.verification.draws import ExponentialDraws
 from lade.verification.sequences import TokenSequences
 
 CPU = torch.device("cpu")
@@ -37,10 +38,11 @@ def test_the_draws_are_those_of_multinomial(batch_size):
 
     torch.manual_seed(4)
     noise = ExponentialDraws(CPU, batch_size)
-    assert noise.peek(0, 5, VOCAB_SIZE).shape == (VOCAB_SIZE,)  # in any order
+    peek = ComingDraws(noise).peek
+    assert peek(0, 5, VOCAB_SIZE).shape == (VOCAB_SIZE,)  # in any order
     for index, tokens in enumerate(expected):
         noise.forget(index)
-        draws = [torch.from_numpy(noise.peek(row, index, VOCAB_SIZE)) for row in range(batch_size)]
+        draws = [torch.from_numpy(peek(row, index, VOCAB_SIZE)) for row in range(batch_size)]
         assert [int((p / e).argmax()) for p, e in zip(probabilities, draws, strict=True)] == tokens
     # The generator itself has not moved.
     assert [torch.multinomial(probabilities, 1)[:, 0].tolist() for _ in range(6)] == expected
@@ -58,9 +60,10 @@ def test_drawing_moves_the_generator_as_multinomial_does(looks_ahead):
 
     torch.manual_seed(4)
     noise = ExponentialDraws(CPU, 2)
+    peek = ComingDraws(noise).peek
     for index, (tokens, state) in enumerate(zip(expected, states, strict=True)):
         if looks_ahead:
-            noise.peek(1, index + 2, VOCAB_SIZE)
+            peek(1, index + 2, VOCAB_SIZE)
         for _ in range(2):  # once drawn, it is there for other rows
             assert (probabilities / noise.draw(index, VOCAB_SIZE)).argmax(-1).tolist() == tokens
             assert torch.equal(torch.get_rng_state(), state)
@@ -80,13 +83,14 @@ def test_others_may_draw_in_between():
         return found, torch.get_rng_state().tolist()
 
     def draw(index):
-        noise.peek(0, index + 3, VOCAB_SIZE)
+        peek(0, index + 3, VOCAB_SIZE)
         return int((probabilities / noise.draw(index, VOCAB_SIZE)).argmax())
 
     torch.manual_seed(4)
     noise = ExponentialDraws(CPU, 1)
+    peek = ComingDraws(noise).peek
     assert tokens(draw) == tokens(lambda _: int(torch.multinomial(probabilities, 1)))
-    assert noise.peek(0, 5, VOCAB_SIZE) is None
+    assert peek(0, 5, VOCAB_SIZE) is None
 
 
 def test_nothing_is_taken_back_from_those_that_draw_too(monkeypatch):
@@ -95,8 +99,9 @@ def test_nothing_is_taken_back_from_those_that_draw_too(monkeypatch):
     set_state = noise_module.set_generator_state
     monkeypatch.setattr(noise_module, "set_generator_state", lambda *a: (changes.append(a), set_state(*a)))
     noise = ExponentialDraws(CPU, 1)
+    peek = ComingDraws(noise).peek
     for index in range(6):
-        noise.peek(0, index + 1, VOCAB_SIZE)
+        peek(0, index + 1, VOCAB_SIZE)
         if index == 2:
             torch.rand(3)
         noise.draw(index, VOCAB_SIZE)
@@ -127,8 +132,9 @@ def test_generators_that_cannot_be_copied(monkeypatch):
     monkeypatch.setattr(noise_module, "READABLE", ())
     torch.manual_seed(4)
     noise = ExponentialDraws(CPU, 2)
+    peek = ComingDraws(noise).peek
     for index, tokens in enumerate(expected):
-        assert noise.peek(0, index, VOCAB_SIZE) is None
+        assert peek(0, index, VOCAB_SIZE) is None
         assert (probabilities / noise.draw(index, VOCAB_SIZE)).argmax(-1).tolist() == tokens
         noise.draw(max(0, index - 1), VOCAB_SIZE)
         noise.forget(index)
@@ -137,8 +143,8 @@ def test_generators_that_cannot_be_copied(monkeypatch):
 def test_draws_that_nobody_will_ask_for_are_dropped(lade_on, monkeypatch):
     """Also those of a row that has ended."""
     kept = []
-    peek = ExponentialDraws.peek
-    monkeypatch.setattr(ExponentialDraws, "peek", lambda self, *a: [peek(self, *a), kept.append(len(self._draws))][0])
+    ahead = ExponentialDraws.ahead
+    monkeypatch.setattr(ExponentialDraws, "ahead", lambda self, *a: [ahead(self, *a), kept.append(len(self._draws))][0])
     model, inputs = tiny_llama(), prompt(12, batch_size=2)
     lade.config_lade(MODE="tree", MAX_BLOCK=8, SHARE=0)
     torch.manual_seed(1)
@@ -229,12 +235,12 @@ def test_a_call_in_another_thread(lade_on, waits, streams, monkeypatch):
 def win_chances(ids, chances, draws):
     """As a row's guesses are judged."""
     times, total, known = races(np.asarray(chances), draws.take(ids))
-    return times**-noise_module.SHARPNESS / total * np.exp(-times * (1 - known))
+    return times**-coming_draws.SHARPNESS / total * np.exp(-times * (1 - known))
 
 
 def test_chances_add_up_to_what_happens(monkeypatch):
     """Over many races: what a token is given beforehand is how often it wins, where probabilities are exact."""
-    monkeypatch.setattr(noise_module, "SHARPNESS", 40.0)
+    monkeypatch.setattr(coming_draws, "SHARPNESS", 40.0)
     ids, rng = [3, 5, 8], np.random.default_rng(0)
     chances = [0.5, 0.2, 0.1]
     given, won = np.zeros(3), np.zeros(3)
@@ -298,9 +304,9 @@ def test_a_step_sampled_at_once(arguments, is_batched, batch_size, is_alone, lad
     arguments = {"do_sample": True, "max_new_tokens": 40} | arguments
     lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
     expected = seeded(generate_plain, model, inputs, **arguments)
-    found, compared, sample = [], iter(range(1000)), PerRowSelection._sample_ahead
+    found, compared, sample = [], iter(range(1000)), RacedSelection._sample_ahead
     monkeypatch.setattr(transfer, "ON_HOST", ())
-    monkeypatch.setattr(PerRowSelection, "_sample_ahead", lambda *args: found.append(sample(*args)) or found[-1])
+    monkeypatch.setattr(RacedSelection, "_sample_ahead", lambda *args: found.append(sample(*args)) or found[-1])
     if not is_alone:  # noticed at the sixth token: from there on the generator itself draws, what it would have drawn
         same = noise_module.same_state
         monkeypatch.setattr(noise_module, "same_state", lambda *args: same(*args) and next(compared) != 5)

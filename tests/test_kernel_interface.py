@@ -23,7 +23,8 @@ from transformers.masking_utils import eager_mask
 
 import lade
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import Block, Reach, block_mask, packed_block_mask
+from lade.block.mask import Block, Reach, block_mask
+from lade.forward.static_inputs import packed_block_mask
 from lade.kernels import interface as ours
 from lade.kernels import left_padding, pack_mask
 from lade.models.shadow import shadow_model

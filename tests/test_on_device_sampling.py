@@ -22,10 +22,10 @@ from lade.forward.on_device import loop as device_loop
 from lade.forward.on_device import sampling as device_sampling
 from lade.forward.on_device import step as device_step
 from lade.forward.on_device.sampling import REFUSED, DrawRing
+from lade.forward.race import Sampling
 from lade.verification import draws as noise
 from lade.verification import selection as rules
 from lade.verification.draws import generator_state
-from lade.verification.race import Sampling
 
 # The distribution of a model that has learned something: some tokens are far likelier than others.
 SHARPER = 16

@@ -22,16 +22,17 @@ from lade import decoding
 from lade.block.kv_cache import LookaheadCache
 from lade.block.layout import block_layout
 from lade.block.mask import Reach
+from lade.drafting.coming_draws import ComingDraws
 from lade.drafting.ngram_pool import NGramPool, copy_pool
 from lade.forward import static_shapes as fixed
 from lade.forward.graphs import refuse_waiting
 from lade.forward.on_device import step as device_step
 from lade.forward.on_device.step import StepShape, StepState
+from lade.forward.race import Sampling
 from lade.forward.runner import BlockRunner
 from lade.models import base
 from lade.transfer import Landing
 from lade.verification import draws as draws_module
-from lade.verification.race import Sampling
 
 ATEN, META = torch.ops.aten, torch.device("meta")
 LOOKAHEAD = {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2}
@@ -214,11 +215,12 @@ def test_draws_are_copied_to_the_host_once(other_device):
     """Not for each node of a tree that asks what its children will be drawn with."""
     with OtherDevice() as watched:
         draws = draws_module.ExponentialDraws(META, 2)
+        coming = ComingDraws(draws)
         for row, index in [(0, 2), (1, 2), (0, 1), (0, 2), (1, 1)]:
-            assert draws.peek(row, index, 61).shape == (61,)
+            assert coming.peek(row, index, 61).shape == (61,)
         assert watched.reads == {"copy": 2}
         draws.forget(2)
-        draws.peek(0, 2, 61)
+        coming.peek(0, 2, 61)
         assert watched.reads == {"copy": 2}
 
 

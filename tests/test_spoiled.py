@@ -11,10 +11,9 @@ import torch
 from support import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.block.kv_cache import LookaheadCache
 from lade.forward.on_device import loop as device_loop
 from lade.forward.on_device.sampling import REFUSED
-from lade.verification.logits import find_nan_column
+from lade.spoiled import clear_guesses, find_nan_column
 
 MODES = {
     "lookahead": {"LEVEL": 4, "WINDOW_SIZE": 4, "GUESS_SET_SIZE": 4},
@@ -38,11 +37,11 @@ def clearings(monkeypatch):
     """What each spoiled step has led to: lost rows, and guesses to be avoided."""
     found = []
 
-    def clear(self, *arguments, original=LookaheadCache.clear_guesses):
-        found.append(original(self, *arguments))
+    def clear(*arguments):
+        found.append(clear_guesses(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(LookaheadCache, "clear_guesses", clear)
+    monkeypatch.setattr("lade.spoiled.clear_guesses", clear)
     return found
 
 

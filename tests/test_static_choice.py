@@ -10,6 +10,7 @@ from support.graphs import kept_buffers
 import lade
 from lade.forward import buffer_pool, static_choice
 from lade.forward import static_shapes as fixed
+from lade.forward.race import RacedSelection
 from lade.forward.static_choice import StaticChoice
 from lade.verification import draws as noise
 from lade.verification.selection import PerRowSelection
@@ -236,7 +237,7 @@ def test_guesses_that_are_no_numbers(graphs):
 def test_nothing_on_a_cpu(model, monkeypatch):
     """Without graphs no tokens are sampled ahead."""
     lade.config_lade(CUDA_GRAPH=0)
-    monkeypatch.setattr(PerRowSelection, "begin_race", lambda *_: pytest.fail("asked for"))
+    monkeypatch.setattr(RacedSelection, "begin_race", lambda *_: pytest.fail("asked for"))
     check(model, captured_steps=0)
 
 

@@ -44,7 +44,7 @@ def test_merging(seed):
         assert paths_of(tree, row) == paths
         padding = tree.num_nodes - len(paths)
         assert tree.padded_depths(tree.num_nodes)[row] == [len(path) for path in paths] + [0] * padding
-        assert tree.padded_tokens(tree.num_nodes)[row] == [path[-1] for path in paths] + [0] * padding
+        assert tree.tokens[row] == [path[-1] for path in paths]
 
 
 @pytest.mark.parametrize("seed", range(20))

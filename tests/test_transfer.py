@@ -137,8 +137,8 @@ def test_waits_of_a_captured_step(sampling, waits_at_most, launches_at_most, gra
             waits.begin()
     assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
     assert waits.num_steps > 2
-    parts = {"lade/verification/draws.py", "lade/forward/static_choice.py", "lade/forward/static_shapes.py"}
-    parts = parts if sampling["do_sample"] else set()
+    places = ("drafting/coming_draws", "verification/draws", "forward/static_choice", "forward/static_shapes")
+    parts = {f"lade/{place}.py" for place in places} if sampling["do_sample"] else set()
     found = {row["what"] for row in waits.per_step()}
     assert found == {"wait_for", *(["cpu"] if parts else [])}, waits.per_step()
     found = {row["where"].split(":")[0] for row in waits.per_step(waits.launches)}

@@ -11,6 +11,7 @@ import lade
 from lade.drafting import growth as growth_module
 from lade.drafting import vocabulary as vocabulary_module
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, PAIR, VOCABULARY, Acceptance
+from lade.drafting.coming_draws import SHARPNESS, races
 from lade.drafting.growth import GREEDY_LENGTH, Grower
 from lade.drafting.likeliest import likeliest, most_likely
 from lade.drafting.memory import KEY_SHIFT, Memory
@@ -23,7 +24,6 @@ from lade.drafting.vocabulary import (
     size_of_rows,
     vocabulary_of,
 )
-from lade.verification.draws import SHARPNESS, races
 
 
 @pytest.fixture(autouse=True)

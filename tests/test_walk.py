@@ -14,30 +14,59 @@ from lade.drafting.window import JacobiWindow
 from lade.verification.walk import children_of, walk
 
 
+class Model:
+    """Chooses tokens by node (-1 = root) and row, until as many as `room` are committed to each."""
+
+    def __init__(self, *choices, room=100):
+        self.choices, self.room, self.committed, self.guessed = choices, room, [], []
+
+    def choose(self, nodes, paths):
+        assert all(path[-1:] == [node] * (node >= 0) for node, path in zip(nodes, paths, strict=True))
+        return [after[node] for after, node in zip(self.choices, nodes, strict=True)]
+
+    def commit(self, tokens, were_guessed):
+        self.committed.append(tokens)
+        self.guessed.append(were_guessed)
+        return len(self.committed) == self.room
+
+
 def test_walk_follows_the_models_choices():
     #      root -> 5 -> 6 ; root -> 5 -> 7 ; root -> 8
     children = children_of(tokens=[5, 6, 7, 8], parents=[-1, 0, 0, -1])
-    after = {-1: 5, 0: 7, 2: 9, 1: 0, 3: 0}
-    committed = []
-    assert walk(children, after.__getitem__, lambda token: committed.append(token)) == [0, 2]
-    assert committed == [5, 7, 9]
+    model = Model({-1: 5, 0: 7, 2: 9, 1: 0, 3: 0})
+    assert walk([children], model.choose, model.commit) == [[0, 2]]
+    assert model.committed == [[5], [7], [9]]
+    assert model.guessed == [True, True, False]
 
 
 def test_walk_ends_with_the_text():
-    children = children_of([5, 6], [-1, 0])
-    committed = []
-
-    def commit(token):
-        committed.append(token)
-        return len(committed) == 2
-
+    model = Model({-1: 5, 0: 6}, room=2)
     # The second token was guessed, but nothing follows it: its keys are not to be kept.
-    assert walk(children, {-1: 5, 0: 6}.__getitem__, commit) == [0]
-    assert committed == [5, 6]
+    assert walk([children_of([5, 6], [-1, 0])], model.choose, model.commit) == [[0]]
+    assert model.committed == [[5], [6]]
 
 
 def test_walk_of_an_empty_tree():
-    assert walk({}, lambda node: 3, lambda token: False) == []
+    model = Model({-1: 3})
+    assert walk([{}], model.choose, model.commit) == [[]]
+
+
+def test_rows_walk_together():
+    """As far as all of them were guessed."""
+    trees = [children_of([5, 6], [-1, 0]), children_of([7, 8], [-1, 0])]
+    model = Model({-1: 5, 0: 6, 1: 2}, {-1: 7, 0: 9})
+    assert walk(trees, model.choose, model.commit) == [[0], [0]]
+    assert model.committed == [[5, 7], [6, 9]]
+    assert model.guessed == [True, False]
+
+
+@pytest.mark.parametrize(("num_right", "kept"), [(0, None), (1, [[], []]), (2, [[0], [0]])])
+def test_spoiled_logits_end_the_walk(num_right, kept):
+    """Behind the last node before them: its own keys are spoiled, too."""
+    model, edges = Model({-1: 5, 0: 6, 1: 7}, {-1: 5, 0: 6, 1: 7}), children_of([5, 6, 7], [-1, 0, 1])
+    left = iter(range(num_right))
+    assert walk([edges, edges], lambda *a: None if next(left, None) is None else model.choose(*a), model.commit) == kept
+    assert len(model.committed) == num_right
 
 
 class OracleDrafter(LookaheadDrafter):

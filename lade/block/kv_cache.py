@@ -169,8 +169,9 @@ class LookaheadCache(Cache):
                 cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
-        """Prepare for a block of q tokens after each row's committed slots."""
-        self.make_room(num_tokens)
+        """Make room for a block of q tokens after each row's committed slots, where `update` writes them."""
+        self.check_room(max(self.lengths) + 1)
+        self.ensure_capacity(max(self.lengths) + num_tokens)
         is_ragged = min(self.lengths) != max(self.lengths)
         self.slots, self._block_tokens = None, None if is_ragged else num_tokens
         if is_ragged:
@@ -179,11 +180,6 @@ class LookaheadCache(Cache):
         else:
             for storage in self._storages:
                 storage.open(self.lengths[0], num_tokens)
-
-    def make_room(self, num_tokens: int) -> None:
-        """Make room for a block of q tokens after each row's committed slots."""
-        self.check_room(max(self.lengths) + 1)
-        self.ensure_capacity(max(self.lengths) + num_tokens)
 
     def commit(self, accepted: list[list[int] | None]) -> None:
         """Keep each row's root and accepted block tokens, in order; drop the rest of the block.
@@ -196,51 +192,21 @@ class LookaheadCache(Cache):
         num_kept = [0 if path is None else 1 + len(path) for path in accepted]
         self.lengths = [length + count for length, count in zip(self.lengths, num_kept, strict=True)]
 
-    def clear_guesses(self, tokens: Tensor, accepted: list[list[int] | None]) -> tuple[set[int], set[int]]:
-        """After `commit`: zero all slots after the committed ones, where a NaN key or value would spoil later blocks.
-
-        tokens: [B, q] of the block. accepted: as for `commit`. Returns the rows whose committed tokens end in NaN, and
-        the guessed ids that were the first to be non-finite in rows that kept nothing.
-        """
-        lost_rows = {row for row, length in enumerate(self.lengths) if self._is_nan(row, length - 1)}
-        guesses: set[int] = set()
-        for row in {row for row, path in enumerate(accepted) if path is None} - lost_rows:
-            is_finite = self._first_finite(row, tokens.shape[1])
-            if is_finite[0]:  # otherwise the root is not finite either, and no guess is to blame
-                ids = tokens[row].tolist()
-                guesses |= {token for token, is_fine in zip(ids, is_finite, strict=True) if not is_fine}
-        for storage in self._storages:
-            for row, length in enumerate(self.lengths):
-                storage.data[:, row, :, length:] = 0
-        return lost_rows, guesses
-
-    def _is_nan(self, row: int, slot: int) -> bool:
-        return any(bool(storage.data[: len(storage.owners), row, :, slot].isnan().any()) for storage in self._storages)
-
-    def _first_finite(self, row: int, num_tokens: int) -> list[bool]:
-        """Which of one row's block tokens are finite in the first layer where some are not.
-
-        In later layers attention spreads the non-finite values to other tokens.
-        """
-        for layer in (layer for layer in self._slot_layers if layer.is_initialized):
-            states = (layer.keys[row], layer.values[row])  # [H, C, D]
-            own = [part.narrow(1, self.lengths[row], num_tokens) for part in states]
-            parts = [part.isfinite().all(2).all(0).tolist() for part in own]
-            found = [all(both) for both in zip(*parts, strict=True)]
-            if not all(found):
-                return found
-        return [True] * num_tokens
-
     def read(self, row: int, block_indices: list[int]) -> list[Tensor]:
         """Copy the keys/values of one row's block tokens, before `commit`. Returns [S, H, k, D] per storage."""
         # On the host, whatever the default device is.
         slots = torch.tensor([self.lengths[row] + index for index in block_indices], device="cpu")
-        return [storage.read(row, slots) for storage in self._storages]
+        # index_select, because gather on a CPU takes a hundred times as long in half precision.
+        return [data[:, row].index_select(2, to_device(slots, data.device)) for data in self._used()]
 
     def write(self, row: int, start: int, parts: list[Tensor]) -> None:
         """Store keys/values from `read`, of this cache or another one, in the slots from `start` on."""
-        for storage, part in zip(self._storages, parts, strict=True):
-            storage.write(row, start, part)
+        for data, part in zip(self._used(), parts, strict=True):
+            data[:, row, :, start : start + part.shape[2]] = part
+
+    def _used(self) -> list[Tensor]:
+        """What belongs to layers, [S, B, H, C, D] per storage."""
+        return [storage.data[: len(storage.owners)] for storage in self._storages]
 
     def allocate(self, layer: SlotLayer, key_states: Tensor, value_states: Tensor) -> None:
         """Set a layer's `keys` and `values`, [B, H, C, D] each, all zero."""
@@ -321,15 +287,6 @@ class _Storage:
             setattr(layer, name, self.data[index])
             layer.block_views.pop(name, None)  # they would keep the old storage alive
             layer.prefix_views.pop(name, None)
-
-    def read(self, row: int, slots: Tensor) -> Tensor:
-        """slots: [k]. Returns [S, H, k, D]."""
-        # index_select, because gather on a CPU takes a hundred times as long in half precision.
-        return self.data[: len(self.owners), row].index_select(2, to_device(slots, self.data.device))
-
-    def write(self, row: int, start: int, part: Tensor) -> None:
-        """part: [S, H, k, D]."""
-        self.data[: len(self.owners), row, :, start : start + part.shape[2]] = part
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

@@ -42,7 +42,8 @@ class BlockLayout:
 
     def tokens(self, roots: list[int], tree: TokenTree, window_cells: Tensor) -> Tensor:
         """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids, on the host if there is no window."""
-        rows = [[root, *nodes] for root, nodes in zip(roots, tree.padded_tokens(self.num_nodes), strict=True)]
+        room = self.num_nodes
+        rows = [[root, *nodes, *[0] * (room - len(nodes))] for root, nodes in zip(roots, tree.tokens, strict=True)]
         # numpy converts a list faster than torch does.
         tokens = torch.from_numpy(np.array(rows, dtype=np.int64))
         if not self.has_window:
@@ -50,13 +51,12 @@ class BlockLayout:
         tokens = to_device(tokens, window_cells.device)
         return torch.cat([tokens, window_cells if self.cells is None else window_cells[:, self.cells]], dim=1)
 
-    def without_padding(self, logits: Tensor, tree: TokenTree) -> Tensor:
-        """Drop the rows of padding nodes. logits: [B, R, V], in the order of `logit_rows`."""
-        if tree.num_nodes == self.num_nodes:
-            return logits
-        if not self.has_window:
-            return logits[:, : 1 + tree.num_nodes]
-        return torch.cat([logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]], dim=1)
+    def split(self, logits: Tensor, tree: TokenTree) -> tuple[Tensor, Tensor]:
+        """The logits after the root and the tree's nodes, and those after the window's last level, without padding.
+
+        logits: [B, R, V], in the order of `logit_rows`.
+        """
+        return logits[:, : 1 + tree.num_nodes], logits[:, 1 + self.num_nodes :]
 
     def offsets_and_visibility(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
         """Position offsets from each row's root, [B, q], and visibility, [B, q, q] bool, query by key.

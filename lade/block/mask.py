@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.kernels import pack_mask
 from lade.transfer import all_to_device, to_device
 
 
@@ -111,27 +110,6 @@ class Reach:
 
 
 EVERYWHERE = Reach()
-# By layer type in transformers' configurations.
-LAYER_REACH = {
-    "full_attention": lambda config: EVERYWHERE,
-    "sliding_attention": lambda config: Reach(window=config.sliding_window),
-    "chunked_attention": lambda config: Reach(chunk=config.attention_chunk_size),
-}
-
-
-def layer_reaches(config: Any) -> Reach | dict[str, Reach]:
-    """The reach of each layer, as the model takes its masks: one for all layers, or a dict by layer type.
-
-    Same rule as `transformers.masking_utils.create_masks_for_generate`. Raises KeyError for an unknown layer type.
-    """
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        return {layer_type: LAYER_REACH[layer_type](config) for layer_type in sorted(set(layer_types))}
-    if getattr(config, "sliding_window", None) is not None:
-        return Reach(window=config.sliding_window)
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return Reach(chunk=config.attention_chunk_size)
-    return EVERYWHERE
 
 
 def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> Tensor:
@@ -162,19 +140,6 @@ def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> T
     if too_far is not None:
         mask &= ~too_far
     return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, hidden)[:, None]
-
-
-def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERYWHERE) -> Tensor:
-    """The mask in the packed form of `lade.kernels.packed_mask`.
-
-    padding: [B] padding slots before each row's first token, None when there are none.
-    """
-    visible, first = block.visible, reach.first_places(block)
-    if first is not None:
-        places = block.starts() + block.offsets
-        visible = visible & (places[:, None] >= first[:, :, None])
-        first = first.clamp(min=0) if padding is None else torch.maximum(first, padding[:, None])
-    return pack_mask(visible, block.starts().squeeze(1), padding if first is None else first)
 
 
 def masks_by_layer(make: Callable[[Reach], Tensor], reaches: Reach | dict[str, Reach]) -> Tensor | dict[str, Tensor]:

@@ -32,10 +32,6 @@ class TokenTree:
         """n: nodes of the largest row, to which the others are padded."""
         return max(map(len, self.tokens))
 
-    def padded_tokens(self, size: int) -> list[list[int]]:
-        """Ids of all rows, [B, size], padded with 0. size: at least n."""
-        return [row + [0] * (size - len(row)) for row in self.tokens]
-
     def padded_depths(self, size: int) -> list[list[int]]:
         """Distance from the root (1 for its children), [B, size]; 0 for padding. size: at least n."""
         rows = []

@@ -21,10 +21,10 @@ import numpy as np
 from lade.block_size.policy import EarlyStop
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
 from lade.drafting.base import FOREIGN
+from lade.drafting.coming_draws import SHARPNESS, Draws, races
 from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.suffix_index import MAX_MATCH
 from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, Packed, PackedRow
-from lade.verification.draws import SHARPNESS, Draws, races
 
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
 LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess

@@ -18,13 +18,13 @@ from lade.block_size.costs import Offers
 from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size, compared_sizes
 from lade.drafting.acceptance import PROBE, SIBLING, name_of
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
+from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.growth import Grower, Growth
 from lade.drafting.memory import Memory, memory_for
 from lade.drafting.seen_rows import SeenRows
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import Packed, unpacked
 from lade.drafting.vocabulary import vocabulary_of
-from lade.verification.draws import Draws
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
@@ -53,7 +53,7 @@ class TreeDrafter:
         self.num_tokens = request.num_tokens
         self.acceptance = self.memory.acceptance[temperature is not None]
         self._rows_alone = _rows_alone(request, self.memory)
-        self._draws = request.draws
+        self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         self._texts = [DraftedText(ids.tolist()) for ids in request.prompts()]
         self._seen = SeenRows(temperature or 1.0, request.top_k, request.top_p)
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
@@ -71,8 +71,6 @@ class TreeDrafter:
         for text, generated in zip(self._texts, sequences.generated, strict=True):
             text.begin_step(len(generated))
         unfinished = [row for row, done in enumerate(is_finished) if not done]
-        if self._draws is not None:
-            self._draws.forget(min((self._texts[row].num_generated for row in unfinished), default=0))
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
         self._reason, self._compared = RESTS if max_depth > 0 else NO_ROOM, None
         self._has_searched = max_depth > 0 and not self._takes_rest(unfinished)
@@ -196,9 +194,9 @@ class TreeDrafter:
 
     def _draws_at(self, row: int, depth: int) -> Draws | None:
         """The draws of a token at some distance from the root; None where they are not known, or for greedy."""
-        if self._draws is None:
+        if self._coming_draws is None:
             return None
-        return self._draws.peek(row, self._texts[row].num_generated + depth - 1, self._vocab_size)
+        return self._coming_draws.peek(row, self._texts[row].num_generated + depth - 1, self._vocab_size)
 
     def _add_probes(self, growth: Growth, tokens: Iterable[int], size: int) -> None:
         """Fill what is left of a tree with tokens that it does not have behind the root."""

@@ -21,10 +21,10 @@ import torch
 from lade.block_size.tables import can_store
 from lade.block_size.tables import folder as cache_folder
 from lade.drafting.array_file import read_arrays, write_arrays
+from lade.drafting.coming_draws import TINY
 from lade.drafting.likeliest import likeliest_on_host
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, Packed, packed
 from lade.state import PerModel
-from lade.verification.draws import TINY
 
 logger = logging.getLogger("lade")
 

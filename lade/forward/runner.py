@@ -20,6 +20,7 @@ from lade.forward.grouped_attention import NAME as GROUPED
 from lade.forward.grouped_attention import can_group
 from lade.forward.inlined import InlinedForward, inlining_reason
 from lade.forward.packed import PackedProducts, packed_model, packed_weights, packing_reason, weights_to_pack
+from lade.forward.race import Race
 from lade.forward.static_inputs import DigestSettings, masks_of
 from lade.forward.static_shapes import StaticForward, padded_nodes
 from lade.kernels import kernel_problem, left_padding
@@ -29,7 +30,6 @@ from lade.models.base import ModelAdapter
 from lade.models.shadow import shadow_model
 from lade.stats import GenerationStats
 from lade.verification.logits import LogitsDigest
-from lade.verification.race import Race
 
 
 class BlockRunner:

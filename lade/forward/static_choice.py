@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lade.forward.buffer_pool import padded_capacity
 from lade.forward.graphs import NotCompiled
+from lade.forward.race import Race, winners
 from lade.forward.static_inputs import NUM_CHECKS, SAMPLED, Outputs
-from lade.verification.race import Race, winners
 
 LEAST_PLACES = 16  # tokens that a graph has room for the draws of; the next power of two where a step needs more
 

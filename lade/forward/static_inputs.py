@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import Block, Reach, block_mask, masks_by_layer, packed_block_mask
+from lade.block.mask import EVERYWHERE, Block, Reach, block_mask, masks_by_layer
 from lade.compat import CacheLayer
 from lade.drafting.likeliest import likeliest
+from lade.forward.race import Race, Sampling
+from lade.kernels import pack_mask
 from lade.transfer import HOST, Landing, Parcel
 from lade.verification.logits import LogitsDigest, best_on_device
-from lade.verification.race import Race, Sampling
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
@@ -29,7 +30,7 @@ NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with dif
 
 @dataclass(frozen=True, slots=True)
 class DigestSettings:
-    """nan_column: see `lade.verification.logits.find_nan_column`. temperature: of the probabilities."""
+    """nan_column: see `lade.spoiled.find_nan_column`. temperature: of the probabilities."""
 
     nan_column: int | None
     temperature: float
@@ -97,6 +98,19 @@ def masks_of(
     """
     make = partial(packed_block_mask, block, padding) if uses_kernel else partial(block_mask, block, dtype)
     return masks_by_layer(make, reaches)
+
+
+def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERYWHERE) -> Tensor:
+    """The mask in the packed form of `lade.kernels.packed_mask`.
+
+    padding: [B] padding slots before each row's first token, None when there are none.
+    """
+    visible, first = block.visible, reach.first_places(block)
+    if first is not None:
+        places = block.starts() + block.offsets
+        visible = visible & (places[:, None] >= first[:, :, None])
+        first = first.clamp(min=0) if padding is None else torch.maximum(first, padding[:, None])
+    return pack_mask(visible, block.starts().squeeze(1), padding if first is None else first)
 
 
 def plain_forward(

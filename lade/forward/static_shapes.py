@@ -27,6 +27,7 @@ from lade.config import LookaheadConfig
 from lade.forward.buffer_pool import Lease, PooledBuffers, has_captured
 from lade.forward.fingerprint import fingerprint, numerics
 from lade.forward.graphs import NotCompiled, capture, refuse_waiting
+from lade.forward.race import Race
 from lade.forward.static_choice import StaticChoice
 from lade.forward.static_inputs import (
     NO_DIGEST,
@@ -42,7 +43,6 @@ from lade.state import PerModel
 from lade.stats import GenerationStats
 from lade.tolerance import logits_error
 from lade.verification.logits import LogitsDigest
-from lade.verification.race import Race
 
 BACKEND: Any = "inductor"  # backend of torch.compile
 GRAPH_DEVICES = ("cuda",)  # device types whose forwards can be captured

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lade.block.mask import Block, block_mask
 from lade.models.base import ModelAdapter
-from lade.models.request import Request
 from lade.models.shadow import Sliced
+from lade.request import Request
 
 
 class AlibiAdapter(ModelAdapter):

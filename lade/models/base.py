@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import LAYER_REACH, Block, Reach, block_mask, layer_reaches, masks_by_layer
+from lade.block.mask import Block, Reach, block_mask, masks_by_layer
 from lade.compat import MOVING_ROPES, PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, rope_settings
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
+from lade.models.reaches import LAYER_REACH, layer_reaches
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
-from lade.models.request import Request, unsupported_by_any
+from lade.models.request import unsupported_by_any
 from lade.models.shadow import shadow_model
 from lade.models.training import training_reason
+from lade.request import Request
 
 # Attention implementations that accept the 4-D mask of a block.
 MASKED_ATTENTION = ("eager", "sdpa")

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lade.block.mask import LAYER_REACH, Block, Reach
+from lade.block.mask import Block, Reach
 from lade.models.base import ModelAdapter
+from lade.models.reaches import LAYER_REACH
 from lade.models.shadow import take_hooks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lade.models.base import ModelAdapter
-from lade.models.request import Request
+from lade.request import Request
 
 
 class Phi3Adapter(ModelAdapter):

@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +23,20 @@ from lade.config import LookaheadConfig, current_config
 from lade.parallel.checksums import checksum_of, model_checksum, plain_values
 from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import BlockPart, split, whole
+from lade.request import Request
 from lade.stats import GenerationStats
-from lade.verification.logits import BlockLogits, LogitsDigest, best_tokens
+from lade.verification.draws import READABLE, generator_state, set_generator_state
+from lade.verification.logits import BlockLogits
+from lade.verification.outputs import OutputRecorder
 from lade.verification.selection import (
     Accepted,
     GreedySelection,
     LockstepSelection,
     PerRowSelection,
     Selection,
-    SelectionRequest,
 )
 
 KINDS: tuple[type[Selection], ...] = (GreedySelection, PerRowSelection, LockstepSelection)
-RECORDED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 def distributed() -> bool:
@@ -52,18 +52,16 @@ def get_device() -> int | str:
 class SingleProcess:
     """A call in one process, which computes whole blocks."""
 
-    num_tokens = 0  # size of the model's embedding; larger ids cannot be guesses
-    nan_column: int | None = None  # see `find_nan_column`
+    may_avoid_guesses = True  # after they have spoiled a step
 
-    def __init__(self, config: LookaheadConfig, device: torch.device) -> None:
-        """device: the prompt's."""
-        self.config, self._device = config, device
+    def __init__(self, config: LookaheadConfig) -> None:
+        self.config = config
 
-    def agree(self, reason: str | None, *_: Any) -> str | None:
+    def agree(self, reason: str | None, request: Request) -> str | None:
         """Why the request falls back to the original path, or None; the same on all ranks. reason: this rank's own."""
         return reason
 
-    def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
+    def selection(self, kind: type[Selection], request: Request) -> Selection:
         """Create the selection of this kind."""
         return kind(request)
 
@@ -72,26 +70,17 @@ class SingleProcess:
         return whole(tree)
 
     def exchange(
-        self, part: BlockPart, logits: Tensor, has_window: bool, digest: LogitsDigest | None = None
+        self, part: BlockPart, block_logits: BlockLogits, choices: Tensor | None
     ) -> tuple[BlockLogits, Tensor | None]:
-        """Combine all ranks' results. logits: [B, R, V] of this rank's block, in the order of `logit_rows`.
+        """Combine all ranks' results: from those of this rank's part of a block, those of the whole block.
 
-        digest: what the host already has of these logits.
-
-        Returns the block's logits, and the model's choices after the window's last level, [B, W] on the prompt's
-        device, None without a window.
+        choices: the model's choices after the window's last level, [B, W] for the whole block; None without a window.
         """
-        num_tree_rows = 1 + part.tree.num_nodes
-        guesses = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).to(self._device) if has_window else None
-        return BlockLogits(logits[:, :num_tree_rows], self.nan_column, digest), guesses
+        return block_logits, choices
 
     def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
         """Keep the keys/values of each row's root and accepted nodes."""
         cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
-
-    def recover(self, selection: Selection, lost_rows: set[int], guesses: set[int]) -> None:
-        """After a step spoiled by NaN. lost_rows, guesses: as `LookaheadCache.clear_guesses` returns them."""
-        selection.recover(lost_rows, guesses)
 
     def end(self, do_sample: bool, device: torch.device) -> None:
         """Called at the end of the call."""
@@ -101,33 +90,33 @@ class SingleProcess:
 def process_group_for(config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> Iterator[SingleProcess]:
     """The processes that take part in a call."""
     if config.num_workers == 1:
-        yield SingleProcess(config, device)
+        yield SingleProcess(config)
         return
     communicator = communicator_for(config, device)
     if communicator.in_call:  # a nested generate() call by a processor, which only the leader runs
-        yield SingleProcess(config, device)
+        yield SingleProcess(config)
         return
     with communicator.guarding():
-        yield ProcessGroup(communicator, config, device, stats)
+        yield ProcessGroup(communicator, config, stats)
 
 
 class ProcessGroup(SingleProcess):
     """One of K ranks in one call."""
 
-    def __init__(
-        self, communicator: Communicator, config: LookaheadConfig, device: torch.device, stats: GenerationStats
-    ) -> None:
-        super().__init__(shared_settings(config), device)
+    may_avoid_guesses = (
+        False  # each rank knows only its own spoiled guesses; avoiding them would make the ranks diverge
+    )
+
+    def __init__(self, communicator: Communicator, config: LookaheadConfig, stats: GenerationStats) -> None:
+        super().__init__(shared_settings(config))
         self._communicator, self._rank, self._stats = communicator, communicator.rank, stats
         self._max_nodes = max(1, config.num_guesses) * (config.ngram_size - 1)
         self._sums_choices = False
 
     # Before the first forward.
 
-    def agree(self, reason: str | None, *subjects: Any) -> str | None:
-        """subjects: model, input_ids, generation_config, model_kwargs, synced_gpus of the call."""
-        model, input_ids, generation_config, model_kwargs, synced_gpus = subjects
-        reason = reason or unsupported_reason(self.config, model, generation_config, synced_gpus)
+    def agree(self, reason: str | None, request: Request) -> str | None:
+        reason = reason or unsupported_reason(self.config, request)
         names = ("settings of config_lade", "model", "prompt", "generation settings")
         mine = torch.zeros(1 + len(names), dtype=torch.long)
         if reason is not None:
@@ -135,13 +124,13 @@ class ProcessGroup(SingleProcess):
         else:
             # Without what may differ, and what the communicator has compared.
             settings = dataclasses.replace(self.config, debug=0, backend=None, dist_workers=None)
-            masks = (model_kwargs.get(name) for name in ("attention_mask", "inputs_embeds"))
+            inputs = request.input_ids, request.attention_mask, request.model_kwargs.get("inputs_embeds")
             mine[1:] = torch.tensor(
                 [
                     checksum_of(dataclasses.asdict(settings)),
-                    model_checksum(model),
-                    checksum_of(input_ids, *masks),
-                    checksum_of(plain_values(generation_config.to_dict())),
+                    model_checksum(request.model),
+                    checksum_of(*inputs),
+                    checksum_of(plain_values(request.generation_config.to_dict())),
                 ]
             )
         everyones = torch.stack(self._communicator.gather(mine))  # [K, 5]
@@ -158,7 +147,7 @@ class ProcessGroup(SingleProcess):
             raise ValueError(f"DIST_WORKERS={self._communicator.size}: not as on rank 0: {'; '.join(wrong)}")
         return None
 
-    def selection(self, kind: type[Selection], request: SelectionRequest) -> Selection:
+    def selection(self, kind: type[Selection], request: Request) -> Selection:
         """The leader's kind on all ranks: only the leader may have streamers, processors and criteria."""
         self._stats.num_workers = self._communicator.size
         index = torch.tensor([KINDS.index(kind)])
@@ -167,14 +156,8 @@ class ProcessGroup(SingleProcess):
         self._sums_choices = kind is GreedySelection
         if self._sums_choices:
             return kind(request)
-        if self._rank == LEADER:
-            selection = kind(request)
-            selection.on_commit = self._broadcast_tokens
-            return selection
-        follower = FollowerPerRowSelection if kind is PerRowSelection else FollowerLockstepSelection
-        selection = follower(request)
-        selection.receive = self._receive_tokens
-        return selection
+        per_row, lockstep = LEADERS if self._rank == LEADER else FOLLOWERS
+        return (per_row if kind is PerRowSelection else lockstep)(request, self)
 
     # In each step.
 
@@ -183,26 +166,25 @@ class ProcessGroup(SingleProcess):
         return split(tree, window_shape, self._communicator.size)[self._rank]
 
     def exchange(
-        self, part: BlockPart, logits: Tensor, has_window: bool, digest: LogitsDigest | None = None
+        self, part: BlockPart, block_logits: BlockLogits, choices: Tensor | None
     ) -> tuple[BlockLogits, Tensor | None]:
-        batch_size, size = len(logits), self._communicator.size
+        logits, size = block_logits.logits, self._communicator.size
         window_size = self.config.window_size
         # The same length in all steps and on all ranks, so that ranks that diverge are detected instead of hanging.
-        values = torch.zeros(batch_size * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
-        table, states = values[:-size].view(batch_size, -1), values[-size:]
-        num_tree_rows = 1 + part.tree.num_nodes
+        values = torch.zeros(len(logits) * (1 + self._max_nodes + window_size) + size, dtype=torch.int32)
+        table, states = values[:-size].view(len(logits), -1), values[-size:]
         guesses = table[:, 1 + self._max_nodes :]
-        self._write_choices(table, part, BlockLogits(logits[:, :num_tree_rows], self.nan_column))
-        if has_window and part.columns is not None:
-            guesses[:, slice(*part.columns)] = best_tokens(logits[:, num_tree_rows:, : self.num_tokens]).cpu()
+        self._write_choices(table, part, block_logits)
+        if choices is not None and part.columns is not None:
+            guesses[:, slice(*part.columns)] = choices.cpu()
         states[self._rank] = zlib.crc32(repr(self._tree).encode()) & 0x7FFFFFFF
         self._communicator.all_reduce(values)
         self._count("integers", values)
         diverged = (states != states[LEADER]).nonzero()[:, 0].tolist()
         if diverged:
             raise RuntimeError(f"DIST_WORKERS={size}: rank {diverged} guesses something else than rank 0 does")
-        shared = SharedLogits(self, part, logits[:, :num_tree_rows], table[:, : 1 + self._max_nodes])
-        return shared, guesses.long().to(self._device) if has_window else None
+        shared = SharedLogits(self, part, logits, table[:, : 1 + self._max_nodes])
+        return shared, None if choices is None else guesses.long().to(choices.device)
 
     def _write_choices(self, table: Tensor, part: BlockPart, block_logits: BlockLogits) -> None:
         """Write the choices that this rank owns into the table, [B, 1 + n or more]: ~token, negative, where it is NaN.
@@ -240,26 +222,23 @@ class ProcessGroup(SingleProcess):
         for row, start, values in received:
             cache.write(row, start, values)
 
-    def recover(self, selection: Selection, lost_rows: set[int], guesses: set[int]) -> None:
-        """Each rank knows only its own spoiled guesses; avoiding them would make the ranks diverge."""
-        selection.recover(lost_rows, set())
-
     # At the end.
 
     def end(self, do_sample: bool, device: torch.device) -> None:
         """Set every rank's random generator to the leader's state, which is as in plain generate()."""
-        if not do_sample or device.type not in ("cpu", "cuda"):
+        if not do_sample or device.type not in READABLE:
             return
-        on_gpu = device.type == "cuda"
-        state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+        state = generator_state(device)
         self._broadcast("generator", state, LEADER)
         if self._rank != LEADER:
-            torch.cuda.set_rng_state(state, device) if on_gpu else torch.set_rng_state(state)
+            set_generator_state(device, state)
 
-    def _broadcast_tokens(self, tokens: list[int], ended: list[bool]) -> None:
+    def send_tokens(self, tokens: list[int], ended: list[bool]) -> None:
+        """Tell the followers the token of each row, and which rows have ended with it."""
         self._broadcast("integers", torch.tensor([*tokens, *ended]), LEADER)
 
-    def _receive_tokens(self, num_rows: int) -> tuple[list[int], list[bool]]:
+    def receive_tokens(self, num_rows: int) -> tuple[list[int], list[bool]]:
+        """What the leader has passed to `send_tokens`."""
         values = torch.zeros(2 * num_rows, dtype=torch.long)
         self._broadcast("integers", values, LEADER)
         return values[:num_rows].tolist(), values[num_rows:].bool().tolist()
@@ -287,7 +266,7 @@ class ProcessGroup(SingleProcess):
 class SharedLogits(BlockLogits):
     """The logits of one step's block, split over the ranks; the most likely tokens are known for all nodes.
 
-    `of_row` and `of_all` are collective: every rank calls them, and only the leader's result is meaningful.
+    `of` is collective: every rank calls it, and only the leader's result is meaningful.
     """
 
     def __init__(self, group: ProcessGroup, part: BlockPart, logits: Tensor, best: Tensor) -> None:
@@ -302,15 +281,13 @@ class SharedLogits(BlockLogits):
     def is_number(self, row: int, node: int) -> bool:
         return bool(self._best[row, 1 + node] >= 0)
 
-    def of_row(self, row: int, node: int) -> Tensor:
-        return self._group.logits_of(owner_of(self._part, row, node), super().of_row(row, self._place(row, node)))
-
-    def of_all(self, nodes: list[int]) -> Tensor:
-        owners = [owner_of(self._part, row, node) for row, node in enumerate(nodes)]
-        logits = super().of_all([self._place(row, node) for row, node in enumerate(nodes)]).clone()
+    def of(self, rows: slice, nodes: list[int]) -> Tensor:
+        found = list(zip(range(rows.start, rows.stop), nodes, strict=True))
+        owners = [owner_of(self._part, row, node) for row, node in found]
+        logits = super().of(rows, [self._place(row, node) for row, node in found]).clone()
         for owner in sorted(set(owners)):
-            rows = torch.tensor([row for row, known in enumerate(owners) if known == owner], device=logits.device)
-            logits[rows] = self._group.logits_of(owner, logits[rows]).to(logits.device)
+            places = torch.tensor([place for place, known in enumerate(owners) if known == owner], device=logits.device)
+            logits[places] = self._group.logits_of(owner, logits[places]).to(logits.device)
         return logits
 
     def _place(self, row: int, node: int) -> int:
@@ -319,38 +296,52 @@ class SharedLogits(BlockLogits):
         return nodes.index(node) if node in nodes else -1
 
 
-class FollowerPerRowSelection(PerRowSelection):
-    """Follows the leader's `PerRowSelection`."""
+class SharedSelection(Selection):
+    """Tokens that one rank chooses for all."""
 
-    receive: Callable[[int], tuple[list[int], list[bool]]]
-
-    def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
-        block_logits.of_row(row, node)
-        tokens, self._ended = self.receive(1)
-        return tokens[0]
-
-    def _commit(self, row: int, token: int) -> bool:
-        self.sequences.append([token], row)
-        self.num_generated += 1
-        self.is_finished[row] = self._ended[0]
-        return self.is_finished[row]
+    def __init__(self, request: Request, group: ProcessGroup) -> None:
+        super().__init__(request)
+        self._group = group
 
 
-class FollowerLockstepSelection(LockstepSelection):
-    """Follows the leader's `LockstepSelection`."""
+class Leader(SharedSelection):
+    """Chooses."""
 
-    receive: Callable[[int], tuple[list[int], list[bool]]]
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        ended = super()._ended(rows, tokens, were_guessed)
+        self._group.send_tokens(tokens, ended)
+        return ended
 
-    def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        self._block_logits.of_all(nodes)
-        tokens, self._ended = self.receive(len(nodes))
+
+class Follower(SharedSelection):
+    """Takes over what the leader has chosen."""
+
+    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        self._block_logits.of(rows, nodes)
+        tokens, self._received = self._group.receive_tokens(len(nodes))
         return tokens
 
-    def _commit(self, tokens: list[int]) -> bool:
-        self.sequences.append_column(tokens)
-        self.num_generated += self.is_finished.count(False)
-        self.is_finished = self._ended
-        return all(self.is_finished)
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        return self._received
+
+
+class PerRowLeader(Leader, PerRowSelection):
+    pass
+
+
+class LockstepLeader(Leader, LockstepSelection):
+    pass
+
+
+class PerRowFollower(Follower, PerRowSelection):
+    pass
+
+
+class LockstepFollower(Follower, LockstepSelection):
+    pass
+
+
+LEADERS, FOLLOWERS = (PerRowLeader, LockstepLeader), (PerRowFollower, LockstepFollower)
 
 
 def owner_of(part: BlockPart, row: int, node: int) -> int:
@@ -384,15 +375,15 @@ def shared_settings(config: LookaheadConfig) -> LookaheadConfig:
     return dataclasses.replace(config, adaptive=False, mode=mode)
 
 
-def unsupported_reason(config: LookaheadConfig, model: Any, generation_config: Any, synced_gpus: bool) -> str | None:
+def unsupported_reason(config: LookaheadConfig, request: Request) -> str | None:
     """Why a request is not split over several processes, as a sentence; None if it can be."""
     if not config.uses_window:
         return "guesses that come from all logits of a step are not shared (DIST_WORKERS); MODE='lookahead' is"
-    wanted = [name for name in RECORDED if getattr(generation_config, name, None)]
-    if generation_config.return_dict_in_generate and wanted:
-        return f"{wanted[0]} is not collected from several processes (DIST_WORKERS)"
-    if synced_gpus:
+    recorded = OutputRecorder(request.generation_config).collected
+    if recorded:
+        return f"output_{next(iter(recorded))} is not collected from several processes (DIST_WORKERS)"
+    if request.synced_gpus:
         return "synced_gpus says that no process has the whole model, which DIST_WORKERS needs"
-    if (model.tp_size or 1) > 1:
+    if (request.model.tp_size or 1) > 1:
         return "a model whose layers are split over processes (tp_plan) is not whole on each, which DIST_WORKERS needs"
     return None

@@ -1,31 +1,18 @@
 """The exponential draws of sampling, read ahead on a copy of the random generator.
 
 For one sample `torch.multinomial` returns argmax(p / e), with one exponential draw e per token (the Gumbel-max trick).
-The draws of the next tokens follow from the generator's state. Given these draws and estimated probabilities, lade can
-predict the sampled token. The prediction only orders guesses.
+The draws of the next tokens follow from the generator's state.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from itertools import takewhile
 from time import perf_counter
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lade.transfer import on_host
-
-Draws = npt.NDArray[Any]  # [V]
-
-# Exponent on the ratios e / p: 1 if the probabilities were exact, less because they are estimates from other contexts.
-SHARPNESS = 0.75
-READ_AHEAD = 8  # tokens whose draws are copied from a device to the host together
-TINY = 1e-30  # in place of 0 where something is divided by it
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
 # Threads share a device's generator, whose state `ExponentialDraws` and `DrawRing` read and set later. Without this
 # lock, two calls could get the same draws.
@@ -35,15 +22,15 @@ drawing = threading.RLock()
 class ExponentialDraws:
     """The exponential draws of a call, [B, V] per generated token.
 
-    `peek` reads ahead for guesses. `draw` consumes them in the order of the text and advances the device's generator.
+    `ahead` reads those of tokens to come. `draw` consumes them in the order of the text and advances the device's
+    generator.
     """
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
         """Must be created before the call's first draw."""
         self._batch_size, self._device = batch_size, device
         self._draws: deque[Tensor] = deque()  # [B, V] each
-        self._on_host: dict[int, npt.NDArray[Any]] = {}  # [B, V] by token number: a step peeks many times
-        self._first = 0  # token number of the first of `_draws`
+        self.first = 0  # token number of the first draws that are not forgotten
         self._num_drawn = 0  # tokens for which the device's generator has advanced
         self.seconds = 0.0  # spent on drawing
         self._copy = torch.Generator(device) if device.type in READABLE else None
@@ -52,25 +39,17 @@ class ExponentialDraws:
             self._states.append(generator_state(self._device))
             self._copy.set_state(self._states[0])
 
-    def peek(self, row: int, index: int, vocab_size: int) -> Draws | None:
-        """The draws with which one row's generated token number `index` (from 0) will be sampled.
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `ahead` may be asked: the generator can be copied, and no other code is known to draw from it."""
+        return self._copy is not None
 
-        vocab_size: width of the logits. Returns [V]; None where the generator cannot be copied or other code draws from
-        it, too.
+    def ahead(self, index: int, count: int, vocab_size: int) -> list[Tensor]:
+        """What `draw` will return for `count` tokens from number `index` (from 0) on, if no other code draws.
+
+        vocab_size: width of the logits. Returns [B, V] each.
         """
-        if self._copy is None:
-            return None
-        if index not in self._on_host:
-            self._copy_to_host(index, vocab_size)
-        draws: Draws = self._on_host[index][row]
-        return draws
-
-    def ahead(self, index: int, count: int, vocab_size: int) -> list[Tensor] | None:
-        """What `draw` will return for `count` tokens from number `index` on, if no other code draws. [B, V] each.
-
-        None where the generator cannot be copied.
-        """
-        return None if self._copy is None else [self._of(i, vocab_size) for i in range(index, index + count)]
+        return [self._of(i, vocab_size) for i in range(index, index + count)]
 
     def draw(self, index: int, vocab_size: int) -> Tensor:
         """The draws for generated token number `index`, which advance the generator as in plain generate().
@@ -79,7 +58,7 @@ class ExponentialDraws:
         """
         draws = self._of(index, vocab_size)
         if index >= self._num_drawn and self._copy is not None:
-            place = index - self._first
+            place = index - self.first
             with drawing:
                 now = generator_state(self._device)
                 if same_state(now, self._states[place]):
@@ -95,8 +74,7 @@ class ExponentialDraws:
 
         index: token number of the first of `draws`, [B, V] each.
         """
-        self._first, self._draws = index, deque(draws)
-        self._on_host.clear()
+        self.first, self._draws = index, deque(draws)
         self._num_drawn = index + len(draws)
         if self._copy is not None:
             state = generator_state(self._device)
@@ -105,27 +83,17 @@ class ExponentialDraws:
 
     def forget(self, index: int) -> None:
         """Drop the draws of tokens before `index`."""
-        while self._first < index and self._draws:
+        while self.first < index and self._draws:
             self._draws.popleft()
-            self._on_host.pop(self._first, None)
-            self._first += 1
+            self.first += 1
             if self._states:
                 self._states.popleft()
         if self._copy is None:  # do not draw again for tokens that were drawn elsewhere
-            self._first = max(self._first, index)
-
-    def _copy_to_host(self, index: int, vocab_size: int) -> None:
-        """Store the draws of a token for `peek`, on a device together with those of tokens to come: a copy waits."""
-        draws = [self._of(index, vocab_size)]
-        if not on_host(draws[0]):
-            coming = takewhile(lambda i: i not in self._on_host, range(index + 1, index + READ_AHEAD))
-            draws += [self._of(i, vocab_size) for i in coming]
-        found = draws[0] if len(draws) == 1 else torch.stack(draws)
-        self._on_host.update(enumerate(found.cpu().numpy().reshape(len(draws), *draws[0].shape), index))
+            self.first = max(self.first, index)
 
     def _of(self, index: int, vocab_size: int) -> Tensor:
         began = perf_counter()
-        while index >= self._first + len(self._draws):
+        while index >= self.first + len(self._draws):
             # float32, in which generate() samples, whatever the default dtype is.
             draws = torch.empty(self._batch_size, vocab_size, dtype=torch.float32, device=self._device)
             if self._copy is None:
@@ -136,7 +104,7 @@ class ExponentialDraws:
                 self._states.append(self._copy.get_state())
             self._draws.append(draws)
         self.seconds += perf_counter() - began
-        return self._draws[index - self._first]
+        return self._draws[index - self.first]
 
     def _stop_reading_ahead(self, place: int) -> None:
         """Other code draws from the generator: from this place on, draw each token's numbers only when it is sampled.
@@ -147,7 +115,6 @@ class ExponentialDraws:
             self._draws.pop()
         self._copy = None
         self._states.clear()
-        self._on_host.clear()
 
 
 def same_state(one: Tensor, other: Tensor) -> bool:
@@ -165,17 +132,3 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.cuda.set_rng_state(state, device)
-
-
-def races(
-    chances: npt.NDArray[Any], drawn: npt.NDArray[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Which of some tokens will be sampled, given the draws: the one with the least time e / p.
-
-    chances: [..., K] estimated probabilities p of some tokens. drawn: [..., K] their draws e. Returns times [..., K],
-    the sum of all time**-SHARPNESS [...], and of all chances [...]: a token wins with a probability of about
-    time**-SHARPNESS / sum * exp(-time * (1 - sum of chances)), where the other tokens share the rest.
-    """
-    times = np.maximum(drawn, TINY)
-    times /= chances
-    return times, np.add.reduce(times**-SHARPNESS, axis=-1), np.add.reduce(chances, axis=-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -37,16 +36,16 @@ class BlockLogits:
     """The logits after the root and after each node of a tree."""
 
     def __init__(self, logits: Tensor, nan_column: int | None = None, digest: LogitsDigest | None = None) -> None:
-        """logits: [B, 1 + n, V]. nan_column: from `find_nan_column`; None to assume that no row is NaN.
+        """logits: [B, 1 + n, V]. nan_column: from `lade.spoiled.find_nan_column`; None to assume that no row is NaN.
 
         digest: of these logits, and of padding behind them; None to compute lazily what is asked for.
         """
-        self.logits, self.nan_column, self._digest = logits, nan_column, digest
+        self.logits, self.nan_column, self.digest = logits, nan_column, digest
 
     def best(self) -> list[list[int]]:
         """The most likely tokens, [B, 1 + n]."""
-        if self._digest is not None:
-            chosen: list[list[int]] = self._digest.best[:, : self.logits.shape[1]].tolist()
+        if self.digest is not None:
+            chosen: list[list[int]] = self.digest.best[:, : self.logits.shape[1]].tolist()
             return chosen
         column = self.nan_column or 0  # without one, `is_number` does not ask
         if on_host(self.logits):
@@ -60,13 +59,6 @@ class BlockLogits:
         self._is_nan = [[token < 0 for token in row] for row in rows]
         return [[token % size for token in row] for row in rows]
 
-    def sampled(self) -> list[list[int]] | None:
-        """The tokens sampled with the logits, [B, 1 + n], -1 where that is not known; None without a digest."""
-        if self._digest is None:
-            return None
-        tokens: list[list[int]] = self._digest.sampled[:, : self.logits.shape[1]].tolist()
-        return tokens
-
     def is_number(self, row: int, node: int) -> bool:
         """Whether the logits after one node (-1 = root) of one row are not NaN."""
         return self.nan_column is None or not self._is_nan[row][node + 1]
@@ -74,37 +66,18 @@ class BlockLogits:
     @cached_property
     def _is_nan(self) -> list[list[bool]]:
         """Whether the logits after the root and each node are NaN, [B, 1 + n]."""
-        if self._digest is not None:
-            is_nan: list[list[bool]] = self._digest.is_nan.tolist()
+        if self.digest is not None:
+            is_nan: list[list[bool]] = self.digest.is_nan.tolist()
             return is_nan
         found: list[list[bool]] = self.logits[..., self.nan_column].isnan().tolist()
         return found
 
-    def of_row(self, row: int, node: int) -> Tensor:
-        """The logits after one node (-1 = root) of one row. Returns [1, V]."""
-        return self.logits[row : row + 1, node + 1]
-
-    def of_all(self, nodes: list[int]) -> Tensor:
-        """The logits after one node of each row. Returns [B, V]."""
+    def of(self, rows: slice, nodes: list[int]) -> Tensor:
+        """The logits after one node (-1 = root) of each of some rows. Returns [R, V]."""
         if len(nodes) == 1:
-            return self.logits[:, nodes[0] + 1]
+            return self.logits[rows, nodes[0] + 1]
         index = torch.tensor(nodes, device=self.logits.device) + 1
-        return self.logits[torch.arange(len(nodes), device=index.device), index]
-
-
-def find_nan_column(logits: Tensor) -> int | None:
-    """A column that tells whether a row of logits is NaN: one that is finite, and large, after the prompt.
-
-    Other columns may be NaN or infinite in every row, because of a weight or because the model masks them. Returns None
-    if no row has a finite column. logits: [B, V].
-    """
-    for row in logits:
-        best = int(best_tokens(row))
-        if not isfinite(row[best]):
-            best = int(best_tokens(row.masked_fill(~row.isfinite(), -torch.inf)))
-        if isfinite(row[best]):
-            return best
-    return None
+        return self.logits[rows][torch.arange(len(nodes), device=index.device), index]
 
 
 def best_tokens(logits: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ order, and never after a rejected guess. Three classes, all with plain generate(
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
-    GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
     RepetitionPenaltyLogitsProcessor,
@@ -30,13 +28,14 @@ from transformers import (
 
 from lade.block.token_tree import TokenTree
 from lade.compat import logits_processors
+from lade.request import Request
+from lade.spoiled import SpoiledGuesses
 from lade.transfer import on_host
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
 from lade.verification.outputs import OutputRecorder
-from lade.verification.race import ALIGNED, BATCHED_WARPERS, Race, Sampling
 from lade.verification.sequences import TokenSequences
-from lade.verification.walk import Children, children_of, walk, walk_together
+from lade.verification.walk import Children, children_of, walk
 
 Accepted = list[list[int] | None]
 
@@ -68,24 +67,12 @@ ROW_WISE_PROCESSORS = logits_processors(
 MAX_LEAD = 32
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionRequest:
-    """The arguments of a `_sample` call that selection depends on. input_ids: [B, P]."""
-
-    input_ids: Tensor
-    logits_processor: Any
-    stopping_criteria: StoppingCriteriaList
-    generation_config: GenerationConfig
-    streamer: Any
-
-
 class Selection:
     """Common part: the sequences, which rows are finished, and generate()'s rules."""
 
     pads_guesses = False  # whether finished rows go on with pad tokens, as in plain generate()
-    race: Race | None = None  # what decides the tokens after all nodes of the step under way, where they are sampled so
 
-    def __init__(self, request: SelectionRequest) -> None:
+    def __init__(self, request: Request) -> None:
         batch_size = len(request.input_ids)
         self.processor, self.criteria = request.logits_processor, request.stopping_criteria
         self.streamer, self.recorder = request.streamer, OutputRecorder(request.generation_config)
@@ -93,15 +80,9 @@ class Selection:
         self.sequences = TokenSequences(request.input_ids, self.criteria.max_length or 0)
         self.is_finished = [False] * batch_size
         self.num_generated = 0  # over all rows, without padding
-        # Whether the next step has no guesses: the prompt's, and the one after a NaN guess has spoiled a step. NaN keys
-        # and values spread to all tokens in spite of the mask, because 0 * NaN is NaN.
-        self.next_is_plain = True
-        self.avoided: set[int] = set()  # guessed ids with non-finite keys or values
-        self._lost_rows: set[int] = set()  # rows that are NaN in plain generate(), too
-        self._trusted_rows: set[int] = set()  # rows whose logits are used even if NaN
+        self.spoiled = SpoiledGuesses()
         pad_token = request.generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
-        self.on_commit: Callable[[list[int], list[bool]], None] | None = None  # sends tokens and is_finished
         self.draws = ExponentialDraws(request.input_ids.device, batch_size) if self.do_sample else None
         # LogitsProcessorList inspects each processor's signature in every call; transformers' own are known.
         self._is_direct = type(self.processor) is LogitsProcessorList and all(map(is_row_wise, self.processor))
@@ -109,39 +90,30 @@ class Selection:
     def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         """Commit the model's choices along each row's tree.
 
-        Returns the accepted nodes of each row; None for a row to which nothing was committed. NaN logits in a step
-        without guesses are accepted, since plain generate() has them, too.
+        Returns the accepted nodes of each row; None for a row to which nothing was committed.
         """
-        self._trusted_rows = set(range(len(self.is_finished))) if self.next_is_plain else self._lost_rows
-        self.next_is_plain = False
-        return self._walk(tree, block_logits)
+        self.spoiled.begin_step()
+        self._block_logits, children = block_logits, self._children_of(tree)
+        accepted: Accepted = [None] * len(children)
+        for rows in self._row_groups():
+            paths = walk(children[rows], partial(self._choice, rows), partial(self._commit, rows))
+            if paths is not None:
+                accepted[rows] = paths
+        if self.draws is not None:
+            self.draws.forget(self._shortest - self.sequences.prompt_length)
+        return accepted
 
-    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        """As `verify`."""
+    def _row_groups(self) -> list[slice]:
+        """The rows that walk together, of all in which something is chosen in this step."""
         raise NotImplementedError
 
-    def begin_race(self, tree: TokenTree, vocab_size: int) -> None:
-        """Set `race`, for sampling after all nodes of a step's tree at once, if that gives generate()'s tokens.
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        """Which of some rows have ended with these tokens, the last of their texts. were_guessed: as for `walk`."""
+        raise NotImplementedError
 
-        vocab_size: width of the logits.
-        """
-
-    def recover(self, lost_rows: set[int], guesses: set[int]) -> None:
-        """After a step spoiled by NaN. lost_rows: rows whose committed text gives NaN. guesses: ids to avoid."""
-        self._lost_rows |= lost_rows
-        self.avoided |= guesses
-
-    def without_avoided(self, tokens: Tensor) -> Tensor:
-        """Replace the guesses to avoid by the root; after a spoiled step, all guesses.
-
-        tokens: [B, q] of a block.
-        """
-        if self.next_is_plain:
-            return tokens[:, :1].expand_as(tokens)
-        if not self.avoided:
-            return tokens
-        is_avoided = torch.isin(tokens, torch.tensor(sorted(self.avoided), device=tokens.device))
-        return torch.where(is_avoided, tokens[:, :1], tokens)
+    def begin_race(self, tree: TokenTree, vocab_size: int) -> Any:
+        """A `lade.forward.race.Race`, which decides the tokens after all nodes of a step; None to choose one by one."""
+        return None
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
         """Replace finished rows' guesses by nothing, or by pad tokens where such rows go on with them."""
@@ -175,15 +147,41 @@ class Selection:
 
     def _children_of(self, tree: TokenTree) -> list[Children]:
         found = [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
-        if self.avoided:
-            found = [{edge: node for edge, node in row.items() if edge[1] not in self.avoided} for row in found]
+        avoided = self.spoiled.avoided
+        if avoided:
+            found = [{edge: node for edge, node in row.items() if edge[1] not in avoided} for row in found]
         return found
 
-    def _is_usable(self, block_logits: BlockLogits, row: int, node: int) -> bool:
-        """Whether one row's logits after a node (-1 = root) can be used; otherwise the next step has no guesses."""
-        is_usable = row in self._trusted_rows or block_logits.is_number(row, node)
-        self.next_is_plain |= not is_usable
-        return is_usable
+    @property
+    def _shortest(self) -> int:
+        """Length of the shortest unfinished text; 0 if all are finished."""
+        rows = zip(self.sequences.lengths, self.is_finished, strict=True)
+        return min((length for length, is_finished in rows if not is_finished), default=0)
+
+    def _choice(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
+        """`choose` of `walk`."""
+        are_usable = self.spoiled.are_usable(self._block_logits.is_number, rows, nodes)
+        return self._choose(rows, nodes, paths) if are_usable else None
+
+    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        """The token after one node of each row; arguments as for `walk`."""
+        ids = self.sequences.texts(rows)
+        logits = self._block_logits.of(rows, nodes).to(dtype=torch.float32, copy=True, device=ids.device)
+        scores = self._scores(ids, logits)
+        self.recorder.record(nodes, paths, scores, logits)
+        if self.do_sample:
+            return self._sample(scores, rows)
+        chosen: list[int] = scores.argmax(dim=-1).tolist()
+        return chosen
+
+    def _commit(self, rows: slice, tokens: list[int], were_guessed: bool) -> bool:
+        """`commit` of `walk`."""
+        for row, token in enumerate(tokens, rows.start):
+            self.sequences.append([token], row)
+        self.num_generated += self.is_finished[rows].count(False)
+        ended = self._ended(rows, tokens, were_guessed)
+        self.is_finished[rows] = ended
+        return all(ended)
 
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Apply the processors. ids: [R, T]. logits: [R, V]. Returns [R, V]."""
@@ -194,8 +192,8 @@ class Selection:
             logits = processor(ids, logits)
         return logits
 
-    def _sample(self, scores: Tensor, length: int, rows: slice) -> list[int]:
-        """The tokens that `torch.multinomial` would sample for these rows' texts of this length.
+    def _sample(self, scores: Tensor, rows: slice) -> list[int]:
+        """The tokens that `torch.multinomial` would sample for these rows, whose texts have the same length.
 
         scores: [R, V]. Returns [R]. Raises what multinomial raises for NaN.
         """
@@ -206,7 +204,8 @@ class Selection:
             with drawing:
                 sampled: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
             return sampled
-        draws = self.draws.draw(length - self.sequences.prompt_length, probabilities.shape[1])
+        index = len(self.sequences.generated[rows.start])
+        draws = self.draws.draw(index, probabilities.shape[1])
         ratios = probabilities / draws[rows]  # by torch: numpy may be set to raise on underflow
         # numpy's argmax takes a fifth of torch's time.
         chosen = ratios.numpy().argmax(axis=-1) if on_host(ratios) else ratios.argmax(dim=-1)
@@ -217,105 +216,38 @@ class Selection:
 class PerRowSelection(Selection):
     """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
-    def begin_race(self, tree: TokenTree, vocab_size: int) -> None:
-        sequences, rests, first = self.sequences, self._rests, self._shortest
-        is_served = not (sequences.device.type == "cuda" and vocab_size % ALIGNED)
-        if self.draws is None or self._batched is None or all(rests) or not is_served:
-            return
-        # The number of each row's next token, counted from the first one of all rows.
-        leads = [0 if rest else length - first for length, rest in zip(sequences.lengths, rests, strict=True)]
-        depths = tree.padded_depths(tree.num_nodes)
-        places = [[lead + depth for depth in (0, *row)] for lead, row in zip(leads, depths, strict=True)]
-        draws = self.draws.ahead(first - sequences.prompt_length, 1 + max(map(max, places)), vocab_size)
-        self.race = None if draws is None else Race(self._batched, draws, places)
-
-    @cached_property
-    def _batched(self) -> Sampling | None:
-        """The warpers, if they can be applied to many rows at once."""
-        return Sampling.of(self.processor, BATCHED_WARPERS) if self._is_direct else None
-
-    @property
-    def _shortest(self) -> int:
-        """Length of the shortest unfinished text; 0 if all are finished."""
-        rows = zip(self.sequences.lengths, self.is_finished, strict=True)
-        return min((length for length, is_finished in rows if not is_finished), default=0)
-
     @property
     def _rests(self) -> list[bool]:
         """Rows in which nothing is chosen in this step."""
         rows, limit = zip(self.sequences.lengths, self.is_finished, strict=True), self._shortest + MAX_LEAD
         return [is_finished or (self.do_sample and length >= limit) for length, is_finished in rows]
 
-    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        rests, self._sampled = self._rests, self._sample_ahead(tree, block_logits)
-        if self.draws is not None:
-            self.draws.forget(self._shortest - self.sequences.prompt_length)
-        accepted: Accepted = []
-        for row, edges in enumerate(self._children_of(tree)):
-            if rests[row]:
-                accepted.append(None)
-            else:
-                accepted.append(walk(edges, partial(self._choice, block_logits, row), partial(self._commit, row)))
-        self.race = None
-        return accepted
+    def _row_groups(self) -> list[slice]:
+        return [slice(row, row + 1) for row, rests in enumerate(self._rests) if not rests]
 
-    def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits) -> list[list[int]] | None:
-        """The tokens after the root and all nodes, [B, 1 + n], as `winners`; None to choose one by one, as on a CPU."""
-        if self.draws is None or type(block_logits) is not BlockLogits:  # of several processes
-            return None
-        logits, sampled = block_logits.logits, block_logits.sampled()
-        if sampled is not None and self.race is not None:
-            return sampled
-        if on_host(logits) or logits.device != self.sequences.device:
-            return None
-        if self.race is None:
-            self.begin_race(tree, logits.shape[-1])
-        return None if self.race is None else self.race.run(logits)
-
-    def _choice(self, block_logits: BlockLogits, row: int, node: int) -> int | None:
-        return self._choose(block_logits, row, node) if self._is_usable(block_logits, row, node) else None
-
-    def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
-        if self._sampled is not None and self.race is not None and self.draws is not None:
-            token, draws = self._sampled[row][node + 1], self.race.draws[self.race.places[row][node + 1]]
-            index = self.sequences.lengths[row] - self.sequences.prompt_length
-            if token >= 0 and self.draws.draw(index, draws.shape[1]) is draws:
-                return token
-        ids = self.sequences.row(row)
-        logits = block_logits.of_row(row, node).to(dtype=torch.float32, copy=True, device=ids.device)
-        scores = self._scores(ids, logits)
-        if not self.do_sample:
-            return int(scores.argmax(dim=-1))
-        return self._sample(scores, self.sequences.lengths[row], slice(row, row + 1))[0]
-
-    def _commit(self, row: int, token: int) -> bool:
-        self.sequences.append([token], row)
-        self.num_generated += 1
-        self.is_finished[row] = (
-            token in self.eos_ids
-            or self.sequences.lengths[row] >= self.max_length
-            or any(bool(criterion(self.sequences.row(row), None)) for criterion in self.stop_strings)
-        )
-        if self.on_commit is not None:
-            self.on_commit([token], [self.is_finished[row]])
-        return self.is_finished[row]
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        return [
+            tokens[0] in self.eos_ids
+            or self.sequences.lengths[rows.start] >= self.max_length
+            or any(bool(criterion(self.sequences.texts(rows), None)) for criterion in self.stop_strings)
+        ]
 
 
 class GreedySelection(PerRowSelection):
     """Greedy decoding without processors: a step is one argmax and one copy to the host."""
 
-    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
+    def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         self._best = block_logits.best()
-        return super()._walk(tree, block_logits)
+        return super().verify(tree, block_logits)
 
-    def _choose(self, block_logits: BlockLogits, row: int, node: int) -> int:
-        return self._best[row][node + 1]
+    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        return [self._best[rows.start][nodes[0] + 1]]
 
 
 class LockstepSelection(Selection):
     """Everything generate() supports: all rows commit the same number of tokens, as many as all of them accept."""
 
-    def __init__(self, request: SelectionRequest) -> None:
+    def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.pads_guesses = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
 
@@ -324,47 +256,26 @@ class LockstepSelection(Selection):
         """Rows that need no guesses: finished ones, if they are padded. Without padding they go on like the others."""
         return self.is_finished if self.pads_guesses else [False] * len(self.is_finished)
 
-    def _walk(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
-        self._block_logits, self._children = block_logits, self._children_of(tree)
-        accepted = walk_together(self._children, self._choice, self._commit)
-        if self.draws is not None:
-            self.draws.forget(self.sequences.lengths[0] - self.sequences.prompt_length)
-        return [None] * len(self._children) if accepted is None else list(accepted)
+    def _row_groups(self) -> list[slice]:
+        return [slice(0, len(self.is_finished))]
 
-    def _choice(self, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
-        are_usable = [self._is_usable(self._block_logits, row, node) for row, node in enumerate(nodes)]
-        return self._choose(nodes, paths) if all(are_usable) else None
-
-    def _choose(self, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        sequences = self.sequences
-        logits = self._block_logits.of_all(nodes).to(dtype=torch.float32, copy=True, device=sequences.device)
-        scores = self._scores(sequences.all_rows(), logits)
-        self.recorder.record(nodes, paths, scores, logits)
-        if self.do_sample:
-            chosen = self._sample(scores, sequences.lengths[0], slice(None))
-        else:
-            chosen = scores.argmax(dim=-1).tolist()
+    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+        chosen = super()._choose(rows, nodes, paths)
         if self.pads_guesses:
             chosen = [self.pad_token if done else token for token, done in zip(chosen, self.is_finished, strict=True)]
-        edges = zip(self._children, zip(nodes, chosen, strict=True), strict=True)
-        self._was_guessed = all(edge in children for children, edge in edges)
         return chosen
 
-    def _commit(self, tokens: list[int]) -> bool:
-        self.sequences.append_column(tokens)
-        self.num_generated += self.is_finished.count(False)
-        has_ended = self.criteria(self.sequences.all_rows(), self.recorder.collected.get("scores")).tolist()
+    def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        scores = self.recorder.collected.get("scores")
+        has_ended = self.criteria(self.sequences.texts(rows), scores).tolist()
         if self.streamer is not None:
             # Optional method of a streamer that shows which tokens were guessed.
-            is_told = self._was_guessed and hasattr(type(self.streamer), "put_guess")
+            is_told = were_guessed and hasattr(type(self.streamer), "put_guess")
             (self.streamer.put_guess if is_told else self.streamer.put)(torch.tensor(tokens, device="cpu"))
-        self.is_finished = [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
-        if self.on_commit is not None:
-            self.on_commit(tokens, self.is_finished)
-        return all(self.is_finished)
+        return [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
 
 
-def selection_for(request: SelectionRequest, needs_equal_lengths: bool) -> type[Selection]:
+def selection_for(request: Request, needs_equal_lengths: bool) -> type[Selection]:
     """The fastest class with plain generate()'s result.
 
     needs_equal_lengths: the model or the caller's cache requires all rows to have the same length.

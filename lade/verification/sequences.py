@@ -29,25 +29,14 @@ class TokenSequences:
         self.lengths[row] += len(tokens)
         self.generated[row].extend(tokens)
 
-    def append_column(self, tokens: list[int]) -> None:
-        """Append one token to every row. tokens: [B]. All rows must have the same length."""
-        for row, token in enumerate(tokens):
-            self.append([token], row)
-
-    @property
-    def ids(self) -> Tensor:
-        """All texts, each up to its length, [B, longest or more]."""
-        self._copy(slice(None))
-        return self._ids
-
     def row(self, row: int) -> Tensor:
         """Returns [1, length]."""
-        self._copy(slice(row, row + 1))
-        return self._ids[row : row + 1, : self.lengths[row]]
+        return self.texts(slice(row, row + 1))
 
-    def all_rows(self) -> Tensor:
-        """Returns [B, length], contiguous as in plain generate(). All rows must have the same length."""
-        return self.ids[:, : self.lengths[0]].contiguous()
+    def texts(self, rows: slice) -> Tensor:
+        """Texts of rows of the same length. Returns [R, length], contiguous as in plain generate()."""
+        self._copy(rows)
+        return self._ids[rows, : self.lengths[rows][0]].contiguous()
 
     def roots(self) -> list[int]:
         """The last token of each row, which must be a generated one. Returns [B]."""
@@ -55,8 +44,9 @@ class TokenSequences:
 
     def padded(self, pad_token: int) -> Tensor:
         """All rows, right-padded with the pad token. Returns [B, longest]."""
+        self._copy(slice(None))
         longest = max(self.lengths)
-        result = self.ids[:, :longest].clone()
+        result = self._ids[:, :longest].clone()
         for row, length in enumerate(self.lengths):
             if length < longest:
                 result[row, length:] = pad_token

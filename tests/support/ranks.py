@@ -21,7 +21,7 @@ from torch.distributed import run
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import lade
-from lade.block.kv_cache import LookaheadCache
+from lade import spoiled as recovery
 from lade.parallel import communicator as link
 from lade.parallel import partition as shares
 from lade.parallel.group import ProcessGroup
@@ -505,15 +505,15 @@ def run_poisoned(rank, tokens, cases, workers):
     """Guesses that are not numbers. tokens: by case, those with such embeddings. Returns by case the text, the reason,
     and how often a step was spoiled."""
     lade.config_lade(LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4, DIST_WORKERS=workers)
-    found, clear = {}, LookaheadCache.clear_guesses
+    found, clear = {}, recovery.clear_guesses
     for name, batch_size in cases:
         spoiled = []
-        LookaheadCache.clear_guesses = lambda *args, seen=spoiled: (seen.append(1), clear(*args))[1]
+        recovery.clear_guesses = lambda *args, seen=spoiled: (seen.append(1), clear(*args))[1]
         model = tiny_llama()
         with torch.no_grad():
             model.get_input_embeddings().weight[tokens[name, batch_size]] = torch.nan
         torch.manual_seed(0)
         result = model.generate(**prompt(20, batch_size), **arguments_of(name)[0])
         found[name, batch_size] = result.tolist(), lade.last_stats().fallback_reason, len(spoiled)
-    LookaheadCache.clear_guesses = clear
+    recovery.clear_guesses = clear
     return found

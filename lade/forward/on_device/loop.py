@@ -221,7 +221,7 @@ class DeviceLoop:
             if self._ring is None:
                 self._ring = DrawRing(state.draws, longest)
             self._ring.move_to(state.draws)
-        state.ids[:, :longest] = sequences.ids[:, :longest]
+        state.ids[:, :longest] = sequences.padded(0)
         fill(state.lengths, sequences.lengths)
         fill(state.is_finished, selection.is_finished)
         fill(state.eos_ids, sorted(selection.eos_ids) or [NO_TOKEN])

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from lade.compat import logits_processors
+from lade.forward.race import RacedSelection, Sampling, winners
 from lade.verification.draws import READABLE, drawing, generator_state, set_generator_state
-from lade.verification.race import Sampling, winners
-from lade.verification.selection import MAX_LEAD, PerRowSelection, Selection
+from lade.verification.selection import MAX_LEAD, Selection
 
 if TYPE_CHECKING:
     from lade.forward.on_device.step import StepState
@@ -46,9 +46,8 @@ REFUSED = "logits or probabilities that are not numbers: the ordinary loop finds
 def sampling_of(selection: Selection) -> Sampling | None:
     """The device's equivalent of a selection's sampling; None if it needs the host."""
     is_served = (
-        type(selection) is PerRowSelection
+        type(selection) is RacedSelection
         and selection.do_sample
-        and selection.on_commit is None
         and not selection.stop_strings
         and type(selection.processor) is LogitsProcessorList
         and selection.sequences.device.type in READABLE

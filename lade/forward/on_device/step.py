@@ -23,10 +23,10 @@ from lade.block.mask import Block, Reach
 from lade.drafting.ngram_pool import NGramPool
 from lade.drafting.window import JacobiWindow, rolled
 from lade.forward.on_device.sampling import ring_size, sample
+from lade.forward.race import Sampling
 from lade.forward.static_inputs import masks_of, plain_forward, static_view, write_slots
 from lade.transfer import HOST, Landing
 from lade.verification.logits import best_on_device
-from lade.verification.race import Sampling
 
 NO_TOKEN = -1  # not a token id; the pool ignores n-grams that begin with it
 
@@ -90,7 +90,7 @@ class StepState:
         ring = (ring_size(batch_size, shape.ngram_size), batch_size, num_logits)  # [R, B, V]
         self.draws = None if shape.sampling is None else torch.ones(ring, dtype=torch.float32, device=device)
         self.is_refused = zeros((), dtype=torch.bool)  # NaN logits or refused probabilities: stops all rows
-        self.witness = zeros(1)  # a logit column that shows NaN, see `lade.verification.logits.find_nan_column`
+        self.witness = zeros(1)  # a logit column that shows NaN, see `lade.spoiled.find_nan_column`
         self.rows = torch.arange(batch_size, device=device)[:, None]
 
         self.levels = zeros(batch_size, shape.depth, shape.window_size)

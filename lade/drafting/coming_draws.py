@@ -1,0 +1,69 @@
+"""What the draws of sampling say about tokens to come.
+
+Given these draws and estimated probabilities, lade can predict the sampled token. The prediction only orders guesses.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lade.transfer import on_host
+from lade.verification.draws import ExponentialDraws
+
+Draws = npt.NDArray[Any]  # [V]
+
+# Exponent on the ratios e / p: 1 if the probabilities were exact, less because they are estimates from other contexts.
+SHARPNESS = 0.75
+READ_AHEAD = 8  # tokens whose draws are copied from a device to the host together
+TINY = 1e-30  # in place of 0 where something is divided by it
+
+
+class ComingDraws:
+    """The draws of tokens to come, on the host."""
+
+    def __init__(self, draws: ExponentialDraws) -> None:
+        self._draws = draws
+        self._on_host: dict[int, npt.NDArray[Any]] = {}  # [B, V] by token number: a step peeks many times
+
+    def peek(self, row: int, index: int, vocab_size: int) -> Draws | None:
+        """The draws with which one row's generated token number `index` (from 0) will be sampled.
+
+        vocab_size: width of the logits. Returns [V]; None where the generator cannot be copied or other code draws from
+        it, too.
+        """
+        if not self._draws.reads_ahead:
+            return None
+        if index not in self._on_host:
+            self._on_host = {i: draws for i, draws in self._on_host.items() if i >= self._draws.first}
+            self._copy(index, vocab_size)
+        found: Draws = self._on_host[index][row]
+        return found
+
+    def _copy(self, index: int, vocab_size: int) -> None:
+        """Copy the draws of a token to the host, from a device together with those of the next ones: a copy waits."""
+        draws = self._draws.ahead(index, 1, vocab_size)
+        if not on_host(draws[0]):
+            following = range(index + 1, index + READ_AHEAD)
+            count = sum(1 for _ in takewhile(lambda i: i not in self._on_host, following))
+            draws += self._draws.ahead(index + 1, count, vocab_size)
+        found = draws[0] if len(draws) == 1 else torch.stack(draws)
+        self._on_host.update(enumerate(found.cpu().numpy().reshape(len(draws), *draws[0].shape), index))
+
+
+def races(
+    chances: npt.NDArray[Any], drawn: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Which of some tokens will be sampled, given the draws: the one with the least time e / p.
+
+    chances: [..., K] estimated probabilities p of some tokens. drawn: [..., K] their draws e. Returns times [..., K],
+    the sum of all time**-SHARPNESS [...], and of all chances [...]: a token wins with a probability of about
+    time**-SHARPNESS / sum * exp(-time * (1 - sum of chances)), where the other tokens share the rest.
+    """
+    times = np.maximum(drawn, TINY)
+    times /= chances
+    return times, np.add.reduce(times**-SHARPNESS, axis=-1), np.add.reduce(chances, axis=-1)

@@ -1,0 +1,85 @@
+"""A `generate()` call as lade sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, StaticCache
+
+from lade.compat import CALLERS_CACHE_MARK
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of a `_sample` call, and what follows from them. Lengths are in tokens.
+
+    input_ids: [B, P]; the prompt may also be embeddings, or lie partly in a cache. model_kwargs: the model's arguments,
+    in which the call replaces the cache.
+    """
+
+    model: PreTrainedModel
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    synced_gpus: bool
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def position_ids(self) -> Tensor | None:
+        """[B or 1, prompt], or several such."""
+        return self.model_kwargs.get("position_ids")
+
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """[B, prompt]."""
+        return self.model_kwargs.get("attention_mask")
+
+    @property
+    def cache(self) -> Any:
+        return self.model_kwargs.get("past_key_values")
+
+    @property
+    def callers_cache(self) -> Cache | None:
+        """The cache if it outlives the call: it is returned, or the caller passed it in."""
+        is_callers = getattr(self.cache, CALLERS_CACHE_MARK, False)
+        return self.cache if self.generation_config.return_dict_in_generate or is_callers else None
+
+    @property
+    def cached_length(self) -> int:
+        return 0 if self.cache is None else int(self.cache.get_seq_length())
+
+    @property
+    def has_static_cache(self) -> bool:
+        return isinstance(self.cache, StaticCache)
+
+    @property
+    def prompt_length(self) -> int:
+        known = (self.input_ids, self.attention_mask, self.model_kwargs.get("inputs_embeds"))
+        return max(part.shape[1] for part in known if part is not None)
+
+    @property
+    def num_new(self) -> int:
+        """The most tokens to generate: max_length counts from input_ids, which may be empty or the prompt's end."""
+        return int(self.generation_config.max_length) - self.input_ids.shape[1]
+
+    @property
+    def max_length(self) -> int:
+        """Of a text, prompt included."""
+        return self.prompt_length + self.num_new
+
+    @property
+    def num_slots(self) -> int:
+        """The most tokens of a row, padding included, that go through the model: all but the last."""
+        return self.max_length - 1
+
+    @property
+    def wants_attentions(self) -> bool:
+        return bool(self.generation_config.output_attentions)
