@@ -102,11 +102,11 @@ def trace(model: Any, tokenizer: Any, prompt: str, num_tokens: int, block: int) 
         drafters.append(TreeDrafter(request))
         return drafters[-1]
 
-    def keep(roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, choices: Any, sequences: Any) -> None:
-        growth, path = drafters[-1]._texts[0].growth, list(accepted[0])
+    def keep(step: Any, outcome: Any) -> None:
+        growth, path = drafters[-1]._texts[0].growth, list(outcome.accepted[0])
         sources = [name_of(kind).split()[0] for kind in growth.kinds]
-        committed = sequences.row(0)[0, -len(path) - 1 :].tolist()
-        steps.append(Step(roots[0], growth.tokens, growth.parents, sources, growth.chances, path, committed))
+        committed = outcome.sequences.row(0)[0, -len(path) - 1 :].tolist()
+        steps.append(Step(step.roots[0], growth.tokens, growth.parents, sources, growth.chances, path, committed))
 
     inputs = tokenizer(prompt, return_tensors="pt")
     lade.register_drafter("traced tree", make)
@@ -321,12 +321,12 @@ class WindowStep:
 def window_step(model: Any, tokenizer: Any) -> WindowStep:
     steps: list[WindowStep] = []
 
-    def keep(roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, choices: Any, sequences: Any) -> None:
-        offsets, visible = layout.offsets_and_visibility(tree)
-        num_nodes = len(tree.tokens[0])
-        depths = offsets[0, 1 : 1 + num_nodes].tolist()
-        cells, chosen = draft.window_cells[0].tolist(), choices[0].tolist()
-        steps.append(WindowStep(int(roots[0]), cells, list(tree.tokens[0]), depths, chosen, visible[0].tolist()))
+    def keep(step: Any, outcome: Any) -> None:
+        offsets, visible = step.layout.offsets_and_visibility(step.tree)
+        tokens = list(step.tree.tokens[0])
+        depths = offsets[0, 1 : 1 + len(tokens)].tolist()
+        cells, chosen = step.draft.window_cells[0].tolist(), outcome.choices[0].tolist()
+        steps.append(WindowStep(int(step.roots[0]), cells, tokens, depths, chosen, visible[0].tolist()))
 
     inputs = tokenizer(EXAMPLE, return_tensors="pt")
     with lade.enabled(LEVEL=LEVEL, WINDOW_SIZE=WIDTH, GUESS_SET_SIZE=3, ADAPTIVE=0), tracing(keep):

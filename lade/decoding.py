@@ -68,8 +68,7 @@ def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationS
             drafter.learn(outcome)
             timer.end(step.layout.num_tokens)
             if stats.on_step is not None:
-                found = outcome.accepted, outcome.choices, outcome.sequences
-                stats.on_step(step.roots, draft, step.tree, step.layout, *found)
+                stats.on_step(step, outcome)
     return call.finish()
 
 

@@ -102,8 +102,8 @@ def recording() -> Iterator[GenerationStats]:
 def tracing(on_step: Callable[..., None]) -> Iterator[None]:
     """Call `on_step` after each step, except the prefill, of this thread's `generate()` calls.
 
-    Arguments: roots, draft, tree, layout, accepted, choices, sequences, as in `lade/decoding.py`. The next step may
-    change all of them, so copy what is to be kept.
+    Arguments: the step's `lade.decoding.Step` (roots, draft, tree, layout) and its `lade.drafting.base.Outcome`
+    (accepted, choices, sequences, logits). The next step may change all of it, so copy what is to be kept.
     """
     before, _per_thread.on_step = _per_thread.on_step, on_step
     try:

@@ -148,11 +148,11 @@ def test_bfloat16_follows_the_models_own_argmax():
 def test_trees_and_figures_agree(model):
     trees, committed = [], []
 
-    def keep(roots, draft, tree, layout, accepted, choices, texts):
-        trees.append((list(tree.tokens[0]), list(tree.parents[0])))
-        committed.append(len(accepted[0]))
-        assert not draft.has_window
-        assert choices is None
+    def keep(step, outcome):
+        trees.append((list(step.tree.tokens[0]), list(step.tree.parents[0])))
+        committed.append(len(outcome.accepted[0]))
+        assert not step.draft.has_window
+        assert outcome.choices is None
 
     with tracing(keep):
         stats = assert_exact(model, prompt(24))

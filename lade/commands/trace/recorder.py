@@ -15,7 +15,8 @@ import torch
 import lade
 from lade.commands.detokenize import Detokenizer
 from lade.commands.measure import Method, is_looping, settle
-from lade.drafting import Explanation
+from lade.decoding import Step
+from lade.drafting import Explanation, Outcome
 from lade.stats import open_stats, tracing
 
 
@@ -31,7 +32,7 @@ class StepRecorder:
         self.first_step_began: float | None = None
         self._spent = (0.0, 0.0)  # seconds of all steps so far: forwards, the rest
 
-    def on_step(self, roots: Any, draft: Any, tree: Any, layout: Any, accepted: Any, guesses: Any, texts: Any) -> None:
+    def on_step(self, step: Step, outcome: Outcome) -> None:
         """See `lade.stats.tracing`. Only the first row of a batch is looked at."""
         now, stats = time.perf_counter(), open_stats()
         spent = (stats.forward_seconds, stats.draft_seconds + stats.verify_seconds)
@@ -39,16 +40,16 @@ class StepRecorder:
         self._spent = spent
         if self.first_step_began is None:
             self.first_step_began = now - forward - rest
-        path = accepted[0] or []
-        committed = 0 if accepted[0] is None else len(path) + 1
+        draft, tree = step.draft, step.tree
+        path, committed = outcome.accepted[0] or [], outcome.num_committed[0]
         explained = Explanation() if draft.explain is None else draft.explain(0)
         num_nodes = len(tree.tokens[0])
         has_sources = len(explained.sources) == num_nodes  # not where the loop has put another tree in its place
         self.steps.append(
             {
-                "root": roots[0],
-                "window": window_levels(roots, draft) if draft.has_window else [],
-                "guesses": [] if guesses is None else guesses[0].tolist(),
+                "root": step.roots[0],
+                "window": window_levels(step.roots, draft) if draft.has_window else [],
+                "guesses": [] if outcome.choices is None else outcome.choices[0].tolist(),
                 "tokens": list(tree.tokens[0]),
                 "parents": list(tree.parents[0]),
                 "sources": list(explained.sources) if has_sources else [],
@@ -56,8 +57,8 @@ class StepRecorder:
                 "reason": explained.reason,
                 "offers": [[size, round(tokens, 3), round(cost, 3)] for size, tokens, cost in explained.offers],
                 "accepted": list(path),
-                "committed": texts.row(0)[0, -committed:].tolist() if committed else [],
-                "mask": self._mask_index(layout.offsets_and_visibility(tree)[1][0]),
+                "committed": outcome.sequences.row(0)[0, -committed:].tolist() if committed else [],
+                "mask": self._mask_index(step.layout.offsets_and_visibility(tree)[1][0]),
                 "forward": forward,
                 "rest": rest,
             }
