@@ -38,7 +38,7 @@ class Parcel:
 
     def __init__(self, like: Mapping[str, Tensor], device: torch.device) -> None:
         """like: examples by name, on the host or on the device."""
-        self._places: dict[str, tuple[int, int]] = {}  # by name, the first byte and the one behind the last
+        self._places: dict[str, tuple[int, int]] = {}  # by name, the first byte and the end
         end = 0
         for name, tensor in like.items():
             start = -(-end // ALIGNMENT) * ALIGNMENT

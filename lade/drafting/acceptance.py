@@ -22,7 +22,7 @@ MATCH_LENGTHS = (MIN_MATCH, 4, 5, 6, 7, 8, 9, 13, MAX_MATCH)  # matches from one
 # How often what followed them follows again, at first. Greedy text that repeats itself goes on doing so.
 GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
 SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
-# Likewise of a copy that is taken up again behind a difference, by its tokens that are equal again.
+# The same for a copy that is resumed after a difference, by the number of its tokens that are equal again.
 RESUMED_LENGTHS = (0, 1, 2, 3, 5, 9)
 RESUMED_COPIES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 # What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows.
@@ -71,7 +71,7 @@ LONG_SUFFIX = _matches("suffix", NUM_SHORT, None)
 LONG_SECOND = _matches("suffix", NUM_SHORT, None, SECOND_SHARE)
 STORE = _matches("earlier text", 0, None)  # what followed the longest occurrence in texts of earlier calls
 SECOND_STORE = _matches("earlier text", 0, None, SECOND_SHARE)
-RESUMED = _kinds(  # + number among RESUMED_LENGTHS: a copy taken up behind a difference
+RESUMED = _kinds(  # + number among RESUMED_LENGTHS: a copy resumed after a difference
     [f"resumed copy of {length}" for length in RESUMED_LENGTHS],
     RESUMED_COPIES,
     [chance / 2 for chance in RESUMED_COPIES],
@@ -129,7 +129,7 @@ class Acceptance:
         """Take in the outcome of one tree, which has guesses.
 
         kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its
-        ancestors. path: the accepted nodes; only guesses behind them were judged. hits: the nodes that were right.
+        ancestors. path: the accepted nodes; only their children were judged. hits: the nodes that were right.
         """
         self._num_idle = 0
         judged = {-1, *path}

@@ -35,7 +35,7 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
 def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
     """Ids and probabilities of the ROW_LENGTH most likely tokens of each row, or of all, [M, K]. logits: [M, V].
 
-    On a CPU probabilities are cut to the first 12 bits or more behind their first one (to 10 in the choice among groups
+    On a CPU probabilities are cut to the first 12 bits or more after their first one (to 10 in the choice among groups
     of tokens, where the vocabulary has more than 131,072): tokens that are equal in these come in any order.
     """
     if not on_host(logits):

@@ -29,7 +29,7 @@ class Contents:
 
     identity: of its model, None where none has used it. step_costs: what steps of it have cost. singles, pairs: the
     tables' rows. counts: by whether tokens are sampled, trials and hits of each kind of guess, [2, kinds]. texts: ids,
-    END behind each text; None where they are left out. vocabulary: the rows of tokens alone, None without.
+    END after each text; None if they are left out. vocabulary: the rows of tokens alone, None without.
     """
 
     identity: dict[str, Any] | None

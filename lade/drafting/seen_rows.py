@@ -1,4 +1,4 @@
-"""Rows of logits that a call has seen and not learned from yet, and which tokens they stand behind."""
+"""Rows of logits that a call has seen and not learned from yet, and the tokens that they follow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SeenRows:
         self._chances: list[npt.NDArray[Any]] = []
 
     def add(self, roots: list[int], growth: Growth, path: list[int], logits: Tensor) -> None:
-        """Take in a text's rows behind its root and each guess. roots: its last two ids. path: the accepted guesses.
+        """Take in a text's rows at its root and each guess. roots: its last two ids. path: the accepted guesses.
 
         logits: [1 + n, V], without ids that no embedding exists for.
         """

@@ -9,11 +9,11 @@ from lade.drafting.growth import Growth, Pointer, Source
 from lade.drafting.suffix_index import MAX_MATCH, Copy, SuffixIndex
 from lade.drafting.text_store import TextStore
 
-LONG_COPY = 13  # tokens of a match from which on it is taken up again behind a difference
+LONG_COPY = 13  # matches of at least so many tokens are resumed after a difference
 
 
 class DraftedText:
-    """growth: the guesses behind its end. sibling: a row of logits behind a wrong guess in the place of its root."""
+    """growth: the guesses after its end. sibling: the row of a wrong guess in the place of its root."""
 
     def __init__(self, ids: list[int]) -> None:
         """ids: of the prompt."""
@@ -47,7 +47,7 @@ class DraftedText:
     def pointers(self, texts: TextStore | None, count: int) -> list[Pointer]:
         """At most `count` tokens each of what followed where the text's end has occurred before. texts: of other calls.
 
-        A long match is remembered as what the text copies, to be taken up again behind a difference.
+        A long match is remembered as what the text copies, to be resumed after a difference.
         """
         own = self._index.matches()
         found = _followed(self._index, own, SUFFIX_KINDS, count)
@@ -67,6 +67,6 @@ class DraftedText:
 def _followed(
     texts: SuffixIndex | TextStore, matches: list[tuple[int, int]], kinds: Sequence[tuple[int, ...]], count: int
 ) -> list[Pointer]:
-    """At most `count` tokens behind each match. kinds: of each match."""
+    """At most `count` tokens after each match. kinds: of each match."""
     found = zip(matches, kinds, strict=False)
     return [(texts.following(place, count), 0, length, by_length) for (place, length), by_length in found]

@@ -29,7 +29,7 @@ class TextStore:
         self.clear()
 
     def __len__(self) -> int:
-        """Tokens, with one behind each text."""
+        """Tokens, with one after each text."""
         return min(self._end, self.max_tokens)
 
     def clear(self) -> None:
@@ -57,7 +57,7 @@ class TextStore:
         return longest_two(text, self._tokens, self.max_tokens, self._places(text, oldest), oldest)
 
     def _places(self, text: Sequence[int], oldest: int) -> Iterator[int]:
-        """The latest places behind the text's last trigram, or behind one of the same hash."""
+        """The latest places after the text's last trigram, or after one of the same hash."""
         place = self._latest[self._key(text[-MIN_MATCH:])] if len(text) >= MIN_MATCH else NOWHERE
         for _ in range(MAX_PLACES):
             if place < oldest + MIN_MATCH:
@@ -72,7 +72,7 @@ class TextStore:
         return found[: found.index(END)] if END in found else found
 
     def as_array(self) -> npt.NDArray[np.int32]:
-        """All texts, the oldest first, END behind each. Of the first the beginning may be gone."""
+        """All texts, the oldest first, END after each. The beginning of the first may be missing."""
         with self._lock:
             places = range(self._end - len(self), self._end)
             return np.array([self._tokens[place % self.max_tokens] for place in places], dtype=np.int32)

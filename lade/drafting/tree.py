@@ -1,6 +1,6 @@
-"""The tree drafter: every row of a block tells what may come next there, so all of them are remembered and used again.
+"""The tree drafter: every row of a block is a prediction of the next token, so all of them are remembered and reused.
 
-A row of logits that no accepted token came from still says what the model thinks of its context. Its likeliest tokens
+A row of logits that no accepted token came from is still the model's prediction for its context. Its likeliest tokens
 are kept under the last token and under the last two, and a tree is grown from them, best guess first. Source: Token
 Recycling (arXiv:2408.08696) for the table by one token; the pairs, the learned chances, the order of growth and the
 suffix match are described in docs/drafting.md.
@@ -33,7 +33,7 @@ ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it 
 
 # Why a block has its size.
 RESTS = "No guesses: they have cost more than they gained lately, so a few steps go without."
-NO_ROOM = "No guesses: there is no room for them behind the root."
+NO_ROOM = "No guesses: there is no room for them after the root."
 WHOLE = "As many guesses as there is room for: sizes do not follow costs (ADAPTIVE=0)."
 SCHEDULED = "A size from a schedule: what blocks cost on this machine is being measured."
 BEST = "The size that is expected to commit most tokens per unit of time."
@@ -181,7 +181,7 @@ class TreeDrafter:
             growth.cut(size - 1)
 
     def _grow(self, row: int, max_depth: int, size: int, least: float = 0.0, stop: EarlyStop | None = None) -> Growth:
-        """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`.
+        """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`.
 
         stop: where no more guesses than can pay are wanted.
         """
@@ -201,7 +201,7 @@ class TreeDrafter:
         return self._draws.peek(row, self._texts[row].num_generated + depth - 1, self._vocab_size)
 
     def _add_probes(self, growth: Growth, tokens: Iterable[int], size: int) -> None:
-        """Fill what is left of a tree with tokens that it does not have behind the root."""
+        """Fill the rest of a tree with tokens that it does not have after the root."""
         room = size - len(growth.tokens)
         if room <= 0:
             return

@@ -1,4 +1,4 @@
-"""A row for every token from the start: what the model puts behind it where no text comes before.
+"""A row for every token from the start: what the model predicts after it with no text before it.
 
 Such a row is a weak guess, used where nothing better is known of a token. It says nothing about anybody's texts, so
 that all memories of a model may share it: it is made once per model, and kept in the user's cache folder.
