@@ -1,4 +1,4 @@
-"""One text of a batch, as its guesses need it: where its end has occurred before, and what it is copying."""
+"""One text of a batch, for guessing: where its end has occurred before, and which passage it is copying."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DraftedText:
         self._index = SuffixIndex()
         self._index.extend(ids)
         self._prompt_length = len(ids)
-        self._copy: Copy | None = None  # what it has copied lately
+        self._copy: Copy | None = None  # the passage that it has copied lately
         self.num_generated = 0
         self.growth = Growth()
         self.sibling: Source | None = None
@@ -32,14 +32,14 @@ class DraftedText:
 
     @property
     def to_keep(self) -> list[int]:
-        """What later calls may repeat: what was generated, and the end of the prompt, by which it is found."""
+        """What later calls may repeat: the generated tokens, after the end of the prompt, by which they are found."""
         return self.tokens[max(0, self._prompt_length - MAX_MATCH) :]
 
     def begin_step(self, num_generated: int) -> None:
         self.growth, self.num_generated = Growth(), num_generated
 
     def extend(self, committed: list[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
         if self._copy is not None:
             self._copy.extend(self.tokens, committed)
         self._index.extend(committed)
