@@ -63,7 +63,7 @@ def end_of(model, inputs):
 def test_a_pad_id_that_is_no_token(model, pad):
     batch = prompt(20, 3)
     ends = {"eos_token_id": end_of(model, batch), "pad_token_id": pad, "max_new_tokens": 16}
-    assert assert_same(model, batch, "is no token of the model", **ends) is IndexError
+    assert assert_same(model, batch, "is not a token of the model", **ends) is IndexError
     last = {name: tensor[2:] for name, tensor in batch.items()}
     assert_same(model, last, None, **ends)  # nothing is padded
     assert_same(model, batch, None, pad_token_id=pad, max_new_tokens=16)

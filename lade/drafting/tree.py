@@ -32,12 +32,12 @@ LONG_MATCH = 5  # tokens
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together; fewer take as long
 
 # Why a block has its size.
-RESTS = "No guesses: they have cost more than they gained lately, so a few steps go without."
+RESTS = "No guesses: they have cost more than they gained lately, so a few steps have none."
 NO_ROOM = "No guesses: there is no room for them after the root."
 WHOLE = "As many guesses as there is room for: sizes do not follow costs (ADAPTIVE=0)."
-SCHEDULED = "A size from a schedule: what blocks cost on this machine is being measured."
+SCHEDULED = "A size from a schedule: block costs on this machine are being measured."
 BEST = "The size that is expected to commit most tokens per unit of time."
-COMPARED = "Not the best size by what is known: it is tried now and then to keep its cost up to date."
+COMPARED = "Not the best known size: it is tried now and then to keep its cost up to date."
 BLIND_BLOCK = 16  # tokens of a block of unknown cost: so many pay on most devices
 
 
