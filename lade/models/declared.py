@@ -10,7 +10,7 @@ class DogeAdapter(ModelAdapter):
     """Doge: each query keeps its highest-scoring keys, so guesses would displace keys of the text."""
 
     def unsupported_layers(self) -> str | None:
-        return "each query of the model selects its own keys, which may include guesses"
+        return "each query of the model selects its keys, which may include guesses"
 
 
 class GPT2Adapter(ModelAdapter):
