@@ -36,8 +36,7 @@ TRIALS = 5
 
 def load_lade():
     lade.augment_all()
-    # The prompt comes again and again: no call may profit from what another has said. A program of your own needs no
-    # such line.
+    # The same prompt is run repeatedly: no call may profit from an earlier one. Your own program needs no such line.
     lade.config_lade(SHARE=0)
 
 
@@ -65,7 +64,7 @@ def run(model, tokenizer, inputs, arguments):
 
 
 def how():
-    """What lade says of the latest call; nothing when it is not loaded."""
+    """What lade reports about the latest call; empty if it is not loaded."""
     stats = lade.last_stats()
     if stats is None:
         return ""
@@ -75,7 +74,7 @@ def how():
 
 
 def compare(model, tokenizer, inputs, arguments):
-    """Plain and lookahead in turn, so that a busy machine slows both; medians of TRIALS after a warm-up."""
+    """Alternate plain and lookahead, so that a busy machine slows both; medians of TRIALS after a warm-up."""
     load_lade()
     for mode, choice in MODES.items():
         speeds = {"0": [], "1": []}
@@ -103,7 +102,7 @@ def compare(model, tokenizer, inputs, arguments):
 
 
 def difference(model, tokenizer, inputs, plain, ahead):
-    """Where two outputs part, and why. plain, ahead: new tokens [T]."""
+    """Where two outputs diverge, and why. plain, ahead: new tokens [T]."""
     place = next((i for i, (one, other) in enumerate(zip(plain, ahead, strict=False)) if one != other), None)
     if model.dtype not in (torch.bfloat16, torch.float16) or place is None:
         return f"This must not happen in {model.dtype}: please report it, with the output of `lade env`."
@@ -137,7 +136,7 @@ def main():
         load_lade()
 
     print(args.prompt)
-    print("(what is timed comes after a warm-up, and each call begins with an empty memory)")
+    print("(timed after a warm-up; each call starts with an empty memory)")
     (compare if args.compare else run)(model, tokenizer, inputs, arguments)
 
 

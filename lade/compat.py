@@ -86,7 +86,7 @@ def resolve(path: str) -> Any:
 # Checks.
 
 
-def takes(*passed: str) -> Callable[[Any], str | None]:
+def accepts(*passed: str) -> Callable[[Any], str | None]:
     """Check that `passed` are the first parameters, and that all others have defaults."""
 
     def check(function: Any) -> str | None:
@@ -101,16 +101,17 @@ def takes(*passed: str) -> Callable[[Any], str | None]:
     return check
 
 
-def true(condition: Any, otherwise: str) -> str | None:
-    return None if condition else otherwise
+def unless(condition: Any, problem: str) -> str | None:
+    """The problem, unless the condition holds."""
+    return None if condition else problem
 
 
-def has(names_of: Callable[[Any], Iterable[str]], *names: str) -> Callable[[Any], str | None]:
+def contains(names_of: Callable[[Any], Iterable[str]], *names: str) -> Callable[[Any], str | None]:
     """Check that all these names are among those that `names_of` returns."""
 
     def check(found: Any) -> str | None:
         missing = sorted({*names}.difference(names_of(found)))
-        return true(not missing, f"has no {', '.join(missing)}")
+        return unless(not missing, f"has no {', '.join(missing)}")
 
     return check
 
@@ -122,7 +123,9 @@ def small_config(**settings: Any) -> Any:
 def check_attention_name(_: Any) -> str | None:
     config = small_config(attn_implementation="eager")
     before, config._attn_implementation = config._attn_implementation, "sdpa"
-    return true((before, config._attn_implementation) == ("eager", "sdpa"), "does not say what attention a model uses")
+    return unless(
+        (before, config._attn_implementation) == ("eager", "sdpa"), "does not say what attention a model uses"
+    )
 
 
 def check_ropes(_: Any) -> str | None:
@@ -130,7 +133,7 @@ def check_ropes(_: Any) -> str | None:
     new = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     configs = small_config(rope_parameters=new), small_config(rope_scaling={"type": "dynamic", "factor": 2.0})
     found = [config.rope_parameters.get("rope_type") for config in configs]
-    return true(found == ["dynamic"] * 2, "does not say of what type the rotary frequencies are")
+    return unless(found == ["dynamic"] * 2, "does not say of what type the rotary frequencies are")
 
 
 def check_pad_token(_: Any) -> str | None:
@@ -138,7 +141,7 @@ def check_pad_token(_: Any) -> str | None:
     config = resolve("transformers.GenerationConfig")(pad_token_id=3)
     owner = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
     generation._prepare_special_tokens(owner, config, True, device="cpu")
-    return true(int(config._pad_token_tensor) == 3, "is not what generate() pads ended rows with")
+    return unless(int(config._pad_token_tensor) == 3, "is not what generate() pads ended rows with")
 
 
 def check_dynamic_layer(kind: Any) -> str | None:
@@ -149,7 +152,7 @@ def check_dynamic_layer(kind: Any) -> str | None:
     is_known = type(layer) is kind and layer.keys is layer.values is None and not cache.offloading
     cache.update(states, states, 0)
     is_known &= cache.get_seq_length() == 2 and layer.keys.shape == layer.values.shape == states.shape
-    return true(is_known, "does not hold the keys and values of its layer in `keys` and `values`")
+    return unless(is_known, "does not hold the keys and values of its layer in `keys` and `values`")
 
 
 def check_sliding_layer(kind: Any) -> str | None:
@@ -157,24 +160,24 @@ def check_sliding_layer(kind: Any) -> str | None:
     config.sliding_window, config.layer_types = 4, ["sliding_attention"]
     layer = resolve("transformers.DynamicCache")(config=config).layers[0]
     is_known = type(layer) is kind and (layer.sliding_window, layer.cumulative_length) == (4, 0)
-    return true(is_known, "does not tell what falls out of its window")
+    return unless(is_known, "does not tell what falls out of its window")
 
 
 def check_static_layer(kind: Any) -> str | None:
     layer = resolve("transformers.StaticCache")(config=small_config(), max_cache_len=4).layers[0]
-    return true(type(layer) is kind and layer.keys is layer.values is None, "is not the layer of a static cache")
+    return unless(type(layer) is kind and layer.keys is layer.values is None, "is not the layer of a static cache")
 
 
 def check_layer_methods(mixin: Any) -> str | None:
     unknown = sorted(mixin.__abstractmethods__ - LAYER_METHODS - {"get_max_cache_shape"})
-    return true(not unknown, f"wants {', '.join(unknown)} of a layer")
+    return unless(not unknown, f"wants {', '.join(unknown)} of a layer")
 
 
 def check_criteria(_: Any) -> str | None:
     length, end = resolve("transformers.MaxLengthCriteria")(5), resolve("transformers.EosTokenCriteria")(2)
     criteria = resolve("transformers.StoppingCriteriaList")([length, end])
     is_known = criteria.max_length == length.max_length == 5 and end.eos_token_id.flatten().tolist() == [2]
-    return true(is_known, "does not say when a text ends")
+    return unless(is_known, "does not say when a text ends")
 
 
 def attributes_of_one(kind: Any) -> Iterable[str]:
@@ -191,7 +194,7 @@ def parameters_of(function: Any) -> Iterable[str]:
 
 
 def is_false(value: Any) -> str | None:
-    return true(value is False, f"is {value!r} for a model in general")
+    return unless(value is False, f"is {value!r} for a model in general")
 
 
 def has_cuda() -> bool:
@@ -202,8 +205,9 @@ def has_processes() -> bool:
     return bool(resolve("torch.distributed.is_available")())
 
 
-G, M, C = "transformers.GenerationMixin.", "transformers.PreTrainedModel.", "transformers.cache_utils."
-T, D, A = "torch.nn.modules.module.", "torch.distributed.distributed_c10d.", "torch.ops.aten."
+GENERATION, MODEL = "transformers.GenerationMixin.", "transformers.PreTrainedModel."
+CACHES, MODULE = "transformers.cache_utils.", "torch.nn.modules.module."
+DISTRIBUTED, ATEN = "torch.distributed.distributed_c10d.", "torch.ops.aten."
 LOOP = ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
 OUTPUTS = ("sequences", "scores", "logits", "attentions", "hidden_states", "past_key_values")
 RETURNED = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -212,64 +216,76 @@ SETTINGS = ("is_assistant", "prefill_chunk_size", "cache_implementation", "do_sa
 DROPPED = ("streamer", "synced_gpus", "assistant_model", "kwargs")
 NAMES = (
     # The decoding loop.
-    Name(G + "generate", "augment.py", takes("self", "inputs")),
-    Name(G + "generate", "switch.py", has(parameters_of, *DROPPED)),
-    Name(G + "_beam_search", "augment.py"),
-    Name(G + "_assisted_decoding", "augment.py"),
-    Name("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", "switch.py", takes(), is_late=True),
-    Name("transformers.integrations.fsdp.is_fsdp_managed_module", "switch.py", takes("module"), is_late=True),
-    Name(G + "_sample", "augment.py", takes(*LOOP)),
-    Name(G + "_prefill", "decoding.py", takes("self", "input_ids", "generation_config", "model_kwargs")),
-    Name(G + "_has_unfinished_sequences", "decoding.py", takes("self", "this_peer_finished", "synced_gpus", "device")),
-    Name(G + "_optimize_model_for_decode", "decoding.py", takes("self")),
-    Name(G + "_valid_auto_compile_criteria", "eligibility.py", takes("self", "model_kwargs", "generation_config")),
-    Name(G + "init_continuous_batching", "augment.py"),
-    Name(G + "prepare_inputs_for_generation", "models/reasons.py", takes("self", "input_ids")),
-    Name(G + "_update_model_kwargs_for_generation", "models/reasons.py", takes("self", "outputs", "model_kwargs")),
+    Name(GENERATION + "generate", "augment.py", accepts("self", "inputs")),
+    Name(GENERATION + "generate", "switch.py", contains(parameters_of, *DROPPED)),
+    Name(GENERATION + "_beam_search", "augment.py"),
+    Name(GENERATION + "_assisted_decoding", "augment.py"),
+    Name("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", "switch.py", accepts(), is_late=True),
+    Name("transformers.integrations.fsdp.is_fsdp_managed_module", "switch.py", accepts("module"), is_late=True),
+    Name(GENERATION + "_sample", "augment.py", accepts(*LOOP)),
+    Name(GENERATION + "_prefill", "decoding.py", accepts("self", "input_ids", "generation_config", "model_kwargs")),
+    Name(
+        GENERATION + "_has_unfinished_sequences",
+        "decoding.py",
+        accepts("self", "this_peer_finished", "synced_gpus", "device"),
+    ),
+    Name(GENERATION + "_optimize_model_for_decode", "decoding.py", accepts("self")),
+    Name(
+        GENERATION + "_valid_auto_compile_criteria",
+        "eligibility.py",
+        accepts("self", "model_kwargs", "generation_config"),
+    ),
+    Name(GENERATION + "init_continuous_batching", "augment.py"),
+    Name(GENERATION + "prepare_inputs_for_generation", "models/reasons.py", accepts("self", "input_ids")),
+    Name(
+        GENERATION + "_update_model_kwargs_for_generation",
+        "models/reasons.py",
+        accepts("self", "outputs", "model_kwargs"),
+    ),
     Name("transformers.GenerationConfig._pad_token_tensor()", "verification/selection.py", check_pad_token),
-    Name("transformers.GenerationConfig", "eligibility.py", has(attributes_of_one, *RETURNED, *SETTINGS)),
+    Name("transformers.GenerationConfig", "eligibility.py", contains(attributes_of_one, *RETURNED, *SETTINGS)),
     Name("transformers.StoppingCriteriaList.max_length()", "verification/selection.py", check_criteria),
     Name("transformers.generation.logits_process", "verification/selection.py"),
     Name(
         "transformers.RepetitionPenaltyLogitsProcessor",
         "verification/selection.py",
-        lambda kind: true(kind(2.0).prompt_ignore_length is None, "has another prompt_ignore_length"),
+        lambda kind: unless(kind(2.0).prompt_ignore_length is None, "has another prompt_ignore_length"),
     ),
-    Name("transformers.generation.GenerateDecoderOnlyOutput", "verification/outputs.py", has(fields_of, *OUTPUTS)),
+    Name("transformers.generation.GenerateDecoderOnlyOutput", "verification/outputs.py", contains(fields_of, *OUTPUTS)),
     Name("transformers.generation.BaseStreamer", "commands/chat/streaming.py"),
     # Models and their settings.
-    Name(M + "_is_stateful", "models/base.py", is_false),
-    Name(M + "_supports_sdpa", "models/base.py", is_false),
-    Name(M + "_can_set_attn_implementation", "models/base.py", takes()),
-    Name(M + "tp_size", "forward/static_shapes.py"),
+    Name(MODEL + "_is_stateful", "models/base.py", is_false),
+    Name(MODEL + "_supports_sdpa", "models/base.py", is_false),
+    Name(MODEL + "_can_set_attn_implementation", "models/base.py", accepts()),
+    Name(MODEL + "tp_size", "forward/static_shapes.py"),
     Name("transformers.PreTrainedConfig._attn_implementation()", "models/base.py", check_attention_name),
     Name("transformers.PreTrainedConfig.rope_parameters()", "models/base.py", check_ropes),
-    Name("transformers.PreTrainedConfig.get_text_config", "models/base.py", takes("self", "decoder")),
+    Name("transformers.PreTrainedConfig.get_text_config", "models/base.py", accepts("self", "decoder")),
     Name("transformers.PreTrainedConfig.sub_configs", "models/shadow.py"),
-    Name("transformers.modeling_outputs.CausalLMOutputWithPast", "forward/runner.py", has(fields_of, "logits")),
+    Name("transformers.modeling_outputs.CausalLMOutputWithPast", "forward/runner.py", contains(fields_of, "logits")),
     Name("transformers.AttentionInterface.register", "kernels/interface.py"),
-    Name("transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS", "models/foreign.py", has(iter, "sdpa")),
-    Name("transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", "models/foreign.py", has(iter, "sdpa")),
+    Name("transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS", "models/foreign.py", contains(iter, "sdpa")),
+    Name("transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", "models/foreign.py", contains(iter, "sdpa")),
     Name("transformers.integrations.sdpa_attention.sdpa_attention_forward", "models/foreign.py"),
     Name("transformers.models.falcon.modeling_falcon.build_alibi_tensor", "models/alibi.py", is_late=True),
     # Caches.
-    Name(C + "CacheLayerMixin", "block/kv_cache.py", check_layer_methods),
-    Name(C + "DynamicLayer", "eligibility.py", check_dynamic_layer),
-    Name(C + "DynamicSlidingWindowLayer", "eligibility.py", check_sliding_layer),
-    Name(C + "StaticLayer", "eligibility.py", check_static_layer),
+    Name(CACHES + "CacheLayerMixin", "block/kv_cache.py", check_layer_methods),
+    Name(CACHES + "DynamicLayer", "eligibility.py", check_dynamic_layer),
+    Name(CACHES + "DynamicSlidingWindowLayer", "eligibility.py", check_sliding_layer),
+    Name(CACHES + "StaticLayer", "eligibility.py", check_static_layer),
     # torch.
-    Name("torch.nn.Module", "models/shadow.py", has(attributes_of_one, *OWN_DICTIONARIES)),
+    Name("torch.nn.Module", "models/shadow.py", contains(attributes_of_one, *OWN_DICTIONARIES)),
     Name("torch.nn.Module._compiled_call_impl", "models/shadow.py"),
     Name("torch.nn.Module._call_impl", "models/compiled.py"),
     Name("torch.nn.Module._wrapped_call_impl", "models/compiled.py"),
     # Attributes of torch.compile's result. Without them a compiled model is treated as patched.
     Name("torch.compile()._torchdynamo_orig_callable", "models/compiled.py", is_late=True),
     Name("torch.compile()._torchdynamo_orig_backend", "models/compiled.py", is_late=True),
-    Name(T + "_global_forward_hooks", "models/foreign.py"),
-    Name(T + "_global_forward_pre_hooks", "models/foreign.py"),
+    Name(MODULE + "_global_forward_hooks", "models/foreign.py"),
+    Name(MODULE + "_global_forward_pre_hooks", "models/foreign.py"),
     Name("torch.utils._python_dispatch.TorchDispatchMode", "forward/graphs.py"),
     Name("torch.utils._pytree.tree_leaves", "forward/graphs.py"),
-    *(Name(A + name, "forward/graphs.py") for name in ("_local_scalar_dense", "_unique2", "_to_copy")),
+    *(Name(ATEN + name, "forward/graphs.py") for name in ("_local_scalar_dense", "_unique2", "_to_copy")),
     # Without them no weights are packed, and nothing else changes.
     Name("torch.ops.mkldnn._linear_pointwise", "forward/packed.py", is_late=True),
     Name("torch.ops.mkldnn._reorder_linear_weight", "forward/packed.py", is_late=True),
@@ -278,8 +294,8 @@ NAMES = (
     Name("torch._C._cuda_clearCublasWorkspaces", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_endAllocateToPool", "forward/graphs.py", is_here=has_cuda),
     Name("torch._C._cuda_releasePool", "forward/graphs.py", is_here=has_cuda),
-    Name(D + "_get_default_store", "parallel/communicator.py", takes(), is_here=has_processes),
-    Name(D + "default_pg_timeout", "parallel/communicator.py", is_here=has_processes),
+    Name(DISTRIBUTED + "_get_default_store", "parallel/communicator.py", accepts(), is_here=has_processes),
+    Name(DISTRIBUTED + "default_pg_timeout", "parallel/communicator.py", is_here=has_processes),
     Name("torch.distributed.ProcessGroup._get_backend", "parallel/communicator.py", is_here=has_processes),
     Name("torch._C._distributed_c10d.Backend.Options._timeout", "parallel/communicator.py", is_here=has_processes),
 )
@@ -293,7 +309,7 @@ def require_names() -> None:
     if problem is None:
         found = (name.problem() for name in NAMES if not name.is_late and name.is_here())
         wrong = "; ".join(filter(None, found))
-        problem = f"lade cannot be put on: {wrong}" if wrong else None
+        problem = f"lade is not compatible with the installed transformers or torch: {wrong}" if wrong else None
     if problem is not None:
         raise ImportError(f"{problem}. {installed()}; nothing has been patched")
 
@@ -343,7 +359,7 @@ def warn_if_newer(found: str) -> None:
 
 def cache_layer() -> Any:
     """The base class of a cache's layers."""
-    mixin = resolve(C + "CacheLayerMixin")
+    mixin = resolve(CACHES + "CacheLayerMixin")
 
     class CacheLayer(mixin):  # type: ignore[misc, valid-type]
         def get_max_cache_shape(self) -> int:
@@ -356,7 +372,7 @@ def cache_layer() -> Any:
 def plain_layers() -> tuple[Any, ...]:
     """Classes of layers that keep every key, except those out of a sliding window, or share another layer's keys."""
     late = vars(resolve("transformers.cache_utils")).get("DummyLayer")  # not in 5.18
-    return tuple(filter(None, (resolve(C + "DynamicLayer"), resolve(C + "DynamicSlidingWindowLayer"), late)))
+    return tuple(filter(None, (resolve(CACHES + "DynamicLayer"), resolve(CACHES + "DynamicSlidingWindowLayer"), late)))
 
 
 def prompt_arguments() -> frozenset[str]:
@@ -374,18 +390,20 @@ def logits_processors(names: Iterable[str]) -> frozenset[Any]:
     return frozenset(found[name] for name in names if name in found)
 
 
-MADE = {"CacheLayer": cache_layer, "PLAIN_LAYERS": plain_layers, "PROMPT_ARGUMENTS": prompt_arguments}
+COMPUTED = {"CacheLayer": cache_layer, "PLAIN_LAYERS": plain_layers, "PROMPT_ARGUMENTS": prompt_arguments}
 
 
 def __getattr__(name: str) -> Any:
     entry = next((entry for entry in NAMES if entry.path.rpartition(".")[2] == name), None)
-    if entry is None and name not in MADE:
+    if entry is None and name not in COMPUTED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = resolve(entry.path) if entry is not None else MADE[name]()
+        value = resolve(entry.path) if entry is not None else COMPUTED[name]()
     except (AttributeError, ImportError) as error:
         what = entry.problem() if entry is not None else str(error)
-        raise ImportError(f"lade cannot be put on: {what}. {installed()}") from error
+        raise ImportError(
+            f"lade is not compatible with the installed transformers or torch: {what}. {installed()}"
+        ) from error
     globals()[name] = value
     return value
 

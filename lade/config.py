@@ -93,7 +93,7 @@ class LookaheadConfig:
     guess_set_size: int = setting(
         7,
         "GUESS_SET_SIZE",
-        integer(-1, 1024, "-1 for unlimited"),
+        integer(-1, 1024, f"-1 for {UNLIMITED_GUESSES}"),
         f"G: candidates kept per key and verified per step; -1 for the most, {UNLIMITED_GUESSES}.",
     )
     debug: int = setting(0, "DEBUG", integer(0, 9, takes_flags=True), "1 prints a summary after each call.")

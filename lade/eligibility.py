@@ -63,7 +63,7 @@ def unsupported_call(request: Request) -> str | None:
     if not model_kwargs.get("use_cache", True):
         return "use_cache=False leaves nothing to write guesses to"
     if config.is_assistant:
-        return "the model assists another one"
+        return "the model is the assistant of another one"
     if config.max_length is None:  # generate() always sets it
         return "the generation settings name no max_length"
     if torch.is_grad_enabled():
@@ -74,7 +74,7 @@ def unsupported_call(request: Request) -> str | None:
         if request.cached_length > 0:
             return "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers"
         if model_kwargs.get("inputs_embeds") is not None:
-            return "prefill_chunk_size splits ids, while inputs_embeds go whole into each chunk's forward"
+            return "prefill_chunk_size splits ids, but inputs_embeds are passed whole to each chunk's forward"
     if config.compile_config is not None and model._valid_auto_compile_criteria(model_kwargs, config):
         return (
             "compile_config asks for transformers' own compiled forward; "
@@ -108,7 +108,7 @@ def unsupported_arguments(request: Request, adapter: ModelAdapter) -> str | None
     if unknown:
         return f"the model argument {', '.join(unknown)} is not known to be safe with a block of guesses"
     if adapter.takes_positions and request.model_kwargs.get("position_ids") is None:
-        return "generate() hands no position_ids to this model"
+        return "generate() passes no position_ids to this model"
     return None
 
 

@@ -7,7 +7,7 @@ changes, and well below what a wrong mask, position or cache slot changes.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, backends
 
 TOLERANCE = {
     # The attention kernel's output, against its definition computed in a wider type.
@@ -19,6 +19,18 @@ TOLERANCE = {
 # The trial block of an unknown model has no exact counterpart: its error must be so many times smaller than what an
 # ignored mask causes. In half precision rounding makes up a larger part of both.
 MASK_EFFECT_RATIO = {torch.float64: 1000.0, torch.float32: 1000.0, torch.float16: 10.0, torch.bfloat16: 10.0}
+
+EXACT_PRODUCTS = ("highest", "ieee", "none")  # what torch calls products of float32 that are not cut to fewer bits
+
+
+def product_precision() -> tuple[str, ...]:
+    """What torch calls the precision of float32 products now, on CUDA and on a CPU."""
+    found = [
+        getattr(getattr(device, "matmul", None), "fp32_precision", None) for device in (backends.cuda, backends.mkldnn)
+    ]
+    if None not in found:  # the older setting changes these too, and cannot be read once one of them has been set
+        return tuple(map(str, found))
+    return (torch.get_float32_matmul_precision(),)
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:

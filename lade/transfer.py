@@ -1,7 +1,7 @@
 """Copies between the host and a device that do not make the host wait, as few as possible.
 
-On CUDA they go through pinned memory, in the order of the current stream, while the host goes on. `wait_for` waits for
-the device's work where its time is to be taken.
+On CUDA they go through pinned memory, in the order of the current stream, while the host continues. `wait_for` waits
+until the device has done its work, so that its time can be taken.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ALIGNMENT = 16  # bytes: no type of torch needs more
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether numpy can read a tensor where it lies."""
+    """Whether numpy can read a tensor without a copy."""
     return tensor.device.type in ON_HOST
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device; `host` itself on a CPU, or where it lies on the device already.
+    """A host tensor on a device; `host` itself on a CPU, or if it is on the device already.
 
     For tensors of one step, not for those that outlive it: on another stream the copy may not have arrived.
     """
@@ -52,7 +52,7 @@ class Parcel:
 
     def __init__(self, like: Mapping[str, Tensor], device: torch.device) -> None:
         """like: examples by name, on the host or on the device."""
-        self._places: dict[str, tuple[int, int]] = {}  # by name, the first byte and the one behind the last
+        self._places: dict[str, tuple[int, int]] = {}  # by name, the first byte and the end
         end = 0
         for name, tensor in like.items():
             start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -75,7 +75,7 @@ class Parcel:
         for name, tensor in values.items():
             packed[slice(*self._places[name])] = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
         host = torch.from_numpy(packed)
-        if self._buffer.is_cuda:  # a new piece of pinned memory: the last one may still be read
+        if self._buffer.is_cuda:  # a new piece of pinned memory, since the last one may still be read
             host = host.pin_memory()
         self._buffer.copy_(host, non_blocking=self._buffer.is_cuda)
 
@@ -100,13 +100,13 @@ class Landing:
         self._landed = torch.cuda.Event() if is_on_cuda else None
 
     def start(self, tensor: Tensor) -> None:
-        """Begin to copy a tensor. The host goes on."""
+        """Begin to copy a tensor. The host continues."""
         self._host.copy_(tensor, non_blocking=self._landed is not None)
         if self._landed is not None:
             self._landed.record(torch.cuda.current_stream(tensor.device))  # may differ from the current device
 
     def read(self) -> npt.NDArray[Any]:
-        """What was copied last. Waits for it, unless the host has waited for the device meanwhile."""
+        """The latest copy. Waits for it, unless the host has waited for the device meanwhile."""
         if self._landed is not None:
             self._landed.synchronize()
         return self._host.numpy().copy()

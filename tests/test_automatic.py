@@ -464,7 +464,7 @@ def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monke
         reason = "the kernel failed: IndexError: list index out of range"
     else:
         kernel.error.append(wrong)
-        reason = "the kernel was off by " if wrong == wrong else "the kernel gave what is no number"
+        reason = "the kernel was off by " if wrong == wrong else "the kernel returned NaN or infinity"
     stats = run(model)
     assert not stats.used_kernel
     assert stats.kernel_reason.startswith(reason)

@@ -102,7 +102,10 @@ def test_an_allowed_hook_is_tried_out(model, trials, kind):
     model.model.layers[0].register_forward_hook(lade.allow_hook(shifting(where)))
     said = {check(model, reason, prompt(batch_size=2), do_sample=do_sample) for do_sample in (False, True)}
     assert len(said) == len(trials) == 1
-    assert reason is None or "with shifting.<locals>.steer was off by more than rounding" in said.pop()
+    assert (
+        reason is None
+        or "with shifting.<locals>.steer differed from one-token decoding by more than rounding" in said.pop()
+    )
     if kind != "large blocks":  # plain decoding has none, but the prompt
         assert not torch.equal(generate_plain(model, prompt(batch_size=2), max_new_tokens=24), before)
 
@@ -301,7 +304,7 @@ def test_a_verdict_does_not_outlive_the_forward_it_was_about(model, trials):
         if id(others[-1]) == address:
             break
     attention.forward = others[-1]
-    check(model, "an ignored mask")
+    check(model, "ignore the mask")
     attention.forward = types.MethodType(good_attention, attention)
     check(model)
     assert len(trials) == 2
@@ -319,7 +322,7 @@ def test_code_that_is_reloaded_into_the_same_function(model, trials):
     attention.forward = types.MethodType(patched, attention)
     check(model)
     patched.__code__ = deaf_attention.__code__
-    check(model, "an ignored mask")
+    check(model, "ignore the mask")
     assert len(trials) == 2
 
 
@@ -389,7 +392,7 @@ PLACES = [put_in_torch, put_in_the_interface, put_in_the_instance]
 @pytest.mark.parametrize("change", [same_sdpa, half_sdpa, deaf_sdpa])
 @pytest.mark.parametrize("put", PLACES)
 def test_a_swapped_attention(model, trials, put, change):
-    reason = "an ignored mask" if change is deaf_sdpa else None
+    reason = "ignore the mask" if change is deaf_sdpa else None
     check(model)
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
@@ -410,7 +413,7 @@ def test_a_swapped_eager_attention(monkeypatch, is_deaf):
 
     check(model)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
-    check(model, "an ignored mask" if is_deaf else None)
+    check(model, "ignore the mask" if is_deaf else None)
 
 
 def test_a_function_of_transformers_under_anothers_name(model, monkeypatch):
@@ -450,7 +453,7 @@ def test_a_swapped_function_that_a_forward_calls(model, trials, monkeypatch, is_
     check(model)
     assert not trials
     monkeypatch.setattr(modeling_llama, "create_causal_mask", mask)
-    check(model, "an ignored mask" if is_deaf else None)
+    check(model, "ignore the mask" if is_deaf else None)
     assert trials
 
 
@@ -496,7 +499,7 @@ def test_what_accelerate_wraps_is_looked_at(model):
     attention = model.model.layers[0].self_attn
     attention.forward = types.MethodType(deaf_attention, attention)
     add_hook_to_module(attention, ModelHook())
-    check(model, "an ignored mask")
+    check(model, "ignore the mask")
 
 
 def test_hooks_of_transformers_are_served(model, trials):

@@ -230,13 +230,13 @@ def test_verdicts(parent):
         "7B: a step of 56 tokens at most 1.3 times the bytes floor": "yes",
         "7B: capturing pays": "yes",
         "7B: the kernel pays at 4,096 tokens": "NO",
-        "7B: COMPILE=1 pays behind a graph": "yes",
+        "7B: COMPILE=1 pays in a graph": "yes",
         "7B: a step of lookahead (5, 15, 15) at most one of eager generate()": "NO",
         "real text: tree captured >= 1.5x static + compile": "NO",
         "7B: tree >= 2x static + compile at 2.5 tokens per step": "yes",
     }
     by = {row["claim"]: row["by"] for row in summary.verdicts(rows, is_stand_in=False)}
-    assert by["7B: COMPILE=1 pays behind a graph"].endswith("first call 61 s")
+    assert by["7B: COMPILE=1 pays in a graph"].endswith("first call 61 s")
     assert {row["verdict"] for row in summary.verdicts({}, is_stand_in=False)} == {"unknown"}
     timed = {row["claim"]: row["verdict"] for row in summary.verdicts(rows, is_stand_in=True)}
     assert timed["7B: capturing pays"] == "unknown"

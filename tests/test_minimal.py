@@ -54,7 +54,7 @@ def test_plain_and_lookahead_print_the_same_text(plain, run):
 def test_the_timed_call_has_not_seen_its_prompt(run):
     """It takes as many steps as a call with a memory of its own, and not as few as one that follows another."""
     out = run("--dtype", "float32", "--max_new_tokens", "32")
-    assert "each call begins with an empty memory" in out
+    assert "each call starts with an empty memory" in out
     shown = [float(figure) for figure in re.findall(r"([\d.]+) tokens/step", out)]
     model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "stdlib-9m", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m")

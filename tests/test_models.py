@@ -69,7 +69,7 @@ def build(kind):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Obedient, None), (IgnoresMask, "an ignored mask"), (IgnoresPositions, "trial block")],
+    [(Obedient, None), (IgnoresMask, "ignore the mask"), (IgnoresPositions, "trial block")],
 )
 def test_an_unknown_family_is_tried_out(kind, reason):
     model = build(kind)
@@ -86,7 +86,7 @@ def test_a_subclass_of_a_known_family_is_tried_out_too():
     assert model.config.model_type == "llama"
     expected = generate_plain(model, prompt(), max_new_tokens=30, eos_token_id=None)
     assert torch.equal(model.generate(**prompt(), max_new_tokens=30, eos_token_id=None), expected)
-    assert "an ignored mask" in lade.last_stats().fallback_reason
+    assert "ignore the mask" in lade.last_stats().fallback_reason
 
 
 def test_the_trial_happens_once_and_leaves_no_trace(monkeypatch):
@@ -158,7 +158,7 @@ def test_changed_parts_of_a_known_model_are_noticed():
     assert_same(model, prompt(), None, max_new_tokens=20)
     attention = model.model.layers[0].self_attn
     attention.forward = types.MethodType(deaf_attention, attention)
-    assert_same(model, prompt(), "an ignored mask", max_new_tokens=20)
+    assert_same(model, prompt(), "ignore the mask", max_new_tokens=20)
     del attention.forward
     assert_same(model, prompt(), None, max_new_tokens=20)
 

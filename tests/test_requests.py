@@ -63,7 +63,7 @@ def end_of(model, inputs):
 def test_a_pad_id_that_is_no_token(model, pad):
     batch = prompt(20, 3)
     ends = {"eos_token_id": end_of(model, batch), "pad_token_id": pad, "max_new_tokens": 16}
-    assert assert_same(model, batch, "is no token of the model", **ends) is IndexError
+    assert assert_same(model, batch, "is not a token of the model", **ends) is IndexError
     last = {name: tensor[2:] for name, tensor in batch.items()}
     assert_same(model, last, None, **ends)  # nothing is padded
     assert_same(model, batch, None, pad_token_id=pad, max_new_tokens=16)
@@ -154,7 +154,7 @@ def test_padding_that_a_window_forgets(name):
     inputs["attention_mask"][0, : WINDOW + 3] = 0
     eager = named(name, attention="eager")
     assert eager(**inputs).logits.isnan().any()
-    assert_same(eager, inputs, "forget", max_new_tokens=14)
+    assert_same(eager, inputs, "makes padding NaN", max_new_tokens=14)
     assert_same(eager, prompt(24, 2), None, max_new_tokens=14)
     assert_same(eager.float(), inputs, None, max_new_tokens=14)
     assert_same(named(name), inputs, None, max_new_tokens=14)

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from support import prompt
 
+import lade
+from lade.models import adapter_for
 from lade.tolerance import TOLERANCE, excess, largest_difference, logits_error
 
 
@@ -29,3 +32,20 @@ def test_equal_infinities_are_no_difference():
     found, expected = torch.tensor([1.0, -torch.inf, 3.0]), torch.tensor([1.5, -torch.inf, 3.0])
     assert largest_difference(found, expected) == 0.5
     assert largest_difference(expected.neg(), expected) == torch.inf
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this torch has no such setting")
+def test_products_of_fewer_bits_by_the_newer_setting(lade_on, model):
+    """Once it is set, torch refuses to read the older one."""
+    assert adapter_for(model).is_exact
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        model.generate(**prompt(9), max_new_tokens=20)
+        assert lade.last_stats().fallback_reason is None
+        assert not adapter_for(model).is_exact
+    finally:
+        matmul.fp32_precision = before
+    assert adapter_for(model).is_exact

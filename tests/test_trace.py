@@ -135,7 +135,7 @@ def test_the_default_drafter_explains_itself(tree_trace):
             assert "most tokens" in step["reason"]
             assert rates[1 + len(step["tokens"])] == pytest.approx(max(rates.values()), rel=0.01)  # they are rounded
         else:
-            assert "a few steps go without" in step["reason"]
+            assert "a few steps have none" in step["reason"]
     found = {}
     for step in guessed:
         for node, source in enumerate(step["sources"]):

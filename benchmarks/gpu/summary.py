@@ -14,7 +14,7 @@ Verdict = tuple[bool | None, str]  # None: not known; and by what
 
 ENOUGH_TOKENS = 2.5  # per step, at which the tree is to be twice as fast as a static cache under compile
 MOST_OVER_FLOOR = 1.3
-FUSING_PAYS = 0.9  # of a step: what a compiled forward behind a graph has to save, to be worth its compiling
+FUSING_PAYS = 0.9  # of a step: a compiled forward in a graph must take at most this share, to be worth compiling
 REASONS = (  # of GenerationStats
     "fallback_reason",
     "kernel_reason",
@@ -151,7 +151,7 @@ CLAIMS: tuple[tuple[str, bool, Callable[[Stages], Verdict]], ...] = (  # and whe
     ("7B: a step of 56 tokens at most 1.3 times the bytes floor", True, near_floor),
     ("7B: capturing pays", True, capture_pays),
     ("7B: the kernel pays at 4,096 tokens", True, kernel_pays),
-    ("7B: COMPILE=1 pays behind a graph", True, compiling_pays),
+    ("7B: COMPILE=1 pays in a graph", True, compiling_pays),
     ("7B: a step of lookahead (5, 15, 15) at most one of eager generate()", True, lookahead_is_free),
     ("real text: tree captured >= 1.5x static + compile", True, tree_beats_static),
     ("7B: tree >= 2x static + compile at 2.5 tokens per step", True, tree_doubles_static),

@@ -48,7 +48,7 @@ class CostTable:
 
 
 class Calibration:
-    """Times steps of scheduled sizes, each beside the nearest plain step. The schedule does not depend on the times."""
+    """Times steps of scheduled sizes relative to the nearest plain step. The schedule does not depend on the times."""
 
     def __init__(self, batch_size: int, plain_size: int = 1) -> None:
         """plain_size: of a step without guesses, more than 1 where blocks are padded."""

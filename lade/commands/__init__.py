@@ -21,7 +21,7 @@ LAUNCHER = "run"
 def main(arguments: list[str] | None = None) -> int:
     """Run a sub-command, or an unmodified program with lade switched on. Returns the exit status.
 
-    arguments: what stands behind the program's name; those of this process when None.
+    arguments: what follows the program's name; those of this process when None.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     is_command = bool(arguments) and arguments[0] in COMMANDS

@@ -102,7 +102,7 @@ def benchmark(
     common: dict[str, Any],
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> dict[str, Any]:
-    """Figures of each method beside "plain", over all prompts, and over those whose plain output is no loop.
+    """Figures of each method relative to "plain", over all prompts, and over those whose plain output is no loop.
 
     Raises RuntimeError when lookahead did not run.
     """

@@ -32,7 +32,7 @@ def step_costs(
     trials: int = 11,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> dict[int, float]:
-    """Median seconds of one forward pass, batch size 1, for each block size q in `sizes`, behind `context` committed
+    """Median seconds of one forward pass, batch size 1, for each block size q in `sizes`, after `context` committed
     tokens.
 
     The sizes take turns, so that other load on the machine affects all alike. Each block runs as in the loop, with the
@@ -62,7 +62,7 @@ def step_costs(
 
 
 def filled_cache(adapter: ModelAdapter, context: int, room: int) -> LookaheadCache:
-    """A cache that holds a text of `context` random tokens, and has slots for a block of `room` behind it."""
+    """A cache that holds a text of `context` random tokens, and has slots for a block of `room` after it."""
     numbers = torch.Generator().manual_seed(0)
     text = torch.randint(adapter.num_tokens, (1, context), generator=numbers).to(_device(adapter))
     cache = adapter.make_cache(context + room)

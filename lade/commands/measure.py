@@ -148,7 +148,7 @@ def for_warm_up(prompts: list[Inputs]) -> list[Inputs]:
 
 
 def compare(runs: list[Run], plain: list[Run], chosen: list[int] | None = None) -> dict[str, Any]:
-    """A method's figures beside plain generate()'s in the same trials. chosen: indices of the prompts that count."""
+    """A method's figures relative to plain generate()'s in the same trials. chosen: indices of the prompts."""
     ratios = [run.speed(chosen) / base.speed(chosen) for run, base in zip(runs, plain, strict=True)]
     return {
         "tokens_per_second": spread([run.speed(chosen) for run in runs]),

@@ -34,7 +34,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) ->
     add(
         "--mode",
         choices=MODES,
-        help="who guesses; default: lookahead where --level, --window or --guess is given, else auto",
+        help="the drafter; default: lookahead if --level, --window or --guess is given, else auto",
     )
     add("--level", type=int, metavar="N", help="length of an n-gram")
     add("--window", type=int, metavar="W", help="columns of the window")

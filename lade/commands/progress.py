@@ -16,7 +16,7 @@ LINE_EVERY = 10.0  # seconds between lines in a file or pipe
 def progress(total: int, done: int, label: str, stays: bool = True) -> Iterator[Callable[[str], None]]:
     """Gives a function to call after each of `total` parts; `done` of them are finished already.
 
-    The function's argument is a text to show beside the bar. stays: whether the bar stays visible at the end.
+    The function's argument is a text to show next to the bar. stays: whether the bar stays visible at the end.
     """
     if not sys.stderr.isatty():
         yield _Lines(total, done, label).advance

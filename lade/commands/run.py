@@ -37,7 +37,7 @@ sub-commands:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program that `arguments` name behind the options. Returns 0 when it has run to its end."""
+    """Run the program that `arguments` name after the options. Returns 0 when it has run to its end."""
     options, program = parse(arguments)
     os.environ.setdefault("USE_LADE", "1")
     call_after_import(PATCHED_MODULES, lambda: lade.augment_all(), needed="lade")

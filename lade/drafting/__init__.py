@@ -1,4 +1,4 @@
-"""Who proposes guesses: one contract, a registry of drafters by the name that MODE selects them with."""
+"""What proposes guesses: one interface, and a registry of drafters by the name that MODE selects."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def register_drafter(mode: str, make: Maker) -> None:
     """Let `config_lade(MODE=mode)` choose a drafter of yours.
 
     make: called once for each call of generate(); returns a `Drafter`. A drafter may propose any tokens that the model
-    knows: wrong ones cost time and never change the output. In half precision what it proposes must follow from the
-    call alone, not from a clock, or the text may differ between runs. Raises TypeError for a mode that is no string or
-    a `make` that cannot be called, and ValueError for a mode of lade's own.
+    knows: wrong ones only cost time. In half precision guesses can change the text at near ties, so there they must
+    follow from the call alone, not from a clock, or the text may differ between runs. Raises TypeError for a mode that
+    is not a string or a `make` that cannot be called, and ValueError for a mode of lade's own.
     """
     if not isinstance(mode, str):
         raise TypeError(f"mode must be a string, got {mode!r}")
@@ -46,7 +46,7 @@ def register_drafter(mode: str, make: Maker) -> None:
 
 @contextmanager
 def drafts_from(make: Maker) -> Iterator[None]:
-    """Let this thread's calls have a drafter of `make` in place of the one that the settings ask for."""
+    """Let this thread's calls have a drafter of `make` instead of the one that the settings select."""
     token = _instead.set(make)
     try:
         yield
@@ -55,7 +55,7 @@ def drafts_from(make: Maker) -> Iterator[None]:
 
 
 def make_drafter(request: DraftRequest) -> Drafter:
-    """The drafter that the settings ask for. Drafts of users' drafters are checked."""
+    """The drafter that the settings select. Drafts of users' drafters are checked."""
     instead, make = _instead.get(), MODES[request.config.mode]
     if instead is not None:
         return instead(request)

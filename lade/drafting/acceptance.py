@@ -12,37 +12,37 @@ import numpy.typing as npt
 from lade.drafting.suffix_index import MAX_MATCH, MIN_MATCH
 from lade.drafting.top_k_table import BIN_MIDDLES, NUM_BINS
 
-PRIOR_WEIGHT = 16.0  # trials that the first estimate counts for
-MAX_TRIALS = 400.0  # beyond these, older trials count half: what is guessed for changes
-TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust begins with, and slowly returns to
+PRIOR_WEIGHT = 16.0  # trials that the prior counts as
+MAX_TRIALS = 400.0  # beyond these, older trials count half: the text changes
+TRUST_WEIGHT = 1.0  # expected and accepted guesses that trust starts with and slowly returns to
 TRUST_MEMORY = 0.9  # share of the past that is left after each step
 FORGET_SHARE = 0.8  # of what was learned that is left after FORGET_EVERY steps without a guess
 FORGET_EVERY = 16
 MATCH_LENGTHS = (MIN_MATCH, 4, 5, 6, 7, 8, 9, 13, MAX_MATCH)  # matches from one length up to the next count together
-# How often what followed them follows again, at first. Greedy text that repeats itself goes on doing so.
+# The priors: how often the same token follows again. Greedy text that repeats itself continues to do so.
 GREEDY_MATCHES = (0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
 SAMPLED_MATCHES = (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)
-# Likewise of a copy that is taken up again behind a difference, by its tokens that are equal again.
+# The same for a copy that is resumed after a difference, by the number of its tokens that are equal again.
 RESUMED_LENGTHS = (0, 1, 2, 3, 5, 9)
 RESUMED_COPIES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
-# What a probe is worth, in accepted guesses: next to never right itself, it saves later steps by the row that it shows.
-# Less where the model's likeliest tokens are not likely: then rows are seldom right.
+# The value of a probe, in accepted guesses: it is hardly ever right itself, but its row saves later steps. It counts
+# less where the model's likeliest tokens have low probabilities: then rows are seldom right.
 PROBE_CREDIT = 0.02
-USUAL_SURENESS = 0.5  # mean probability of the likeliest token from which on a probe is worth its full credit
+USUAL_SURENESS = 0.5  # mean probability of the likeliest token at which a probe gets its full credit
 SURENESS_SHARE = 0.1  # of each token in that mean
 
 NUM_SHORT = 6  # of MATCH_LENGTHS; the longer ones came later to saved memories
 
 SECOND_SHARE = 0.3  # of the prior of the longest match, for another continuation
 
-# A kind is where a guess came from and how sure that source is of it: a place in these lists. Saved memories hold them
-# in this order.
+# A kind is the source of a guess and how likely the source takes it to be: an index into these lists. Saved memories
+# hold them in this order.
 _sources: list[str] = []
 _priors: dict[bool, list[float]] = {False: [], True: []}  # by whether tokens are sampled
 
 
 def _kinds(sources: Sequence[str], greedy: Sequence[float], sampled: Sequence[float] | None = None) -> int:
-    """Add kinds: of each its source's name and what is thought of it before anything was tried. Returns the first."""
+    """Add kinds: the name of each one's source and its prior. Returns the first."""
     first = len(_sources)
     _sources.extend(sources)
     _priors[False].extend(greedy)
@@ -51,27 +51,27 @@ def _kinds(sources: Sequence[str], greedy: Sequence[float], sampled: Sequence[fl
 
 
 def _matches(source: str, first: int, end: int | None, share: float = 1.0) -> int:
-    """Add the kinds of MATCH_LENGTHS[first:end]. share: of what is thought of them. Returns the first."""
+    """Add the kinds of MATCH_LENGTHS[first:end]. share: of their priors. Returns the first."""
     greedy, sampled = ([share * chance for chance in of[first:end]] for of in (GREEDY_MATCHES, SAMPLED_MATCHES))
     return _kinds([f"{source} of {length}" for length in MATCH_LENGTHS[first:end]], greedy, sampled)
 
 
-_by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # the surer, the more rests on what came before
+_by_single = [chance * (1 - chance / 2) for chance in BIN_MIDDLES]  # likely tokens depend more on context
 _by_token = [0.6 * chance for chance in _by_single]
 
 PAIR = _kinds(["pair"] * NUM_BINS, BIN_MIDDLES)  # + bin: the row of the last two tokens
 SINGLE = _kinds(["single"] * NUM_BINS, _by_single)  # + bin: the row of the last token
 SUFFIX = _matches("suffix", 0, NUM_SHORT)  # + number of the length: what followed the longest earlier occurrence
-SECOND_SUFFIX = _matches("suffix", 0, NUM_SHORT, SECOND_SHARE)  # likewise, of another continuation
+SECOND_SUFFIX = _matches("suffix", 0, NUM_SHORT, SECOND_SHARE)  # the same for another continuation
 PROBE = _kinds(["probe"], [PROBE_CREDIT])  # a token whose row is unknown, guessed in order to learn it
-FIRST_NUM_KINDS = PROBE + 1  # of saved memories that knew no others
+FIRST_NUM_KINDS = PROBE + 1  # of the oldest saved memories that load
 VOCABULARY = _kinds(["vocabulary"] * NUM_BINS, _by_token)  # + bin: the row of the last token without any text before it
-SIBLING = _kinds(["sibling"] * NUM_BINS, _by_token)  # + bin: that of a wrong guess that stood where the last token is
+SIBLING = _kinds(["sibling"] * NUM_BINS, _by_token)  # + bin: the row of a wrong guess in the last token's place
 LONG_SUFFIX = _matches("suffix", NUM_SHORT, None)
 LONG_SECOND = _matches("suffix", NUM_SHORT, None, SECOND_SHARE)
 STORE = _matches("earlier text", 0, None)  # what followed the longest occurrence in texts of earlier calls
 SECOND_STORE = _matches("earlier text", 0, None, SECOND_SHARE)
-RESUMED = _kinds(  # + number among RESUMED_LENGTHS: a copy taken up behind a difference
+RESUMED = _kinds(  # + number among RESUMED_LENGTHS: a copy resumed after a difference
     [f"resumed copy of {length}" for length in RESUMED_LENGTHS],
     RESUMED_COPIES,
     [chance / 2 for chance in RESUMED_COPIES],
@@ -97,7 +97,7 @@ def name_of(kind: int) -> str:
 
 
 class Acceptance:
-    """Chance of each kind: hits over trials, beginning with a prior; and how far their sum is to be trusted."""
+    """Probability of each kind: hits over trials, starting with a prior; and how far to trust their sum."""
 
     def __init__(self, do_sample: bool) -> None:
         self._prior = _priors[do_sample]
@@ -115,7 +115,7 @@ class Acceptance:
 
     @property
     def promise(self) -> float:
-        """How predictable the text looks, from 0 to 1: near 0 where the model's likeliest tokens are seldom likely."""
+        """How predictable the text is, from 0 to 1: near 0 if the model's likeliest tokens have low probabilities."""
         return min(1.0, self._sureness / USUAL_SURENESS) ** 2
 
     def learn(
@@ -126,10 +126,10 @@ class Acceptance:
         path: Sequence[int],
         hits: Sequence[int],
     ) -> None:
-        """Take in the outcome of one tree, which has guesses.
+        """Record the outcome of one tree, which has guesses.
 
-        kinds, parents, expected: of each node its kind, its parent (-1 for the root) and its chance with all its
-        ancestors. path: the accepted nodes; only guesses behind them were judged. hits: the nodes that were right.
+        kinds, parents, expected: each node's kind, parent (-1 for the root) and probability, its ancestors'
+        included. path: the accepted nodes; only their children were judged. hits: the nodes that were right.
         """
         self._num_idle = 0
         judged = {-1, *path}
@@ -148,7 +148,7 @@ class Acceptance:
         self._learn_trust(hoped, len(hits))
 
     def rest(self) -> None:
-        """A step went without guesses."""
+        """Record a step without guesses."""
         self._num_idle += 1
         if self._num_idle == FORGET_EVERY:
             self._num_idle = 0
@@ -156,13 +156,13 @@ class Acceptance:
         self._learn_trust(0.0, 0)
 
     def learn_sureness(self, bins: Sequence[int]) -> None:
-        """How sure the model was of what comes after some accepted tokens. bins: of its likeliest token each time."""
+        """Record how likely the model's first choice was after accepted tokens. bins: of its probability each time."""
         for bin_index in bins:
             self._sureness += SURENESS_SHARE * (self._prior[PAIR + bin_index] - self._sureness)
         self._value_probes()
 
     def forget(self) -> None:
-        """Move back towards the prior: what is not guessed is not learned, and the text may have become easy."""
+        """Move back towards the prior: nothing is learned without guesses, and the text may have become easy."""
         for kind, prior in enumerate(self._prior):
             self.trials[kind] = PRIOR_WEIGHT + FORGET_SHARE * (self.trials[kind] - PRIOR_WEIGHT)
             self.hits[kind] = PRIOR_WEIGHT * prior + FORGET_SHARE * (self.hits[kind] - PRIOR_WEIGHT * prior)
@@ -174,7 +174,7 @@ class Acceptance:
         return np.array([self.trials, self.hits])
 
     def restore(self, trials: list[float], hits: list[float]) -> None:
-        """Go on from counts that were saved. trials, hits: of each kind."""
+        """Continue from saved counts. trials, hits: of each kind."""
         self.trials, self.hits = trials, hits
         for kind in range(NUM_KINDS):
             self._set_chance(kind)

@@ -1,4 +1,4 @@
-"""Arrays in a file: written all or nothing, and read without trusting what the file says of their sizes."""
+"""Arrays in a file: written atomically, and read without trusting the sizes that the file states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """Write an .npz file, all or nothing. A file that is there keeps its mode, a new one gets what the umask leaves."""
+    """Write an .npz file atomically. An existing file keeps its mode, a new one gets the umask's."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:

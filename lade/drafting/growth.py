@@ -1,10 +1,9 @@
 """Growing a token tree best guess first.
 
-A node's chance is its own times its parent's, so no child is likelier than its parent, and the best tree of n nodes
-are the n likeliest nodes that there are. A heap gives them one by one. Of each row only the next guess is in the heap.
-Nodes wait to be looked behind until LIKELY_CHILD of the first one's chance is above all that is in the heap. Then all
-that wait are looked behind at once: what the draws make of rows are array operations, and many rows take little longer
-than one.
+A node's probability is its own times its parent's, so no child is likelier than its parent, and the best tree of n
+nodes consists of the n likeliest nodes. A heap returns them one by one. Of each row only the next guess is in the heap.
+A node is expanded only once a child with LIKELY_CHILD of its probability would be the best candidate in the heap. All
+waiting nodes are then expanded together, so that their rows can be processed as one array operation.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH
 from lade.transfer import HOST, on_host
 
-MAX_SORTED = 2**14  # probabilities that are sorted as they are: for so few of them nothing is faster
+MAX_SORTED = 2**14  # probabilities that are sorted directly: for so few of them nothing is faster
 LEAST_GROUPED = 16 * ROW_LENGTH  # tokens of a vocabulary in which looking for groups first pays
 MAX_SCRATCH = 2**20  # of a thread, numbers that memory is kept for
 
@@ -27,7 +27,7 @@ Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and bins, or ids and pro
 def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Rows:
     """The ROW_LENGTH most likely tokens of each row and the bins of their probabilities. logits: [M, V].
 
-    top_k, top_p: of sampling, None for all. What they rule out is replaced by the likeliest token, in the rarest bin.
+    top_k, top_p: of sampling, None for all. Excluded tokens are replaced by the likeliest one, in the lowest bin.
     """
     return with_bins(*likeliest_on_host(logits, temperature), top_k, top_p)
 
@@ -35,12 +35,12 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
 def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
     """Ids and probabilities of the ROW_LENGTH most likely tokens of each row, or of all, [M, K]. logits: [M, V].
 
-    On a CPU probabilities are cut to the first 12 bits or more behind their first one (to 10 in the choice among groups
-    of tokens, where the vocabulary has more than 131,072): tokens that are equal in these come in any order.
+    On a CPU probabilities are cut to the first 12 bits or more after their first one (to 10 in the choice among groups
+    of tokens, where the vocabulary has more than 131,072): tokens that are equal in these are in any order.
     """
     if not on_host(logits):
         values, ids = likeliest(logits, temperature)
-        # Both in one copy to the host, which would wait for each.
+        # Both in one copy to the host, which would otherwise wait twice.
         found, bits = torch.stack([ids, values.view(torch.int32).long()]).cpu().numpy()
         return found, bits.astype(np.int32).view(np.float32)
     chances = _chances_on_host(logits.detach(), temperature)
@@ -51,7 +51,7 @@ def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
 
 
 def with_bins(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | None, top_p: float | None) -> Rows:
-    """`most_likely` of rows that are known: their ids and probabilities, [M, K] each."""
+    """`most_likely` for known rows: their ids and probabilities, [M, K] each."""
     if (top_k and top_k < ROW_LENGTH) or (top_p and top_p < 1.0):
         found, chances = _cut(found, chances, top_k or ROW_LENGTH, top_p or 1.0)
     bins = _BIN_EDGES.searchsorted(chances)
@@ -65,7 +65,7 @@ def with_bins(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | N
 def likeliest(logits: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Probabilities and ids of the ROW_LENGTH most likely tokens of each row, or of all, by torch. logits: [M, V].
 
-    temperature: a tensor [] to leave its value open, in a forward that is captured.
+    temperature: a tensor [] in a captured forward, where its value may change.
     """
     chances = (logits.detach().float() / temperature).softmax(dim=-1)
     num_tokens = chances.shape[1]
@@ -81,10 +81,10 @@ def likeliest(logits: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor
 
 
 def _chances_on_host(logits: Tensor, temperature: float) -> Tensor:
-    """Probabilities in float32. Of few rows in memory that the next call of this thread overwrites."""
+    """Probabilities in float32; for few rows in memory that the next call of this thread overwrites."""
     if logits.numel() > MAX_SCRATCH:
         return (logits.float() / temperature).softmax(dim=-1)
-    # The first writes to new memory take as long as the softmax does.
+    # The first writes to new memory take as long as the softmax.
     buffer: Tensor | None = getattr(_scratch, "buffer", None)
     if buffer is None or buffer.numel() < logits.numel():
         with torch.inference_mode(False):
@@ -98,7 +98,7 @@ def _chances_on_host(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _cut(ids: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int, top_p: float) -> Rows:
-    """What top-k and then top-p sampling leave of rows [M, K] that are sorted by chance."""
+    """What top-k and then top-p sampling leave of rows [M, K] that are sorted by probability."""
     if top_k < ROW_LENGTH:
         chances = chances[:, :top_k]
         chances = chances / np.maximum(chances.sum(1, keepdims=True), np.finfo(chances.dtype).tiny)  # of NaN logits: 0
@@ -141,8 +141,8 @@ def _top_on_host(chances: Tensor) -> Rows:
 def _largest(bits: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Where the ROW_LENGTH largest numbers of each row are, and what they are, largest first, [M, ROW_LENGTH] each.
 
-    bits: [M, N] of float32 numbers, and overwritten. numpy has fast instructions to sort numbers, and none to say where
-    they were: so each number's place takes its last bits. As integers they are in order all the same, NaN with them.
+    bits: [M, N] of float32 numbers, and overwritten. numpy sorts numbers with fast instructions, but does not return
+    their indices: so each number's index replaces its last bits. As integers they keep their order, NaN included.
     """
     num_columns = bits.shape[1]
     place = (1 << (num_columns - 1).bit_length()) - 1

@@ -105,7 +105,7 @@ class LookaheadDrafter(Drafter):
         return Explanation(sources=("pool",) * self._num_nodes[row], reason=REASONS[self._mode])
 
     def take_over(self, levels: Tensor, num_updates: int, num_proposed: int, num_accepted: int) -> None:
-        """Go on behind steps that ran elsewhere. levels: [B, N-1, W]. num_updates: such steps. The pool is shared."""
+        """Continue after steps that ran elsewhere. levels: [B, N-1, W]. num_updates: such steps. The pool is shared."""
         self.window.levels = levels
         self.window.num_updates += num_updates
         self._num_proposed += num_proposed

@@ -28,8 +28,8 @@ MAX_LIKELY = 8  # tokens of a row that may be worth a row of their own
 MAX_UNSEEN = 256  # tokens without a row that are remembered
 KEY_SHIFT = 32  # a pair of tokens as one integer
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
-NUM_SIGNS = 256  # of the embedding, by which a model is known again
-MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them, and half of them differ between strangers
+NUM_SIGNS = 256  # of the embedding, which identify a model
+MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them; between unrelated models half of them differ
 
 
 class Memory:
@@ -43,16 +43,17 @@ class Memory:
             model.generate(...)
         memory.save()
 
-    What is remembered never changes what a call returns, only how fast it does.
+    In float32 and float64 a memory changes only the speed of a call, not its result. In half precision it can change
+    the text where two tokens nearly tie (docs/compatibility.md, "What differs").
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES, path: str | Path | None = None, texts: int = 0) -> None:
-        """max_bytes: about how much the tables may take. path: where save() writes, and what is loaded if it exists.
-        texts: how many tokens of what calls have generated (each with the end of its prompt), and of what `warm` was
-        given, to keep as they are, besides; 24 to 32 bytes each. 0: none.
+        """max_bytes: about how much the tables may take. path: the file that save() writes, loaded if it exists.
+        texts: how many tokens of generated texts (each with the end of its prompt), and of texts given to `warm`, are
+        also kept verbatim; 24 to 32 bytes each. 0: none.
 
         Of a file with more rows than fit the latest are loaded. Raises ValueError for too few bytes, or a file that is
-        not a memory or far too large for max_bytes; the file is left as it is.
+        not a memory or far too large for max_bytes; the file is left unchanged.
         """
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < MIN_BYTES:
             raise ValueError(f"max_bytes must be an integer of at least {MIN_BYTES}, got {max_bytes!r}")
@@ -127,18 +128,18 @@ class Memory:
                 self.texts.add(ids)
 
     def warm_vocabulary(self, model: Any) -> None:
-        """Learn what the model puts behind each token alone, so that there are guesses from the first step on.
+        """Learn what the model predicts after each token alone, so that there are guesses from the first step on.
 
-        Costs about 2 * parameters * vocabulary floating-point operations, once per model: what is found serves all
-        memories of the model, holds nothing of anybody's texts, takes at most 8 MiB beside `max_bytes`, and is kept in
-        the cache folder and by `save()`.
+        Costs about 2 * parameters * vocabulary floating-point operations, once per model. The rows serve all memories
+        of the model, contain nothing of any text, take at most 8 MiB in addition to `max_bytes`, and are kept in the
+        cache folder and by `save()`.
         """
         self.belong_to(model)
         self.vocabulary = make_vocabulary(model)
         keep_vocabulary(model, self.vocabulary)
 
     def learn(self, previous: list[int], tokens: list[int], rows: Packed, num_likely: int) -> None:
-        """Remember what the model put after some tokens, later ones counting more.
+        """Remember what the model predicted after some tokens; later rows replace earlier ones.
 
         previous, tokens: [M] the last two ids before each row. rows: [M, ROW_LENGTH], as `packed` makes them.
         num_likely: of how many rows, from the last, the tokens are worth knowing more about.
@@ -208,7 +209,7 @@ class Memory:
 
 
 def identity_of(model: Any) -> dict[str, Any]:
-    """By what a model is known again in any dtype: kind, size, and signs of its embedding where they can be read."""
+    """What identifies a model in any dtype: type, sizes, and signs of its embedding if they can be read."""
     config = model.config.get_text_config()
     weight = model.get_input_embeddings().weight
     signs = ""

@@ -1,4 +1,4 @@
-"""The file of a memory: what it holds, and whether that can be true."""
+"""The file of a memory: its contents, and their validation."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": s
 class Contents:
     """What is saved of a memory.
 
-    identity: of its model, None where none has used it. step_costs: what steps of it have cost. singles, pairs: the
+    identity: of its model, None if none has used it. step_costs: of that model. singles, pairs: the
     tables' rows. counts: by whether tokens are sampled, trials and hits of each kind of guess, [2, kinds]. texts: ids,
-    END behind each text; None where they are left out. vocabulary: the rows of tokens alone, None without.
+    END after each text; None if they are left out. vocabulary: the rows of tokens alone, None without.
     """
 
     identity: dict[str, Any] | None
@@ -42,7 +42,7 @@ class Contents:
 
 
 def write_memory(path: Path, contents: Contents) -> None:
-    """Write a file, all or nothing. One that is there keeps its mode."""
+    """Write a file atomically. An existing file keeps its mode."""
     header = {"format": FORMAT, "model": contents.identity, "prices": contents.step_costs}
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
     for name, table in (("singles", contents.singles), ("pairs", contents.pairs)):
@@ -58,7 +58,7 @@ def write_memory(path: Path, contents: Contents) -> None:
 def read_memory(path: Path, max_bytes: int, max_rows: int, max_texts: int) -> Contents:
     """Of a file with more rows or tokens of texts the last `max_rows` and `max_texts`.
 
-    max_bytes: of the memory. Raises ValueError for a file that is no memory, or far too large.
+    max_bytes: of the memory. Raises ValueError for a file that is not a memory, or far too large.
     """
     try:
         return _contents(read_arrays(path, max_bytes, max_rows, VOCABULARY_BYTES, max_texts))

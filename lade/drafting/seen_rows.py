@@ -1,4 +1,4 @@
-"""Rows of logits that a call has seen and not learned from yet, and which tokens they stand behind."""
+"""Rows of logits that a call has seen and not learned from yet, and the tokens that they follow."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lade.drafting.top_k_table import Packed, packed
 
 
 class SeenRows:
-    """M rows, either of logits or, from captured steps, of what is likeliest in them.
+    """M rows, either of logits or, from captured steps, of their likeliest tokens.
 
     previous, tokens: [M] the last two ids before each row. is_accepted: [M] whether the last one was committed.
     """
 
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None) -> None:
-        """Of sampling: 1, None and None for greedy."""
+        """The parameters of sampling: 1, None and None for greedy."""
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self.clear()
 
@@ -37,9 +37,9 @@ class SeenRows:
         self._chances: list[npt.NDArray[Any]] = []
 
     def add(self, roots: list[int], growth: Growth, path: list[int], logits: Tensor) -> None:
-        """Take in a text's rows behind its root and each guess. roots: its last two ids. path: the accepted guesses.
+        """Take in a text's rows at its root and each guess. roots: its last two ids. path: the accepted guesses.
 
-        logits: [1 + n, V], without ids that no embedding exists for.
+        logits: [1 + n, V], without ids that have no embedding.
         """
         self._logits.append(logits)
         self._describe(roots, growth, path)
@@ -52,13 +52,13 @@ class SeenRows:
         ids: npt.NDArray[Any],
         chances: npt.NDArray[Any],
     ) -> None:
-        """As `add`, of rows whose likeliest ids and their probabilities, [1 + n, K] each, are known."""
+        """As `add`, for rows whose likeliest ids and their probabilities, [1 + n, K] each, are known."""
         self._ids.append(ids)
         self._chances.append(chances)
         self._describe(roots, growth, path)
 
     def packed(self) -> Packed:
-        """All rows in the order in which they came, [M, ROW_LENGTH]. They must be of one of the two sorts."""
+        """All rows in the order in which they were added, [M, ROW_LENGTH]. They must be of one of the two kinds."""
         if self._ids:
             found = np.concatenate(self._ids), np.concatenate(self._chances)
         else:

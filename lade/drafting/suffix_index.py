@@ -1,18 +1,18 @@
-"""Where the end of a text has occurred in it before, and what followed there, also behind a difference."""
+"""Where the end of a text has occurred in it before, and what followed there, also after a difference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-MIN_MATCH = 3  # shorter repetitions are too often by chance
+MIN_MATCH = 3  # shorter repetitions are too often accidental
 MAX_MATCH = 21  # longer ones count as this long
 MAX_PLACES = 16  # latest places remembered of each key
-END = -2  # behind each text of several; no id
-MAX_DIFFERENCE = 16  # tokens that a copy may differ in, on either side, and still be taken up again
+END = -2  # after each text of several; not a token id
+MAX_DIFFERENCE = 16  # tokens that a copy may differ in, on either side, and still be resumed
 
 
 class SuffixIndex:
-    """One row's text with an index of its trigrams. A place is the index of the token behind an occurrence."""
+    """One row's text with an index of its trigrams. A place is the index of the token after an occurrence."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -46,7 +46,7 @@ class SuffixIndex:
 
 
 class Copy:
-    """Where a text copies an earlier part of itself, so that it can be taken up again behind a difference."""
+    """Where a text copies an earlier part of itself, so that it can be resumed after a difference."""
 
     def __init__(self, place: int) -> None:
         """place: of the next token of the earlier part."""
@@ -62,10 +62,10 @@ class Copy:
                 self.place += 1
 
     def resumed(self, text: Sequence[int]) -> list[tuple[int, int]]:
-        """Where the earlier part may go on behind a difference: places and numbers of equal tokens before them.
+        """Where the earlier part may continue after a difference: places and numbers of equal tokens before them.
 
         The place where most of the text's last tokens are equal again, and the one where as many tokens were replaced.
-        Nothing before a difference, nor behind a long one.
+        Nothing before a difference, nor after a long one.
         """
         if not 0 < self.num_different <= MAX_DIFFERENCE:
             return []
@@ -87,7 +87,7 @@ def longest_two(
 ) -> list[tuple[int, int]]:
     """The longest occurrence of a text's end, and the longest that went on differently, as `SuffixIndex.matches`.
 
-    tokens: where it may have occurred; place p lies at p % size, from place `oldest` on. places: behind occurrences, of
+    tokens: where it may have occurred; place p lies at p % size, from place `oldest` on. places: after occurrences, of
     which at least `num_equal` tokens are known to be equal.
     """
     found: dict[int, tuple[int, int]] = {}  # next token -> its longest match and where

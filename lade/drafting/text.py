@@ -1,4 +1,4 @@
-"""One text of a batch, as its guesses need it: where its end has occurred before, and what it is copying."""
+"""One text of a batch, for guessing: where its end has occurred before, and which passage it is copying."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lade.drafting.growth import Growth, Pointer, Source
 from lade.drafting.suffix_index import MAX_MATCH, Copy, SuffixIndex
 from lade.drafting.text_store import TextStore
 
-LONG_COPY = 13  # tokens of a match from which on it is taken up again behind a difference
+LONG_COPY = 13  # matches of at least so many tokens are resumed after a difference
 
 
 class DraftedText:
-    """growth: the guesses behind its end. sibling: a row of logits behind a wrong guess in the place of its root."""
+    """growth: the guesses after its end. sibling: the row of a wrong guess in the place of its root."""
 
     def __init__(self, ids: list[int]) -> None:
         """ids: of the prompt."""
         self._index = SuffixIndex()
         self._index.extend(ids)
         self._prompt_length = len(ids)
-        self._copy: Copy | None = None  # what it has copied lately
+        self._copy: Copy | None = None  # the passage that it has copied lately
         self.num_generated = 0
         self.growth = Growth()
         self.sibling: Source | None = None
@@ -32,14 +32,14 @@ class DraftedText:
 
     @property
     def to_keep(self) -> list[int]:
-        """What later calls may repeat: what was generated, and the end of the prompt, by which it is found."""
+        """What later calls may repeat: the generated tokens, after the end of the prompt, by which they are found."""
         return self.tokens[max(0, self._prompt_length - MAX_MATCH) :]
 
     def begin_step(self, num_generated: int) -> None:
         self.growth, self.num_generated = Growth(), num_generated
 
     def extend(self, committed: list[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
         if self._copy is not None:
             self._copy.extend(self.tokens, committed)
         self._index.extend(committed)
@@ -47,7 +47,7 @@ class DraftedText:
     def pointers(self, texts: TextStore | None, count: int) -> list[Pointer]:
         """At most `count` tokens each of what followed where the text's end has occurred before. texts: of other calls.
 
-        A long match is remembered as what the text copies, to be taken up again behind a difference.
+        A long match is remembered as what the text copies, to be resumed after a difference.
         """
         own = self._index.matches()
         found = _followed(self._index, own, SUFFIX_KINDS, count)
@@ -67,6 +67,6 @@ class DraftedText:
 def _followed(
     texts: SuffixIndex | TextStore, matches: list[tuple[int, int]], kinds: Sequence[tuple[int, ...]], count: int
 ) -> list[Pointer]:
-    """At most `count` tokens behind each match. kinds: of each match."""
+    """At most `count` tokens after each match. kinds: of each match."""
     found = zip(matches, kinds, strict=False)
     return [Pointer(texts.following(place, count), 0, length, by_length) for (place, length), by_length in found]

@@ -18,24 +18,24 @@ NOWHERE = -1
 class TextStore:
     """The last `max_tokens` tokens of texts, with an index of their trigrams.
 
-    A place counts tokens from the first that was ever added. A token, and the place before of the same trigram, lie at
-    place % max_tokens: what is new overwrites what is old, so that adding takes constant time and memory is bounded.
+    A place counts tokens from the first that was ever added. A token, and the previous place of the same trigram, are
+    stored at place % max_tokens: new ones overwrite the oldest, so adding takes constant time and memory is bounded.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """max_tokens: each takes 24 to 32 bytes, whether it is there yet or not."""
+        """max_tokens: each takes 24 to 32 bytes, allocated at the start."""
         self.max_tokens = max_tokens
         self._lock = threading.Lock()  # calls in several threads may share a store
         self.clear()
 
     def __len__(self) -> int:
-        """Tokens, with one behind each text."""
+        """Tokens, with one after each text."""
         return min(self._end, self.max_tokens)
 
     def clear(self) -> None:
         with self._lock:
             self._tokens = array("q", [END]) * self.max_tokens
-            self._before = array("q", [NOWHERE]) * self.max_tokens  # the place before of the trigram that ends there
+            self._before = array("q", [NOWHERE]) * self.max_tokens  # the previous place of the trigram that ends there
             self._latest = array("q", [NOWHERE]) * (1 << (self.max_tokens - 1).bit_length())  # by the hash of a trigram
             self._end = 0
 
@@ -52,12 +52,12 @@ class TextStore:
                 self._end = place + 1
 
     def matches(self, text: Sequence[int]) -> list[tuple[int, int]]:
-        """Where a text's end has occurred, as `SuffixIndex.matches`; nothing that lies at the end of a text here."""
+        """Where a text's end has occurred, as `SuffixIndex.matches`; no occurrence at the end of a stored text."""
         oldest = self._end - len(self)
         return longest_two(text, self._tokens, self.max_tokens, self._places(text, oldest), oldest)
 
     def _places(self, text: Sequence[int], oldest: int) -> Iterator[int]:
-        """The latest places behind the text's last trigram, or behind one of the same hash."""
+        """The latest places after the text's last trigram, or after one of the same hash."""
         place = self._latest[self._key(text[-MIN_MATCH:])] if len(text) >= MIN_MATCH else NOWHERE
         for _ in range(MAX_PLACES):
             if place < oldest + MIN_MATCH:
@@ -72,7 +72,7 @@ class TextStore:
         return found[: found.index(END)] if END in found else found
 
     def as_array(self) -> npt.NDArray[np.int32]:
-        """All texts, the oldest first, END behind each. Of the first the beginning may be gone."""
+        """All texts, the oldest first, END after each. The beginning of the first may be missing."""
         with self._lock:
             places = range(self._end - len(self), self._end)
             return np.array([self._tokens[place % self.max_tokens] for place in places], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Which tokens the model put after a key, with their probabilities: the memory of the recycling drafter."""
+"""The model's likeliest tokens after a key, with their probabilities: the memory of the tree drafter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 ROW_LENGTH = 32  # tokens kept per key
 BYTES_PER_ROW = ROW_LENGTH * 4 + 136  # ids with their bins, and what the index takes
-# To find its first key, a dict walks over all that were deleted before it: that pays for many keys at once, one of so
-# many of a table's. One by one it takes the longer the larger the table is.
+# To find its first key, a dict walks over all that were deleted before it: one by one the time would grow with the
+# table. So one in so many keys of the table is looked up at once.
 LOOKED_UP_SHARE = 64
 # Upper ends of the bins that probabilities are sorted into.
 BIN_EDGES = (0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.45, 0.6, 0.75, 0.88, 0.95, 0.99)

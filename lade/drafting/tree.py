@@ -1,9 +1,9 @@
-"""The tree drafter: every row of a block tells what may come next there, so all of them are remembered and used again.
+"""The tree drafter: every row of a block is a prediction of the next token, so all of them are remembered and reused.
 
-A row of logits that no accepted token came from still says what the model thinks of its context. Its likeliest tokens
+A row of logits that no accepted token came from is still the model's prediction for its context. Its likeliest tokens
 are kept under the last token and under the last two, and a tree is grown from them, best guess first. Source: Token
-Recycling (arXiv:2408.08696) for the table by one token; the pairs, the learned chances, the order of growth and the
-suffix match are described in docs/drafting.md.
+Recycling (arXiv:2408.08696) for the table by one token; the pairs, the learned probabilities, the order of growth and
+the suffix match are described in docs/drafting.md.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
-ROWS_AT_ONCE = 8  # rows of logits that are learned from together: for fewer it takes as long
+ROWS_AT_ONCE = 8  # rows of logits that are learned from together; fewer take as long
 
 # Why a block has its size.
-RESTS = "No guesses: they have cost more than they gained lately, so a few steps go without."
-NO_ROOM = "No guesses: there is no room for them behind the root."
+RESTS = "No guesses: they have cost more than they gained lately, so a few steps have none."
+NO_ROOM = "No guesses: there is no room for them after the root."
 WHOLE = "As many guesses as there is room for: sizes do not follow costs (ADAPTIVE=0)."
-SCHEDULED = "A size from a schedule: what blocks cost on this machine is being measured."
+SCHEDULED = "A size from a schedule: block costs on this machine are being measured."
 BEST = "The size that is expected to commit most tokens per unit of time."
-COMPARED = "Not the best size by what is known: it is tried now and then to keep its cost up to date."
-BLIND_BLOCK = 16  # tokens of a block whose cost cannot be known: they pay on most devices
+COMPARED = "Not the best known size: it is tried now and then to keep its cost up to date."
+BLIND_BLOCK = 16  # tokens of a block of unknown cost: so many pay on most devices
 
 
 class TreeDrafter:
@@ -86,12 +86,12 @@ class TreeDrafter:
         num_rows = outcome.logits.shape[:2].numel()
         is_due = is_first or len(self._seen) + num_rows >= ROWS_AT_ONCE or outcome.digest is not None
         if outcome.digest is not None:
-            self._learn_rows()  # those that came without a digest
+            self._learn_rows()  # those without a digest
         num_judged = num_accepted = 0
-        replaced: dict[int, int] = {}  # of each text, the place among the rows seen of a guess that was wrong
+        replaced: dict[int, int] = {}  # by text, the index among the rows seen of a wrong guess
         for row, (text, path) in enumerate(zip(self._texts, outcome.accepted, strict=True)):
             if path is None or text.growth.tokens != outcome.tree.tokens[row]:
-                continue  # ended before; what goes on there is padding
+                continue  # ended before; what follows is padding
             num_seen = len(self._seen)
             if text.tokens:
                 self._see(outcome, row, path, is_due)
@@ -115,7 +115,7 @@ class TreeDrafter:
     def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
         if self.costs is None:
             return
-        # A step's cost is without the search for guesses, which is over when a size is chosen.
+        # A step's cost excludes the search for guesses, which ends before a size is chosen.
         costs = self.costs.at(num_slots)
         costs.observe(num_tokens, seconds, search_seconds)
         if self._has_searched and self._reason != SCHEDULED:
@@ -146,21 +146,21 @@ class TreeDrafter:
         return found
 
     def _takes_rest(self, rows: list[int]) -> bool:
-        """Whether to propose nothing, because guesses have not paid lately; unless the text repeats itself."""
+        """Whether to propose nothing, because guesses have not paid lately and the text does not repeat itself."""
         if self.costs is None or not self._backoff.begin_step():
             return False
         pointers = (pointer for row in rows for pointer in self._texts[row].pointers(self.memory.texts, 1))
         return all(pointer.length < LONG_MATCH for pointer in pointers)
 
     def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
-        """Trees for some rows, all of the size that pays."""
+        """Trees for some rows, all of the size that pays most."""
         costs = None if self.costs is None else self.costs.at(num_slots)
         scheduled = None if costs is None else costs.scheduled_size(self.max_block)
         if costs is None or scheduled is not None:
             self._reason = WHOLE if scheduled is None else SCHEDULED
             for row in rows:
                 growth = self._texts[row].growth = self._grow(row, max_depth, (scheduled or self.max_block) - 1)
-                if scheduled is not None:  # any tokens, so that the step has the size that is to be timed
+                if scheduled is not None:  # any tokens will do: the step must have the scheduled size to be timed
                     self._add_probes(growth, range(self.num_tokens), scheduled - 1)
             return
         offers, trust = costs.offers(self.max_block), self.acceptance.trust
@@ -179,9 +179,9 @@ class TreeDrafter:
             growth.cut(size - 1)
 
     def _grow(self, row: int, max_depth: int, size: int, least: float = 0.0, stop: EarlyStop | None = None) -> Growth:
-        """The best tree of at most `size` nodes behind a text's last token, none of whose chance is below `least`.
+        """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`.
 
-        stop: where no more guesses than can pay are wanted.
+        stop: ends growth once no larger tree can pay; None for the whole size.
         """
         text, draws_at = self._texts[row], partial(self._draws_at, row)
         sources = [] if text.sibling is None else [text.sibling]
@@ -193,13 +193,13 @@ class TreeDrafter:
         return growth
 
     def _draws_at(self, row: int, depth: int) -> Draws | None:
-        """The draws of a token at some distance from the root; None where they are not known, or for greedy."""
+        """The draws of a token at some distance from the root; None if they are not known, or in greedy decoding."""
         if self._coming_draws is None:
             return None
         return self._coming_draws.peek(row, self._texts[row].num_generated + depth - 1, self._vocab_size)
 
     def _add_probes(self, growth: Growth, tokens: Iterable[int], size: int) -> None:
-        """Fill what is left of a tree with tokens that it does not have behind the root."""
+        """Fill the rest of a tree with tokens that it does not have after the root."""
         room = size - len(growth.tokens)
         if room <= 0:
             return
@@ -208,20 +208,20 @@ class TreeDrafter:
             growth.add(token, -1, PROBE, self.acceptance.chances[PROBE], 1)
 
     def _see(self, outcome: Outcome, row: int, path: list[int], is_due: bool) -> None:
-        """Take in one text's rows of a step. is_due: they are learned from before the next forward."""
+        """Add one text's rows of a step. is_due: they are learned from before the next forward."""
         text, digest = self._texts[row], outcome.digest
         roots, num_rows = text.tokens[-2:], 1 + len(text.growth.tokens)
         if digest is not None:
             ids, chances = digest.ids[row, :num_rows], digest.chances[row, :num_rows]
             self._seen.add_digested(roots, text.growth, path, ids, chances)
-        else:  # where they wait, the next forward may write where they lie
+        else:  # they wait, and the next forward may overwrite their memory
             logits = outcome.logits[row, :num_rows, : self.num_tokens]
             self._seen.add(roots, text.growth, path, logits if is_due else logits.clone())
 
     def _judge(self, growth: Growth, path: list[int], last: int) -> int | None:
         """Learn which guesses were right. path: the accepted ones. last: the token committed after them.
 
-        Returns the likeliest guess that was wrong in the last token's place, None where there is none.
+        Returns the likeliest wrong guess in the last token's place, None if there is none.
         """
         if not growth.tokens:
             self.acceptance.rest()
@@ -233,7 +233,7 @@ class TreeDrafter:
         return growth.sibling(path[-1] if path else -1) if len(hits) == len(path) else None
 
     def _learn_rows(self) -> Packed | None:
-        """Remember the rows seen, those of accepted tokens last: later ones count more. Returns them as they came."""
+        """Remember the rows seen, those of accepted tokens last, since later ones win. Returns them in seen order."""
         if not len(self._seen):
             return None
         rows, seen = self._seen.packed(), self._seen
@@ -247,8 +247,8 @@ class TreeDrafter:
 
 
 def _rows_alone(request: DraftRequest, memory: Memory) -> Packed | None:
-    """Rows of tokens that nothing else is known of, where there are any."""
-    may_load = request.cost_source != "assumed"  # no text is to depend on what earlier processes have stored
+    """Rows of tokens alone, for tokens without other rows; None if there are none."""
+    may_load = request.cost_source != "assumed"  # no text may depend on what earlier processes have stored
     may_make = request.may_measure and not request.is_split
     found = memory.vocabulary or vocabulary_of(request.model, may_make, may_load)
     return None if found is None or found.largest_id >= request.num_tokens else found.at(request.temperature or 1.0)

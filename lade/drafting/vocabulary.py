@@ -1,7 +1,7 @@
-"""A row for every token from the start: what the model puts behind it where no text comes before.
+"""A row for every token from the start: what the model predicts after it with no text before it.
 
-Such a row is a weak guess, used where nothing better is known of a token. It says nothing about anybody's texts, so
-that all memories of a model may share it: it is made once per model, and kept in the user's cache folder.
+Such a row is a weak guess, used where a token has no better row. It contains nothing of any text, so all memories of a
+model share it: it is computed once per model, and kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lade.state import PerModel
 logger = logging.getLogger("lade")
 
 MAX_BYTES = 8 * 2**20  # of a model's rows
-LEAST_LENGTH = 8  # ids of a row; where that is too much for all tokens, those with the largest ids have no row
+LEAST_LENGTH = 8  # ids of a row; if that is too much for all tokens, those with the largest ids have no row
 BYTES_PER_ID = 4 + 2
-# Floating-point operations up to which rows are made unasked, by kind of device: some tenths of a second.
+# Floating-point operations up to which rows are computed without request, by kind of device: some tenths of a second.
 CHEAP = {"cpu": 1e11, "cuda": 2e13}
-MAX_TEMPERATURES = 2  # that rows are kept ready for
-AFFORDABLE = 100.0  # times as many where they are asked for beforehand
+MAX_TEMPERATURES = 2  # for which prepared rows are kept
+AFFORDABLE = 100.0  # times as many on request
 MAX_LOGITS = 2**24  # of one forward
 MAX_BATCH = 256  # tokens of one forward
-NUM_SAMPLED = 64  # numbers of each parameter by which a model is known again
+NUM_SAMPLED = 64  # numbers of each parameter that identify a model
 
 _BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
 
@@ -46,7 +46,7 @@ class Vocabulary:
     """Rows of the tokens 0, 1, ..: ids, [N, K], likeliest first, and log probabilities at temperature 1."""
 
     def __init__(self, ids: npt.NDArray[np.int32], logs: npt.NDArray[np.float16]) -> None:
-        """Raises ValueError where these cannot be such rows."""
+        """Raises ValueError if these cannot be such rows."""
         if ids.ndim != 2 or ids.shape != logs.shape or ids.dtype.kind != "i" or logs.dtype.kind != "f":
             raise ValueError("its rows of tokens alone have a wrong shape or type")
         if ids.size and (ids.min() < 0 or not np.isfinite(logs).all() or logs.max() > 0):
@@ -59,7 +59,7 @@ class Vocabulary:
         """All rows at a temperature, [N, K]."""
         rows = self._rows.get(temperature)
         if rows is None:
-            with np.errstate(under="ignore"):  # whatever numpy has been told to raise
+            with np.errstate(under="ignore"):  # even if numpy is set to raise
                 weights = np.exp(self.logs.astype(np.float32))
                 rest = np.maximum(0.0, 1.0 - weights.sum(1))
                 if temperature != 1.0:  # no other token is likelier than the row's last one
@@ -82,7 +82,7 @@ def size_of_rows(num_tokens: int) -> tuple[int, int]:
 
 
 def make_vocabulary(model: Any) -> Vocabulary:
-    """Run the model on each token alone: one text of one token, without a token that begins texts."""
+    """Run the model on each token alone: one text of one token, without BOS."""
     num_tokens = num_tokens_of(model)
     num_rows, length = size_of_rows(num_tokens)
     batch = max(1, min(MAX_BATCH, MAX_LOGITS // num_tokens))
@@ -99,10 +99,10 @@ def make_vocabulary(model: Any) -> Vocabulary:
 
 
 def vocabulary_of(model: Any, may_make: bool, may_load: bool = True) -> Vocabulary | None:
-    """The rows of a model: known to this process, or stored by an earlier one, or made now if they cost little.
+    """The rows of a model: known to this process, stored by an earlier one, or computed now if that is cheap.
 
     may_make: whether the model may be run for them. may_load: whether what earlier processes have stored may decide.
-    None where there are none.
+    None if there are none.
     """
     slot = _slot_of(model)
     with slot.lock:
@@ -117,7 +117,7 @@ def vocabulary_of(model: Any, may_make: bool, may_load: bool = True) -> Vocabula
 
 
 def prepare_vocabulary(model: Any) -> bool:
-    """Make and store a model's rows on request, where that takes at most tens of seconds. Returns whether it did."""
+    """Make and store a model's rows on request, if that takes at most tens of seconds. Returns whether it did."""
     vocabulary = _make_quietly(model) if _is_within(model, AFFORDABLE) else None
     if vocabulary is not None:
         keep_vocabulary(model, vocabulary)
@@ -136,7 +136,7 @@ class _Slot:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.vocabulary: Vocabulary | None = None
-        self.is_settled = False  # whether it was looked for
+        self.is_settled = False  # whether it has been looked for
 
 
 _known: PerModel[dict[int, _Slot]] = PerModel(dict)  # by tokens: embeddings may be resized
@@ -152,7 +152,7 @@ def _slot_of(model: Any) -> _Slot:
 
 
 def _is_unseen(model: Any) -> bool:
-    """Whether nothing of the user's looks on when the model is run."""
+    """Whether running the model calls no code of the user's."""
     for module in model.modules():
         if module.training or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return False
@@ -167,14 +167,14 @@ def _is_within(model: Any, factor: float) -> bool:
 
 
 def _make_quietly(model: Any) -> Vocabulary | None:
-    with _quietly("no rows of tokens alone"):  # a model that takes more than ids says so in its own way
+    with _quietly("no rows of tokens alone"):  # a model that needs more than ids may raise anything
         return make_vocabulary(model)
     return None
 
 
 @contextmanager
 def _quietly(failure: str) -> Iterator[None]:
-    """What goes wrong is only noted: guesses do without."""
+    """Log errors instead of raising them: guessing works without these rows."""
     try:
         yield
     except Exception as error:
@@ -182,7 +182,7 @@ def _quietly(failure: str) -> Iterator[None]:
 
 
 def _file_of(model: Any) -> Path | None:
-    """Where a model's rows are stored: by some numbers of each parameter, and by what changes their rounding."""
+    """Where a model's rows are stored: named by some numbers of each parameter, and by what changes their rounding."""
     if not can_store():
         return None
     known = hashlib.sha256(f"{model.config.model_type} {model.dtype} {model.device.type}".encode())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class JacobiWindow:
-    """levels: [B, N-1, W] ids. Each step drops the first and appends the model's choices behind the last one."""
+    """levels: [B, N-1, W] ids. Each step drops the first and appends the model's choices after the last one."""
 
     def __init__(self, levels: Tensor) -> None:
         self.levels = levels

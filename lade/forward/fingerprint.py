@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lade.compat import HOOKS
+from lade.tolerance import product_precision
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -42,7 +43,7 @@ def numerics(device: torch.device) -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(device.type),
         torch.get_autocast_dtype(device.type),
-        torch.get_float32_matmul_precision(),
+        product_precision(),
         torch.are_deterministic_algorithms_enabled(),
     )
 

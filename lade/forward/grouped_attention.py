@@ -1,8 +1,8 @@
 """Attention of blocks on a CPU, where several query heads share a key/value head, without repeated keys and values.
 
-transformers' sdpa attention copies the keys and values for each query head wherever there is a mask, as for each block.
-torch's kernel for CPUs reads them as they are and computes the same bits. Here it does so under a name in transformers'
-attention interface, "lade_grouped", to which a shadow model is set. Prompts use the model's own attention.
+If there is a mask, as for each block, transformers' sdpa attention copies the keys and values for each query head.
+torch's kernel for CPUs can read them without copies and computes the same bits. It is registered in transformers'
+attention interface as "lade_grouped", which a shadow model uses. Prompts use the model's own attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lade.models import needs_self_check
 from lade.models.base import ModelAdapter
 
 NAME = "lade_grouped"
-OTHER_ATTENTION = ("softcap", "position_bias", "cache")  # arguments that change what is computed, or refuse it
+OTHER_ATTENTION = ("softcap", "position_bias", "cache")  # arguments that change the computation, or make it raise
 
 
 def grouped_attention_forward(
@@ -33,7 +33,7 @@ def grouped_attention_forward(
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in each layer: as its own for sdpa, to which it leaves all other cases.
+    """The function that transformers calls in each layer; it passes all other cases on to transformers' own for sdpa.
 
     query: [B, H, q, D]. key, value: [B, H_kv, K, D]. attention_mask: [B or 1, 1, q, K]. Returns [B, q, H, D] and None.
     """
@@ -41,7 +41,7 @@ def grouped_attention_forward(
     if (
         num_groups == 1
         or query.shape[1] != key.shape[1] * num_groups
-        or query.shape[2] == 1  # transformers makes one token's heads rows of one product, which is faster still
+        or query.shape[2] == 1  # transformers computes one token's heads as rows of one product, which is even faster
         or attention_mask is None
         or dropout
         or any(arguments.get(name) is not None for name in OTHER_ATTENTION)
@@ -62,7 +62,7 @@ AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def can_group(adapter: ModelAdapter) -> bool:
-    """Whether blocks of this model can use grouped attention, and gain by it."""
+    """Whether blocks of this model can use grouped attention, and gain from it."""
     model, config = adapter.model, adapter.config
     num_heads, num_shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if not (isinstance(num_heads, int) and isinstance(num_shared, int) and num_shared < num_heads):
@@ -80,7 +80,7 @@ def can_group(adapter: ModelAdapter) -> bool:
 def has_same_bits(dtype: torch.dtype) -> bool:
     """Whether this torch computes the same with shared keys and values as with repeated ones, on a CPU.
 
-    Older versions have no kernel for it: they repeat them as well, and go on with a slower one that rounds otherwise.
+    Older versions have no such kernel: they repeat them too, and use a slower one that rounds differently.
     """
     numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
     attention = functools.partial(

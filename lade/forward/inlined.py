@@ -1,6 +1,6 @@
-"""Blocks that run inlined: a family's own straight forward (`ModelAdapter.inlined`) in place of the model's modules.
+"""Blocks that run inlined: by a family's single function (`ModelAdapter.inlined`) instead of the model's modules.
 
-It must compute the same. When a model first meets a kind of block, the block runs both ways, and the results are
+It must compute the same. When a model first runs a kind of block, the block runs both ways, and the results are
 compared: bit for bit in half precision, within rounding otherwise.
 """
 
@@ -20,19 +20,19 @@ from lade.models.base import ModelAdapter
 from lade.state import PerModel
 from lade.tolerance import logits_error
 
-# By the code of the modules, then by kind of block: why it must not run inlined, as a sentence; None where it may.
+# By the code of the modules, then by kind of block: why it must not run inlined, as a sentence; None if it may.
 _verdicts: PerModel[dict[Hashable, dict[Hashable, str | None]]] = PerModel(dict)
 
 
 def inlining_reason(adapter: ModelAdapter) -> str | None:
-    """Why a model's blocks cannot run inlined, as a sentence; None where they can, if its modules are as expected."""
+    """Why a model's blocks cannot run inlined, as a sentence; None if they can, given the expected modules."""
     if type(adapter).inlined is ModelAdapter.inlined:
         return "lade has no inlined forward for this family"
     if adapter.config._attn_implementation != "sdpa":
         return "blocks run inlined with the attention sdpa only"
     if adapter.unusual_parts or not adapter.leaves_no_tensor:
         return "the model is in training mode, compiled, under autocast, or not as transformers made it"
-    if (adapter.model.tp_size or 1) > 1:  # one that ran a block again, after a comparison, would wait for the others
+    if (adapter.model.tp_size or 1) > 1:  # a rank that ran a block again, after a comparison, would wait for the others
         return "the model is split over several processes"
     return None
 
@@ -44,16 +44,16 @@ class InlinedForward:
         """run: the adapter's `inlined` of the model that the blocks run on."""
         self.num_steps = 0
         self.refusal: str | None = None  # why some blocks did not run inlined, as a sentence
-        self.seconds = 0.0  # spent on comparing, since somebody set it to 0
+        self.seconds = 0.0  # spent on comparing since it was last set to 0
         self._run = run
         self._is_exact = adapter.is_exact
-        # A class may get another forward, which `run` does not call.
+        # A class may get another forward, which `run` would not call.
         code = (adapter.dtype, *((type(part), type(part).forward) for part in adapter.parts))
         self._verdicts = _verdicts.of(adapter.model).setdefault(code, {})
 
     def logits(self, block: Block, cache: LookaheadCache, masks: Any, ordinary: Callable[[], Tensor]) -> Tensor:
         """Logits of a block, [B, R, V]. ordinary: computes them through the model's modules."""
-        # Attention and packed products have ways of their own for a single token.
+        # Attention and packed products treat a single token differently.
         batch_size, num_tokens = block.tokens.shape
         kind = (batch_size > 1, num_tokens > 1, cache.slots is None, block.needs_all_rows)
         if kind not in self._verdicts:
@@ -66,12 +66,12 @@ class InlinedForward:
         refusal = self._verdicts[kind]
         if refusal is not None:
             self.refusal = refusal
-            return ordinary()  # again after a comparison, which has left other keys and values
+            return ordinary()  # again after a comparison, which has written other keys and values
         self.num_steps += 1
         return self.run(block, cache, masks)
 
     def run(self, block: Block, cache: LookaheadCache, masks: Any) -> Tensor:
-        """The inlined forward itself, not compared with anything. As for `logits`."""
+        """The inlined forward itself, without a comparison. Arguments as for `logits`."""
         with torch.inference_mode():
             return self._run(block, cache, masks)
 
@@ -79,7 +79,7 @@ class InlinedForward:
         """How inlined logits differ, as a sentence; None if they do not."""
         try:
             found = self.run(*arguments)
-        except Exception as error:  # modules of another version of transformers may be used otherwise
+        except Exception as error:  # modules of another version of transformers may have other interfaces
             if is_out_of_memory(error):
                 raise
             return f"the model cannot run inlined ({type(error).__name__}: {error})"

@@ -1,14 +1,14 @@
 """Linear layers that multiply with weights laid out once for oneDNN, on a CPU.
 
-torch's own product of a few rows lays the weight out anew in each call, or multiplies in a layout made for something
-else. With weights laid out once, a block of guesses costs little more than reading them. The user's model is not
-touched: blocks run on a weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`. The prompt
-runs on the model as it is. The queries', keys' and values' projections are packed one below another and are one
-product (`PartOfProduct`): in small models calling a product costs more than computing it.
+torch's own product of a few rows reorders the weight in each call, or multiplies in an unsuitable layout. With weights
+reordered once, a block of guesses costs little more than reading them. The user's model is not changed: blocks run on a
+weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, and the prompt runs on the model itself.
+The projections of queries, keys and values are packed one below another and computed as one product (`PartOfProduct`):
+in small models calling a product costs more than computing it.
 
-The packed copies of a model are shared by its calls and freed with it. Before each call that uses them the weights
-are compared with what they were when they were packed, by checksums: a write through `weight.data`, as merging an
-adapter does it, shows neither in the address nor in the version counter of a parameter.
+The packed copies of a model are shared by its calls and freed with it. Before each call that uses them, checksums
+show whether the weights have changed since they were packed: a write through `weight.data`, such as merging
+an adapter, changes neither the address nor the version counter of a parameter.
 
 Source: the operators that torch.compile's freezing uses, `mkldnn::_reorder_linear_weight` and
 `mkldnn::_linear_pointwise`.
@@ -39,22 +39,22 @@ from lade.tolerance import largest_difference, largest_value
 # The fewest elements of a weight that pay by dtype, and the fewest rows of an input. In float32 torch's product of
 # one row is as fast as a packed one, and it depends on the machine whether weights below two million elements gain.
 LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
-SMALL_ELEMENTS = 3 << 15  # where they do: below, calling oneDNN costs more than it gains
+SMALL_ELEMENTS = 3 << 15  # if they do: below this, calling oneDNN costs more than it gains
 LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 2}
-MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would have to be compared
-PACKED_FOR = 16  # rows that weights are laid out for
+MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would need a comparison
+PACKED_FOR = 16  # rows that the layout is chosen for
 # New tokens that calls must have asked for before their model is packed: packing and comparing products cost about a
-# dozen plain steps. Each change of the weights doubles it, so that a training loop does not pack in vain.
+# dozen plain steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
 LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
-# Of the memory that is free, the share that the copies may take.
+# The share of free memory that the copies may take.
 COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product is compared on random inputs until so many elements have been seen, but not more often than this.
 COMPARED_ELEMENTS, MOST_COMPARISONS = 1 << 15, 64
 PRODUCT_TOLERANCE = 1e-5  # in float32, relative to the largest element; half precision must have the same bits
 MOST_SUMMED = 511  # words of 8 bytes that go into one checksum
-# Layers of a module that have the same input, in the order in which they are called. gate_proj and up_proj do as
-# well, but calling a product as large as theirs is a small part of it.
+# Layers of a module that have the same input, in the order of their calls. gate_proj and up_proj do too, but for
+# products as large as theirs the call is a small part of the time.
 SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 
 Weights = tuple[nn.Parameter, ...]  # of one product: of one layer, or of several that have the same input
@@ -68,7 +68,7 @@ def multiply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pack(weights: Sequence[Tensor]) -> Tensor:
-    """Weights of [N, K] each, one below another, as oneDNN wants them, which is of an opaque layout."""
+    """Weights of [N, K] each, one below another, in oneDNN's opaque layout."""
     with torch.inference_mode(False), torch.no_grad():  # other calls may be in another mode
         weight = torch.cat([part.detach() for part in weights]) if len(weights) > 1 else weights[0].detach()
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
@@ -85,16 +85,16 @@ def bytes_of(weights: Weights) -> int:
 
 @dataclass(slots=True)
 class PackedWeight:
-    """The packed copy of a product's weights, and by what a change of them is noticed.
+    """The packed copy of a product's weights, and what reveals a change of them.
 
     Without references to them, even weak ones, with which `torch.utils.swap_tensors` refuses to work.
     """
 
     identities: tuple[Hashable, ...]
     checksums: tuple[Tensor, ...]
-    packed: Tensor | None = None  # None where memory was short
+    packed: Tensor | None = None  # None if memory was short
     num_bytes: int = 0  # of the copy
-    num_proven: int = 1  # its first layers, whose part of the product was found to be theirs
+    num_proven: int = 1  # the first so many layers have used their part of the product
 
     @classmethod
     def of(cls, weights: Weights) -> PackedWeight:
@@ -106,22 +106,22 @@ Copies = dict[Key, PackedWeight]
 
 @dataclass
 class PackedWeights:
-    """What a model's calls share."""
+    """What the calls of a model share."""
 
     copies: Copies = field(default_factory=dict)
-    # By shapes: how packed products differ from torch's, as a sentence; None where they do not.
+    # By shapes: how packed products differ from torch's, as a sentence; None if they do not.
     differences: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
-    apart: set[Key] = field(default_factory=set)  # weights of layers whose inputs were not the same
-    num_asked: int = 0  # new tokens, since the weights have last changed
+    apart: set[Key] = field(default_factory=set)  # weights of layers that turned out to have different inputs
+    num_asked: int = 0  # new tokens since the weights last changed
     num_changes: int = 0  # times that weights were found changed
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def prepare(self, weights: Sequence[Weights], num_new: int, is_asked: bool) -> tuple[bool, Copies, str | None]:
-        """The copies of these weights as they are now, for a call for `num_new` tokens. Missing ones are made where
+        """The copies of these weights in their present state, for a call for `num_new` tokens. Missing ones are made if
         memory allows.
 
-        is_asked: whatever that number. Returns whether the call is to have copies, which depends on the calls so far
-        and on the weights alone; those that there are; and why some are missing, as a sentence.
+        is_asked: pack regardless of that number. Returns whether the call should have copies, which depends only on
+        the calls so far and on the weights; the copies that exist; and why some are missing, as a sentence.
         """
         with self.lock:
             self.num_asked += num_new
@@ -137,12 +137,12 @@ class PackedWeights:
             return True, {key: copy for key, copy in copies.items() if copy.packed is not None}, reason
 
     def expect(self, num_new: int) -> None:
-        """Calls for so many new tokens will come."""
+        """Pack as if calls for so many new tokens had been made."""
         with self.lock:
             self.num_asked += num_new
 
     def drop(self) -> None:
-        """Free the copies, when no call uses them any more."""
+        """Free the copies once no call uses them."""
         with self.lock:
             self.copies = {}
 
@@ -188,13 +188,13 @@ def packed_weights(model: PreTrainedModel) -> PackedWeights:
 
 
 def held_bytes() -> tuple[int, int]:
-    """Weights that this process has packed, of all models, and the bytes of their copies."""
+    """The number of weights that this process has packed, over all models, and the bytes of their copies."""
     copies = [copy for weights in _packed.all() for copy in list(weights.copies.values()) if copy.packed is not None]
     return sum(len(copy.checksums) for copy in copies), sum(copy.num_bytes for copy in copies)
 
 
 def identity(weight: Tensor) -> Hashable:
-    """What changes when a weight is replaced, moved, or written to in a way that autograd sees."""
+    """A value that changes when a weight is replaced, moved, or written to in a way that autograd notices."""
     version = None if weight.is_inference() else weight._version
     return weight.data_ptr(), version, weight.dtype, weight.shape, weight.stride()
 
@@ -215,7 +215,7 @@ def checksums(weight: Tensor) -> Tensor:
 
 
 def is_current(copy: PackedWeight, weights: Weights) -> bool:
-    """Whether the weights still are what was packed."""
+    """Whether the weights are unchanged since they were packed."""
     return all(
         identity(weight) == known and torch.equal(checksums(weight), sums)
         for weight, known, sums in zip(weights, copy.identities, copy.checksums, strict=True)
@@ -229,7 +229,7 @@ class PackedProducts:
     copies: Copies
     shared: PackedWeights
     is_exact: bool  # the call computes in float32: bits may differ, as they do between sizes of blocks
-    seconds: float = 0.0  # spent on comparing products, since somebody set it to 0
+    seconds: float = 0.0  # spent on comparing products since it was last set to 0
 
     @property
     def num_weights(self) -> int:
@@ -241,13 +241,13 @@ class PackedProducts:
 
     @property
     def refusal(self) -> str | None:
-        """Why some products were torch's own, as a sentence, where comparing them has said so."""
+        """Why some products were torch's own, as a sentence; None if no comparison failed."""
         return next(filter(None, list(self.shared.differences.values())), None)
 
     def is_same(self, found: Tensor, expected: Tensor) -> bool:
         """Bit for bit in half precision, within rounding in float32.
 
-        So in half precision no text depends on whether memory was there to pack.
+        So in half precision no text depends on whether there was memory to pack.
         """
         if self.is_exact:
             return largest_difference(found, expected) <= PRODUCT_TOLERANCE * largest_value(expected)
@@ -264,7 +264,7 @@ class Product:
         self.bias = self.biases[0] if len(layers) == 1 or self.biases[0] is None else torch.cat(self.biases)
         self.widths = tuple(layer.out_features for layer in layers)
         self.in_features, self.dtype = layers[0].in_features, layers[0].weight.dtype
-        # The latest product's input, and of each layer its part, until the last layer has taken it.
+        # The latest product's input, and each layer's part of the product until the last layer has taken its part.
         self.input: Tensor | None = None
         self.parts: list[Tensor] = []
 
@@ -278,7 +278,7 @@ class Product:
         self.products.shared.apart.add(key_of(self.weights))
 
     def agrees(self, input: Tensor) -> bool:
-        """Whether the packed product of such an input may stand for aten's. Compared when a shape is first met."""
+        """Whether the packed product of such an input may replace aten's. Compared at the first use of a shape."""
         num_rows = input.numel() // max(1, self.in_features)
         if not LEAST_ROWS[self.dtype] <= num_rows <= MOST_ROWS:
             return False
@@ -310,7 +310,7 @@ class Product:
 
 
 class PackedLinear(nn.Linear):
-    """Stands for an `nn.Linear` in a shadow model."""
+    """Replaces an `nn.Linear` in a shadow model."""
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [..., K]. Returns [..., N]."""
@@ -319,15 +319,15 @@ class PackedLinear(nn.Linear):
 
 
 class PartOfProduct(nn.Linear):
-    """Stands for one of several `nn.Linear` that have the same input, in a shadow model.
+    """Replaces one of several `nn.Linear` that have the same input, in a shadow model.
 
-    The first computes the product of all, and the others find their parts with the input. Where one does not, or its
-    first part is not what it would have computed (its input was changed in place), it computes its own. Then, and
-    where parts are not asked for, later calls pack these layers one by one.
+    The first computes the product of all, and the others look up their parts by the input. If there is no part for that
+    input, or its first values differ from the layer's own (the input was changed in place), the layer computes its own
+    product. In this case, and if parts are never used, later calls pack these layers one by one.
     """
 
     def whole(self, input: Tensor) -> Tensor | None:
-        """The outputs of all these layers side by side, for code that wants no parts; None where that is not packed.
+        """The outputs of all these layers side by side, for code that needs no parts; None if they are not packed.
 
         input: [..., K]. Returns [..., the sum of the layers' N].
         """
@@ -339,7 +339,7 @@ class PartOfProduct(nn.Linear):
         product: Product = self.__dict__["product"]
         place: int = self.__dict__["place"]
         if place == 0 and product.agrees(input):
-            if product.parts:  # those of the latest product were not all asked for
+            if product.parts:  # not all parts of the latest product were used
                 product.separate()
             product.input = input
             product.parts = [part.contiguous() for part in product.of(input).split(product.widths, -1)]
@@ -361,7 +361,7 @@ class PartOfProduct(nn.Linear):
 
 
 def packing_reason(adapter: ModelAdapter) -> str | None:
-    """Why no weights of a model can be packed, as a sentence; None where some can.
+    """Why no weights of a model can be packed, as a sentence; None if some can.
 
     Does not depend on how busy the machine is.
     """
@@ -395,7 +395,7 @@ def has_onednn() -> bool:
 def small_products_pay() -> bool:
     """Whether packed products of a few rows with small float32 weights are faster here than torch's own, by a tenth.
 
-    Timed once per process: torch multiplies with another library than oneDNN, which on some processors is slow.
+    Timed once per process: torch uses another library than oneDNN, which is slow on some processors.
     """
     with torch.inference_mode():
         input = torch.full((8, 512), 0.5, dtype=torch.float32, device="cpu")
@@ -415,14 +415,14 @@ def small_products_pay() -> bool:
 
 
 def least_elements(dtype: torch.dtype) -> int:
-    """Of a weight that pays."""
+    """The fewest elements of a weight that pays."""
     if dtype == torch.float32 and small_products_pay():
         return SMALL_ELEMENTS
     return LEAST_ELEMENTS[dtype]
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is a Linear as torch made it, with a weight that pays."""
+    """Whether a layer is an unchanged torch Linear with a weight that pays."""
     if type(layer) is not nn.Linear or "forward" in vars(layer) or any(vars(layer)[name] for name in HOOKS):
         return False
     weight, bias = layer.weight, layer.bias
@@ -457,7 +457,7 @@ def can_be_one_product(layers: Sequence[Any]) -> bool:
 
 
 def weights_to_pack(adapter: ModelAdapter) -> list[Weights]:
-    """Of the layers that blocks go through: not of those that read images."""
+    """The weights of layers that blocks use, without those for images."""
     apart = packed_weights(adapter.model).apart
     roots = (adapter.model.get_decoder(), adapter.model.get_output_embeddings())
     groups = [group for root in roots if root is not None for group in groups_of(root, apart)]
@@ -466,7 +466,7 @@ def weights_to_pack(adapter: ModelAdapter) -> list[Weights]:
 
 
 def packed_model(model: Any, products: PackedProducts, attention: str | None = None) -> Any:
-    """A shadow of a model whose layers multiply with the copies, where there are any. attention: as for a shadow."""
+    """A shadow of a model whose layers multiply with the copies, if there are any. attention: as for a shadow."""
     shadow = shadow_model(model, attention)
     for layers in groups_of(shadow, products.shared.apart):
         copy = products.copies.get(key_of(layer.weight for layer in layers))

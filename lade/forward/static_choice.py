@@ -1,4 +1,4 @@
-"""Sampling behind a captured forward, by a second graph that reads the first one's logits.
+"""Sampling after a captured forward, by a second graph that reads the first one's logits.
 
 The parameters of sampling are constants of this small graph alone, so that new ones do not capture the forward again.
 """

@@ -152,7 +152,7 @@ class StaticInputs:
             capacity=cache.capacity,
             start_slots=sent["starts"],
         )
-        self._has_begun = False  # whether the padding is that of the call under way
+        self._has_begun = False  # whether the padding is the present call's
         self.cache = static_view(cache, self.slots)
         self.replay: Callable[[], Outputs] | None = None  # replays the CUDA graph that reads these inputs
         self.checks_left = NUM_CHECKS  # replays of that graph still to be compared
@@ -209,7 +209,7 @@ class StaticInputs:
 def step_inputs(
     block: Block, cache: LookaheadCache, settings: DigestSettings, race: Race | None = None
 ) -> dict[str, Tensor]:
-    """What a forward of static shape is told about a step. On the host as far as the block is."""
+    """The inputs of a forward of static shape for one step; on the host if the block is."""
     starts = torch.tensor(cache.lengths, device=HOST)[:, None]  # [B, 1]
     none = torch.zeros(len(starts), len(block.logit_rows), dtype=torch.long, device=HOST)
     return {
@@ -227,7 +227,7 @@ def step_inputs(
 
 
 def same_digest(found: Tensor, expected: Tensor) -> bool:
-    """Whether two packed digests say the same, but for the order of tokens that are equally likely."""
+    """Whether two packed digests are equal, except for the order of equally likely tokens."""
     is_same = torch.equal(found[..., :NUM_SINGLE], expected[..., :NUM_SINGLE])
     return is_same and torch.equal(likeliest_in_order(found), likeliest_in_order(expected))
 
@@ -235,5 +235,5 @@ def same_digest(found: Tensor, expected: Tensor) -> bool:
 def likeliest_in_order(packed: Tensor) -> Tensor:
     """Chance and id of each likely token of a packed digest as one number, [B, R, K], in the order of these."""
     ids, chances = packed[..., NUM_SINGLE:].long().chunk(2, dim=-1)
-    ids = ids.where(chances > chances[..., -1:], 0)  # the last one's chance may be that of others, too
+    ids = ids.where(chances > chances[..., -1:], 0)  # others may be as likely as the last one
     return (chances << 32 | ids).sort(dim=-1).values

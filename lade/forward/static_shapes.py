@@ -56,7 +56,7 @@ TOO_MANY_SLOTS = (
     f"without the kernel a captured block reads all slots of the cache, here more than {MOST_SLOTS_WITHOUT_KERNEL} "
     "(CUDA_GRAPH=1 captures all the same)"
 )
-KEPT_CHOICES = 4  # the most recently used kinds of sampling behind one of these graphs
+KEPT_CHOICES = 4  # the most recently used kinds of sampling after one of these graphs
 KEPT_SHAPES = 8  # the most recently used graphs of one cache that are kept in the pool
 SMALLEST_TREE = 8  # nodes with the root; larger trees are padded to the next power of two
 
@@ -363,7 +363,7 @@ class StaticForward:
         inputs.checks_left -= 1
 
     def _choice(self, inputs: StaticInputs, race: Race) -> StaticChoice | None:
-        """What samples behind the graph of this shape, filled with the draws of this block; None if that fails.
+        """What samples after the graph of this shape, filled with the draws of this block; None if that fails.
 
         The forward's graph is right all the same: tokens are then sampled without one.
         """

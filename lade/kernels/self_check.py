@@ -95,7 +95,7 @@ def problem_of(
         expected = reference_block_attention(*inputs, sinks=None if sinks is None else sinks[rows], **named)
         difference = largest_difference(found[:, :, rows].to(exact), expected)
         if not isfinite(difference):
-            return "the kernel gave what is no number"
+            return "the kernel returned NaN or infinity"
         error, scale = max(error, difference), max(scale, largest_value(expected))
     off = excess(error, scale, "attention", dtype)
     return None if off is None else f"the kernel was off by {off:.2g} of the largest value"

@@ -1,7 +1,7 @@
 """Block attention as a Triton kernel; see docs/kernel.md.
 
 The only module that imports triton; import it after `lade.kernels.is_available()`. Tested in Triton's interpreter and
-compiled for sm_80 and sm_90; no GPU has run it yet.
+compiled for sm_80 and sm_90; not run on a GPU yet.
 """
 
 from __future__ import annotations

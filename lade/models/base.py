@@ -23,6 +23,7 @@ from lade.models.request import unsupported_by_any
 from lade.models.shadow import shadow_model
 from lade.models.training import training_reason
 from lade.request import Request
+from lade.tolerance import EXACT_PRODUCTS, product_precision
 
 # Attention implementations that accept the 4-D mask of a block.
 MASKED_ATTENTION = ("eager", "sdpa")
@@ -252,7 +253,8 @@ class ModelAdapter:
         In half precision, in quantized layers and in reduced-precision products, rounding depends on the number of
         rows.
         """
-        if self.dtype not in EXACT_DTYPES or torch.get_float32_matmul_precision() != "highest" or self._is_autocast:
+        has_exact_products = all(precision in EXACT_PRODUCTS for precision in product_precision())
+        if self.dtype not in EXACT_DTYPES or not has_exact_products or self._is_autocast:
             return False
         weights = (weight for part in self.parts for weight in part._parameters.values() if weight is not None)
         return all(type(weight) is nn.Parameter and weight.dtype in EXACT_DTYPES for weight in weights)

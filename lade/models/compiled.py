@@ -1,4 +1,4 @@
-"""Models that the user has compiled: find the functions behind torch.compile, so that blocks run them uncompiled.
+"""Models that the user has compiled: find the functions that torch.compile wraps, so that blocks run them uncompiled.
 
 Dynamo recompiles a function for each new shape and gives up or raises at a limit, and blocks have many shapes. A
 shadow model (`lade/models/shadow.py`) runs the original functions and computes the same.

@@ -10,7 +10,7 @@ class DogeAdapter(ModelAdapter):
     """Doge: each query keeps its highest-scoring keys, so guesses would displace keys of the text."""
 
     def unsupported_layers(self) -> str | None:
-        return "each query of the model selects its keys, guesses among them, in a mask of its own"
+        return "each query of the model selects its keys, which may include guesses"
 
 
 class GPT2Adapter(ModelAdapter):

@@ -28,7 +28,7 @@ class GPTNeoAdapter(ModelAdapter):
 
     def unsupported_request(self, request: Request) -> str | None:
         if request.has_static_cache:
-            return "with a static cache GPT-Neo's local layers look elsewhere than with any other"
+            return "with a static cache GPT-Neo's local layers attend to other slots than with other caches"
         return super().unsupported_request(request)
 
     def change_view(self, view: Any) -> None:

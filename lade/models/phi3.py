@@ -20,7 +20,7 @@ class Phi3Adapter(ModelAdapter):
         if length > boundary >= request.cached_length > 0:
             return f"the cache ends below {boundary} tokens and the prompt above, so that the model computes it anew"
         if length > boundary and (self.config.sliding_window or length) < length:
-            return "beyond its boundary the model makes the prompt's cache itself, with nothing but the window in it"
+            return "beyond its boundary the model replaces the prompt's cache by one that holds only the window"
         return super().unsupported_request(request)
 
 

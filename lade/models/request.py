@@ -30,9 +30,9 @@ def unsupported_by_any(adapter: Any, request: Request) -> str | None:
             request.generation_config.eos_token_id is not None,
         )
         if may_end_early and pad_token is not None and not 0 <= pad_token < adapter.num_tokens:
-            return f"pad_token_id={pad_token}, with which rows that end early go on, is no token of the model"
+            return f"pad_token_id={pad_token}, which pads rows that end early, is not a token of the model"
     if forgets_nan(adapter, request.attention_mask):
-        return "eager attention in float64 makes NaN of padding, which the model's windows forget and lade's own cache keeps"
+        return "eager attention in float64 makes padding NaN, which leaves the model's windows but not lade's own cache"
     return None
 
 

@@ -78,8 +78,11 @@ def reason_of_difference(adapter: ModelAdapter, subject: str, is_masked: bool) -
     """Why a model whose logits differed in the self-check is not served. is_masked: as for `probe`."""
     if not adapter.takes_positions:
         return f"{subject} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"
-    padded = " behind a prompt with padding" if is_masked else ""
-    return f"a trial block{padded} on {subject} was off by more than rounding, as it is with an ignored mask; see docs/adding-a-model.md"
+    padded = " after a prompt with padding" if is_masked else ""
+    return (
+        f"a trial block{padded} on {subject} differed from one-token decoding by more than rounding, so the model seems "
+        "to ignore the mask or the positions; see docs/adding-a-model.md"
+    )
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def acts_in_training(kind: str, name: str) -> str:
 
 
 def setting(part: Any, name: str) -> float | None:
-    """The value of a setting in a module, its configuration or a child module; None if it is no number."""
+    """The value of a setting in a module, its configuration or a child module; None if it is not a number."""
     owners = (part, vars(part).get("config"), *part.children())
     value = next((found for owner in owners if (found := getattr(owner, name, MISSING)) is not MISSING), MISSING)
     # Child modules in training mode are checked on their own. A missing checkpointing attribute means off.

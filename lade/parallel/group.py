@@ -204,7 +204,7 @@ class ProcessGroup(SingleProcess):
         holders = {row: part.owners[row][path[-1]] if path else LEADER for row, path in paths.items()}
         if paths:
             cache.ensure_capacity(max(cache.lengths) + 1 + max(map(len, paths.values())))
-        received: list[tuple[int, int, list[Tensor]]] = []  # row, its length, what comes behind it
+        received: list[tuple[int, int, list[Tensor]]] = []  # row, its length, what follows it
         for holder in sorted(set(holders.values())):
             rows = [row for row in paths if holders[row] == holder]
             if holder == self._rank:

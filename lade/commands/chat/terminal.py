@@ -44,7 +44,7 @@ class Terminal:
         self.answers: list[Answer] = []
         conversation.note = self.note
         self._interrupt, self._history = StopOnInterrupt(), history
-        # Command -> what it does with the words behind it, and what /help says. None ends the program.
+        # Command -> what it does with the words after it, and what /help says. None ends the program.
         self._commands: dict[str, tuple[Callable[[str], None] | None, str]] = {
             "/retry": (self._retry, "answer the latest question once more"),
             "/undo": (self._undo, "take back the latest question and its answer"),

@@ -78,7 +78,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     add(
         "--out",
         type=Path,
-        help="JSON lines, resumed if the file exists. Table, figures and picture are written beside it",
+        help="JSON lines, resumed if the file exists. Table, figures and picture are written next to it",
     )
     add("--json", action="store_true", help="print the figures as one line of JSON in place of the table")
     add(
@@ -231,7 +231,7 @@ def score_all(
 
 
 def write_report(figures: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Write table, figures and picture beside the answers; print the table, or the figures as one line of JSON."""
+    """Write table, figures and picture next to the answers; print the table, or the figures as one line of JSON."""
     drawn = picture([figures])
     text = markdown(figures, out.with_suffix(".svg").name if drawn else None)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
@@ -244,7 +244,7 @@ def write_report(figures: dict[str, Any], out: Path, as_json: bool) -> None:
     kinds = [".md", ".json", *([".svg"] if drawn else [])]
     written = ", ".join(out.with_suffix(kind).name for kind in kinds)
     sys.stdout.write(
-        f"{markdown(figures)}\nAnswers in {out}; this table, all figures and a picture beside it: {written}\n"
+        f"{markdown(figures)}\nAnswers in {out}; this table, all figures and a picture next to it: {written}\n"
     )
 
 
@@ -257,7 +257,7 @@ def plot(paths: list[Path], out: Path | None, program: str) -> int:
         sys.stderr.write(f"{program}: --plot must have the .json files of runs: {type(error).__name__}: {error}\n")
         return 2
     if drawn is None:
-        sys.stderr.write(f"{program}: --plot needs runs of plain generate() beside others: there is no ratio to draw\n")
+        sys.stderr.write(f"{program}: --plot needs runs of plain generate() and of others: there is no ratio to draw\n")
         return 2
     out.write_text(drawn, encoding="utf-8")
     sys.stdout.write(f"{out}\n")

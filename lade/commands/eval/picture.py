@@ -1,4 +1,4 @@
-"""Speed beside plain generate() as a picture: bars by task or category, an SVG without any library."""
+"""Speed relative to plain generate() as a picture: bars by task or category, an SVG without any library."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def picture(figures: list[dict[str, Any]]) -> str | None:
     where = f"{settings['machine']}, {settings['threads']} threads, " if same else ""
     questions = sum(run["questions"] for run in figures)
     note = f"{questions} questions, {settings['model'] if len(figures) == 1 else ''}{', ' if len(figures) == 1 else ''}{where}{settings['dtype']}"
-    return svg(rows, "Speed beside plain generate(), tokens per second", _short(note, 104))
+    return svg(rows, "Speed relative to plain generate(), tokens per second", _short(note, 104))
 
 
 def _fill(method: str, methods: list[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from lade.commands.eval.programs import Limits, Outcome, problem, program_of, run_program
 from lade.commands.eval.tasks import EXACT_MATCH, PASS_AT_1, ROUGE, TASKS, Question
 
-NUMBER = re.compile(r"(?:(?<![\w)])[-+])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")  # a minus behind a digit is a difference
+NUMBER = re.compile(r"(?:(?<![\w)])[-+])?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")  # a minus after a digit is a difference
 MARKS = (
     re.compile(r"####\s*(.*)"),
     re.compile(r"\\boxed\{([^}]*)\}"),
@@ -62,7 +62,7 @@ def exact_match(question: Question, answer: str, is_continuation: bool) -> dict[
 
 
 def final_number(text: str) -> Decimal | None:
-    """What stands behind the last ####, in the last box, or behind the last "answer is"; else the last number."""
+    """What follows the last ####, stands in the last box, or follows the last "answer is"; else the last number."""
     for mark in MARKS:
         marked = mark.findall(text)
         if marked:

@@ -119,7 +119,7 @@ def markdown(figures: dict[str, Any], picture: str | None = None) -> str:
         *_table(figures["methods"]),
     ]
     if picture:
-        lines += ["", f"![Speed beside plain generate()]({picture})"]
+        lines += ["", f"![Speed relative to plain generate()]({picture})"]
     for category, methods in figures.get("categories", {}).items():
         lines += ["", f"## {category}", "", *_table(methods)]
     notes = [f"Quality: {figures['no_quality']}." if figures.get("no_quality") else ""]

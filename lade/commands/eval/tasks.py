@@ -16,7 +16,7 @@ class Question:
 
     id: str
     number: int  # of its row in the data, from 0; part of the seed
-    turns: tuple[str, ...]  # asked one after the other, each behind the model's own answers
+    turns: tuple[str, ...]  # asked one after the other, each after the model's own answers
     text: str | None = (
         None  # what a model without a chat template goes on with; None: turns of 'User:' and 'Assistant:'
     )

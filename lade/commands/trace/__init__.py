@@ -30,12 +30,12 @@ def main(arguments: list[str]) -> int:
         "It runs with the settings that generate() would use; --mode lookahead shows the paper's window.",
     )
     add = parser.add_argument
-    add("--prompt", default=PROMPT, help="text to go on with; default: the head of a Python function")
+    add("--prompt", default=PROMPT, help="text to continue; default: the head of a Python function")
     add("--question", help="asked through the model's chat template, in place of --prompt")
     add("--out", type=Path, default=Path("trace.html"), help="the page, one file without network; default: %(default)s")
     add("--terminal", action="store_true", help="replay in the terminal and write no page")
     add("--speed", type=float, default=1.0, help="of --terminal: 1 as it was, 0 without waiting; default: %(default)s")
-    add("--cold", action="store_true", help="no warm-up: show how a new process finds out what blocks cost")
+    add("--cold", action="store_true", help="no warm-up: show how a new process measures block costs")
     add("--whole", action="store_true", help="the whole block in every step, whatever it costs (ADAPTIVE=0)")
     add_model_arguments(parser, max_new_tokens=128)
     args = parse(parser, arguments)

@@ -32,7 +32,7 @@ CANDIDATES: dict[str, tuple[list[Settings], list[Settings]]] = {
 
 
 def candidates(is_quick: bool) -> tuple[Settings, ...]:
-    """All that are tried beside the anchors."""
+    """All that are tried besides the anchors."""
     found: list[Settings] = []
     for mode in MODES:
         full, quick = CANDIDATES.get(mode) or ([{"MODE": mode}],) * 2

@@ -64,7 +64,7 @@ def cost_table(findings: Findings) -> str:
     sizes = list(findings.seconds)
     costs = [cost_at(findings.seconds, size) for size in sizes]
     return (
-        f"cost of a step over so many tokens, relative to one ({1000 * findings.seconds[1]:.2f} ms), behind "
+        f"cost of a step over so many tokens, relative to one ({1000 * findings.seconds[1]:.2f} ms), after "
         f"{findings.context} tokens of text\n"
         f"  tokens {''.join(f'{size:>7}' for size in sizes)}\n"
         f"  cost   {''.join(f'{cost:>7.2f}' for cost in costs)}\n"

@@ -4,7 +4,7 @@
    costs more than a step can ever yield are left out.
 2. Tokens per step of each candidate on some prompts, the better half going on from one to the next. Divided by the
    cost of the blocks they predict the ratio to plain generate(). A prediction leaves out the drafter's own work, so it
-   is corrected by what the candidates of the same drafter took beside what was predicted for them.
+   is corrected by the ratio of measured to predicted time of the same drafter's candidates.
 3. The best by corrected prediction, the default and MODE=tree run on these prompts, taking turns. The fastest is the
    winner.
 4. The winner, the default and plain generate() run on other prompts. Only this decides what is recommended: the winner
@@ -43,7 +43,7 @@ MIN_GAIN = 1.02  # over the default, from which a change of settings is worth re
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is tried. candidates: beside the default and MODE=tree."""
+    """How much is tried. candidates: besides the default and MODE=tree."""
 
     candidates: tuple[Settings, ...]
     block_sizes: tuple[int, ...] = BLOCK_SIZES

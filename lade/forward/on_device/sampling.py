@@ -40,7 +40,7 @@ WARPERS = logits_processors(
 )
 MAX_UNSEEN = 2  # unread steps in flight, the next one included
 NEVER = 2**62  # longer than any text, in tokens
-REFUSED = "logits or probabilities that are not numbers: the ordinary loop finds out what generate() makes of them"
+REFUSED = "NaN in logits or probabilities; the host loop continued"
 
 
 def sampling_of(selection: Selection) -> Sampling | None:
