@@ -279,7 +279,7 @@ def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():
 def test_the_document_says_when_guessing_rests():
     text = " ".join((ROOT / "docs" / "drafting.md").read_text(encoding="utf-8").split())
     assert f"falls below -{PATIENCE}, " in text
-    assert f"rests: {MIN_REST} steps, then a short trial, then {2 * MIN_REST} and up to {MAX_REST} " in text
+    assert f"for {MIN_REST} steps, then after a short trial for {2 * MIN_REST}, and up to {MAX_REST} " in text
 
 
 def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):

@@ -107,7 +107,6 @@ def test_drafts_that_would_fail_inside_the_model(model, registered, tree, depth,
     ("shape", "cells", "message"),
     [
         ((5, 7), 0, "must have window_cells of shape (1, 27) for a window_shape of (5, 7), got (1, 0)"),
-        (ROOT_ALONE, 3, "must have window_cells of shape (1, 0) for a window_shape of (2, 1), got (1, 3)"),
         ((1, 7), 0, "must have a window_shape (N, W) of at least (2, 1), got (1, 7)"),
         ((2, 3), 2, "must hold ids from 0 to 60 as window_cells, got [[99, 99]]"),
     ],

@@ -57,8 +57,10 @@ class CheckedDrafter(Drafter):
         (num_levels, num_columns), cells = draft.window_shape, draft.window_cells
         if num_levels < 2 or num_columns < 1:
             yield f"must have a window_shape (N, W) of at least (2, 1), got {draft.window_shape}"
+        if not draft.has_window:
+            return  # its cells are not read
         shape = batch_size, (num_levels - 1) * num_columns - 1
         if tuple(cells.shape) != shape:
             yield f"must have window_cells of shape {shape} for a window_shape of {draft.window_shape}, got {tuple(cells.shape)}"
-        if draft.has_window and not bool(((cells >= 0) & (cells <= last_id)).all()):
+        if not bool(((cells >= 0) & (cells <= last_id)).all()):
             yield f"must hold ids from 0 to {last_id} as window_cells, got {cells.tolist()}"
