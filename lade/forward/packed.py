@@ -208,7 +208,9 @@ def checksums(weight: Tensor) -> Tensor:
     words = flat.view(next(kind for kind in kinds if row_bytes % kind.itemsize == start % kind.itemsize == 0))
     # Pieces shorter than a row that end elsewhere in each row: whole rows would not show exchanged columns.
     row_words = len(words) // len(weight)
-    length = next(n for n in range(max(1, min(row_words - 1, MOST_SUMMED)), 0, -1) if gcd(n, row_words) == 1)
+    # With no more words than the weight has rows, some piece ends at each place of a row.
+    most = max(1, min(row_words - 1, MOST_SUMMED, len(weight)))
+    length = next(n for n in range(most, 0, -1) if gcd(n, row_words) == 1)
     end = len(words) // length * length
     sums = words[:end].view(-1, length).sum(1, dtype=torch.int64)
     return torch.cat([sums, words[end:].sum(0, keepdim=True, dtype=torch.int64)])

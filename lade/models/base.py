@@ -23,13 +23,12 @@ from lade.models.request import unsupported_by_any
 from lade.models.shadow import shadow_model
 from lade.models.training import training_reason
 from lade.request import Request
-from lade.tolerance import EXACT_PRODUCTS, product_precision
+from lade.tolerance import has_exact_products
 
 # Attention implementations that accept the 4-D mask of a block.
 MASKED_ATTENTION = ("eager", "sdpa")
 # Parts of names of implementations that compute the same but accept no such mask.
 MASKLESS_ATTENTION = ("flash", "flex_attention")
-ATTENTION_NAMES = ("self_attn", "attn", "attention")  # of a layer's attention in most families
 EXACT_DTYPES = (torch.float32, torch.float64)
 
 
@@ -100,14 +99,25 @@ class ModelAdapter:
         for layer in self.cache_layers:
             if type(layer) not in PLAIN_LAYERS:
                 return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
-        for layers in self.parts:
-            if isinstance(layers, nn.ModuleList):
-                attentions = [layer._modules.get(name) for layer in layers for name in ATTENTION_NAMES]
-                places = [place for part in attentions if (place := getattr(part, "layer_idx", None)) is not None]
-                if len(set(places)) < len(
-                    places
-                ):  # as after copying a layer; a DynamicCache then grows twice per token
-                    return "two layers write to the same layer of the cache (their layer_idx is the same)"
+        return self.shared_place()
+
+    def shared_place(self) -> str | None:
+        """Why two layers that write to the same layer of the cache are not served; None if there are none.
+
+        So it is after copying a layer. A DynamicCache then grows twice per token.
+        """
+        seen: set[tuple[nn.Module, str, int]] = set()
+        outermost = ""
+        for name, layers in self.model.named_modules():
+            if not isinstance(layers, nn.ModuleList) or (outermost and name.startswith(outermost)):
+                continue  # such as the experts of a layer
+            outermost = f"{name}."
+            for layer in layers:
+                for path, part in layer.named_modules():
+                    place = vars(part).get("layer_idx", vars(part).get("layer_id"))
+                    if place is not None and (layers, path, place) in seen:
+                        return "two layers write to the same layer of the cache (their layer_idx is the same)"
+                    seen.add((layers, path, place))
         return None
 
     def unsupported_request(self, request: Request) -> str | None:
@@ -253,8 +263,7 @@ class ModelAdapter:
         In half precision, in quantized layers and in reduced-precision products, rounding depends on the number of
         rows.
         """
-        has_exact_products = all(precision in EXACT_PRODUCTS for precision in product_precision())
-        if self.dtype not in EXACT_DTYPES or not has_exact_products or self._is_autocast:
+        if self.dtype not in EXACT_DTYPES or not has_exact_products() or self._is_autocast:
             return False
         weights = (weight for part in self.parts for weight in part._parameters.values() if weight is not None)
         return all(type(weight) is nn.Parameter and weight.dtype in EXACT_DTYPES for weight in weights)

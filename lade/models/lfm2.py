@@ -21,7 +21,7 @@ from lade.models.shadow import take_hooks
 class Lfm2Adapter(ModelAdapter):
     def unsupported_layers(self) -> str | None:
         others = set(self.config.layer_types) - {"conv", *LAYER_REACH}
-        return f"layers of type {min(others)!r} cannot take a tree of guesses" if others else None
+        return f"layers of type {min(others)!r} cannot take a tree of guesses" if others else self.shared_place()
 
     @cached_property
     def reaches(self) -> dict[str, Reach]:

@@ -103,9 +103,8 @@ def process_group_for(config: LookaheadConfig, device: torch.device, stats: Gene
 class ProcessGroup(SingleProcess):
     """One of K ranks in one call."""
 
-    may_avoid_guesses = (
-        False  # each rank knows only its own spoiled guesses; avoiding them would make the ranks diverge
-    )
+    # Each rank knows only its own spoiled guesses; avoiding them would make the ranks diverge.
+    may_avoid_guesses = False
 
     def __init__(self, communicator: Communicator, config: LookaheadConfig, stats: GenerationStats) -> None:
         super().__init__(shared_settings(config))

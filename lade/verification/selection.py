@@ -99,6 +99,7 @@ class Selection:
             paths = walk(children[rows], partial(self._choice, rows), partial(self._commit, rows))
             if paths is not None:
                 accepted[rows] = paths
+        del self._block_logits  # after the prompt they may hold the logits of all its tokens
         if self.draws is not None:
             self.draws.forget(self._shortest - self.sequences.prompt_length)
         return accepted
