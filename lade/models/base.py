@@ -106,18 +106,12 @@ class ModelAdapter:
 
         So it is after copying a layer. A DynamicCache then grows twice per token.
         """
-        seen: set[tuple[nn.Module, str, int]] = set()
-        outermost = ""
-        for name, layers in self.model.named_modules():
-            if not isinstance(layers, nn.ModuleList) or (outermost and name.startswith(outermost)):
-                continue  # such as the experts of a layer
-            outermost = f"{name}."
-            for layer in layers:
-                for path, part in layer.named_modules():
-                    place = vars(part).get("layer_idx", vars(part).get("layer_id"))
-                    if place is not None and (layers, path, place) in seen:
-                        return "two layers write to the same layer of the cache (their layer_idx is the same)"
-                    seen.add((layers, path, place))
+        for layers in self.parts:
+            if isinstance(layers, nn.ModuleList):
+                children = [child for layer in layers for child in layer._modules.items() if child[1] is not None]
+                places = [(name, vars(part)["layer_idx"]) for name, part in children if "layer_idx" in vars(part)]
+                if len(set(places)) < len(places):
+                    return "two layers write to the same layer of the cache (their layer_idx is the same)"
         return None
 
     def unsupported_request(self, request: Request) -> str | None:
