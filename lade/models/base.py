@@ -109,8 +109,9 @@ class ModelAdapter:
         for layers in self.parts:
             if isinstance(layers, nn.ModuleList):
                 children = [child for layer in layers for child in layer._modules.items() if child[1] is not None]
-                places = [(name, vars(part)["layer_idx"]) for name, part in children if "layer_idx" in vars(part)]
-                if len(set(places)) < len(places):
+                places = [(name, vars(part).get("layer_idx")) for name, part in children]
+                used = [(name, place) for name, place in places if place is not None]  # HunYuan's MLPs all have None
+                if len(set(used)) < len(used):
                     return "two layers write to the same layer of the cache (their layer_idx is the same)"
         return None
 
