@@ -7,8 +7,8 @@ ones.
 
 The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the
 drafter what the loop would: the same requests, random draws, committed tokens, and the model's own logits behind every
-node of its tree, rejected ones included. Those are computed when a drafter asks for them first, and kept (`--records`),
-so that later replays take no model. A drafter is anything `lade.drafting.register_drafter` knows (`--modes`), among
+node of its tree, rejected ones included. Their hidden states are computed when a drafter asks for them first, and kept
+(`--records`), so that later replays need no forward. A drafter is anything `lade.drafting.register_drafter` knows (`--modes`), among
 them those of `field.py`. Every step has the whole block (ADAPTIVE=0): what is compared are guesses, not sizes.
 
 "Cold" begins each prompt with an empty memory, "warm" takes a set's prompts in their order with one. S is tokens over
@@ -47,8 +47,6 @@ from lade.verification.draws import ExponentialDraws
 from lade.verification.sequences import TokenSequences
 from lade.verification.walk import children_of
 
-KEPT = 64  # likeliest tokens of a row of logits that are kept as they are
-
 Node = tuple[int, tuple[int, ...]]  # tokens of the text that it follows, and guesses behind them
 
 
@@ -56,8 +54,8 @@ Node = tuple[int, tuple[int, ...]]  # tokens of the text that it follows, and gu
 class Recording:
     """One plain text and what is known of the model around it.
 
-    prompt, tokens: ids. temperature: None for greedy. rows: by node, the KEPT likeliest ids and their logits, and the
-    logit that all others get, so that the probabilities at this temperature are those of the whole row.
+    prompt, tokens: ids. temperature: None for greedy. states: by node, the last hidden state, [d], of which the head
+    makes the logits.
     """
 
     prompt: list[int]
@@ -65,7 +63,7 @@ class Recording:
     temperature: float | None
     arguments: dict[str, Any]
     seed: int = 0
-    rows: dict[Node, tuple[Tensor, Tensor, float]] = dataclass_field(default_factory=dict)
+    states: dict[Node, Tensor] = dataclass_field(default_factory=dict)
 
     @property
     def is_looping(self) -> bool:
@@ -94,20 +92,19 @@ class Oracle:
         self.model, self.recording = model, recording
         self.text = recording.prompt + recording.tokens
         self._num_tokens = model.config.get_text_config().vocab_size
+        self._head = model.get_output_embeddings()
         self._cache: DynamicCache | None = None
         self.num_forwards = 0
 
     def logits(self, length: int, tree: TokenTree) -> Tensor:
         """Behind the root, the text's token number `length`, and behind each node. Returns [1, 1 + n, V]."""
         nodes = self._nodes(length, tree)
-        known = self.recording.rows
+        known = self.recording.states
         missing = [node for node in dict.fromkeys(nodes) if node not in known]
         if missing:
             self._ask(missing)
-        found = [known[node] for node in nodes]
-        logits = torch.tensor([rest for _, _, rest in found])[:, None].repeat(1, self._num_tokens)
-        logits.scatter_(1, torch.stack([ids for ids, _, _ in found]), torch.stack([values for _, values, _ in found]))
-        return logits[None]
+        with torch.inference_mode():
+            return self._head(torch.stack([known[node] for node in nodes]))[None]
 
     def choices(self, length: int, shape: tuple[int, int], cells: Tensor) -> Tensor:
         """The likeliest tokens behind the last level of a window whose root is the text's token number `length`.
@@ -119,8 +116,8 @@ class Oracle:
         visible = torch.cat(
             [torch.arange(len(self.text)).expand(len(layout.visible), -1) < length - 1, layout.visible], 1
         )
-        logits = self._forward(tokens, layout.offsets[None] + length - 1, visible)
-        return logits[layout.logit_rows[1:]].argmax(-1)[None]
+        states = self._forward(tokens, layout.offsets[None] + length - 1, visible)
+        return self._head(states[layout.logit_rows[1:]]).argmax(-1)[None]
 
     def _nodes(self, length: int, tree: TokenTree) -> list[Node]:
         nodes: list[Node] = [(length, ())]
@@ -135,7 +132,7 @@ class Oracle:
         only."""
         if self._cache is None:
             self._read_text()
-            missing = [node for node in missing if node not in self.recording.rows]
+            missing = [node for node in missing if node not in self.recording.states]
             if not missing:
                 return
         length = len(self.text)
@@ -152,33 +149,38 @@ class Oracle:
     @torch.inference_mode()
     def _read_text(self) -> None:
         self._cache = DynamicCache()
-        logits = self.model(torch.tensor([self.text]), past_key_values=self._cache).logits[0]
-        self._keep([(place + 1, ()) for place in range(len(self.text))], logits)
+        states = self._states(input_ids=torch.tensor([self.text]), past_key_values=self._cache)
+        self._keep([(place + 1, ()) for place in range(len(self.text))], states)
 
     @torch.inference_mode()
     def _forward(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Behind the whole text. tokens, positions: [1, M]. visible: [M, text + M] bool. Returns [M, V]."""
+        """Behind the whole text. tokens, positions: [1, M]. visible: [M, text + M] bool. Returns [M, d]."""
         if self._cache is None:
             self._read_text()
         dtype = self.model.dtype
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
-        logits: Tensor = self.model(
+        states = self._states(
             input_ids=tokens, position_ids=positions, attention_mask=mask[None, None], past_key_values=self._cache
-        ).logits[0]
+        )
         self._cache.crop(-tokens.shape[1])
         self.num_forwards += 1
-        return logits
+        return states
 
-    def _keep(self, nodes: list[Node], logits: Tensor) -> None:
-        temperature = self.recording.temperature or 1.0
-        values, ids = logits.float().topk(min(KEPT, logits.shape[-1]))
-        num_others = max(1, logits.shape[-1] - KEPT)
-        share = (logits.float() / temperature).softmax(-1).gather(1, ids).double().sum(1)
-        total = (logits.double() / temperature).logsumexp(-1)
-        for i, node in enumerate(nodes):
-            others = max(1e-12, 1.0 - float(share[i]))
-            rest = temperature * (float(total[i]) + log(others / num_others))
-            self.recording.rows.setdefault(node, (ids[i].clone(), values[i].clone(), min(rest, float(values[i, -1]))))
+    def _states(self, **inputs: Any) -> Tensor:
+        """What the head is given in a forward over one text, [M, d]."""
+        found: list[Tensor] = []
+        hook = self._head.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0][0]))
+        try:
+            logits = self.model(**inputs).logits[0]
+        finally:
+            hook.remove()
+        if not torch.allclose(self._head(found[0][-1:]), logits[-1:], atol=1e-3):
+            raise SystemExit(f"the head of {type(self.model).__name__} does more than a product")
+        return found[0]
+
+    def _keep(self, nodes: list[Node], states: Tensor) -> None:
+        for node, state in zip(nodes, states, strict=True):
+            self.recording.states.setdefault(node, state.clone())
 
 
 @dataclass
@@ -325,16 +327,17 @@ def keep(recordings: list[Recording], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     packed = []
     for text in recordings:
-        ids, values = (torch.stack([row[k] for row in text.rows.values()] or [torch.zeros(0)]) for k in (0, 1))
-        rows = list(text.rows), ids.int().numpy(), values.numpy(), [row[2] for row in text.rows.values()]
-        packed.append((text.prompt, text.tokens, text.temperature, text.arguments, text.seed, *rows))
+        states = (torch.stack(list(text.states.values())) if text.states else torch.zeros(0)).numpy()
+        packed.append(
+            (text.prompt, text.tokens, text.temperature, text.arguments, text.seed, list(text.states), states)
+        )
     with file.open("wb") as stream:
         pickle.dump(packed, stream)
 
 
-def unpacked(prompt, tokens, temperature, arguments, seed, nodes, ids, values, others) -> Recording:
-    rows = zip(torch.from_numpy(ids).long(), torch.from_numpy(values), others, strict=False)
-    return Recording(prompt, tokens, temperature, arguments, seed, dict(zip(nodes, rows, strict=True)))
+def unpacked(prompt, tokens, temperature, arguments, seed, nodes, states) -> Recording:
+    known = dict(zip(nodes, torch.from_numpy(states), strict=True))
+    return Recording(prompt, tokens, temperature, arguments, seed, known)
 
 
 def parse() -> argparse.Namespace:

@@ -164,12 +164,12 @@ def test_trees_and_figures_agree(model):
     assert sum(proposed for proposed, _ in stats.sources.values()) == sum(len(tokens) for tokens, _ in trees)
     assert sum(accepted for _, accepted in stats.sources.values()) == sum(committed)
     assert {source.split(" of ")[0] for source in stats.sources} == {
-        "pair",
         "single",
         "suffix",
         "resumed copy",
         "vocabulary",
         "sibling",
+        "nearest",
     }
     assert min(stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) > 0
     assert stats.plain_step_share == 0
@@ -312,8 +312,8 @@ def test_a_single_tokens_row_is_asked_where_it_may_count():
     vocabulary = Vocabulary(np.full((13, 8), 5, dtype=np.int32), np.full((13, 8), -3, dtype=np.float16))
 
     def kinds(before, token, chance):
-        grower = Grower(memory, Acceptance(False), vocabulary.at(1.0), [7], lambda depth: None, (), ())
-        return [first for _, first in grower._rows(before, token, chance)]
+        grower = Grower(memory, Acceptance(False), vocabulary.at(1.0), [7], None, lambda depth: None, (), ())
+        return [first for _, first in grower._rows(0, -1, before, token, chance)]
 
     assert kinds(9, 10, BOTH_ROWS) == [PAIR, SINGLE]
     assert kinds(9, 10, 0.9 * BOTH_ROWS) == [PAIR]

@@ -173,6 +173,10 @@ def damage(path, kind):
             arrays = dict(file)
         change = {
             "beyond the vocabulary": lambda: arrays["pairs_ids"].__setitem__((0, 0), VOCAB),
+            "by context have a wrong shape": lambda: arrays.__setitem__("nearest_centre", arrays["nearest_after"][:2]),
+            "by context have a wrong type": lambda: arrays.__setitem__(
+                "nearest_before", arrays["nearest_before"].astype(int)
+            ),
             "wrong shape": lambda: arrays.__setitem__("singles_bins", arrays["singles_bins"][:, :3]),
             "out of range": lambda: arrays["singles_bins"].__setitem__((0, 0), 99),
             "chances are out of range": lambda: arrays["chances_0"].__setitem__((0, 3), 0.0),
@@ -194,6 +198,8 @@ def damage(path, kind):
         "text",
         "flipped",
         "beyond the vocabulary",
+        "by context have a wrong shape",
+        "by context have a wrong type",
         "wrong shape",
         "out of range",
         "chances are out of range",

@@ -32,6 +32,7 @@ from transformers import (
 import lade
 from lade import decoding
 from lade.block import kv_cache
+from lade.drafting.nearest import CONTEXT_SIZE
 from lade.forward import buffer_pool as kept
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
@@ -691,12 +692,16 @@ def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
 
 def test_ids_of_a_digest_are_compared():
     """Tokens that are equally likely may change places, others not. One row: the best token, whether NaN, none sampled,
-    ids, chances."""
+    ids, chances, and projections, which choose no token."""
     chances = torch.tensor([0.5, 0.3, 0.1, 0.1]).view(torch.int32).tolist()
-    digest = torch.tensor([[[7, 0, -1, 7, 3, 1, 2, *chances]]], dtype=torch.int32)
-    assert same_digest(digest, digest)
-    assert same_digest(digest[..., [0, 1, 2, 3, 4, 6, 5, 7, 8, 9, 10]], digest)
-    assert not same_digest(digest[..., [0, 1, 2, 4, 3, 5, 6, 7, 8, 9, 10]], digest)
+
+    def digest(*ids, projections=0):
+        return torch.tensor([[[7, 0, -1, *ids, *chances, *[projections] * CONTEXT_SIZE]]], dtype=torch.int32)
+
+    assert same_digest(digest(7, 3, 1, 2), digest(7, 3, 1, 2))
+    assert same_digest(digest(7, 3, 2, 1), digest(7, 3, 1, 2))
+    assert same_digest(digest(7, 3, 1, 2, projections=1), digest(7, 3, 1, 2))
+    assert not same_digest(digest(3, 7, 1, 2), digest(7, 3, 1, 2))
 
 
 def test_no_graphs_on_a_cpu(model):

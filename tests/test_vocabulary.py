@@ -77,7 +77,7 @@ def test_short_rows_hold_each_guess_once():
     vocabulary = Vocabulary(np.arange(24, dtype=np.int32).reshape(3, 8), np.full((3, 8), -3, dtype=np.float16))
     draws = np.random.default_rng(0).exponential(size=24).astype(np.float32)
     for known in (draws, None):
-        grower = Grower(Memory(), Acceptance(True), vocabulary.at(1.0), [1], lambda depth, known=known: known, (), ())
+        grower = Grower(Memory(), Acceptance(True), vocabulary.at(1.0), [1], None, lambda _, known=known: known, (), ())
         grown, _ = grower.grow(1, ROW_LENGTH, 0.0, None)
         assert sorted(grown.tokens) == list(range(8, 16))
 
@@ -194,7 +194,7 @@ def test_a_file_of_the_last_format_loads(tmp_path):
         model.generate(**prompt(20), max_new_tokens=20)
     memory.save()
     with np.load(path) as file:
-        arrays = {name: array for name, array in file.items() if not name.startswith("vocabulary")}
+        arrays = {name: array for name, array in file.items() if not name.startswith(("vocabulary", "nearest"))}
     arrays["header"] = np.array(str(arrays["header"]).replace('"format": 3', '"format": 2'))
     for name in ("singles_ids", "singles_bins", "pairs_ids", "pairs_bins"):
         arrays[name] = arrays[name][:, :8]
@@ -202,7 +202,7 @@ def test_a_file_of_the_last_format_loads(tmp_path):
         arrays[f"chances_{flag}"] = arrays[f"chances_{flag}"][:, :FIRST_NUM_KINDS]
     np.savez(path, **arrays)
     loaded = Memory(path=path)
-    assert len(loaded) == len(memory)
+    assert len(loaded) == len(memory) - len(memory.nearest)
     assert loaded.acceptance[False].trials[:FIRST_NUM_KINDS] == memory.acceptance[False].trials[:FIRST_NUM_KINDS]
     assert loaded.acceptance[False].chances[VOCABULARY:] == Acceptance(False).chances[VOCABULARY:]
     assert len(loaded.acceptance[False].trials) == NUM_KINDS
@@ -226,7 +226,7 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
     memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], packed(rows, bins))
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
-    grower = Grower(memory, acceptance, None, [5, 6], lambda depth: draws[depth] if is_drawn else None, (), ())
+    grower = Grower(memory, acceptance, None, [5, 6], None, lambda depth: draws[depth] if is_drawn else None, (), ())
 
     def guesses(before, token, depth):
         ids, bins = (numbers.tolist() for numbers in unpacked(memory.pairs.row(before << KEY_SHIFT | token)))

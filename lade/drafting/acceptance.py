@@ -31,6 +31,13 @@ PROBE_CREDIT = 0.02
 USUAL_SURENESS = 0.5  # mean probability of the likeliest token at which a probe gets its full credit
 SURENESS_SHARE = 0.1  # of each token in that mean
 
+# Rows of a token with a similar context: upper ends of the bins of its cosine, and what their guesses are worth at
+# first, relative to the row's own probabilities, after another token than the present one and after the same.
+SIMILARITIES = (0.5, 0.68, 0.78, 0.87, 0.94)
+OTHER_CONTEXTS = (0.3, 0.4, 0.55, 0.65, 0.85, 1.0)
+SAME_PAIRS = (0.75, 0.75, 0.78, 0.87, 1.0, 1.1)
+MAX_PRIOR = 0.99
+
 NUM_SHORT = 6  # of MATCH_LENGTHS; the longer ones came later to saved memories
 
 SECOND_SHARE = 0.3  # of the prior of the longest match, for another continuation
@@ -76,6 +83,10 @@ RESUMED = _kinds(  # + number among RESUMED_LENGTHS: a copy resumed after a diff
     RESUMED_COPIES,
     [chance / 2 for chance in RESUMED_COPIES],
 )
+NEAREST = _kinds(  # + NUM_BINS * the number of the similarity, those after the same pair last, + bin
+    ["nearest"] * NUM_BINS * 2 * len(OTHER_CONTEXTS),
+    [min(MAX_PRIOR, share * chance) for share in OTHER_CONTEXTS + SAME_PAIRS for chance in BIN_MIDDLES],
+)
 NUM_KINDS = len(_sources)
 
 
@@ -89,6 +100,11 @@ def _by_length(short: int, long: int) -> tuple[int, ...]:
 SUFFIX_KINDS = _by_length(SUFFIX, LONG_SUFFIX), _by_length(SECOND_SUFFIX, LONG_SECOND)
 STORE_KINDS = _by_length(STORE, STORE + NUM_SHORT), _by_length(SECOND_STORE, SECOND_STORE + NUM_SHORT)
 RESUMED_KINDS = (tuple(RESUMED + bisect_right(RESUMED_LENGTHS, length) - 1 for length in range(MAX_MATCH + 1)),) * 2
+
+
+def nearest_kind(similarity: float, has_same_pair: bool) -> int:
+    """The kind of the rarest guess of a token's row with a similar context, has_same_pair: after the same two ids."""
+    return NEAREST + (has_same_pair * len(OTHER_CONTEXTS) + bisect_right(SIMILARITIES, similarity)) * NUM_BINS
 
 
 def name_of(kind: int) -> str:

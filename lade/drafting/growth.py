@@ -18,16 +18,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lade.block_size.policy import EarlyStop
-from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance
+from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance, nearest_kind
 from lade.drafting.base import FOREIGN
 from lade.drafting.coming_draws import SHARPNESS, Draws, races
 from lade.drafting.memory import KEY_SHIFT, Memory
+from lade.drafting.nearest import Context
 from lade.drafting.suffix_index import MAX_MATCH
 from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, Packed, PackedRow
 
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
+SIMILAR_ROWS = 0.1  # the same for rows of its token that were seen in similar contexts
 LIKELY_CHILD = 0.6  # a node is looked behind where a child of this chance, relative to its own, would be the next guess
 GREEDY_LENGTH = 8  # ids of a row that are guessed where the likeliest token is chosen
+
+ABOVE_ROOT = -2  # in place of the parent of the root, which is -1
 
 Edge = tuple[int, int]  # parent, token
 Source = tuple[PackedRow, int]  # a row and the kind of its rarest guess
@@ -115,16 +119,18 @@ class Grower:
         acceptance: Acceptance,
         rows_alone: Packed | None,
         text: list[int],
+        context: Context | None,
         draws_at: Callable[[int], Draws | None],
         sources: Sequence[Source],
         pointers: Sequence[Pointer],
     ) -> None:
         """rows_alone: of the tokens 0, 1, .., each without any text before it. text: ids up to the root.
 
+        context: of the root, None if it is not known.
         draws_at: the draws of a token at some distance from the root; None for greedy, or where they are not known.
         sources: more rows behind the root. pointers: what followed where the text's end has occurred before.
         """
-        self._pairs, self._singles = memory.pairs.row, memory.singles.row
+        self._pairs, self._singles, self._nearest = memory.pairs.row, memory.singles.row, memory.nearest.find
         self._rows_alone = () if rows_alone is None else rows_alone
         self._text, self._draws_at, self._sources = text, draws_at, list(sources)
         self._chances, self._pointers = acceptance.chances, pointers
@@ -132,6 +138,8 @@ class Grower:
         self._known: set[Edge] = set()  # of these nodes
         self._behind: dict[Edge, Pointer] = {}  # what follows an earlier occurrence
         self._drawn: dict[int, Draws | None] = {}  # by distance from the root
+        # Contexts of what follows a node, and how sure they are: at most as similar to these any row is taken to be.
+        self._contexts: dict[int, tuple[Context, float]] = {} if context is None else {ABOVE_ROOT: (context, 1.0)}
         self._num_pushed = 0
         # The next guess of each source: -chance, order, token, parent, kind, and the guesses after it.
         self._heap: list[tuple[float, int, int, int, int, Iterator[Guess]]] = []
@@ -181,11 +189,11 @@ class Grower:
         for node in waiting:
             if node < 0:
                 before, token, chance, depth = text[-2] if len(text) > 1 else -1, text[-1], 1.0, 1
-                found = self._rows(before, token, chance) + self._sources
+                found = self._rows(node, ABOVE_ROOT, before, token, chance) + self._sources
             else:
                 token, parent, chance = growth.tokens[node], growth.parents[node], growth.chances[node]
                 before, depth = text[-1] if parent < 0 else growth.tokens[parent], growth.depths[node] + 1
-                found = self._rows(before, token, chance)
+                found = self._rows(node, parent, before, token, chance)
                 if (parent, token) in self._behind:
                     self._follow(self._behind[parent, token], node, chance, least)
             if not found:
@@ -249,9 +257,16 @@ class Grower:
             kind = first + bisect_left(BIN_EDGES, time**-SHARPNESS * scale * exp(rest * time))
             yield chance * chances[kind], tokens[place], kind
 
-    def _rows(self, before: int, token: int, chance: float) -> list[Source]:
-        """The rows behind two tokens, each with the kind of its rarest guess. chance: of the second one."""
+    def _rows(self, node: int, parent: int, before: int, token: int, chance: float) -> list[Source]:
+        """The rows behind a node, each with the kind of its rarest guess. before, token: the last two ids there."""
         found: list[Source] = []
+        if chance >= SIMILAR_ROWS and parent in self._contexts:
+            context, surest = self._contexts[parent]
+            nearest = self._nearest(token, context)
+            if nearest is not None:
+                similarity = min(nearest.similarity, surest)
+                self._contexts[node] = nearest.after, similarity
+                found.append((nearest.row, nearest_kind(similarity, nearest.previous == before)))
         pair = self._pairs(before << KEY_SHIFT | token)
         if pair is not None:
             found.append((pair, PAIR))

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,12 +18,13 @@ from lade.drafting.acceptance import Acceptance
 from lade.drafting.array_file import MAX_TEXTS
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import Contents, read_memory, write_memory
+from lade.drafting.nearest import BYTES_PER_RECORD, UNKNOWN, NearestRows, projected
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BYTES_PER_ROW, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
 from lade.state import PerModel
 
-MAX_BYTES = 16 * 2**20
+MAX_BYTES = 32 * 2**20
 MIN_BYTES = 64 * 2**10
 MAX_LIKELY = 8  # tokens of a row that may be worth a row of their own
 MAX_UNSEEN = 256  # tokens without a row that are remembered
@@ -59,9 +61,10 @@ class Memory:
             raise ValueError(f"max_bytes must be an integer of at least {MIN_BYTES}, got {max_bytes!r}")
         if isinstance(texts, bool) or not isinstance(texts, int) or not 0 <= texts <= MAX_TEXTS:
             raise ValueError(f"texts must be an integer from 0 to {MAX_TEXTS}, got {texts!r}")
-        capacity = max_bytes // (2 * BYTES_PER_ROW)
+        capacity = max_bytes // (4 * BYTES_PER_ROW)
         self.path = None if path is None else Path(path)
         self.singles, self.pairs = TopKTable(capacity), TopKTable(capacity)
+        self.nearest = NearestRows(max_bytes // (2 * BYTES_PER_RECORD))
         self.unseen: dict[int, None] = {}  # likely tokens without a row of their own, the latest last
         self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}  # by whether tokens are sampled
         self.identity: dict[str, Any] | None = None  # of the model
@@ -74,7 +77,7 @@ class Memory:
 
     def __len__(self) -> int:
         """Rows."""
-        return len(self.singles) + len(self.pairs)
+        return len(self.singles) + len(self.pairs) + len(self.nearest)
 
     @contextmanager
     def active(self) -> Iterator[Memory]:
@@ -89,6 +92,7 @@ class Memory:
         """Forget everything, the model too."""
         self.singles.clear()
         self.pairs.clear()
+        self.nearest.clear()
         self.unseen.clear()
         if self.texts is not None:
             self.texts.clear()
@@ -179,6 +183,7 @@ class Memory:
             step_costs=self.step_costs if model is None else self.step_costs | saved_costs(model),
             singles=self.singles.as_arrays(),
             pairs=self.pairs.as_arrays(),
+            nearest=self.nearest.as_arrays(),
             counts={flag: acceptance.as_array() for flag, acceptance in self.acceptance.items()},
             texts=self.texts.as_array() if texts and self.texts is not None else None,
             vocabulary=self.vocabulary or (None if model is None else vocabulary_of(model, may_make=False)),
@@ -193,6 +198,8 @@ class Memory:
             self.texts.restore(found.texts)
         for table, (keys, ids, bins) in ((self.singles, found.singles), (self.pairs, found.pairs)):
             table.put(keys.tolist(), packed(ids, bins))
+        if found.nearest is not None:
+            self.nearest.restore(found.nearest)
         for flag, (trials, hits) in found.counts.items():
             self.acceptance[flag].restore(trials.tolist(), hits.tolist())
 
@@ -205,7 +212,11 @@ class Memory:
                     0, :, :num_tokens
                 ]
             before = [ids[start - 1] if start else -1, *chunk[:-1]]
-            self.learn(before, chunk, packed(*most_likely(logits)), len(chunk))
+            rows = packed(*most_likely(logits))
+            self.learn(before, chunk, rows, len(chunk))
+            after = self.nearest.contexts(projected(logits).cpu().numpy())
+            if after is not None:
+                self.nearest.put(before, chunk, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
 
 
 def identity_of(model: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from lade.block_size.costs import SavedCosts
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
 from lade.drafting.array_file import TEXTS, Arrays, read_arrays, write_arrays
+from lade.drafting.nearest import CONTEXT_SIZE, NearestArrays
 from lade.drafting.suffix_index import END
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, TableArrays
 from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
@@ -28,7 +29,7 @@ class Contents:
     """What is saved of a memory.
 
     identity: of its model, None if none has used it. step_costs: of that model. singles, pairs: the
-    tables' rows. counts: by whether tokens are sampled, trials and hits of each kind of guess, [2, kinds]. texts: ids,
+    tables' rows. nearest: rows by context, None without. counts: by whether tokens are sampled, trials and hits of each kind of guess, [2, kinds]. texts: ids,
     END after each text; None if they are left out. vocabulary: the rows of tokens alone, None without.
     """
 
@@ -36,6 +37,7 @@ class Contents:
     step_costs: SavedCosts
     singles: TableArrays
     pairs: TableArrays
+    nearest: NearestArrays | None
     counts: dict[bool, npt.NDArray[Any]]
     texts: npt.NDArray[Any] | None
     vocabulary: Vocabulary | None
@@ -45,7 +47,12 @@ def write_memory(path: Path, contents: Contents) -> None:
     """Write a file atomically. An existing file keeps its mode."""
     header = {"format": FORMAT, "model": contents.identity, "prices": contents.step_costs}
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
-    for name, table in (("singles", contents.singles), ("pairs", contents.pairs)):
+    tables = {"singles": contents.singles, "pairs": contents.pairs}
+    if contents.nearest is not None:
+        table, *others = contents.nearest
+        tables["nearest"] = table
+        arrays |= {f"nearest_{part}": array for part, array in zip(NearestArrays._fields[1:], others, strict=True)}
+    for name, table in tables.items():
         arrays |= {f"{name}_{part}": array for part, array in zip(TableArrays._fields, table, strict=True)}
     arrays |= {f"chances_{int(do_sample)}": counts for do_sample, counts in contents.counts.items()}
     if contents.texts is not None:
@@ -85,6 +92,7 @@ def _contents(arrays: Arrays) -> Contents:
         _step_costs(header["prices"]),
         _table(arrays, "singles", vocab_size),
         _table(arrays, "pairs", vocab_size),
+        _nearest(arrays, vocab_size),
         {do_sample: _counts(arrays, do_sample) for do_sample in (False, True)},
         _texts(arrays, vocab_size),
         vocabulary,
@@ -116,6 +124,20 @@ def _table(arrays: Arrays, name: str, vocab_size: int) -> TableArrays:
         ids = np.concatenate([ids, np.repeat(ids[:, :1], missing, axis=1)], axis=1)
         bins = np.concatenate([bins, np.zeros((len(bins), missing), dtype=bins.dtype)], axis=1)
     return TableArrays(keys, ids, bins)
+
+
+def _nearest(arrays: Arrays, vocab_size: int) -> NearestArrays | None:
+    if "nearest_keys" not in arrays:  # of an earlier version, or without any rows
+        return None
+    table = _table(arrays, "nearest", vocab_size)
+    previous, before, after, centre = (arrays[f"nearest_{part}"] for part in NearestArrays._fields[1:])
+    shapes = [array.shape for array in (previous, before, after, centre)]
+    num_rows = len(table.keys)
+    if shapes != [(num_rows,), (num_rows, CONTEXT_SIZE), (num_rows, CONTEXT_SIZE), (1, CONTEXT_SIZE)]:
+        raise ValueError("its rows by context have a wrong shape")
+    if previous.dtype.kind != "i" or any(array.dtype.kind != "f" for array in (before, after, centre)):
+        raise ValueError("its rows by context have a wrong type")
+    return NearestArrays(table, previous, before, after, centre)
 
 
 def _counts(arrays: Arrays, do_sample: bool) -> npt.NDArray[Any]:

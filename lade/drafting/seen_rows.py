@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lade.drafting.growth import Growth
 from lade.drafting.likeliest import likeliest_on_host, with_bins
+from lade.drafting.nearest import Contexts
 from lade.drafting.top_k_table import Packed, packed
 
 
@@ -18,6 +19,8 @@ class SeenRows:
     """M rows, either of logits or, from captured steps, of their likeliest tokens.
 
     previous, tokens: [M] the last two ids before each row. is_accepted: [M] whether the last one was committed.
+    contexts: of each text's rows, those of the last ids and those after them, [1 + n, CONTEXT_SIZE] each; None if they
+    are not known.
     """
 
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -32,6 +35,7 @@ class SeenRows:
         self.previous: list[int] = []
         self.tokens: list[int] = []
         self.is_accepted: list[bool] = []
+        self.contexts: list[tuple[Contexts, Contexts] | None] = []
         self._logits: list[Tensor] = []
         self._ids: list[npt.NDArray[Any]] = []
         self._chances: list[npt.NDArray[Any]] = []
@@ -65,6 +69,16 @@ class SeenRows:
             logits = self._logits[0] if len(self._logits) == 1 else torch.cat(self._logits)
             found = likeliest_on_host(logits, self._temperature)
         return packed(*with_bins(*found, self._top_k, self._top_p))
+
+    def all_contexts(self) -> tuple[Contexts, Contexts] | None:
+        """Of all rows in the order in which they were added, [M, CONTEXT_SIZE] each; None if some are not known."""
+        known = [contexts for contexts in self.contexts if contexts is not None]
+        if len(known) < len(self.contexts):
+            return None
+        if len(known) == 1:
+            return known[0]
+        before, after = zip(*known, strict=True)
+        return np.concatenate(before), np.concatenate(after)
 
     def _describe(self, roots: list[int], growth: Growth, path: list[int]) -> None:
         tokens = [roots[-1], *growth.tokens]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from lade.drafting.acceptance import RESUMED_KINDS, STORE_KINDS, SUFFIX_KINDS
 from lade.drafting.growth import Growth, Pointer, Source
+from lade.drafting.nearest import UNKNOWN, Context, Contexts
 from lade.drafting.suffix_index import MAX_MATCH, Copy, SuffixIndex
 from lade.drafting.text_store import TextStore
 
@@ -13,7 +16,8 @@ LONG_COPY = 13  # matches of at least so many tokens are resumed after a differe
 
 
 class DraftedText:
-    """growth: the guesses after its end. sibling: the row of a wrong guess in the place of its root."""
+    """growth: the guesses after its end. sibling: the row of a wrong guess in the place of its root. context: of its
+    last token, None if it is not known."""
 
     def __init__(self, ids: list[int]) -> None:
         """ids: of the prompt."""
@@ -24,6 +28,7 @@ class DraftedText:
         self.num_generated = 0
         self.growth = Growth()
         self.sibling: Source | None = None
+        self.context: Context | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -37,6 +42,18 @@ class DraftedText:
 
     def begin_step(self, num_generated: int) -> None:
         self.growth, self.num_generated = Growth(), num_generated
+
+    def move(self, path: list[int], after: Contexts | None) -> tuple[Contexts, Contexts] | None:
+        """Take over what a step says of contexts, before its tokens are committed. path: the accepted guesses.
+
+        after: the contexts after the root and after each guess, [1 + n, CONTEXT_SIZE], None if they are not known.
+        Returns those of the root and of each guess themselves, and `after`.
+        """
+        root = UNKNOWN if self.context is None else self.context
+        self.context = None if after is None else after[path[-1] + 1 if path else 0]
+        if after is None:
+            return None
+        return np.concatenate([root[None], after[[parent + 1 for parent in self.growth.parents]]]), after
 
     def extend(self, committed: list[int]) -> None:
         """Append tokens to the text."""

@@ -21,6 +21,7 @@ from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Out
 from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.growth import Grower, Growth
 from lade.drafting.memory import Memory, memory_for
+from lade.drafting.nearest import projected
 from lade.drafting.seen_rows import SeenRows
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import Packed, unpacked
@@ -186,7 +187,8 @@ class TreeDrafter:
         text, draws_at = self._texts[row], partial(self._draws_at, row)
         sources = [] if text.sibling is None else [text.sibling]
         pointers = text.pointers(self.memory.texts, max_depth)
-        grower = Grower(self.memory, self.acceptance, self._rows_alone, text.tokens, draws_at, sources, pointers)
+        memory, rows_alone = self.memory, self._rows_alone
+        grower = Grower(memory, self.acceptance, rows_alone, text.tokens, text.context, draws_at, sources, pointers)
         growth, is_stopped = grower.grow(max_depth, size, least, stop)
         if not is_stopped:  # tokens whose rows are unknown: the step that tries them learns their rows
             self._add_probes(growth, reversed(list(self.memory.unseen)), size)
@@ -212,11 +214,13 @@ class TreeDrafter:
         text, digest = self._texts[row], outcome.digest
         roots, num_rows = text.tokens[-2:], 1 + len(text.growth.tokens)
         if digest is not None:
-            ids, chances = digest.ids[row, :num_rows], digest.chances[row, :num_rows]
+            ids, chances, projections = (of[row, :num_rows] for of in (digest.ids, digest.chances, digest.projections))
             self._seen.add_digested(roots, text.growth, path, ids, chances)
         else:  # they wait, and the next forward may overwrite their memory
             logits = outcome.logits[row, :num_rows, : self.num_tokens]
+            projections = projected(logits).cpu().numpy()
             self._seen.add(roots, text.growth, path, logits if is_due else logits.clone())
+        self._seen.contexts.append(text.move(path, self.memory.nearest.contexts(projections)))
 
     def _judge(self, growth: Growth, path: list[int], last: int) -> int | None:
         """Learn which guesses were right. path: the accepted ones. last: the token committed after them.
@@ -240,6 +244,9 @@ class TreeDrafter:
         order = sorted(range(len(rows)), key=seen.is_accepted.__getitem__)  # stable
         in_order, num_accepted = rows[order], sum(seen.is_accepted)
         self.memory.learn([seen.previous[i] for i in order], [seen.tokens[i] for i in order], in_order, num_accepted)
+        contexts = seen.all_contexts()
+        if contexts is not None:
+            self.memory.nearest.put(seen.previous, seen.tokens, rows, *contexts)
         _, bins = unpacked(in_order[len(order) - num_accepted :, 0])
         self.acceptance.learn_sureness(bins.tolist())
         seen.clear()

@@ -16,6 +16,7 @@ from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, Block, Reach, block_mask, masks_by_layer
 from lade.compat import CacheLayer
 from lade.drafting.likeliest import likeliest
+from lade.drafting.nearest import CONTEXT_SIZE, projected
 from lade.forward.race import Race, Sampling
 from lade.kernels import pack_mask
 from lade.transfer import HOST, Landing, Parcel
@@ -181,7 +182,7 @@ class StaticInputs:
         self._step.fill(step_inputs(block, cache, settings, race))
 
     def packed_digest(self, logits: Tensor, num_tokens: int | None) -> Tensor:
-        """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K] int32, without a copy to the host.
+        """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K + CONTEXT_SIZE] int32, without a copy to the host.
 
         num_tokens: ids that have an embedding.
         """
@@ -189,7 +190,8 @@ class StaticInputs:
         sampled = torch.full_like(is_nan, -1, dtype=torch.int32)  # see `StaticChoice`
         values, ids = likeliest(logits[..., :num_tokens].flatten(0, 1), self._temperature)  # [B * R, K]
         chances, shape = values.view(torch.int32), (*logits.shape[:2], -1)
-        parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(shape)]
+        projections = projected(logits[..., :num_tokens]).view(torch.int32)
+        parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(shape), projections]
         return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
 
     def start_digest(self, packed: Tensor) -> None:
@@ -201,9 +203,11 @@ class StaticInputs:
     def read_digest(self) -> LogitsDigest:
         assert self._landing is not None
         packed = self._landing.read()
-        ids, bits = np.split(packed[..., NUM_SINGLE:], 2, axis=-1)
-        chances = np.ascontiguousarray(bits).view(np.float32)
-        return LogitsDigest(packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, chances)
+        ids, bits = np.split(packed[..., NUM_SINGLE:-CONTEXT_SIZE], 2, axis=-1)
+        chances, projections = (
+            np.ascontiguousarray(part).view(np.float32) for part in (bits, packed[..., -CONTEXT_SIZE:])
+        )
+        return LogitsDigest(packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, chances, projections)
 
 
 def step_inputs(
@@ -234,6 +238,6 @@ def same_digest(found: Tensor, expected: Tensor) -> bool:
 
 def likeliest_in_order(packed: Tensor) -> Tensor:
     """Chance and id of each likely token of a packed digest as one number, [B, R, K], in the order of these."""
-    ids, chances = packed[..., NUM_SINGLE:].long().chunk(2, dim=-1)
+    ids, chances = packed[..., NUM_SINGLE:-CONTEXT_SIZE].long().chunk(2, dim=-1)
     ids = ids.where(chances > chances[..., -1:], 0)  # others may be as likely as the last one
     return (chances << 32 | ids).sort(dim=-1).values

@@ -1,0 +1,165 @@
+"""Rows by context: the most similar one is found, within bounds, and none changes a text."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import VOCAB, generate_plain, prompt, tiny_llama
+
+import lade
+from lade.drafting.acceptance import NEAREST, NUM_BINS, SIMILARITIES, Acceptance, nearest_kind
+from lade.drafting.growth import SIMILAR_ROWS, Grower, Growth
+from lade.drafting.memory import Memory
+from lade.drafting.nearest import (
+    CONTEXT_SIZE,
+    LEAST_CENTRED,
+    MAX_PLACES,
+    NearestRows,
+    projected,
+)
+from lade.drafting.text import DraftedText
+from lade.drafting.top_k_table import ROW_LENGTH, packed
+
+
+def contexts_of(numbers, count):
+    found = numbers.normal(size=(count, CONTEXT_SIZE)).astype(np.float32)
+    return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+def rows_of(*ids):
+    """Rows in which one id stands in all places."""
+    return packed(np.repeat(np.array(ids)[:, None], ROW_LENGTH, 1), np.full((len(ids), ROW_LENGTH), NUM_BINS - 1))
+
+
+def put(nearest, tokens, contexts, first=0):
+    """Rows whose number stands in the row itself, before it, and after it."""
+    number = list(range(first, first + len(tokens)))
+    nearest.put(number, tokens, rows_of(*number), contexts, np.repeat(np.array(number)[:, None], CONTEXT_SIZE, 1))
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=30), max_size=20), st.sampled_from([1, 7, 200]))
+def test_the_most_similar_row_of_a_token_is_found(steps, capacity):
+    """As by a search of the latest rows, one by one."""
+    numbers = np.random.default_rng(0)
+    nearest, known = NearestRows(capacity), []
+    for tokens in steps:
+        contexts = contexts_of(numbers, len(tokens))
+        put(nearest, tokens, contexts, first=len(known))
+        known += zip(tokens, contexts, strict=True)
+    asked = contexts_of(numbers, 1)[0]
+    assert len(nearest) == min(capacity, len(known))
+    for token in range(6):
+        places = [i for i in range(max(0, len(known) - capacity), len(known)) if known[i][0] == token][-MAX_PLACES:]
+        found = nearest.find(token, asked)
+        if not places:
+            assert found is None
+            continue
+        best = max(places, key=lambda i: known[i][1] @ asked)
+        assert (found.row >> 4).tolist() == [best] * ROW_LENGTH
+        assert (found.previous, found.after.tolist()) == (best, [best] * CONTEXT_SIZE)
+        assert found.similarity == pytest.approx(known[best][1] @ asked, abs=1e-5)
+    nearest.clear()
+    assert (len(nearest), nearest.find(0, asked)) == (0, None)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 61, 4096, 50_257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_contexts_are_as_similar_as_the_logits(num_tokens, dtype):
+    torch.manual_seed(0)
+    head, states = torch.randn(num_tokens, 16), torch.randn(40, 16)
+    states[20:] = states[:20] + 0.05 * torch.randn(20, 16)
+    nearest = NearestRows(100)
+    logits = (states @ head.T + torch.randn(num_tokens)).to(dtype)
+    assert nearest.contexts(projected(logits[: LEAST_CENTRED - 1]).numpy()) is None
+    contexts = nearest.contexts(projected(logits).numpy())
+    assert contexts.shape == (40, CONTEXT_SIZE)
+    assert np.linalg.norm(contexts, axis=1) == pytest.approx(1, abs=1e-3)
+    cosines = contexts @ contexts.T - 2 * np.eye(40)
+    assert cosines.argmax(1).tolist() == [*range(20, 40), *range(20)]
+    # What all have in common says nothing: without taking it off, everything would be similar.
+    assert num_tokens < 50 or np.abs(np.median(cosines)) < 0.2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_no_numbers_are_harmless(value):
+    """Nothing is raised, even where numpy is set to, and a row that such a context led to is not found again."""
+    torch.manual_seed(0)
+    logits, nearest = torch.randn(10, 300), NearestRows(100)
+    logits[3] = value
+    with np.errstate(all="raise"):
+        assert nearest.contexts(projected(logits).numpy()) is None  # not as the centre
+        nearest.contexts(projected(logits[4:].repeat(2, 1)).numpy())
+        contexts = nearest.contexts(projected(logits).numpy())
+        put(nearest, [1, 1, 1, 2, *[1] * 6], contexts)
+        assert nearest.find(2, contexts[0]) is None
+        assert nearest.find(1, contexts[3]) is None
+        assert nearest.find(1, contexts[5]).previous == 5
+
+
+def test_a_texts_context_follows_the_accepted_guesses():
+    text, after = DraftedText([1, 2]), contexts_of(np.random.default_rng(0), 4)
+    text.growth = Growth(tokens=[5, 6, 7], parents=[-1, 0, -1])
+    before, _ = text.move([0, 1], after)
+    assert (before[0] == 0).all()  # that of the prompt's last token is not known
+    assert np.array_equal(before[1:], after[[0, 1, 0]])
+    assert np.array_equal(text.context, after[2])
+    before, _ = text.move([], after)
+    assert np.array_equal(before[0], after[2])
+    assert np.array_equal(text.context, after[0])
+    assert text.move([], None) is None
+    assert text.context is None
+
+
+def test_guesses_of_similar_contexts():
+    """Behind the root its own context is asked for, behind a guess that of the row which gave it."""
+    memory, contexts = Memory(), contexts_of(np.random.default_rng(0), 4)
+    memory.nearest.put([7, 0, 0], [8, 8, 9], rows_of(9, 10, 11), contexts[[0, 1, 2]], contexts[[2, 3, 3]])
+
+    def guesses(before, context, chance=1.0):
+        grower = Grower(memory, Acceptance(False), None, [before, 8], context, lambda depth: None, (), ())
+        growth, _ = grower.grow(3, 8, 0.0, None)
+        return growth.tokens, growth.kinds, grower
+
+    certain = nearest_kind(1.0, False) - NEAREST
+    tokens, kinds, grower = guesses(5, contexts[0])
+    assert tokens == [9, 11]  # token 9 has one row, in the context after the first row of token 8
+    assert [(kind - NEAREST) // NUM_BINS * NUM_BINS for kind in kinds] == [certain, certain]
+    assert grower._rows(0, -2, 5, 8, 0.9 * SIMILAR_ROWS) == []
+    tokens, kinds, _ = guesses(5, contexts[1])
+    assert tokens[0] == 10
+    tokens, kinds, _ = guesses(7, contexts[0])
+    assert kinds[0] // NUM_BINS > certain // NUM_BINS
+    assert nearest_kind(1.0, True) - nearest_kind(1.0, False) == NUM_BINS * (1 + len(SIMILARITIES))
+    assert guesses(5, None)[0] == []  # the control
+
+
+@pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "temperature": 0.6}])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_text_is_plain_and_a_saved_memory_goes_on(tmp_path, lade_on, arguments, batch_size):
+    lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0)
+    model, inputs = tiny_llama(), prompt(20, batch_size)
+    torch.manual_seed(5)
+    expected = generate_plain(model, inputs, max_new_tokens=40, **arguments)
+    memory = Memory(path=tmp_path / "memory.npz")
+    for _ in range(2):
+        with memory.active():
+            torch.manual_seed(5)
+            assert torch.equal(model.generate(**inputs, max_new_tokens=40, **arguments), expected)
+    assert lade.last_stats().sources["nearest"][0] > 0
+    memory.save()
+    loaded = Memory(path=memory.path)
+    assert len(loaded.nearest) == len(memory.nearest) > 0
+    for mine, other in zip(memory.nearest.as_arrays()[1:], loaded.nearest.as_arrays()[1:], strict=True):
+        assert np.array_equal(mine, other)
+    small = Memory(path=memory.path, max_bytes=2**17)
+    assert len(small.nearest) == min(len(memory.nearest), small.nearest.capacity)
+    memory.clear()
+    assert len(memory) == 0
+
+
+def test_a_memory_is_warmed_with_contexts(lade_on):
+    memory = Memory()
+    memory.warm(tiny_llama(), [list(range(40))])
+    assert len(memory.nearest) == 40
+    assert memory.nearest.find(VOCAB, np.ones(CONTEXT_SIZE, np.float32)) is None
