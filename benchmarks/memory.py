@@ -50,7 +50,7 @@ def file_seconds(args: argparse.Namespace) -> dict[str, Any]:
     """Saving a memory with so many rows, and loading it again."""
     keys = np.arange(args.rows // 2)
     rows = np.zeros((len(keys), ROW_LENGTH), dtype=np.int32)
-    max_bytes = args.rows * BYTES_PER_ROW
+    max_bytes = 2 * args.rows * BYTES_PER_ROW  # half of it is for rows by context
     memory = Memory(max_bytes)
     memory.identity = {"model_type": "none", "vocab_size": 1, "hidden_size": 1, "signs": ""}
     for table in (memory.singles, memory.pairs):
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the JSON there as well")
     args = parser.parse_args()
 
-    capacity = args.max_bytes // (2 * BYTES_PER_ROW)
+    capacity = args.max_bytes // (4 * BYTES_PER_ROW)
     figures: dict[str, Any] = {
         "benchmark": "memory",
         "environment": harness.machine(torch.device("cpu"), torch.float32),

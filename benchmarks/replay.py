@@ -244,8 +244,9 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
         if reads_wrong_guesses:
             logits = oracle.logits(len(prompt) + before, tree)
         else:
-            logits = torch.zeros(1, 1 + tree.num_nodes, oracle._num_tokens)
-            logits[:, [0, *(node + 1 for node in path)]] = oracle.logits(len(prompt) + before, tree.part([path]))
+            accepted = oracle.logits(len(prompt) + before, tree.part([path]))
+            logits = accepted.new_zeros(1, 1 + tree.num_nodes, oracle._num_tokens)
+            logits[:, [0, *(node + 1 for node in path)]] = accepted
         began = time.thread_time()
         drafter.learn(Outcome(tree, logits, [path], choices, sequences))
         seconds += time.thread_time() - began

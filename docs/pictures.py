@@ -54,6 +54,7 @@ text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"
 .pair { fill: #ddf4ff; stroke: #0969da }
 .single { fill: #fbefff; stroke: #8250df }
 .suffix, .sibling { fill: #fff1e5; stroke: #bc4c00 }
+.nearest { fill: #fff8c5; stroke: #9a6700 }
 .vocabulary { fill: #f6f8fa; stroke: #59636e }
 .root { fill: #f2b84b }
 .window { fill: #6ea8fe }
@@ -73,6 +74,7 @@ text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"
   .pair { fill: #0c2d6b }
   .single { fill: #2e1461 }
   .suffix, .sibling { fill: #471700 }
+  .nearest { fill: #3b2300 }
   .vocabulary { fill: #161b22 }
   .ink { fill: #10151c }
   .taken { stroke: #56d364 }
@@ -288,13 +290,14 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
     ]
     for i, (kind, text) in enumerate(
         (
+            ("nearest", "similar context"),
             ("pair", "row of two tokens"),
             ("single", "row of one"),
             ("vocabulary", "token alone"),
             ("sibling", "wrong guess's row"),
         )
     ):
-        x = 20 + i * 160
+        x = 20 + i * 130
         notes += [
             f'<rect class="{kind}" x="{x}" y="{end + 20}" width="16" height="16" rx="4"/>',
             label(x + 22, end + 33, text, "sans dim", 13),

@@ -337,7 +337,7 @@ def test_attention(command):
 
 def test_memory(command):
     figures = command("memory", "--max_bytes", str(2**20), "--writes", "64", "--rows", "2000", "--trials", "1")
-    assert figures["capacity"] == 2**20 // 2 // 264
+    assert figures["capacity"] == 2**20 // 4 // 264
     assert list(figures["rows_per_microsecond"]) == ["empty", "half full", "full", "full, all rows replaced once"]
     assert min(speed["median"] for speed in figures["rows_per_microsecond"].values()) > 0
     assert figures["file"]["rows"] == 2000

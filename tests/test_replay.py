@@ -76,13 +76,13 @@ def test_a_replay_of_what_is_known_takes_no_model(lade_on, bench, model):
 
 
 def test_logits_behind_wrong_guesses_are_the_models(bench, model):
-    """Kept rows hold the likeliest ids' logits, also behind guesses that the text does not go on with."""
+    """Also behind guesses that the text does not go on with."""
     text = bench.record(model, prompt(20), None, 12)
     tree = bench.TokenTree([[1, 2, 3, text.tokens[5]]], [[-1, 0, 1, -1]])
     found = bench.Oracle(model, text).logits(20 + 5, tree)[0]
     before = text.prompt + text.tokens[:5]
     for row, more in enumerate([[], [1], [1, 2], [1, 2, 3], [text.tokens[5]]]):
-        expected = model(torch.tensor([before + more])).logits[0, -1].float()
+        expected = model(torch.tensor([before + more])).logits[0, -1]
         torch.testing.assert_close(found[row], expected)
 
 

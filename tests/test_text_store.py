@@ -13,6 +13,7 @@ from support import generate_plain, prompt, tiny_llama
 import lade
 from lade.drafting.acceptance import (
     MATCH_LENGTHS,
+    NEAREST,
     NUM_KINDS,
     RESUMED_KINDS,
     STORE_KINDS,
@@ -243,7 +244,7 @@ def test_kinds_of_long_matches():
     used = {*STORE_KINDS[0][3:], *STORE_KINDS[1][3:]}
     assert len(used) == 2 * len(MATCH_LENGTHS)
     assert max(used) < RESUMED_KINDS[0][0]
-    assert max(RESUMED_KINDS[0]) == NUM_KINDS - 1
+    assert max(RESUMED_KINDS[0]) == NEAREST - 1
     assert [name_of(RESUMED_KINDS[0][length]) for length in (0, 4, 21)] == [f"resumed copy of {n}" for n in (0, 3, 9)]
     index = SuffixIndex()
     index.extend([*range(40), *range(15)])

@@ -28,9 +28,10 @@ IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": s
 class Contents:
     """What is saved of a memory.
 
-    identity: of its model, None if none has used it. step_costs: of that model. singles, pairs: the
-    tables' rows. nearest: rows by context, None without. counts: by whether tokens are sampled, trials and hits of each kind of guess, [2, kinds]. texts: ids,
-    END after each text; None if they are left out. vocabulary: the rows of tokens alone, None without.
+    identity: of its model, None if none has used it. step_costs: of that model. singles, pairs: the tables' rows.
+    nearest: rows by context, None without. counts: by whether tokens are sampled, trials and hits of each kind of
+    guess, [2, kinds]. texts: ids, END after each text; None if they are left out. vocabulary: the rows of tokens alone,
+    None without.
     """
 
     identity: dict[str, Any] | None

@@ -44,7 +44,7 @@ class Nearest(NamedTuple):
 def projected(logits: Tensor) -> Tensor:
     """Of each row CONTEXT_SIZE numbers, on the logits' device. logits: [..., V]. Returns [..., CONTEXT_SIZE] float32."""
     columns = logits.detach()[..., :: max(1, logits.shape[-1] // NUM_COLUMNS)][..., :NUM_COLUMNS]
-    return columns.float() @ _projection(columns.shape[-1], logits.device)
+    return (columns.float() @ _projection(columns.shape[-1], logits.device)).float()  # autocast may have rounded it
 
 
 @cache
