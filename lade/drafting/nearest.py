@@ -22,6 +22,9 @@ from lade.drafting.top_k_table import ROW_LENGTH, Packed, PackedRow, TableArrays
 CONTEXT_SIZE = 64  # numbers of a context
 NUM_COLUMNS = 256  # logits of a row that it is made of, evenly spaced: more told contexts apart no better
 LEAST_CENTRED = 8  # rows whose mean is taken for what all have in common
+# Parameters of a model from which on rows by context are worth what it takes to look them up, some tenths of a
+# millisecond a step.
+LEAST_PARAMETERS = 3e7
 MAX_PLACES = 64  # latest rows of a token that are compared
 BYTES_PER_RECORD = 2 * 4 * CONTEXT_SIZE + 4 * ROW_LENGTH + 160  # both contexts, ids with their bins, the index
 SEED = 0  # of the projection; saved contexts depend on it
@@ -33,7 +36,7 @@ UNKNOWN: Context = np.zeros(CONTEXT_SIZE, dtype=np.float32)
 
 
 class Nearest(NamedTuple):
-    """A row of a token, the token before it, the cosine of its context to the one asked for, and the context after it."""
+    """A row of a token, the token before it, its context's cosine to the one asked for, and the context after it."""
 
     row: PackedRow
     previous: int
@@ -42,7 +45,7 @@ class Nearest(NamedTuple):
 
 
 def projected(logits: Tensor) -> Tensor:
-    """Of each row CONTEXT_SIZE numbers, on the logits' device. logits: [..., V]. Returns [..., CONTEXT_SIZE] float32."""
+    """Of each row CONTEXT_SIZE numbers, on the device. logits: [..., V]. Returns [..., CONTEXT_SIZE] float32."""
     columns = logits.detach()[..., :: max(1, logits.shape[-1] // NUM_COLUMNS)][..., :NUM_COLUMNS]
     return (columns.float() @ _projection(columns.shape[-1], logits.device)).float()  # autocast may have rounded it
 

@@ -21,11 +21,11 @@ from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Out
 from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.growth import Grower, Growth
 from lade.drafting.memory import Memory, memory_for
-from lade.drafting.nearest import projected
+from lade.drafting.nearest import LEAST_PARAMETERS, projected
 from lade.drafting.seen_rows import SeenRows
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import Packed, unpacked
-from lade.drafting.vocabulary import vocabulary_of
+from lade.drafting.vocabulary import num_parameters_of, vocabulary_of
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
@@ -54,6 +54,7 @@ class TreeDrafter:
         self.num_tokens = request.num_tokens
         self.acceptance = self.memory.acceptance[temperature is not None]
         self._rows_alone = _rows_alone(request, self.memory)
+        self._has_contexts = not config.adaptive or num_parameters_of(request.model) >= LEAST_PARAMETERS
         self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         self._texts = [DraftedText(ids.tolist()) for ids in request.prompts()]
         self._seen = SeenRows(temperature or 1.0, request.top_k, request.top_p)
@@ -213,14 +214,15 @@ class TreeDrafter:
         """Add one text's rows of a step. is_due: they are learned from before the next forward."""
         text, digest = self._texts[row], outcome.digest
         roots, num_rows = text.tokens[-2:], 1 + len(text.growth.tokens)
+        logits = outcome.logits[row, :num_rows, : self.num_tokens]
         if digest is not None:
-            ids, chances, projections = (of[row, :num_rows] for of in (digest.ids, digest.chances, digest.projections))
+            ids, chances = digest.ids[row, :num_rows], digest.chances[row, :num_rows]
             self._seen.add_digested(roots, text.growth, path, ids, chances)
         else:  # they wait, and the next forward may overwrite their memory
-            logits = outcome.logits[row, :num_rows, : self.num_tokens]
-            projections = projected(logits).cpu().numpy()
             self._seen.add(roots, text.growth, path, logits if is_due else logits.clone())
-        self._seen.contexts.append(text.move(path, self.memory.nearest.contexts(projections)))
+        if self._has_contexts:
+            projections = projected(logits).cpu().numpy() if digest is None else digest.projections[row, :num_rows]
+            self._seen.contexts.append(text.move(path, self.memory.nearest.contexts(projections)))
 
     def _judge(self, growth: Growth, path: list[int], last: int) -> int | None:
         """Learn which guesses were right. path: the accepted ones. last: the token committed after them.
@@ -244,7 +246,7 @@ class TreeDrafter:
         order = sorted(range(len(rows)), key=seen.is_accepted.__getitem__)  # stable
         in_order, num_accepted = rows[order], sum(seen.is_accepted)
         self.memory.learn([seen.previous[i] for i in order], [seen.tokens[i] for i in order], in_order, num_accepted)
-        contexts = seen.all_contexts()
+        contexts = seen.all_contexts() if self._has_contexts else None
         if contexts is not None:
             self.memory.nearest.put(seen.previous, seen.tokens, rows, *contexts)
         _, bins = unpacked(in_order[len(order) - num_accepted :, 0])

@@ -182,7 +182,7 @@ class StaticInputs:
         self._step.fill(step_inputs(block, cache, settings, race))
 
     def packed_digest(self, logits: Tensor, num_tokens: int | None) -> Tensor:
-        """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K + CONTEXT_SIZE] int32, without a copy to the host.
+        """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K + CONTEXT_SIZE] int32, on the device.
 
         num_tokens: ids that have an embedding.
         """
