@@ -8,8 +8,9 @@ ones.
 The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the
 drafter what the loop would: the same requests, random draws, committed tokens, and the model's own logits behind every
 node of its tree, rejected ones included. Their hidden states are computed when a drafter asks for them first, and kept
-(`--records`), so that later replays need no forward. A drafter is anything `lade.drafting.register_drafter` knows (`--modes`), among
-them those of `field.py`. Every step has the whole block (ADAPTIVE=0): what is compared are guesses, not sizes.
+(`--records`), so that later replays need no forward. A drafter is anything `lade.drafting.register_drafter` knows
+(`--modes`), among them those of `field.py`. Every step has the whole block (ADAPTIVE=0): what is compared are guesses,
+not sizes.
 
 "Cold" begins each prompt with an empty memory, "warm" takes a set's prompts in their order with one. S is tokens over
 forward passes, the prompt's included. Ratios are means over prompts, with standard errors, of those whose text is no

@@ -139,7 +139,7 @@ TESTED_IN = {
     "models.base": "models",
     "models.compiled": "compiled_models",
     "models.reaches": "families",
-    "models.request": "requests",
+    "models.checks": "requests",
     "models.self_check": "models",
     "models.shadow": "models",
     "parallel.checksums": "parallel",

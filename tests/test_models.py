@@ -227,13 +227,13 @@ def test_a_changed_view_is_a_view(lade_on):
     """An adapter that says how its shadow model differs need not say that it needs one."""
 
     class Changed(ModelAdapter):
-        def change_view(self, view):
+        def change_shadow(self, view):
             view.model.norm.variance_epsilon = 1.0
 
     model = tiny_llama()
     adapter = Changed(model)
-    assert adapter.needs_view
-    assert not ModelAdapter(model).needs_view
+    assert adapter.needs_shadow
+    assert not ModelAdapter(model).needs_shadow
     assert adapter.block_model.model.norm.variance_epsilon == 1.0 != model.model.norm.variance_epsilon
 
 

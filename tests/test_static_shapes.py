@@ -195,7 +195,7 @@ def test_a_model_is_let_go():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: tiny(BloomForCausalLM, BloomConfig), "this family's blocks run on a changed view of the model"),
+        (lambda: tiny(BloomForCausalLM, BloomConfig), "this family's blocks run on changed modules of the model"),
         (lambda: tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary frequ"),
     ],
     ids=["view", "rope"],
@@ -214,7 +214,7 @@ def test_refused(make, reason):
 def test_on_a_private_view(uses_kernel, model, monkeypatch):
     """Which is made anew for each call: what was compiled for the first one serves the next."""
     monkeypatch.setattr(fixed, "BACKEND", "aot_eager")
-    monkeypatch.setattr(ModelAdapter, "needs_view", True)
+    monkeypatch.setattr(ModelAdapter, "needs_shadow", True)
     lade.config_lade(USE_FLASH=uses_kernel)
     torch._dynamo.utils.counters.clear()
     for seed in range(2):

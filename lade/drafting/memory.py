@@ -35,7 +35,7 @@ MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them; between unrelated mo
 
 
 class Memory:
-    """Rows of likely next tokens by the last token and by the last two, with the learned chances of such guesses.
+    """Rows of likely next tokens by the last token, the last two and context; the learned chances of such guesses.
 
     It belongs to one model, the first that uses it. Inside `with memory.active():` the calls of this thread use it
     instead of the one that all calls of the model share:

@@ -84,7 +84,7 @@ class BlockRunner:
         """Why the model's attention can be neither replaced, compiled nor captured, as a sentence; None if it can."""
         adapter = self.adapter
         if adapter.has_own_blocks:
-            return "this family's blocks run on a changed view of the model"
+            return "this family's blocks run on changed modules of the model"
         if adapter.code.is_patched:
             return "the model is dispatched or patched"
         return "the model's attention is not transformers' own" if adapter.code.functions else None

@@ -22,7 +22,7 @@ from lade.request import Request
 class AlibiAdapter(ModelAdapter):
     """Common part of the ALiBi families. Blocks run on a shadow model."""
 
-    needs_view = True
+    needs_shadow = True
     last_position = None
 
     def bias_of_keys(self, block: Block) -> Tensor:
@@ -47,8 +47,8 @@ class AlibiAdapter(ModelAdapter):
 class BloomAdapter(AlibiAdapter):
     safe_hooks = ("prepare_inputs_for_generation",)  # older versions: only pads the masks of static caches
 
-    def change_view(self, view: Any) -> None:
-        view.transformer.build_alibi_tensor = lambda mask, num_heads, dtype: self._bias
+    def change_shadow(self, shadow: Any) -> None:
+        shadow.transformer.build_alibi_tensor = lambda mask, num_heads, dtype: self._bias
 
     def masks(self, block: Block) -> Tensor:
         bias = self.bias_of_keys(block)
@@ -65,24 +65,24 @@ class FalconAdapter(AlibiAdapter):
     """Falcon. With `alibi=False` it has rotary positions and needs no shadow model."""
 
     def unsupported_request(self, request: Request) -> str | None:
-        if request.has_static_cache and self.needs_view:
+        if request.has_static_cache and self.needs_shadow:
             return "Falcon's ALiBi and its mask have different lengths with a static cache"
         if request.wants_attentions:
             return "output_attentions takes Falcon through attention code of its own"
         return super().unsupported_request(request)
 
     @property
-    def needs_view(self) -> bool:  # type: ignore[override]
+    def needs_shadow(self) -> bool:  # type: ignore[override]
         return bool(self.config.alibi)
 
-    def change_view(self, view: Any) -> None:
-        for layer in view.transformer.h:
+    def change_shadow(self, shadow: Any) -> None:
+        for layer in shadow.transformer.h:
             layer.register_forward_pre_hook(
                 lambda _, args, kwargs: (args, kwargs | self._layer_arguments), with_kwargs=True
             )
 
     def masks(self, block: Block) -> Any:
-        if not self.needs_view:
+        if not self.needs_shadow:
             return super().masks(block)
         bias = self.bias_of_keys(block)[:, :, None]  # [B, H, 1, K]
         # Falcon's layers expect the bias inside the mask and, with eager attention, also as an argument.
@@ -92,7 +92,7 @@ class FalconAdapter(AlibiAdapter):
             "attention_mask": (bias / scale).masked_fill(mask < -1, torch.finfo(self.dtype).min),
             "alibi": bias.flatten(0, 1),
         }
-        return None  # the hooks of `change_view` replace the mask that the model builds from it
+        return None  # the hooks of `change_shadow` replace the mask that the model builds from it
 
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
         from lade.compat import build_alibi_tensor
@@ -106,8 +106,8 @@ class MptAdapter(AlibiAdapter):
     def most_slots(self) -> int:
         return int(self.config.max_seq_len)
 
-    def change_view(self, view: Any) -> None:
-        view.transformer.build_mpt_alibi_tensor = lambda num_heads, num_slots, device: self._bias
+    def change_shadow(self, shadow: Any) -> None:
+        shadow.transformer.build_mpt_alibi_tensor = lambda num_heads, num_slots, device: self._bias
 
     def masks(self, block: Block) -> Any:
         self._bias = Sliced(self.bias_of_keys(block)[:, :, None])  # [B, H, 1, K]: the stock one is for all rows

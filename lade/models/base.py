@@ -15,11 +15,11 @@ from transformers import DynamicCache, PreTrainedModel
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer
 from lade.compat import MOVING_ROPES, PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, rope_settings
+from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
 from lade.models.reaches import LAYER_REACH, layer_reaches
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
-from lade.models.request import unsupported_by_any
 from lade.models.shadow import shadow_model
 from lade.models.training import training_reason
 from lade.request import Request
@@ -80,8 +80,8 @@ class ModelAdapter:
             return f"attention {attention!r} is not known to take a mask per block; eager and sdpa do"
         if attention not in MASKED_ATTENTION and not self.model._can_set_attn_implementation():
             return f"attention {attention!r} of {type(self.model).__name__} is built in and takes no mask per block"
-        if self.needs_view and self.code.is_patched:
-            return "blocks need a changed view of this model, which a dispatched or patched model does not allow"
+        if self.needs_shadow and self.code.is_patched:
+            return "blocks need changed modules of this model, which a dispatched or patched model does not allow"
         return None
 
     def unsupported_state(self) -> str | None:
@@ -186,7 +186,7 @@ class ModelAdapter:
     @property
     def has_own_blocks(self) -> bool:
         """Whether the family has masks or a shadow model of its own."""
-        names = ("masks", "change_view", "block_model")
+        names = ("masks", "change_shadow", "block_model")
         return any(getattr(type(self), name) is not getattr(ModelAdapter, name) for name in names)
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
@@ -281,15 +281,15 @@ class ModelAdapter:
     @cached_property
     def block_model(self) -> Any:
         """The model that runs the blocks: the user's, or a shadow model of it."""
-        if not self.needs_view:
+        if not self.needs_shadow:
             return self._uncompiled
         own, attention = self.config._attn_implementation, self._masked_attention
-        view = shadow_model(self.model, attention=None if attention == own else attention)
-        self.change_view(view)
-        return view
+        shadow = shadow_model(self.model, attention=None if attention == own else attention)
+        self.change_shadow(shadow)
+        return shadow
 
-    def change_view(self, view: Any) -> None:
-        """Change the shadow model that runs the blocks, where `needs_view`."""
+    def change_shadow(self, shadow: Any) -> None:
+        """Change the shadow model that runs the blocks, where `needs_shadow`."""
 
     @cached_property
     def reaches(self) -> Reach | dict[str, Reach]:
@@ -309,9 +309,9 @@ class ModelAdapter:
         return "sdpa" if self.model._supports_sdpa and not has_cap else "eager"
 
     @property
-    def needs_view(self) -> bool:
+    def needs_shadow(self) -> bool:
         """Whether blocks run on a shadow model: one that the family changes, or one with another attention."""
-        is_changed = type(self).change_view is not ModelAdapter.change_view
+        is_changed = type(self).change_shadow is not ModelAdapter.change_shadow
         return is_changed or self._masked_attention != self.config._attn_implementation
 
     @cached_property

@@ -31,8 +31,8 @@ class GPTNeoAdapter(ModelAdapter):
             return "with a static cache GPT-Neo's local layers attend to other slots than with other caches"
         return super().unsupported_request(request)
 
-    def change_view(self, view: Any) -> None:
-        for layer in view.transformer.h:
+    def change_shadow(self, shadow: Any) -> None:
+        for layer in shadow.transformer.h:
             attention = layer.attn.attention
             del attention._buffers["bias"]
             attention.bias = self._local if attention.attention_type == "local" else self._everything

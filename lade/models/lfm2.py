@@ -32,9 +32,9 @@ class Lfm2Adapter(ModelAdapter):
     def prompt_model(self) -> Any:
         return self.block_model
 
-    def change_view(self, view: Any) -> None:
+    def change_shadow(self, shadow: Any) -> None:
         self.ancestors: Tensor | None = None
-        layers = [layer for layer in view.modules() if hasattr(layer, "is_attention_layer")]
+        layers = [layer for layer in shadow.modules() if hasattr(layer, "is_attention_layer")]
         for layer, layer_type in zip(layers, self.config.layer_types, strict=True):
             if layer_type == "conv":
                 layer.conv = TreeConvolution(layer.conv, self)

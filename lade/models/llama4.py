@@ -15,11 +15,11 @@ class Llama4Adapter(ModelAdapter):
     """With `attn_temperature_tuning`, blocks run on a shadow model whose query projections scale by position."""
 
     @property
-    def needs_view(self) -> bool:
+    def needs_shadow(self) -> bool:
         return bool(self.config.attn_temperature_tuning) or self._masked_attention != self.config._attn_implementation
 
-    def change_view(self, view: Any) -> None:
-        for attention in list(view.modules()):
+    def change_shadow(self, shadow: Any) -> None:
+        for attention in list(shadow.modules()):
             if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
                 attention.attn_temperature_tuning = False
                 attention.q_proj = ScaledProjection(attention.q_proj, attention, self)

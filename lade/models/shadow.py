@@ -29,30 +29,30 @@ def shadow_model(model: PreTrainedModel, attention: str | None = None) -> Any:
         for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             if part is not None:
                 part._attn_implementation = attention
-    return _view(model, known, attention)
+    return _shadow(model, known, attention)
 
 
-def _view(module: M, known: dict[int, Any], attention: str | None) -> M:
+def _shadow(module: M, known: dict[int, Any], attention: str | None) -> M:
     if id(module) in known:  # tied modules stay tied
         return known[id(module)]
     is_compiled = can_pass_by(module)
     if is_compiled and "_orig_mod" in module._modules:
-        known[id(module)] = _view(module._modules["_orig_mod"], known, attention)  # type: ignore[type-var]
+        known[id(module)] = _shadow(module._modules["_orig_mod"], known, attention)  # type: ignore[type-var]
         return known[id(module)]
-    view = module.__class__.__new__(module.__class__)
-    known[id(module)] = view
+    shadow = module.__class__.__new__(module.__class__)
+    known[id(module)] = shadow
     config = getattr(module, "config", None)
     if attention is not None and isinstance(config, PreTrainedConfig) and id(config) not in known:
         known[id(config)] = copy.copy(config)  # a config object that the modules hold besides the model's own
         known[id(config)]._attn_implementation = attention
     for name, value in vars(module).items():
-        view.__dict__[name] = value.copy() if name in OWN_DICTIONARIES else known.get(id(value), value)
+        shadow.__dict__[name] = value.copy() if name in OWN_DICTIONARIES else known.get(id(value), value)
     if is_compiled:
-        view.__dict__.pop("forward", None)
-        view.__dict__.pop("_compiled_call_impl", None)
+        shadow.__dict__.pop("forward", None)
+        shadow.__dict__.pop("_compiled_call_impl", None)
     for name, child in module._modules.items():
-        view._modules[name] = None if child is None else _view(child, known, attention)
-    return view
+        shadow._modules[name] = None if child is None else _shadow(child, known, attention)
+    return shadow
 
 
 def take_hooks(module: nn.Module, stock: nn.Module) -> None:
