@@ -329,7 +329,7 @@ def private_names(tree):
 def test_every_private_name_is_in_the_table():
     """What a file of lade reads with an underscore is lade's own, the interpreter's, or one of the table."""
     known = {part for name in compat.NAMES for part in name.path.removesuffix("()").split(".")}
-    known |= {*compat.OWN_DICTIONARIES, compat.CALLERS_CACHE_MARK, "_exit", "_run_module_as_main", "_fields"}
+    known |= {*compat.OWN_DICTIONARIES, compat.CALLERS_CACHE_MARK, "_exit", "_run_module_as_main", "_fields", "_asdict"}
     paths = set((ROOT / "lade").rglob("*.py")) - {ROOT / "lade" / "compat.py"}  # whose checks may use what they like
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
     own = set().union(*(private_names(tree)[1] for tree in trees.values()))

@@ -174,6 +174,9 @@ def damage(path, kind):
         change = {
             "beyond the vocabulary": lambda: arrays["pairs_ids"].__setitem__((0, 0), VOCAB),
             "by context have a wrong shape": lambda: arrays.__setitem__("nearest_centre", arrays["nearest_after"][:2]),
+            "by context have numbers out of range": lambda: arrays["nearest_before"].__setitem__((0, 3), float("nan")),
+            "context have numbers out of range": lambda: arrays["nearest_after"].__setitem__((0, 3), 2.0),
+            "have numbers out of range": lambda: arrays["nearest_centre"].__setitem__((0, 3), float("inf")),
             "by context have a wrong type": lambda: arrays.__setitem__(
                 "nearest_before", arrays["nearest_before"].astype(int)
             ),
@@ -200,6 +203,9 @@ def damage(path, kind):
         "beyond the vocabulary",
         "by context have a wrong shape",
         "by context have a wrong type",
+        "by context have numbers out of range",
+        "context have numbers out of range",
+        "have numbers out of range",
         "wrong shape",
         "out of range",
         "chances are out of range",
@@ -210,6 +216,7 @@ def damage(path, kind):
     ],
 )
 def test_a_damaged_file_is_refused_and_left_alone(model, tmp_path, kind):
+    lade.config_lade(ADAPTIVE=0)  # so that the small model has rows by context
     path = tmp_path / "memory.npz"
     memory = Memory(path=path)
     with memory.active():

@@ -1,13 +1,17 @@
 """Rows by context: the most similar one is found, within bounds, and none changes a text."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import VOCAB, generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, tiny_llama
 
 import lade
+from lade.config import current_config
+from lade.drafting import nearest as nearest_module
 from lade.drafting.acceptance import NEAREST, NUM_BINS, SIMILARITIES, Acceptance, nearest_kind
 from lade.drafting.growth import SIMILAR_ROWS, Grower, Growth
 from lade.drafting.memory import Memory
@@ -15,9 +19,12 @@ from lade.drafting.nearest import (
     CONTEXT_SIZE,
     LEAST_CENTRED,
     MAX_PLACES,
+    UNKNOWN,
     NearestRows,
-    projected,
+    projection,
+    uses_contexts,
 )
+from lade.drafting.nearest import projected as projected_by
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import ROW_LENGTH, packed
 
@@ -63,17 +70,22 @@ def test_the_most_similar_row_of_a_token_is_found(steps, capacity):
     assert (len(nearest), nearest.find(0, asked)) == (0, None)
 
 
-@pytest.mark.parametrize("num_tokens", [5, 61, 4096, 50_257])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def projected(logits):
+    return projected_by(logits, projection(logits.device)).numpy()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 61, 300, 4096, 50_257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_contexts_are_as_similar_as_the_logits(num_tokens, dtype):
     torch.manual_seed(0)
     head, states = torch.randn(num_tokens, 16), torch.randn(40, 16)
     states[20:] = states[:20] + 0.05 * torch.randn(20, 16)
-    nearest = NearestRows(100)
     logits = (states @ head.T + torch.randn(num_tokens)).to(dtype)
-    assert nearest.contexts(projected(logits[: LEAST_CENTRED - 1]).numpy()) is None
-    contexts = nearest.contexts(projected(logits).numpy())
-    assert contexts.shape == (40, CONTEXT_SIZE)
+    nearest = NearestRows(100)
+    assert nearest.contexts(projected(logits[: LEAST_CENTRED - 1])) is None
+    contexts = nearest.contexts(projected(logits[LEAST_CENTRED - 1 :]))
+    assert contexts.shape == (41 - LEAST_CENTRED, CONTEXT_SIZE)
+    contexts = nearest.contexts(projected(logits))
     assert np.linalg.norm(contexts, axis=1) == pytest.approx(1, abs=1e-3)
     cosines = contexts @ contexts.T - 2 * np.eye(40)
     assert cosines.argmax(1).tolist() == [*range(20, 40), *range(20)]
@@ -81,33 +93,61 @@ def test_contexts_are_as_similar_as_the_logits(num_tokens, dtype):
     assert num_tokens < 50 or np.abs(np.median(cosines)) < 0.2
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_logits_that_are_no_numbers_are_harmless(value):
-    """Nothing is raised, even where numpy is set to, and a row that such a context led to is not found again."""
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("where", [(3, slice(None)), (slice(None), 7), (3, 7), (slice(None), slice(None))])
+def test_logits_that_are_no_numbers_are_harmless(value, where):
+    """Of one row, of one token, of both, of everything: nothing is raised, even where numpy is set to, and the others
+    are found."""
     torch.manual_seed(0)
     logits, nearest = torch.randn(10, 300), NearestRows(100)
-    logits[3] = value
+    logits[where] = value
     with np.errstate(all="raise"):
-        assert nearest.contexts(projected(logits).numpy()) is None  # not as the centre
-        nearest.contexts(projected(logits[4:].repeat(2, 1)).numpy())
-        contexts = nearest.contexts(projected(logits).numpy())
-        put(nearest, [1, 1, 1, 2, *[1] * 6], contexts)
-        assert nearest.find(2, contexts[0]) is None
-        assert nearest.find(1, contexts[3]) is None
-        assert nearest.find(1, contexts[5]).previous == 5
+        contexts = nearest.contexts(projected(logits))
+        assert np.isfinite(contexts).all()
+        put(nearest, [1] * 10, contexts)
+        assert nearest.find(1, contexts[5]).previous == (0 if where == (slice(None), slice(None)) else 5)
+        saved = nearest.as_arrays()
+    restored = NearestRows(100)
+    restored.restore(saved)
+    assert restored.find(1, contexts[5]) is not None
+
+
+def test_who_has_rows_by_context(lade_on, monkeypatch):
+    lade.config_lade(MODE="tree", ADAPTIVE=1)
+    model, config = tiny_llama(), current_config()
+    assert not uses_contexts(model, config)
+    assert uses_contexts(model, replace(config, adaptive=False))
+    for more, is_used in ((0, True), (1, False)):
+        monkeypatch.setattr(nearest_module, "LEAST_PARAMETERS", model.num_parameters() + more)
+        assert uses_contexts(model, config) == is_used
+        memory = Memory()
+        with memory.active():
+            model.generate(**prompt(20), max_new_tokens=40, do_sample=False)
+        assert (len(memory.nearest) > 0) == is_used
+
+
+def test_a_file_does_not_spell_out_the_texts():
+    numbers = np.random.default_rng(0)
+    tokens, nearest = numbers.integers(0, 50, 300).tolist(), NearestRows(1000)
+    put(nearest, tokens, contexts_of(numbers, 300))
+    saved = nearest.as_arrays()
+    assert saved.table.keys.tolist() == sorted(tokens)
+    for token in range(50):  # of each token the order is kept
+        order = saved.previous[saved.table.keys == token].tolist()
+        assert order == sorted(order)
 
 
 def test_a_texts_context_follows_the_accepted_guesses():
     text, after = DraftedText([1, 2]), contexts_of(np.random.default_rng(0), 4)
     text.growth = Growth(tokens=[5, 6, 7], parents=[-1, 0, -1])
-    before, _ = text.move([0, 1], after)
+    before, _ = text.take_contexts([0, 1], after)
     assert (before[0] == 0).all()  # that of the prompt's last token is not known
     assert np.array_equal(before[1:], after[[0, 1, 0]])
     assert np.array_equal(text.context, after[2])
-    before, _ = text.move([], after)
+    before, _ = text.take_contexts([], after)
     assert np.array_equal(before[0], after[2])
     assert np.array_equal(text.context, after[0])
-    assert text.move([], None) is None
+    assert text.take_contexts([], None) is None
     assert text.context is None
 
 
@@ -126,10 +166,8 @@ def test_guesses_of_similar_contexts():
     assert tokens == [9, 11]  # token 9 has one row, in the context after the first row of token 8
     assert [(kind - NEAREST) // NUM_BINS * NUM_BINS for kind in kinds] == [certain, certain]
     assert grower._rows(0, -2, 5, 8, 0.9 * SIMILAR_ROWS) == []
-    tokens, kinds, _ = guesses(5, contexts[1])
-    assert tokens[0] == 10
-    tokens, kinds, _ = guesses(7, contexts[0])
-    assert kinds[0] // NUM_BINS > certain // NUM_BINS
+    assert guesses(5, contexts[1])[0][0] == 10
+    assert (guesses(7, contexts[0])[1][0] - NEAREST) // NUM_BINS * NUM_BINS == nearest_kind(1.0, True) - NEAREST
     assert nearest_kind(1.0, True) - nearest_kind(1.0, False) == NUM_BINS * (1 + len(SIMILARITIES))
     assert guesses(5, None)[0] == []  # the control
 
@@ -159,7 +197,13 @@ def test_the_text_is_plain_and_a_saved_memory_goes_on(tmp_path, lade_on, argumen
 
 
 def test_a_memory_is_warmed_with_contexts(lade_on):
+    lade.config_lade(ADAPTIVE=0)
     memory = Memory()
-    memory.warm(tiny_llama(), [list(range(40))])
+    memory.warm(tiny_llama(), [list(range(3, 43))])
     assert len(memory.nearest) == 40
-    assert memory.nearest.find(VOCAB, np.ones(CONTEXT_SIZE, np.float32)) is None
+    before = None
+    for token in range(3, 43):
+        found = memory.nearest.find(token, UNKNOWN if before is None else before)
+        assert found.similarity == pytest.approx(0 if before is None else 1, abs=1e-4)
+        assert found.previous == (token - 1 if before is not None else -1)
+        before = found.after

@@ -138,7 +138,7 @@ class Grower:
         self._known: set[Edge] = set()  # of these nodes
         self._behind: dict[Edge, Pointer] = {}  # what follows an earlier occurrence
         self._drawn: dict[int, Draws | None] = {}  # by distance from the root
-        # Contexts of what follows a node, and how sure they are: at most as similar to these any row is taken to be.
+        # The context after a node, and how similar a row found by it may be called at most.
         self._contexts: dict[int, tuple[Context, float]] = {} if context is None else {ABOVE_ROOT: (context, 1.0)}
         self._num_pushed = 0
         # The next guess of each source: -chance, order, token, parent, kind, and the guesses after it.

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from lade.block_size.costs import SavedCosts, saved_costs
+from lade.config import current_config
 from lade.drafting.acceptance import Acceptance
 from lade.drafting.array_file import MAX_TEXTS
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import Contents, read_memory, write_memory
-from lade.drafting.nearest import BYTES_PER_RECORD, UNKNOWN, NearestRows, projected
+from lade.drafting.nearest import BYTES_PER_RECORD, UNKNOWN, NearestRows, projected, projection, uses_contexts
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BYTES_PER_ROW, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
@@ -214,7 +215,9 @@ class Memory:
             before = [ids[start - 1] if start else -1, *chunk[:-1]]
             rows = packed(*most_likely(logits))
             self.learn(before, chunk, rows, len(chunk))
-            after = self.nearest.contexts(projected(logits).cpu().numpy())
+            if not uses_contexts(model, current_config()):
+                continue
+            after = self.nearest.contexts(projected(logits, projection(logits.device)).cpu().numpy())
             if after is not None:
                 self.nearest.put(before, chunk, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
 
@@ -267,4 +270,6 @@ def memory_for(model: Any, share: bool, cost_source: str) -> Memory:
     shared = _shared.of(model)
     for key in [key for key in shared if key[0] != vocab_size]:  # embeddings may be resized
         del shared[key]
-    return shared.setdefault((vocab_size, cost_source), Memory())
+    if (vocab_size, cost_source) not in shared:
+        shared[vocab_size, cost_source] = Memory()
+    return shared[vocab_size, cost_source]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lade.block_size.costs import SavedCosts
 from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
 from lade.drafting.array_file import TEXTS, Arrays, read_arrays, write_arrays
-from lade.drafting.nearest import CONTEXT_SIZE, NearestArrays
+from lade.drafting.nearest import CONTEXT_SIZE, LARGEST_LOGIT, NUM_COLUMNS, NearestArrays
 from lade.drafting.suffix_index import END
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, TableArrays
 from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
@@ -21,6 +21,8 @@ from lade.drafting.vocabulary import Vocabulary
 
 FORMAT = 3  # 2 had rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling
 READABLE_FORMATS = (2, 3)
+LARGEST_CONTEXT = 1.01  # of a number of a context, which has length 1, rounded
+LARGEST_CENTRE = 1.01 * NUM_COLUMNS * LARGEST_LOGIT
 IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
 
 
@@ -50,9 +52,9 @@ def write_memory(path: Path, contents: Contents) -> None:
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
     tables = {"singles": contents.singles, "pairs": contents.pairs}
     if contents.nearest is not None:
-        table, *others = contents.nearest
-        tables["nearest"] = table
-        arrays |= {f"nearest_{part}": array for part, array in zip(NearestArrays._fields[1:], others, strict=True)}
+        parts = contents.nearest._asdict()
+        tables["nearest"] = parts.pop("table")
+        arrays |= {f"nearest_{part}": array for part, array in parts.items()}
     for name, table in tables.items():
         arrays |= {f"{name}_{part}": array for part, array in zip(TableArrays._fields, table, strict=True)}
     arrays |= {f"chances_{int(do_sample)}": counts for do_sample, counts in contents.counts.items()}
@@ -138,7 +140,10 @@ def _nearest(arrays: Arrays, vocab_size: int) -> NearestArrays | None:
         raise ValueError("its rows by context have a wrong shape")
     if previous.dtype.kind != "i" or any(array.dtype.kind != "f" for array in (before, after, centre)):
         raise ValueError("its rows by context have a wrong type")
-    return NearestArrays(table, previous, before, after, centre)
+    limits = (before, LARGEST_CONTEXT), (after, LARGEST_CONTEXT), (centre, LARGEST_CENTRE)
+    if not all(np.abs(array).max(initial=0) < limit for array, limit in limits):  # NaN is not, either
+        raise ValueError("its rows by context have numbers out of range")
+    return NearestArrays(table, previous, *(array.astype(np.float32) for array, _ in limits))
 
 
 def _counts(arrays: Arrays, do_sample: bool) -> npt.NDArray[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from functools import cache
-from math import isnan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,17 +16,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lade.config import LookaheadConfig
 from lade.drafting.top_k_table import ROW_LENGTH, Packed, PackedRow, TableArrays, packed, unpacked
 
 CONTEXT_SIZE = 64  # numbers of a context
-NUM_COLUMNS = 256  # logits of a row that it is made of, evenly spaced: more told contexts apart no better
+NUM_COLUMNS = 256  # logits of a row that it is made of, at most, evenly spaced: more told contexts apart no better
+LARGEST_LOGIT = 1e4  # larger ones count as this: some models rule out tokens by logits of -inf
 LEAST_CENTRED = 8  # rows whose mean is taken for what all have in common
-# Parameters of a model from which on rows by context are worth what it takes to look them up, some tenths of a
-# millisecond a step.
+# Looking up rows by context takes some tenths of a millisecond a step. Models of fewer parameters take so little more
+# for a step that it does not pay. The number of parameters decides, not a clock, which no text may follow.
 LEAST_PARAMETERS = 3e7
 MAX_PLACES = 64  # latest rows of a token that are compared
+SAVED_TOGETHER = 1024  # rows that are saved in the order of their tokens, so that a file does not spell out the texts
 BYTES_PER_RECORD = 2 * 4 * CONTEXT_SIZE + 4 * ROW_LENGTH + 160  # both contexts, ids with their bins, the index
 SEED = 0  # of the projection; saved contexts depend on it
+TINY = 1e-9  # in place of 0 where something is divided by it
 
 Context = npt.NDArray[np.float32]  # [CONTEXT_SIZE], of length 1, or all 0 where it is not known
 Contexts = npt.NDArray[np.float32]  # [M, CONTEXT_SIZE]
@@ -44,28 +47,34 @@ class Nearest(NamedTuple):
     after: Context
 
 
-def projected(logits: Tensor) -> Tensor:
-    """Of each row CONTEXT_SIZE numbers, on the device. logits: [..., V]. Returns [..., CONTEXT_SIZE] float32."""
-    columns = logits.detach()[..., :: max(1, logits.shape[-1] // NUM_COLUMNS)][..., :NUM_COLUMNS]
-    return (columns.float() @ _projection(columns.shape[-1], logits.device)).float()  # autocast may have rounded it
-
-
-@cache
-def _projection(num_columns: int, device: torch.device) -> Tensor:
-    """Random signs, [num_columns, CONTEXT_SIZE]."""
-    signs = np.random.default_rng(SEED).choice(np.array([-1.0, 1.0], np.float32), (num_columns, CONTEXT_SIZE))
-    return torch.from_numpy(signs).to(device)
-
-
 class NearestArrays(NamedTuple):
-    """All rows, [R] or [R, ..]: by their tokens, the tokens before these, the contexts, and [1, CONTEXT_SIZE] what all
-    contexts were taken relative to."""
+    """What is saved: R rows by their tokens, the tokens before these, the contexts, and the mean that they are relative
+    to, [1, CONTEXT_SIZE]."""
 
     table: TableArrays
     previous: npt.NDArray[Any]
     before: npt.NDArray[Any]
     after: npt.NDArray[Any]
     centre: npt.NDArray[Any]
+
+
+def uses_contexts(model: Any, config: LookaheadConfig) -> bool:
+    """Whether calls of a model have rows by context; with ADAPTIVE=0, which ignores what things cost, all do."""
+    return not config.adaptive or sum(parameter.numel() for parameter in model.parameters()) >= LEAST_PARAMETERS
+
+
+@cache
+def projection(device: torch.device) -> Tensor:
+    """Random signs, [NUM_COLUMNS, CONTEXT_SIZE]. The first call for a device makes the host wait for it."""
+    signs = np.random.default_rng(SEED).choice(np.array([-1.0, 1.0], np.float32), (NUM_COLUMNS, CONTEXT_SIZE))
+    return torch.from_numpy(signs).to(device)
+
+
+def projected(logits: Tensor, by: Tensor) -> Tensor:
+    """Of each row of logits [..., V] finite numbers, [..., CONTEXT_SIZE] float32. by: `projection`."""
+    columns = logits.detach()[..., :: -(-logits.shape[-1] // NUM_COLUMNS)].float()
+    columns = columns.nan_to_num(0.0).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    return (columns @ by[: columns.shape[-1]]).float()  # autocast may have rounded the product
 
 
 class NearestRows:
@@ -77,53 +86,56 @@ class NearestRows:
         self._centre, self._num_centred = UNKNOWN, 0  # the mean of so many rows
         self._places: dict[int, list[int]] = {}  # of each token's rows, the latest last
         self._next = 0  # place of the next row
-        # By place. Of arrays of zeros the system provides memory only where something is written.
-        self._tokens: list[int] = []
+        self._tokens: list[int] = []  # by place, as the others
         self._previous: list[int] = []
-        self._rows = np.zeros((capacity, ROW_LENGTH), np.int32)
-        self._before, self._after = (np.zeros((capacity, CONTEXT_SIZE), np.float32) for _ in range(2))
+        self._allocate(0)
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def contexts(self, projections: npt.NDArray[np.float32]) -> Contexts | None:
-        """Contexts [M, CONTEXT_SIZE] of rows of logits that are `projected`; NaN of NaN.
+        """Contexts [M, CONTEXT_SIZE] of rows of logits that are `projected`.
 
         They are taken relative to the mean of the first LEAST_CENTRED rows or more, which stands for what all have in
         common. None until there have been as many.
         """
-        if self._num_centred < LEAST_CENTRED:
-            sums = projections.sum(axis=0)
-            if not np.isfinite(sums).all():
-                return None
-            before, self._num_centred = self._num_centred, self._num_centred + len(projections)
-            self._centre = (before * self._centre + sums) / self._num_centred
-            if self._num_centred < LEAST_CENTRED:
-                return None
         with np.errstate(all="ignore"):  # even if numpy is set to raise
-            found: Contexts = projections - self._centre
-            found /= np.sqrt(np.einsum("mc,mc->m", found, found))[:, None]
+            with self._lock:
+                if self._num_centred < LEAST_CENTRED:
+                    count = self._num_centred + len(projections)
+                    self._centre = (self._num_centred * self._centre + projections.sum(axis=0)) / count
+                    self._num_centred = count
+                    if count < LEAST_CENTRED:
+                        return None
+                centre = self._centre
+            found: Contexts = projections - centre
+            found /= np.maximum(np.sqrt(np.einsum("mc,mc->m", found, found)), TINY)[:, None]
         return found
 
     def put(self, previous: list[int], tokens: list[int], rows: Packed, before: Contexts, after: Contexts) -> None:
         """Add rows. previous, tokens: [M] the last two ids before each. before, after: the contexts of the last one,
         and of what follows it."""
         with self._lock:
+            if not len(self._rows):
+                self._allocate(self.capacity)
             start = 0
             while start < len(tokens):  # from the beginning again where the arrays end
                 place = self._next
                 count = min(len(tokens) - start, self.capacity - place)
                 new, old = slice(start, start + count), slice(place, place + count)
-                for token in self._tokens[old]:
+                for token in self._tokens[old]:  # what is overwritten is the longest ago of its token
                     del self._places[token][0]
-                for number, token in enumerate(tokens[new], place):
-                    self._places.setdefault(token, []).append(number)
+                for at, token in enumerate(tokens[new], place):
+                    self._places.setdefault(token, []).append(at)
                 self._tokens[old], self._previous[old] = tokens[new], previous[new]
                 self._rows[old], self._before[old], self._after[old] = rows[new], before[new], after[new]
                 self._next, start = (place + count) % self.capacity, start + count
 
     def find(self, token: int, context: Context) -> Nearest | None:
-        """Of a token's rows the one whose context is most like this one; None where there is none."""
+        """Of a token's rows the one whose context is most like this one; None where there is none.
+
+        Another thread may overwrite it while it is used: then a guess is worse.
+        """
         with self._lock:
             places = self._places.get(token, ())[-MAX_PLACES:]
             if not places:
@@ -131,27 +143,27 @@ class NearestRows:
             similarities = self._before[places] @ context
             best = int(similarities.argmax())
             place, similarity = places[best], float(similarities[best])
-            if isnan(similarity):
-                return None
             return Nearest(self._rows[place], self._previous[place], similarity, self._after[place])
 
     def as_arrays(self) -> NearestArrays | None:
-        """All rows, longest ago first; None without any."""
+        """All rows, those of longest ago first; None without any."""
         with self._lock:
             if not self._tokens:
                 return None
-            order = np.roll(np.arange(len(self)), -self._next)
+            tokens, previous = np.array(self._tokens), np.array(self._previous)
+            by_age = np.roll(np.arange(len(tokens)), -self._next)
+            order = by_age[np.lexsort((tokens[by_age], np.arange(len(tokens)) // SAVED_TOGETHER))]
             ids, bins = unpacked(self._rows[order])
-            table = TableArrays(np.array(self._tokens, dtype=np.int64)[order], ids, bins.astype(np.int8))
-            before, after = (contexts[order].astype(np.float16) for contexts in (self._before, self._after))
-            return NearestArrays(
-                table, np.array(self._previous, dtype=np.int64)[order], before, after, self._centre[None]
-            )
+            with np.errstate(all="ignore"):  # even if numpy is set to raise
+                before, after = (contexts[order].astype(np.float16) for contexts in (self._before, self._after))
+            table = TableArrays(tokens[order], ids, bins.astype(np.int8))
+            return NearestArrays(table, previous[order], before, after, self._centre[None])
 
     def restore(self, arrays: NearestArrays) -> None:
         """Continue from saved rows."""
         tokens, ids, bins = arrays.table
-        self._centre, self._num_centred = arrays.centre[0], LEAST_CENTRED
+        with self._lock:
+            self._centre, self._num_centred = arrays.centre[0], LEAST_CENTRED
         self.put(arrays.previous.tolist(), tokens.tolist(), packed(ids, bins), arrays.before, arrays.after)
 
     def clear(self) -> None:
@@ -159,3 +171,8 @@ class NearestRows:
             for of in (self._places, self._tokens, self._previous):
                 of.clear()
             self._centre, self._num_centred, self._next = UNKNOWN, 0, 0
+
+    def _allocate(self, size: int) -> None:
+        # Of arrays of zeros the system provides memory only where something is written.
+        self._rows = np.zeros((size, ROW_LENGTH), np.int32)
+        self._before, self._after = (np.zeros((size, CONTEXT_SIZE), np.float32) for _ in range(2))

@@ -20,7 +20,7 @@ class SeenRows:
 
     previous, tokens: [M] the last two ids before each row. is_accepted: [M] whether the last one was committed.
     contexts: of each text's rows, those of the last ids and those after them, [1 + n, CONTEXT_SIZE] each; None if they
-    are not known.
+    are not known, as of the first few rows of a memory.
     """
 
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -43,7 +43,7 @@ class DraftedText:
     def begin_step(self, num_generated: int) -> None:
         self.growth, self.num_generated = Growth(), num_generated
 
-    def move(self, path: list[int], after: Contexts | None) -> tuple[Contexts, Contexts] | None:
+    def take_contexts(self, path: list[int], after: Contexts | None) -> tuple[Contexts, Contexts] | None:
         """Take over what a step says of contexts, before its tokens are committed. path: the accepted guesses.
 
         after: the contexts after the root and after each guess, [1 + n, CONTEXT_SIZE], None if they are not known.

@@ -12,6 +12,9 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from itertools import accumulate, islice, zip_longest
+from typing import Any
+
+import numpy.typing as npt
 
 from lade.block.token_tree import TokenTree
 from lade.block_size.costs import Offers
@@ -21,11 +24,11 @@ from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Out
 from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.growth import Grower, Growth
 from lade.drafting.memory import Memory, memory_for
-from lade.drafting.nearest import LEAST_PARAMETERS, projected
+from lade.drafting.nearest import projected, projection, uses_contexts
 from lade.drafting.seen_rows import SeenRows
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import Packed, unpacked
-from lade.drafting.vocabulary import num_parameters_of, vocabulary_of
+from lade.drafting.vocabulary import vocabulary_of
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
@@ -54,7 +57,7 @@ class TreeDrafter:
         self.num_tokens = request.num_tokens
         self.acceptance = self.memory.acceptance[temperature is not None]
         self._rows_alone = _rows_alone(request, self.memory)
-        self._has_contexts = not config.adaptive or num_parameters_of(request.model) >= LEAST_PARAMETERS
+        self._uses_contexts = uses_contexts(request.model, config)
         self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         self._texts = [DraftedText(ids.tolist()) for ids in request.prompts()]
         self._seen = SeenRows(temperature or 1.0, request.top_k, request.top_p)
@@ -89,6 +92,7 @@ class TreeDrafter:
         is_due = is_first or len(self._seen) + num_rows >= ROWS_AT_ONCE or outcome.digest is not None
         if outcome.digest is not None:
             self._learn_rows()  # those without a digest
+        projections = self._projections(outcome)
         num_judged = num_accepted = 0
         replaced: dict[int, int] = {}  # by text, the index among the rows seen of a wrong guess
         for row, (text, path) in enumerate(zip(self._texts, outcome.accepted, strict=True)):
@@ -96,7 +100,7 @@ class TreeDrafter:
                 continue  # ended before; what follows is padding
             num_seen = len(self._seen)
             if text.tokens:
-                self._see(outcome, row, path, is_due)
+                self._see(outcome, projections, row, path, is_due)
             committed = outcome.sequences.generated[row][-len(path) - 1 :]
             text.extend(committed)
             wrong = self._judge(text.growth, path, committed[-1])
@@ -210,19 +214,30 @@ class TreeDrafter:
         for token in islice((token for token in tokens if token not in known), room):
             growth.add(token, -1, PROBE, self.acceptance.chances[PROBE], 1)
 
-    def _see(self, outcome: Outcome, row: int, path: list[int], is_due: bool) -> None:
+    def _projections(self, outcome: Outcome) -> npt.NDArray[Any] | None:
+        """What contexts of a step's rows are made of, [B, 1 + n, CONTEXT_SIZE]; None where they are not used."""
+        if not self._uses_contexts:
+            return None
+        if outcome.digest is not None:
+            return outcome.digest.projections
+        logits = outcome.logits[..., : self.num_tokens]
+        return projected(logits, projection(logits.device)).cpu().numpy()
+
+    def _see(
+        self, outcome: Outcome, projections: npt.NDArray[Any] | None, row: int, path: list[int], is_due: bool
+    ) -> None:
         """Add one text's rows of a step. is_due: they are learned from before the next forward."""
         text, digest = self._texts[row], outcome.digest
         roots, num_rows = text.tokens[-2:], 1 + len(text.growth.tokens)
-        logits = outcome.logits[row, :num_rows, : self.num_tokens]
         if digest is not None:
             ids, chances = digest.ids[row, :num_rows], digest.chances[row, :num_rows]
             self._seen.add_digested(roots, text.growth, path, ids, chances)
         else:  # they wait, and the next forward may overwrite their memory
+            logits = outcome.logits[row, :num_rows, : self.num_tokens]
             self._seen.add(roots, text.growth, path, logits if is_due else logits.clone())
-        if self._has_contexts:
-            projections = projected(logits).cpu().numpy() if digest is None else digest.projections[row, :num_rows]
-            self._seen.contexts.append(text.move(path, self.memory.nearest.contexts(projections)))
+        if projections is not None:
+            after = self.memory.nearest.contexts(projections[row, :num_rows])
+            self._seen.contexts.append(text.take_contexts(path, after))
 
     def _judge(self, growth: Growth, path: list[int], last: int) -> int | None:
         """Learn which guesses were right. path: the accepted ones. last: the token committed after them.
@@ -246,7 +261,7 @@ class TreeDrafter:
         order = sorted(range(len(rows)), key=seen.is_accepted.__getitem__)  # stable
         in_order, num_accepted = rows[order], sum(seen.is_accepted)
         self.memory.learn([seen.previous[i] for i in order], [seen.tokens[i] for i in order], in_order, num_accepted)
-        contexts = seen.all_contexts() if self._has_contexts else None
+        contexts = seen.all_contexts() if self._uses_contexts else None
         if contexts is not None:
             self.memory.nearest.put(seen.previous, seen.tokens, rows, *contexts)
         _, bins = unpacked(in_order[len(order) - num_accepted :, 0])

@@ -147,10 +147,6 @@ def num_tokens_of(model: Any) -> int:
     return int(min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size))
 
 
-def num_parameters_of(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def _slot_of(model: Any) -> _Slot:
     return _known.of(model).setdefault(num_tokens_of(model), _Slot())
 
@@ -166,7 +162,8 @@ def _is_unseen(model: Any) -> bool:
 def _is_within(model: Any, factor: float) -> bool:
     """Whether making the rows takes at most so many times what is cheap on the model's device."""
     num_rows, _ = size_of_rows(num_tokens_of(model))
-    return 2 * num_parameters_of(model) * num_rows <= factor * CHEAP.get(model.device.type, 0.0)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return 2 * num_parameters * num_rows <= factor * CHEAP.get(model.device.type, 0.0)
 
 
 def _make_quietly(model: Any) -> Vocabulary | None:

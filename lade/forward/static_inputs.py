@@ -16,7 +16,7 @@ from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, Block, Reach, block_mask, masks_by_layer
 from lade.compat import CacheLayer
 from lade.drafting.likeliest import likeliest
-from lade.drafting.nearest import CONTEXT_SIZE, projected
+from lade.drafting.nearest import CONTEXT_SIZE, projected, projection
 from lade.forward.race import Race, Sampling
 from lade.kernels import pack_mask
 from lade.transfer import HOST, Landing, Parcel
@@ -153,6 +153,7 @@ class StaticInputs:
             capacity=cache.capacity,
             start_slots=sent["starts"],
         )
+        self._projection = projection(self._nan_column.device)  # made here: a capture must not wait for its copy
         self._has_begun = False  # whether the padding is the present call's
         self.cache = static_view(cache, self.slots)
         self.replay: Callable[[], Outputs] | None = None  # replays the CUDA graph that reads these inputs
@@ -190,7 +191,7 @@ class StaticInputs:
         sampled = torch.full_like(is_nan, -1, dtype=torch.int32)  # see `StaticChoice`
         values, ids = likeliest(logits[..., :num_tokens].flatten(0, 1), self._temperature)  # [B * R, K]
         chances, shape = values.view(torch.int32), (*logits.shape[:2], -1)
-        projections = projected(logits[..., :num_tokens]).view(torch.int32)
+        projections = projected(logits[..., :num_tokens], self._projection).view(torch.int32)
         parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(shape), projections]
         return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
 
