@@ -25,7 +25,7 @@ LARGEST_LOGIT = 1e4  # larger ones count as this: some models rule out tokens by
 LEAST_CENTRED = 8  # rows whose mean is taken for what all have in common
 # Looking up rows by context takes some tenths of a millisecond a step. Models of fewer parameters take so little more
 # for a step that it does not pay. The number of parameters decides, not a clock, which no text may follow.
-LEAST_PARAMETERS = 3e7
+LEAST_PARAMETERS = 1e8
 MAX_PLACES = 64  # latest rows of a token that are compared
 SAVED_TOGETHER = 1024  # rows that are saved in the order of their tokens, so that a file does not spell out the texts
 BYTES_PER_RECORD = 2 * 4 * CONTEXT_SIZE + 4 * ROW_LENGTH + 160  # both contexts, ids with their bins, the index
