@@ -167,6 +167,11 @@ def test_guesses_of_similar_contexts():
     assert [(kind - NEAREST) // NUM_BINS * NUM_BINS for kind in kinds] == [certain, certain]
     assert grower._rows(0, -2, 5, 8, 0.9 * SIMILAR_ROWS) == []
     assert guesses(5, contexts[1])[0][0] == 10
+    # No guess is held for more similar than the row that led to it.
+    other = contexts[3] - (contexts[3] @ contexts[0]) * contexts[0]
+    tokens, kinds, _ = guesses(5, 0.8 * contexts[0] + 0.6 * other / np.linalg.norm(other))
+    assert tokens == [9, 11]
+    assert {(kind - NEAREST) // NUM_BINS * NUM_BINS for kind in kinds} == {nearest_kind(0.8, False) - NEAREST}
     assert (guesses(7, contexts[0])[1][0] - NEAREST) // NUM_BINS * NUM_BINS == nearest_kind(1.0, True) - NEAREST
     assert nearest_kind(1.0, True) - nearest_kind(1.0, False) == NUM_BINS * (1 + len(SIMILARITIES))
     assert guesses(5, None)[0] == []  # the control
