@@ -27,6 +27,7 @@ from lade.drafting.nearest import (
 from lade.drafting.nearest import projected as projected_by
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import ROW_LENGTH, packed
+from lade.stats import tracing
 
 
 def contexts_of(numbers, count):
@@ -199,6 +200,29 @@ def test_the_text_is_plain_and_a_saved_memory_goes_on(tmp_path, lade_on, argumen
     assert len(small.nearest) == min(len(memory.nearest), small.nearest.capacity)
     memory.clear()
     assert len(memory) == 0
+
+
+def test_each_row_of_a_batch_has_its_own_context(lade_on, monkeypatch):
+    lade.config_lade(MODE="tree", MAX_BLOCK=8, ADAPTIVE=0)
+    model, memory, taken, expected = tiny_llama(), Memory(), [], []
+    memory.warm(model, [list(range(3, 43))])  # from here on contexts are known
+    inner = DraftedText.take_contexts
+
+    def take(self, path, after):
+        taken.append(after[0])
+        return inner(self, path, after)
+
+    def keep(step, outcome):
+        for row in (0, 1):
+            assert outcome.accepted[row] is not None
+            expected.append(memory.nearest.contexts(projected(outcome.logits[row, :1]))[0])
+
+    monkeypatch.setattr(DraftedText, "take_contexts", take)
+    with memory.active(), tracing(keep):
+        model.generate(**prompt(20, 2), max_new_tokens=20, do_sample=False)
+    assert len(expected) >= 8
+    np.testing.assert_allclose(taken[-len(expected) :], expected, atol=1e-4)
+    assert np.abs(np.subtract(expected[::2], expected[1::2])).max() > 0.1  # the rows differ
 
 
 def test_a_memory_is_warmed_with_contexts(lade_on):
