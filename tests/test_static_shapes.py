@@ -11,6 +11,7 @@ import threading
 import weakref
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from support import generate_plain, padded_prompt, prompt, tiny, tiny_llama
@@ -32,7 +33,7 @@ from transformers import (
 import lade
 from lade import decoding
 from lade.block import kv_cache
-from lade.drafting.nearest import CONTEXT_SIZE
+from lade.drafting.nearest import CONTEXT_SIZE, projected, projection
 from lade.forward import buffer_pool as kept
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
@@ -40,6 +41,7 @@ from lade.forward.fingerprint import fingerprint
 from lade.forward.static_inputs import same_digest
 from lade.models import ModelAdapter
 from lade.state import forget_all
+from lade.stats import tracing
 
 pytestmark = pytest.mark.usefixtures("static_blocks")
 
@@ -688,6 +690,26 @@ def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
     monkeypatch.setattr(fixed, "capture", capture)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
     assert stats.cuda_graph_reason == "the captured digest is not that of the captured logits"
+
+
+def test_a_digest_is_that_of_its_logits(model, graphs):
+    lade.config_lade(MODE="tree", MAX_BLOCK=16)
+    seen = []
+
+    def keep(step, outcome):
+        if outcome.digest is not None:
+            count, logits = outcome.logits.shape[1], outcome.logits.float()
+            seen.append(np.abs(outcome.digest.projections[:, :count]).max())
+            assert outcome.digest.best[:, :count].tolist() == logits.argmax(-1).tolist()
+            assert outcome.digest.ids[:, :count, 0].tolist() == logits.argmax(-1).tolist()
+            np.testing.assert_allclose(outcome.digest.chances[:, :count, 0], logits.softmax(-1).amax(-1), atol=1e-5)
+            expected = projected(outcome.logits, projection(logits.device))
+            np.testing.assert_allclose(outcome.digest.projections[:, :count], expected, atol=1e-4)
+
+    with tracing(keep):
+        model.generate(**prompt(), do_sample=False, **NEW)
+    assert len(seen) > 3
+    assert min(seen) > 0
 
 
 def test_ids_of_a_digest_are_compared():
