@@ -372,8 +372,9 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
         return "weights are packed for a CPU, and this model is not on one"
     if dtype not in LEAST_ELEMENTS:
         return f"weights are packed in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
-    if not has_onednn():
-        return "oneDNN is not in this build of torch, or is switched off"
+    error = packing_error(dtype)
+    if error is not None:
+        return error
     if dtype == torch.float32 and not adapter.is_exact:
         return "float32 products are computed in less than float32"
     if torch.is_autocast_enabled("cpu"):
@@ -387,10 +388,26 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
     return None
 
 
-def has_onednn() -> bool:
+def packing_error(dtype: torch.dtype) -> str | None:
+    """Why oneDNN cannot multiply packed weights of a dtype here, as a sentence; None if it can."""
     operators = ("_linear_pointwise", "_reorder_linear_weight")
     is_there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
-    return is_there and bool(torch._C._get_mkldnn_enabled())
+    if not is_there or not torch._C._get_mkldnn_enabled():
+        return "oneDNN is not in this build of torch, or is switched off"
+    return _error_of_product(dtype)
+
+
+@functools.cache
+def _error_of_product(dtype: torch.dtype) -> str | None:
+    """`packing_error`, tried out: in half precision it depends on the processor, and by which rule on torch."""
+    with torch.inference_mode():
+        weight = torch.zeros((PACKED_FOR, PACKED_FOR), dtype=dtype, device="cpu")
+        try:
+            multiply(weight, pack([weight]), None)
+        except RuntimeError as error:
+            name = str(dtype).removeprefix("torch.")
+            return f"oneDNN does not multiply packed {name} weights on this processor ({str(error).splitlines()[0]})"
+    return None
 
 
 @functools.cache
