@@ -96,25 +96,30 @@ def compare(model, tokenizer, inputs, arguments):
         is_same = torch.equal(outputs["0"], outputs["1"])
         print(f"outputs identical:   {'yes' if is_same else 'no':>8}")
         if not is_same:
-            print(difference(model, tokenizer, inputs, outputs["0"], outputs["1"]))
+            print(difference(model, tokenizer, inputs, outputs["0"], outputs["1"], choice["do_sample"]))
         if stats.fallback_reason:
             print(f"lookahead did not run: {stats.fallback_reason}")
 
 
-def difference(model, tokenizer, inputs, plain, ahead):
+def difference(model, tokenizer, inputs, plain, ahead, is_sampled):
     """Where two outputs diverge, and why. plain, ahead: new tokens [T]."""
+    dtype = str(model.dtype).removeprefix("torch.")
     place = next((i for i, (one, other) in enumerate(zip(plain, ahead, strict=False)) if one != other), None)
-    if model.dtype not in (torch.bfloat16, torch.float16) or place is None:
-        return f"This must not happen in {model.dtype}: please report it, with the output of `lade env`."
-    with torch.no_grad():
-        logits = model(torch.cat([inputs["input_ids"][0], plain[:place]])[None]).logits[0, -1].float()
-    one, other = (float(logits[tokens[place]]) for tokens in (plain, ahead))
-    unit = torch.finfo(model.dtype).eps * 2 ** math.floor(math.log2(max(abs(one), abs(other), 1e-6)))
+    if dtype not in ("bfloat16", "float16") or place is None:
+        return f"This must not happen in {dtype}: please report it, with the output of `lade env`."
     words = " and ".join(repr(tokenizer.decode([int(tokens[place])])) for tokens in (plain, ahead))
+    if is_sampled:
+        tie = "a near tie between what the same random numbers make of both"
+    else:
+        with torch.no_grad():
+            logits = model(torch.cat([inputs["input_ids"][0], plain[:place]])[None]).logits[0, -1].float()
+        one, other = (float(logits[tokens[place]]) for tokens in (plain, ahead))
+        unit = torch.finfo(model.dtype).eps * 2 ** math.floor(math.log2(max(abs(one), abs(other), 1e-6)))
+        tie = f"logits {one:.3f} and {other:.3f}, {abs(one - other) / unit:.0f} units of rounding apart in {dtype}"
     return (
-        f"They part at token {place + 1}, {words}: logits {one:.3f} and {other:.3f}, {abs(one - other) / unit:.0f} units of rounding apart in "
-        f"{str(model.dtype).removeprefix('torch.')}.\nA block of tokens is rounded differently from a single one, so so close a choice may fall either way; "
-        "each choice is the model's own, and the same in every run."
+        f"They part at token {place + 1}, {words}: {tie}.\n"
+        "A block of tokens is rounded differently from a single one, so so close a choice may fall either way; each "
+        "choice is the model's own, and the same in every run."
     )
 
 
