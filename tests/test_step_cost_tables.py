@@ -26,6 +26,12 @@ SCHEDULE = NUM_ROUNDS * len(ROUND)  # steps
 TREE, WINDOW = {"MODE": "tree", "MAX_BLOCK": 16}, {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 3}
 
 
+@pytest.fixture(autouse=True)
+def capability(monkeypatch):
+    """The schedule is that of a CPU with AVX-512, whatever runs the tests."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LADE_CACHE", str(tmp_path / "cache"))
@@ -235,6 +241,22 @@ def test_a_calibration_stays_within_what_is_allowed():
         calibration.add(sizes[-1], 1.0, 0.0)
     assert set(sizes) == {1, 4, 8}  # 16 rows of 8
     assert Calibration(1).table() is None
+
+
+def test_what_is_assumed_to_cost_much_is_not_timed(cache, monkeypatch):
+    """On a CPU without AVX-512 a block of 64 may cost as much as 60 plain steps."""
+    cache.mkdir()
+    sizes = {}
+    for name in ("AVX512", "AVX2"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=name: name)
+        costs = FixedCosts(name, "cpu", 1)
+        sizes[name] = []
+        while (size := costs.scheduled_size(64)) is not None:
+            sizes[name].append(size)
+            costs.observe(size, 1.0 + size / 2)
+        assert costs.cost(8) == pytest.approx(10 / 3, rel=GRID - 1)
+        assert costs.cost(64) > 4 * costs.cost(8)
+    assert sizes == {"AVX512": list(ROUND) * NUM_ROUNDS, "AVX2": [1, 8, 1, 4, 1] * NUM_ROUNDS}
 
 
 def test_a_clock_that_stands_still_settles_for_what_is_assumed(cache):

@@ -17,6 +17,7 @@ from statistics import median_high, median_low
 from typing import Any
 
 from lade.block_size.tables import (
+    MAX_ASSUMED_COST,
     Calibration,
     can_store,
     default_costs,
@@ -137,7 +138,10 @@ class FixedCosts(StepCosts):
         found = None if name is None else load(name)
         self._assumed = default_costs(device_type, batch_size, SIZES)
         self._table = found or self._assumed
-        self._calibration = Calibration(batch_size, sizes[0]) if found is None and name is not None else None
+        self._calibration = None
+        if found is None and name is not None:  # what costs much, as 64 tokens on a CPU may, is not timed
+            largest = max(size for size, cost in self._assumed.costs.items() if cost <= MAX_ASSUMED_COST)
+            self._calibration = Calibration(batch_size, sizes[0], largest)
 
     def cost(self, num_tokens: int) -> float:
         costs, assumed = self._table.costs, self._assumed.costs

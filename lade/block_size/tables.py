@@ -36,7 +36,8 @@ ASSUMED_SEARCH = 0.05  # cost of a search for guesses, in plain steps
 # Sizes of one round of steps: each is next to a plain step, the last next to the first of the next round.
 ROUND = (1, 8, 32, 1, 16, 4, 1, 64)
 NUM_ROUNDS = 6
-MAX_BATCH_TOKENS = 128  # of a scheduled step over all rows; up to four tokens per row are always allowed
+# Of a scheduled step: its tokens over all rows, and its assumed cost. Up to four tokens per row are always allowed.
+MAX_BATCH_TOKENS, MAX_ASSUMED_COST = 128, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,10 @@ class CostTable:
 class Calibration:
     """Times steps of scheduled sizes relative to the nearest plain step. The schedule does not depend on the times."""
 
-    def __init__(self, batch_size: int, plain_size: int = 1) -> None:
-        """plain_size: of a step without guesses, more than 1 where blocks are padded."""
-        self._batch_size, self._plain_size = batch_size, plain_size
+    def __init__(self, batch_size: int, plain_size: int = 1, largest: int = max(ROUND)) -> None:
+        """plain_size: of a step without guesses, more than 1 where blocks are padded. largest: size to time."""
+        most = max(4, min(largest, MAX_BATCH_TOKENS // batch_size))
+        self._sizes, self._plain_size = [size for size in ROUND if size <= most], plain_size
         self._num_steps = 0
         self._runs: list[list[tuple[int, float]]] = [[]]  # (size, seconds) of steps in a row
         self._seen: set[int] = set()
@@ -60,8 +62,7 @@ class Calibration:
 
     def next_size(self, limit: int) -> int:
         """limit: the largest block allowed."""
-        most = min(limit, max(4, MAX_BATCH_TOKENS // self._batch_size))
-        sizes = [size for size in ROUND if size <= most] if most >= 4 else [1, most]
+        sizes = [size for size in self._sizes if size <= limit] if limit >= 4 else [1, limit]
         return max(sizes[self._num_steps % len(sizes)], self._plain_size)
 
     def add(self, num_tokens: int, seconds: float, search_seconds: float) -> bool:
@@ -74,7 +75,7 @@ class Calibration:
             self.begin()
         if num_tokens > self._plain_size:
             self._searches.append(search_seconds)
-        return self._num_steps == NUM_ROUNDS * len(ROUND)
+        return self._num_steps == NUM_ROUNDS * len(self._sizes)
 
     def begin(self) -> None:
         """The next step does not directly follow the last one."""
