@@ -58,7 +58,7 @@ def test_a_model_goes_without_the_garbage_collector(lade_on, mode):
     gc.disable()
     try:
         model.generate(**prompt(), max_new_tokens=20)
-        assert lade.last_stats().steps < 20
+        assert max(lade.last_stats().block_tokens) > 1  # whatever the machine is busy with
         del model
         assert gone() is None
     finally:
