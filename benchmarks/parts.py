@@ -165,11 +165,11 @@ def reasons(found: stats.GenerationStats) -> set[str]:
 
 
 def broken_wishes(found: stats.GenerationStats) -> set[str]:
-    """The same without what was left to lade."""
+    """The same without what was left to lade, and without single products of packed weights that were torch's own."""
     config = current_config()
     left = {found.kernel_reason} if config.use_flash is None else set()
     left |= {found.cuda_graph_reason} if config.cuda_graph is None else set()
-    left |= {found.packing_reason} if config.pack is None else set()
+    left |= {found.packing_reason} if config.pack is None or found.packed_weights else set()
     return reasons(found) - left
 
 

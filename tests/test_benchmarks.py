@@ -144,6 +144,18 @@ def test_the_forward_that_is_asked_for(module, monkeypatch):
         assert parts.reasons(found) == {"no step", "no graph", "no kernel"}
 
 
+@pytest.mark.parametrize(("num_packed", "is_broken"), [(0, True), (43, False)])
+def test_one_product_of_torchs_own_breaks_no_wish_for_packed_weights(num_packed, is_broken, module):
+    found = GenerationStats(packing_reason="a product differs", packed_weights=num_packed)
+    with config.temporary_settings(PACK=1):
+        assert bool(module("parts").broken_wishes(found)) == is_broken
+
+
+def test_decode_leaves_out_packed_weights_where_nothing_can_be_packed(command):
+    figures = command("decode", *SMALL, "--methods", "plain_packed", "--trials", "1")  # its weights are too small
+    assert list(figures["methods"]) == ["plain"]
+
+
 def test_decode_in_batches(command):
     figures = command("decode", "--batch", "2", *SMALL, "--limit", "3", "--trials", "1")
     assert list(figures["methods"]) == [
