@@ -1,6 +1,8 @@
 """Models whose forward their user has compiled, and generate()'s own compilation: blocks pass it by, or the call falls
 back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support import generate_plain, prompt, tiny_llama
@@ -9,6 +11,7 @@ from transformers import CompileConfig
 
 import lade
 from lade.models import adapter_for
+from lade.models.compiled import is_of_torch
 
 dynamo = pytest.importorskip("torch._dynamo")
 
@@ -132,6 +135,19 @@ def test_another_backend_falls_back(backend, is_passed_by):
         compiles(model, backend=backend)
         reason = adapter_for(model).unsupported_reason()
         assert reason is None if is_passed_by else "compiled by a backend" in reason
+
+
+@pytest.mark.parametrize("name", ["_torchdynamo_orig_backend", "_torchdynamo_orig_callable"])
+@pytest.mark.parametrize(("backend", "is_known"), [(own_backend, False), (dynamo.lookup_backend("eager"), True)])
+def test_the_backend_inside_of_dynamos_wrappers(backend, is_known, name):
+    """Older versions of torch have another name for what a wrapper holds."""
+    inner = SimpleNamespace(compiler_fn=backend)
+    context = SimpleNamespace(callback=SimpleNamespace(**{name: inner}))
+
+    def compiled():
+        return context
+
+    assert is_of_torch(compiled) == is_known
 
 
 def test_compiled_together_with_other_code_falls_back():

@@ -16,6 +16,8 @@ UNKNOWN_BACKEND = (
     "the model is compiled by a backend that is not torch's own, or together with other code: "
     "lade cannot tell what it computes, and every shape of a block would be compiled anew"
 )
+# Where dynamo's wrappers of a backend keep what they wrap; the second in older versions of torch.
+WRAPPED = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 
 
 def compiled_reason(parts: Iterable[nn.Module]) -> str | None:
@@ -58,8 +60,8 @@ def is_of_torch(function: Any) -> bool:
     """Whether the backend of a compiled function is torch's own; another one may compute something else."""
     for cell in function.__closure__ or ():
         backend: Any = getattr(cell.cell_contents, "callback", None)
-        while hasattr(backend, "_torchdynamo_orig_backend"):
-            backend = backend._torchdynamo_orig_backend
+        while (wrapped := next(filter(None, (getattr(backend, name, None) for name in WRAPPED)), None)) is not None:
+            backend = wrapped
         if backend is not None:
             # Backends given by name are wrapped, inductor in a class of its own.
             code = getattr(backend, "compiler_fn", type(backend))
