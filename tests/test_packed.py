@@ -718,7 +718,8 @@ def test_what_does_not_fit_is_not_packed(lade_on, products, monkeypatch):
     assert "11 weights are not packed" in stats.packing_reason
     monkeypatch.setattr(packed, "free_bytes", lambda: 1 << 30)
     _, stats = generate(model, prompt())
-    assert (stats.packed_weights, stats.packing_reason) == (15, None)
+    assert stats.packed_weights == 15
+    assert "memory" not in (stats.packing_reason or "")  # on some machines the bits of one product differ
 
 
 def test_changes_are_noticed_whatever_memory_allows(lade_on, products, monkeypatch):
@@ -741,7 +742,8 @@ def test_no_memory_or_not_known(lade_on, products, monkeypatch, free, pack, coun
     monkeypatch.setattr(packed, "free_bytes", lambda: free)
     lade.config_lade(PACK=pack)
     _, stats = generate(model, prompt())
-    assert (stats.packed_weights, stats.packing_reason is None) == (count, count == 15)
+    # With packed weights there may be another reason: on some machines the bits of one product differ.
+    assert (stats.packed_weights, "memory" in (stats.packing_reason or "")) == (count, count == 0)
 
 
 def test_several_processes_of_a_machine_do_not_pack_by_themselves(model, small):
