@@ -137,17 +137,20 @@ def test_another_backend_falls_back(backend, is_passed_by):
         assert reason is None if is_passed_by else "compiled by a backend" in reason
 
 
-@pytest.mark.parametrize("name", ["_torchdynamo_orig_backend", "_torchdynamo_orig_callable"])
-@pytest.mark.parametrize(("backend", "is_known"), [(own_backend, False), (dynamo.lookup_backend("eager"), True)])
-def test_the_backend_inside_of_dynamos_wrappers(backend, is_known, name):
-    """Older versions of torch have another name for what a wrapper holds."""
-    inner = SimpleNamespace(compiler_fn=backend)
-    context = SimpleNamespace(callback=SimpleNamespace(**{name: inner}))
+class Wrapper(SimpleNamespace):
+    __module__ = "torch._dynamo.convert_frame"
+
+
+@pytest.mark.parametrize("name", ["_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "_of_a_later_version"])
+@pytest.mark.parametrize("backend", [own_backend, dynamo.lookup_backend("eager")])
+def test_the_backend_inside_of_dynamos_wrappers(backend, name):
+    """Older versions of torch have another name for what a wrapper holds. One that is not known says nothing."""
+    context = SimpleNamespace(callback=Wrapper(**{name: SimpleNamespace(compiler_fn=backend)}))
 
     def compiled():
         return context
 
-    assert is_of_torch(compiled) == is_known
+    assert is_of_torch(compiled) == (backend is not own_backend and name != "_of_a_later_version")
 
 
 def test_compiled_together_with_other_code_falls_back():

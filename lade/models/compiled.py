@@ -60,10 +60,12 @@ def is_of_torch(function: Any) -> bool:
     """Whether the backend of a compiled function is torch's own; another one may compute something else."""
     for cell in function.__closure__ or ():
         backend: Any = getattr(cell.cell_contents, "callback", None)
-        while (wrapped := next(filter(None, (getattr(backend, name, None) for name in WRAPPED)), None)) is not None:
-            backend = wrapped
+        while names := [name for name in WRAPPED if hasattr(backend, name)]:
+            backend = getattr(backend, names[0])
         if backend is not None:
-            # Backends given by name are wrapped, inductor in a class of its own.
-            code = getattr(backend, "compiler_fn", type(backend))
+            # torch.compile wraps backends, inductor in a class of its own. What dynamo puts around that tells nothing.
+            code = getattr(backend, "compiler_fn", None)
+            if code is None:
+                return type(backend).__module__ == "torch"
             return (getattr(code, "__module__", None) or "").split(".")[0] == "torch"
     return False
