@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,17 @@ import torch
 from torch import Tensor
 
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH
-from lade.transfer import HOST, on_host
+from lade.transfer import on_host
 
-MAX_SORTED = 2**14  # probabilities that are sorted directly: for so few of them nothing is faster
+MAX_SORTED = 2**14  # probabilities that torch sorts directly: for so few of them nothing is faster
 LEAST_GROUPED = 16 * ROW_LENGTH  # tokens of a vocabulary in which looking for groups first pays
-MAX_SCRATCH = 2**20  # of a thread, numbers that memory is kept for
+# Up to so many tokens: the size of a group that is fastest, and about how many times its largest probability all of it
+# has together, in groups without likely tokens. Probabilities of 4,586 rows of the bundled checkpoint (4,096 tokens)
+# are within 4 % of the exact ones at temperatures of 0.4 and 0.7; at 1 the median is right and one row in a hundred is
+# 10 % too high, at 1.5 13 % and 44 %. Tables hold bins of probabilities, and what each bin is worth is learned.
+GROUPS = ((2**13, 8, 1.25), (2**16, 16, 1.5), (2**62, 32, 2.0))
 
 _BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
-
-_scratch = threading.local()
 
 Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and bins, or ids and probabilities, of M rows
 
@@ -35,19 +36,22 @@ def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = No
 def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
     """Ids and probabilities of the ROW_LENGTH most likely tokens of each row, or of all, [M, K]. logits: [M, V].
 
-    On a CPU probabilities are cut to the first 12 bits or more after their first one (to 10 in the choice among groups
-    of tokens, where the vocabulary has more than 131,072): tokens that are equal in these are in any order.
+    On a CPU, in a vocabulary of LEAST_GROUPED tokens or more, the probabilities are relative to an estimate of the sum
+    over all tokens, which takes a fraction of that sum's time: see GROUPS. They are cut to the first 12 bits or more
+    after their first one (to 10 in the choice among groups of tokens, where the vocabulary has more than 131,072):
+    tokens that are equal in these are in any order.
     """
+    logits = logits.detach()
     if not on_host(logits):
         values, ids = likeliest(logits, temperature)
         # Both in one copy to the host, which would otherwise wait twice.
         found, bits = torch.stack([ids, values.view(torch.int32).long()]).cpu().numpy()
         return found, bits.astype(np.int32).view(np.float32)
-    chances = _chances_on_host(logits.detach(), temperature)
-    if chances.numel() <= MAX_SORTED or chances.shape[1] < LEAST_GROUPED:
-        values, ids = chances.topk(min(ROW_LENGTH, chances.shape[1]))
+    if logits.shape[1] < LEAST_GROUPED:
+        values, ids = likeliest(logits, temperature)
         return ids.numpy(), values.numpy()
-    return _top_on_host(chances)
+    with np.errstate(all="ignore"):  # even if numpy is set to raise
+        return _likeliest_by_groups(logits, temperature)
 
 
 def with_bins(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | None, top_p: float | None) -> Rows:
@@ -80,23 +84,6 @@ def likeliest(logits: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor
     return values, ids.gather(1, places)
 
 
-def _chances_on_host(logits: Tensor, temperature: float) -> Tensor:
-    """Probabilities in float32; for few rows in memory that the next call of this thread overwrites."""
-    if logits.numel() > MAX_SCRATCH:
-        return (logits.float() / temperature).softmax(dim=-1)
-    # The first writes to new memory take as long as the softmax.
-    buffer: Tensor | None = getattr(_scratch, "buffer", None)
-    if buffer is None or buffer.numel() < logits.numel():
-        with torch.inference_mode(False):
-            buffer = _scratch.buffer = torch.empty(logits.numel(), dtype=torch.float32, device=HOST)
-    chances = buffer[: logits.numel()].view(logits.shape)
-    if logits.dtype != torch.float32:
-        logits = chances.copy_(logits)
-    if temperature != 1.0:
-        logits = torch.div(logits, temperature, out=chances)
-    return torch.softmax(logits, dim=-1, out=chances)
-
-
 def _cut(ids: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int, top_p: float) -> Rows:
     """What top-k and then top-p sampling leave of rows [M, K] that are sorted by probability."""
     if top_k < ROW_LENGTH:
@@ -124,18 +111,40 @@ def _grouped(chances: Tensor) -> Tensor:
     return chances.view(num_rows, group_size, num_groups)
 
 
-def _top_on_host(chances: Tensor) -> Rows:
-    """Ids and probabilities of the ROW_LENGTH most likely tokens of each row, with numpy. chances: [M, V]."""
-    grouped = _grouped(chances)
-    num_rows, group_size, num_groups = grouped.shape
-    groups, _ = _largest(grouped.amax(dim=1).numpy().view(np.int32))
-    row_starts = np.arange(0, num_rows * group_size * num_groups, group_size * num_groups)[:, None]
-    ids = ((groups + row_starts)[:, None] + np.arange(0, group_size * num_groups, num_groups)[:, None]).reshape(
-        num_rows, -1
-    )
-    places, bits = _largest(grouped.numpy().view(np.int32).take(ids))
+def _likeliest_by_groups(logits: Tensor, temperature: float) -> Rows:
+    """`likeliest_on_host` in a large vocabulary. logits: [M, V]. Only maxima over groups read all of it.
+
+    Group g holds the ids g, g + G, ..; what is left over behind the last groups is looked at with the likeliest ones.
+    """
+    num_rows, num_tokens = logits.shape
+    group_size, total_of_largest = next((size, total) for up_to, size, total in GROUPS if num_tokens <= up_to)
+    num_groups = num_tokens // group_size
+    end = group_size * num_groups
+    maxima = logits[:, :end].reshape(num_rows, group_size, num_groups).amax(dim=1).float().numpy()
+    largest = np.maximum.reduce(maxima, axis=1, keepdims=True)
+    weights = _weights(maxima, largest, temperature)
+    sums = np.add.reduce(weights, axis=1)
+    groups, found = _largest(weights.view(np.int32))
+    sums -= np.add.reduce(found.view(np.float32), axis=1)
+    sums *= total_of_largest  # what the other groups have together
+    ids = (groups[:, None] + np.arange(0, end, num_groups, dtype=np.int32)[:, None]).reshape(num_rows, -1)
+    if end < num_tokens:
+        rest = np.arange(end, num_tokens, dtype=np.int32)
+        ids = np.concatenate([ids, np.broadcast_to(rest, (num_rows, len(rest)))], axis=1)
+    candidates = logits.gather(1, torch.from_numpy(ids.astype(np.int64))).float().numpy()
+    weights = _weights(candidates, largest, temperature)
+    sums += np.add.reduce(weights, axis=1)
+    places, found = _largest(weights.view(np.int32))
     places += np.arange(0, ids.size, ids.shape[1], dtype=np.int32)[:, None]
-    return ids.take(places) - row_starts, bits.view(np.float32)
+    return ids.take(places), found.view(np.float32) / sums[:, None]
+
+
+def _weights(logits: npt.NDArray[np.float32], largest: npt.NDArray[Any], temperature: float) -> npt.NDArray[Any]:
+    """Probabilities up to a factor, in place of the logits [M, N]. largest: [M, 1]."""
+    logits -= largest
+    if temperature != 1.0:
+        logits /= temperature
+    return np.exp(logits, out=logits)
 
 
 def _largest(bits: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

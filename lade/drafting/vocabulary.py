@@ -22,7 +22,7 @@ from lade.block_size.tables import can_store
 from lade.block_size.tables import folder as cache_folder
 from lade.drafting.array_file import read_arrays, write_arrays
 from lade.drafting.coming_draws import TINY
-from lade.drafting.likeliest import likeliest_on_host
+from lade.drafting.likeliest import likeliest
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, Packed, packed
 from lade.state import PerModel
 
@@ -92,9 +92,9 @@ def make_vocabulary(model: Any) -> Vocabulary:
         tokens = torch.arange(start, min(num_rows, start + batch), device=model.device)[:, None]
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits[:, -1, :num_tokens]
-        found, chances = likeliest_on_host(logits)
-        ids.append(found[:, :length].astype(np.int32))
-        logs.append(np.minimum(np.log(np.maximum(chances[:, :length], 1e-7)), 0).astype(np.float16))
+        chances, found = likeliest(logits)
+        ids.append(found[:, :length].cpu().numpy().astype(np.int32))
+        logs.append(chances[:, :length].clamp(min=1e-7).log().clamp(max=0).cpu().numpy().astype(np.float16))
     return Vocabulary(np.concatenate(ids), np.concatenate(logs))
 
 

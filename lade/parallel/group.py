@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -194,7 +194,7 @@ class ProcessGroup(SingleProcess):
         for row, nodes in enumerate(part.nodes):
             for place, node in enumerate((-1, *nodes)):
                 if owner_of(part, row, node) == self._rank:
-                    token = 0 if choices is None else choices[row][place]
+                    token = 0 if choices is None else choices(row, place - 1)
                     table[row, 1 + node] = token if block_logits.is_number(row, place - 1) else ~token
 
     def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
@@ -273,9 +273,8 @@ class SharedLogits(BlockLogits):
         super().__init__(logits)
         self._group, self._part, self._best = group, part, best
 
-    def best(self) -> list[list[int]]:
-        found: list[list[int]] = torch.where(self._best < 0, ~self._best, self._best).tolist()
-        return found
+    def best(self) -> Callable[[int, int], int]:
+        return self._best_known
 
     def is_number(self, row: int, node: int) -> bool:
         return bool(self._best[row, 1 + node] >= 0)
@@ -288,6 +287,10 @@ class SharedLogits(BlockLogits):
             places = torch.tensor([place for place, known in enumerate(owners) if known == owner], device=logits.device)
             logits[places] = self._group.logits_of(owner, logits[places]).to(logits.device)
         return logits
+
+    def _best_known(self, row: int, node: int) -> int:
+        token = int(self._best[row, 1 + node])
+        return token if token >= 0 else ~token
 
     def _place(self, row: int, node: int) -> int:
         """Index of a node in this rank's tree; -1, the root's, for nodes of other ranks."""

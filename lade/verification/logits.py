@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,22 +45,18 @@ class BlockLogits:
         """
         self.logits, self.nan_column, self.digest = logits, nan_column, digest
 
-    def best(self) -> list[list[int]]:
-        """The most likely tokens, [B, 1 + n]."""
+    def best(self) -> Callable[[int, int], int]:
+        """(row, node) -> the most likely token after a node (-1 = root)."""
         if self.digest is not None:
-            chosen: list[list[int]] = self.digest.best[:, : self.logits.shape[1]].tolist()
-            return chosen
-        column = self.nan_column or 0  # without one, `is_number` does not ask
-        if on_host(self.logits):
-            logits = self.logits.float().numpy()
-            self._is_nan = np.isnan(logits[..., column]).tolist()
-            return np.asarray(logits.argmax(axis=-1)).tolist()
+            return _looked_up(self.digest.best.tolist())
+        if on_host(self.logits):  # one at a time: few are asked for, and there may be 150,000 tokens
+            return self._best_on_host
         # Tokens and NaN flags in one copy to the host: V is subtracted from the token of a NaN row.
-        size = self.logits.shape[-1]
+        size, column = self.logits.shape[-1], self.nan_column or 0  # without one, `is_number` does not ask
         best = best_on_device(self.logits)
         rows = torch.where(self.logits[..., column].isnan(), best - size, best).tolist()
         self._is_nan = [[token < 0 for token in row] for row in rows]
-        return [[token % size for token in row] for row in rows]
+        return _looked_up([[token % size for token in row] for row in rows])
 
     def is_number(self, row: int, node: int) -> bool:
         """Whether the logits after one node (-1 = root) of one row are not NaN."""
@@ -80,6 +77,14 @@ class BlockLogits:
             return self.logits[rows, nodes[0] + 1]
         index = torch.tensor(nodes, device=self.logits.device) + 1
         return self.logits[rows][torch.arange(len(nodes), device=index.device), index]
+
+    def _best_on_host(self, row: int, node: int) -> int:
+        return int(self.logits[row, node + 1].float().numpy().argmax())
+
+
+def _looked_up(best: list[list[int]]) -> Callable[[int, int], int]:
+    """best: [B, 1 + n or more], the root's token first."""
+    return lambda row, node: best[row][node + 1]
 
 
 def best_tokens(logits: Tensor) -> Tensor:

@@ -235,14 +235,14 @@ class PerRowSelection(Selection):
 
 
 class GreedySelection(PerRowSelection):
-    """Greedy decoding without processors: a step is one argmax and one copy to the host."""
+    """Greedy decoding without processors: on a device a step is one argmax and one copy to the host."""
 
     def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         self._best = block_logits.best()
         return super().verify(tree, block_logits)
 
     def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        return [self._best[rows.start][nodes[0] + 1]]
+        return [self._best(rows.start, nodes[0])]
 
 
 class LockstepSelection(Selection):
