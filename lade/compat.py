@@ -311,7 +311,8 @@ def require_names() -> None:
         wrong = "; ".join(filter(None, found))
         problem = f"lade is not compatible with the installed transformers or torch: {wrong}" if wrong else None
     if problem is not None:
-        raise ImportError(f"{problem}. {installed()}; nothing has been patched")
+        remedy = f"; pip install 'transformers=={NEWEST}.*'" if is_newer_than_tested(transformers.__version__) else ""
+        raise ImportError(f"{problem}. {installed()}; nothing has been patched{remedy}")
 
 
 def installed() -> str:

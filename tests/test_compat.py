@@ -195,6 +195,16 @@ def test_a_new_abstract_method_of_cache_layers_is_refused(monkeypatch):
     assert refuses("CacheLayerMixin wants rewind of a layer")
 
 
+def test_a_newer_version_that_does_not_fit_is_told_what_to_install(rename, monkeypatch):
+    rename("_sample", "_sample_of_tomorrow")
+    assert refuses("_sample")
+    with pytest.raises(ImportError) as error:
+        lade.augment_all()
+    assert "pip install" not in str(error.value)  # another name is missing in a version that should have it
+    monkeypatch.setattr("transformers.__version__", "5.99.1")
+    assert refuses(f"pip install 'transformers=={compat.NEWEST}.*'")
+
+
 def test_an_untested_version_gets_one_warning_and_runs(monkeypatch, caplog, lade_on, model):
     inputs = prompt()
     expected = generate_plain(model, inputs, max_new_tokens=16)

@@ -9,6 +9,7 @@ import pytest
 from support import ROOT
 
 import lade
+from lade import compat
 
 setuptools = pytest.importorskip("setuptools")
 
@@ -55,6 +56,13 @@ def test_extras_hold_what_tests_need(package):
     pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     for line in package["extras_require"]["test"]:
         assert re.split(r"[<>=\[]", line)[0] in pinned
+
+
+def test_transformers_is_required_up_to_the_newest_tested_version(package):
+    """5.24 renames `past_key_values`; a version that nobody has tried is not installed by itself."""
+    required = next(line for line in package["install_requires"] if line.startswith("transformers"))
+    next_minor = int(compat.NEWEST.split(".")[1]) + 1
+    assert required == f"transformers>={compat.OLDEST},<5.{next_minor}"
 
 
 def test_nothing_is_required_that_lade_does_not_import(package):
