@@ -38,6 +38,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import lade
+from lade.block.kv_cache import cache_arguments
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
 from lade.commands.measure import use_lade
@@ -150,7 +151,7 @@ class Oracle:
     @torch.inference_mode()
     def _read_text(self) -> None:
         self._cache = DynamicCache()
-        states = self._states(input_ids=torch.tensor([self.text]), past_key_values=self._cache)
+        states = self._states(input_ids=torch.tensor([self.text]), **cache_arguments(self._cache))
         self._keep([(place + 1, ()) for place in range(len(self.text))], states)
 
     @torch.inference_mode()
@@ -161,7 +162,10 @@ class Oracle:
         dtype = self.model.dtype
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
         states = self._states(
-            input_ids=tokens, position_ids=positions, attention_mask=mask[None, None], past_key_values=self._cache
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask[None, None],
+            **cache_arguments(self._cache),
         )
         self._cache.crop(-tokens.shape[1])
         self.num_forwards += 1

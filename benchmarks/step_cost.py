@@ -25,7 +25,7 @@ import shapes
 import torch
 
 import lade
-from lade.block.kv_cache import LookaheadCache
+from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block
 from lade.config import current_config
 from lade.forward.choice import choose_forward
@@ -71,7 +71,7 @@ def filled_cache(runner: BlockRunner, context: int, room: int, batch_size: int) 
         chunk = ids[:, start : start + PREFILL_CHUNK]
         places = torch.arange(start, start + chunk.shape[1], device=device)[None]
         arguments: dict[str, Any] = {"position_ids": places} if adapter.takes_positions else {}
-        adapter.prompt_model(input_ids=chunk, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+        adapter.prompt_model(input_ids=chunk, **cache_arguments(cache), **arguments)
     cache.end_prefill(batch_size)
     return cache
 

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from transformers import Cache, GenerationMixin, TextStreamer
 
-from lade.compat import CALLERS_CACHE_MARK, require_names, warn_if_newer
+from lade.compat import CACHE_NAMES, CALLERS_CACHE_MARK, require_names, warn_if_newer
 from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
 from lade.eligibility import TOO_SHORT, adapter_or_reason, is_short
@@ -100,8 +100,9 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             stats.fallback_reason, streamer = off_reason(), None
             if is_enabled():
                 stats.fallback_reason = NOT_BEGUN
-                if isinstance(kwargs.get("past_key_values"), Cache):
-                    setattr(kwargs["past_key_values"], CALLERS_CACHE_MARK, True)
+                for cache in map(kwargs.get, CACHE_NAMES):
+                    if isinstance(cache, Cache):
+                        setattr(cache, CALLERS_CACHE_MARK, True)
                 if not is_leader(config):  # of several processes only one streams
                     streamer = kwargs.pop("streamer", None)
             result = original(self, *args, **kwargs)

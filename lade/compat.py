@@ -20,11 +20,14 @@ from typing import Any
 
 logger = logging.getLogger("lade")
 
-OLDEST, NEWEST, FIRST_UNSUPPORTED = "5.8", "5.23", "6"  # of transformers; tested with the first two
+OLDEST, NEWEST, FIRST_UNSUPPORTED = "5.8", "5.24", "6"  # of transformers; tested with the first two
 TESTED = f"{OLDEST} to {NEWEST}"
 TESTED_TORCH = "2.13"
 # generate() sets this mark on a caller's cache in 5.18, not yet in 5.12; lade sets it in every version.
 CALLERS_CACHE_MARK = "_is_user_defined"
+# The cache among the arguments and outputs of models and of generate(): the name since 5.24, and the older one, which
+# 5.24 still takes as an argument. `CACHE_NAME` is the one that this version uses itself.
+CACHE_NAMES = ("cache", "past_key_values")
 # Of nn.Module: the hooks around a forward.
 HOOKS = (
     "_forward_hooks",
@@ -180,6 +183,10 @@ def check_criteria(_: Any) -> str | None:
     return unless(is_known, "does not say when a text ends")
 
 
+def check_cache_name(kind: Any) -> str | None:
+    return unless({*CACHE_NAMES} & {*fields_of(kind)}, f"names the cache neither {' nor '.join(CACHE_NAMES)}")
+
+
 def attributes_of_one(kind: Any) -> Iterable[str]:
     """Of an object of a class."""
     return vars(kind())
@@ -209,7 +216,7 @@ GENERATION, MODEL = "transformers.GenerationMixin.", "transformers.PreTrainedMod
 CACHES, MODULE = "transformers.cache_utils.", "torch.nn.modules.module."
 DISTRIBUTED, ATEN = "torch.distributed.distributed_c10d.", "torch.ops.aten."
 LOOP = ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
-OUTPUTS = ("sequences", "scores", "logits", "attentions", "hidden_states", "past_key_values")
+OUTPUTS = ("sequences", "scores", "logits", "attentions", "hidden_states")
 RETURNED = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 SETTINGS = ("is_assistant", "prefill_chunk_size", "cache_implementation", "do_sample", "temperature", "max_length")
 # What a function given as custom_generate looks up in the frame of generate(), whose parameters are local names.
@@ -252,6 +259,7 @@ NAMES = (
         lambda kind: unless(kind(2.0).prompt_ignore_length is None, "has another prompt_ignore_length"),
     ),
     Name("transformers.generation.GenerateDecoderOnlyOutput", "verification/outputs.py", contains(fields_of, *OUTPUTS)),
+    Name("transformers.generation.GenerateDecoderOnlyOutput", "decoding.py", check_cache_name),
     Name("transformers.generation.BaseStreamer", "commands/chat/streaming.py"),
     # Models and their settings.
     Name(MODEL + "_is_stateful", "models/base.py", is_false),
@@ -391,7 +399,18 @@ def logits_processors(names: Iterable[str]) -> frozenset[Any]:
     return frozenset(found[name] for name in names if name in found)
 
 
-COMPUTED = {"CacheLayer": cache_layer, "PLAIN_LAYERS": plain_layers, "PROMPT_ARGUMENTS": prompt_arguments}
+def cache_name() -> str:
+    """What this version of transformers calls the cache among the arguments and outputs of models."""
+    fields = fields_of(resolve("transformers.generation.GenerateDecoderOnlyOutput"))
+    return next((name for name in CACHE_NAMES if name in fields), CACHE_NAMES[0])
+
+
+COMPUTED = {
+    "CacheLayer": cache_layer,
+    "CACHE_NAME": cache_name,
+    "PLAIN_LAYERS": plain_layers,
+    "PROMPT_ARGUMENTS": prompt_arguments,
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
 from lade.block.token_tree import TokenTree
+from lade.compat import CACHE_NAME
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.forward.choice import choose_forward
@@ -146,13 +147,13 @@ class DecodingCall:
     def prefill(self) -> Any:
         """Run the prompt's forward. Returns the model's output."""
         request, model_kwargs = self.request, self.request.model_kwargs
-        self.cache.adopt(model_kwargs["past_key_values"])
-        model_kwargs["past_key_values"] = self.cache
+        self.cache.adopt(model_kwargs[CACHE_NAME])
+        model_kwargs[CACHE_NAME] = self.cache
         outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)
-        if outputs.past_key_values is not self.cache:  # the model replaced it during the prompt
+        if (returned := getattr(outputs, CACHE_NAME)) is not self.cache:  # the model replaced it during the prompt
             most_slots, self.cache = self.cache.most_slots, self.runner.make_cache(self.cache.capacity)
             self.cache.most_slots = most_slots
-            self.cache.adopt(outputs.past_key_values)
+            self.cache.adopt(returned)
         self.cache.end_prefill(len(request.input_ids))
         # Offset of positions from slots, [..., B or 1, 1], read once, so that no step waits.
         positions, length = self.positions, self.cache.lengths[0]

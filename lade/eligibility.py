@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer, StaticLayer
+from lade.compat import CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer, StaticLayer
 from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.base import prompt_key_mask
 from lade.models.self_check import self_check_reason
@@ -24,10 +24,9 @@ LEAST_TOKENS = 3  # with fewer new tokens no guess can save a forward pass
 # Model arguments that generate() passes to `_sample` and the loop passes on or handles.
 KNOWN_ARGUMENTS = frozenset(
     """
-    attention_mask inputs_embeds logits_to_keep output_attentions output_hidden_states past_key_values position_ids
-    tokenizer use_cache
+    attention_mask inputs_embeds logits_to_keep output_attentions output_hidden_states position_ids tokenizer use_cache
     """.split()  # noqa: SIM905
-)
+) | {CACHE_NAME}
 
 
 def is_short(request: Request) -> bool:
@@ -90,14 +89,14 @@ def unsupported_cache(request: Request) -> str | None:
         setting = request.generation_config.cache_implementation
         if setting:
             return f"cache_implementation={setting!r} saves memory that lade's own cache would take"
-        return f"past_key_values of type {type(cache).__name__} is not known to keep every key"
+        return f"{CACHE_NAME} of type {type(cache).__name__} is not known to keep every key"
     if request.callers_cache is None and cache.get_seq_length() == 0:
         return None  # generate() made it for this call, and nothing else reads it
     for layer in cache.layers:
         # A sliding layer drops keys outside its window, which a block may still need.
         forgets = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
         if forgets or type(layer) not in (*PLAIN_LAYERS, StaticLayer):
-            return f"past_key_values with a {type(layer).__name__} does not keep every key"
+            return f"{CACHE_NAME} with a {type(layer).__name__} does not keep every key"
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, StaticCache
 
-from lade.compat import CALLERS_CACHE_MARK
+from lade.compat import CACHE_NAME, CALLERS_CACHE_MARK
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def cache(self) -> Any:
-        return self.model_kwargs.get("past_key_values")
+        return self.model_kwargs.get(CACHE_NAME)
 
     @property
     def callers_cache(self) -> Cache | None:

@@ -12,7 +12,13 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
 from lade import augment
-from lade.compat import CALLERS_CACHE_MARK, is_deepspeed_zero3_enabled, is_fsdp_managed_module, require_names
+from lade.compat import (
+    CACHE_NAME,
+    CALLERS_CACHE_MARK,
+    is_deepspeed_zero3_enabled,
+    is_fsdp_managed_module,
+    require_names,
+)
 from lade.config import apply_environment, current_config, switched
 from lade.parallel.communicator import num_processes
 from lade.stats import has_open_stats, recording
@@ -61,9 +67,9 @@ def generate(
     _prepare()
     call = _arguments_of_generate()
     _refuse(model, generation_config, call)
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE_NAME)
     # Without generate()'s frame the cache may be the caller's, and must end as plain generate() leaves it.
-    if cache is not None and (call is None or call["kwargs"].get("past_key_values") is cache):
+    if cache is not None and (call is None or call["kwargs"].get(CACHE_NAME) is cache):
         setattr(cache, CALLERS_CACHE_MARK, True)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
     # With the patch on, its generate() records the statistics and prints them.

@@ -208,7 +208,7 @@ def test_a_newer_version_that_does_not_fit_is_told_what_to_install(rename, monke
 def test_an_untested_version_gets_one_warning_and_runs(monkeypatch, caplog, lade_on, model):
     inputs = prompt()
     expected = generate_plain(model, inputs, max_new_tokens=16)
-    for version, is_newer in ((f"{compat.NEWEST}.7", False), ("5.24.0.dev0", True), ("5.99.1", True)):
+    for version, is_newer in ((f"{compat.NEWEST}.7", False), ("5.25.0.dev0", True), ("5.99.1", True)):
         compat.warn_if_newer.cache_clear()
         caplog.clear()
         monkeypatch.setattr("transformers.__version__", version)

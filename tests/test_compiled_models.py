@@ -1,6 +1,7 @@
 """Models whose forward their user has compiled, and generate()'s own compilation: blocks pass it by, or the call falls
 back."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -157,8 +158,9 @@ def test_compiled_together_with_other_code_falls_back():
     model = tiny_llama(num_hidden_layers=1)
     stock = model.forward
 
-    def forward(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **arguments):
-        return stock(input_ids, attention_mask, position_ids, past_key_values, **arguments)
+    @functools.wraps(stock)
+    def forward(*args, **arguments):
+        return stock(*args, **arguments)
 
     model.forward = torch.compile(forward, backend="eager")
     assert "together with other code" in adapter_for(model).unsupported_reason()

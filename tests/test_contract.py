@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import threading
 
 import pytest
@@ -37,6 +38,7 @@ from transformers import (
 import lade
 from lade import ModelAdapter
 from lade.block.token_tree import TokenTree
+from lade.compat import CACHE_NAME, CACHE_NAMES
 from lade.verification import selection as rules
 
 
@@ -361,6 +363,20 @@ def test_the_callers_own_cache(model, batch_size, only_new_ids, kind):
         caches.append(cache)
     assert_ran()
     assert torch.equal(results[0], results[1])
+    assert_caches_close(caches[1], caches[0])
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_cache_under_either_name(model, name):
+    """Transformers 5.24 renames the argument and takes both names."""
+    if name not in ("past_key_values", CACHE_NAME):
+        pytest.skip(f"this transformers takes no {name}")
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    expected = generate_plain(model, prompt(24), max_new_tokens=20, **{name: caches[0]})
+    found = model.generate(**prompt(24), max_new_tokens=20, **{name: caches[1]}, return_dict_in_generate=True)
+    assert_ran()
+    assert torch.equal(found.sequences, expected)
+    assert found[CACHE_NAME] is caches[1]
     assert_caches_close(caches[1], caches[0])
 
 
@@ -968,11 +984,10 @@ class OwnPositions(LlamaForCausalLM):
 class NoRows(LlamaForCausalLM):
     """Gives the logits of every token."""
 
-    def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kw
-    ):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, cache=None, **kw):
         kw.pop("logits_to_keep", None)
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+        cache = past_key_values if cache is None else cache
+        return super().forward(input_ids, attention_mask, position_ids, cache, use_cache=kw.get("use_cache"))
 
 
 @pytest.mark.parametrize(
@@ -991,7 +1006,7 @@ def test_models_that_differ(kind, reason):
 
 def test_gradients_fall_back(model):
     """Past generate()'s no_grad decorator, where plain generate() records gradients, it still does."""
-    undecorated = type(model).generate.__wrapped__
+    undecorated = inspect.unwrap(type(model).generate)
     result = undecorated(model, **prompt(24), max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
     assert result.logits[-1].requires_grad
 
@@ -1024,7 +1039,7 @@ def test_other_caches_fall_back(model):
     cache = DynamicCache(config=model.config)
     cache.layers[0].__class__ = type("OtherLayer", (type(cache.layers[0]),), {})
     assert torch.equal(model.generate(**inputs, max_new_tokens=12, past_key_values=cache), expected)
-    assert "past_key_values" in lade.last_stats().fallback_reason
+    assert "OtherLayer does not keep every key" in lade.last_stats().fallback_reason
 
 
 @pytest.mark.parametrize("row_wise", [True, False])

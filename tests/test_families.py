@@ -61,7 +61,7 @@ def both(model, inputs, max_new_tokens=NEW, **arguments):
 
 def built(family):
     if not family.exists:
-        pytest.skip(f"transformers {transformers.__version__} has no {family.model_class}")
+        pytest.skip(f"transformers {transformers.__version__} runs no {family.model_class}")
     return family.build()
 
 

@@ -21,6 +21,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
+from lade.compat import CACHE_NAME
 from lade.models import foreign
 from lade.models import self_check as probe
 from lade.models.foreign import AUTHORS, is_written_by
@@ -136,7 +137,7 @@ def test_wherever_hooks_are_put_on(model, kind, is_allowed):
     check(model)
 
 
-@pytest.mark.parametrize("name", ["position_ids", "past_key_values"])
+@pytest.mark.parametrize("name", ["position_ids", CACHE_NAME])
 def test_a_hook_that_goes_by_position(model, name):
     """Positions of a block are right, what lies in the cache is not all of the text before a token."""
 
@@ -287,8 +288,8 @@ def good_attention(self, *args, **kwargs):
     return LlamaAttention.forward(self, *args, **kwargs)
 
 
-def deaf_attention(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **arguments):
-    return LlamaAttention.forward(self, hidden_states, position_embeddings, None, past_key_values, **arguments)
+def deaf_attention(self, hidden_states, attention_mask, **arguments):
+    return LlamaAttention.forward(self, hidden_states, attention_mask=None, **arguments)
 
 
 def test_a_verdict_does_not_outlive_the_forward_it_was_about(model, trials):
@@ -313,10 +314,8 @@ def test_a_verdict_does_not_outlive_the_forward_it_was_about(model, trials):
 def test_code_that_is_reloaded_into_the_same_function(model, trials):
     """As IPython's autoreload does it."""
 
-    def patched(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **arguments):
-        return LlamaAttention.forward(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, **arguments
-        )
+    def patched(self, hidden_states, attention_mask, **arguments):
+        return LlamaAttention.forward(self, hidden_states, attention_mask=attention_mask, **arguments)
 
     attention = model.model.layers[0].self_attn
     attention.forward = types.MethodType(patched, attention)

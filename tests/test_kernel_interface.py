@@ -22,7 +22,7 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 import lade
-from lade.block.kv_cache import LookaheadCache
+from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask
 from lade.forward.static_inputs import packed_block_mask
 from lade.kernels import interface as ours
@@ -101,7 +101,7 @@ class Case:
         positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         self.key_mask = attention_mask.bool() if padded else None
         self.cache = LookaheadCache(model.config.num_hidden_layers, 256)
-        self.arguments = {"past_key_values": self.cache, "use_cache": True}
+        self.arguments = cache_arguments(self.cache)
         self.prefill = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions}
         model(**self.prefill, **self.arguments)
         self.cache.end_prefill(batch_size)

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
 from lade import models
+from lade.compat import CACHE_NAME
 from lade.models import ModelAdapter, base
 from lade.models.shadow import shadow_model
 
@@ -45,15 +46,17 @@ class Obedient(LlamaForCausalLM):
 class IgnoresMask(Obedient):
     """Sees whatever lies before it in the cache."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **arguments):
-        return super().forward(input_ids, None, position_ids, past_key_values, **arguments)
+    @functools.wraps(LlamaForCausalLM.forward)
+    def forward(self, attention_mask=None, **arguments):
+        return super().forward(attention_mask=None, **arguments)
 
 
 class IgnoresPositions(Obedient):
     """Counts slots."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **arguments):
-        return super().forward(input_ids, attention_mask, None, past_key_values, **arguments)
+    @functools.wraps(LlamaForCausalLM.forward)
+    def forward(self, position_ids=None, **arguments):
+        return super().forward(position_ids=None, **arguments)
 
 
 def named(name):
@@ -148,8 +151,8 @@ def test_a_longer_text_is_tried_out_anew():
         assert lade.last_stats().fallback_reason is not None
 
 
-def deaf_attention(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **arguments):
-    return LlamaAttention.forward(self, hidden_states, position_embeddings, None, past_key_values, **arguments)
+def deaf_attention(self, hidden_states, attention_mask, **arguments):
+    return LlamaAttention.forward(self, hidden_states, attention_mask=None, **arguments)
 
 
 def test_changed_parts_of_a_known_model_are_noticed():
@@ -280,6 +283,7 @@ def test_a_soft_cap_is_left_to_eager_attention(flash):
 def test_the_documented_example():
     text = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    code = re.sub(r"\bcache\b", CACHE_NAME, code)
     assert len(code.splitlines()) < 30
     names = {}
     exec(code.partition("lade.register_adapter")[0], names)

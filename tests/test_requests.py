@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import lade
+from lade.compat import CACHE_NAME
 
 
 @pytest.fixture(autouse=True)
@@ -260,7 +261,7 @@ def test_a_length_that_only_a_criterion_tells(model, monkeypatch, caplog):
         monkeypatch.setenv("USE_LADE", switch)
         criteria = StoppingCriteriaList([MaxLengthCriteria(20)])
         cache, positions = DynamicCache(config=model.config), torch.arange(12)[None]
-        arguments = inputs | {"past_key_values": cache, "use_cache": True, "position_ids": positions}
+        arguments = inputs | {CACHE_NAME: cache, "use_cache": True, "position_ids": positions}
         with torch.no_grad():
             text = model._sample(stopping_criteria=criteria, logits_processor=LogitsProcessorList(),
                                  generation_config=config, **arguments)  # fmt: skip

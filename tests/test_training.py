@@ -62,7 +62,7 @@ CLASSES = {family.model_class: family for family in reversed([*FAMILIES, *COMPOS
 @pytest.mark.parametrize("family", CLASSES.values(), ids=lambda family: family.name)
 def test_families(family):
     if not family.exists:
-        pytest.skip(f"this transformers has no {family.model_class}")
+        pytest.skip(f"this transformers runs no {family.model_class}")
     model = family.build().train()
     set_randomness(model, 0.0)
     expected = adapter_for(copy.deepcopy(model).eval()).unsupported_reason()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, StaticCache
 
-from lade.compat import CacheLayer, StaticLayer, is_out_of_memory
+from lade.compat import CACHE_NAME, CacheLayer, StaticLayer, is_out_of_memory
 from lade.transfer import to_device
 
 MIN_CAPACITY = 256  # slots
@@ -225,7 +225,7 @@ class LookaheadCache(Cache):
         if self.most_slots is not None and num_slots > self.most_slots:
             raise IndexError(
                 f"index {self.most_slots} is out of bounds for a static cache of {self.most_slots} tokens, "
-                "passed as past_key_values"
+                f"passed as {CACHE_NAME}"
             )
 
     def max_guess_offset(self, limit: int | None) -> int | None:
@@ -300,3 +300,8 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
             f"lade: no room for a key/value cache of {shape[3]} tokens, "
             f"{math.prod(shape) * like.element_size() / 2**20:,.0f} MiB; a smaller max_new_tokens or batch needs less"
         ) from error
+
+
+def cache_arguments(cache: Cache) -> dict[str, Any]:
+    """Arguments that make a model's forward use this cache and return its output by name."""
+    return {CACHE_NAME: cache, "use_cache": True, "return_dict": True}

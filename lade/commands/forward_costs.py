@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.block.kv_cache import LookaheadCache
+from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block
 from lade.commands.measure import synchronize
 from lade.config import current_config
@@ -67,7 +67,7 @@ def filled_cache(adapter: ModelAdapter, context: int, room: int) -> LookaheadCac
     text = torch.randint(adapter.num_tokens, (1, context), generator=numbers).to(_device(adapter))
     cache = adapter.make_cache(context + room)
     arguments = {"position_ids": torch.arange(context, device=text.device)[None]} if adapter.takes_positions else {}
-    adapter.prompt_model(input_ids=text, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+    adapter.prompt_model(input_ids=text, **cache_arguments(cache), **arguments)
     cache.end_prefill(1)
     return cache
 

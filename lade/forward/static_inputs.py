@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from lade.block.kv_cache import LookaheadCache
+from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import EVERYWHERE, Block, Reach, block_mask, masks_by_layer
 from lade.compat import CacheLayer
 from lade.drafting.likeliest import likeliest
@@ -123,9 +123,7 @@ def plain_forward(
         input_ids=tokens,
         attention_mask=masks,
         position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        return_dict=True,
+        **cache_arguments(cache),
         **arguments,
     ).logits
     return logits if keeps_rows else logits[:, logit_rows]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from lade.block.kv_cache import LookaheadCache
+from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer
 from lade.compat import MOVING_ROPES, PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, rope_settings
 from lade.models.checks import unsupported_by_any
@@ -230,9 +230,7 @@ class ModelAdapter:
             outputs = model(
                 input_ids=block.tokens,
                 attention_mask=masks,
-                past_key_values=cache,
-                use_cache=True,
-                return_dict=True,
+                **cache_arguments(cache),
                 **arguments,
                 **wanted,
             )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lade.block.mask import Block, Reach
+from lade.compat import CACHE_NAME
 from lade.models.base import ModelAdapter
 from lade.models.reaches import LAYER_REACH
 from lade.models.shadow import take_hooks
@@ -60,17 +61,18 @@ class TreeConvolution(nn.Module):
         self.stock, self.adapter = stock, adapter
         take_hooks(self, stock)
 
-    def forward(
-        self, hidden_states: Tensor, past_key_values: Any, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        """hidden_states: [B, q, D]. attention_mask: [B, q], 0 for the prompt's padding, or None. Returns [B, q, D]."""
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **arguments: Any) -> Tensor:
+        """hidden_states: [B, q, D]. attention_mask: [B, q], 0 for the prompt's padding, or None. Returns [B, q, D].
+
+        arguments: the cache and others.
+        """
         stock = self.stock
         if attention_mask is not None:
             hidden_states = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
         gate_in, gate_out, inputs = stock.in_proj(hidden_states).chunk(3, dim=-1)
         inputs = gate_in * inputs  # [B, q, D]
         num_tokens = inputs.shape[1]
-        kept, _ = past_key_values.update(inputs[:, None], inputs[:, None, :, :0], stock.layer_idx)
+        kept, _ = arguments[CACHE_NAME].update(inputs[:, None], inputs[:, None, :, :0], stock.layer_idx)
         kept = kept[:, 0]  # [B, K, D]
         weights = stock.conv.weight[:, 0]  # [D, k]; the last column weights the token itself
 

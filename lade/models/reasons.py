@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
+from lade.compat import CACHE_NAME
+
 # Methods that plain generate() calls around each forward; lade's loop has its own code for them.
 HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-NEEDED = ("attention_mask", "past_key_values")
+NEEDED = ("attention_mask", CACHE_NAME)
 DYNAMIC_INT8 = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")  # packages
 ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

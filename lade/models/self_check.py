@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from lade.block.kv_cache import cache_arguments
 from lade.block.mask import Block
 from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer, is_out_of_memory
 from lade.config import current_config
@@ -133,7 +134,7 @@ def probe(
     largest_block = max(largest_block, 4)
     cache = adapter.make_cache(count + largest_block + 4)
     arguments = masks | ({"position_ids": places[:, :count]} if adapter.takes_positions else {})
-    adapter.prompt_model(input_ids=prefix, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+    adapter.prompt_model(input_ids=prefix, **cache_arguments(cache), **arguments)
     cache.end_prefill(num_rows)
 
     def distance(size: int, is_causal: bool = False) -> float:
@@ -170,7 +171,7 @@ def plain_logits(
         mask = torch.nn.functional.pad(mask, (0, end - mask.shape[1]), value=1)
         arguments = {"position_ids": counted(mask)[:, start:end]} if adapter.takes_positions else {}
         arguments |= {"attention_mask": mask} if masks else {}
-        outputs = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **arguments)
+        outputs = model(input_ids=ids, **cache_arguments(cache), **arguments)
         logits.append(outputs.logits[:, -1])
         start = end
     return torch.stack(logits[1:], dim=1).double()

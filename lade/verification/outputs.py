@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.compat import GenerateDecoderOnlyOutput
+from lade.compat import CACHE_NAME, GenerateDecoderOnlyOutput
 
 RECORDED = ("scores", "logits", "attentions", "hidden_states")
 
@@ -49,7 +49,7 @@ class OutputRecorder:
         """What generate() returns: the ids, or the dictionary around them."""
         if not self._returns_dict:
             return sequences
-        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=cache, **self.collected)
+        return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_NAME: cache}, **self.collected)
 
     @staticmethod
     def _rows(layers: tuple[Tensor, ...], nodes: list[int], _: list[list[int]]) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 
 VOCAB = 61
 WINDOW = 8  # sliding windows and chunks, in tokens
@@ -69,10 +70,12 @@ class Family:
     dtype: torch.dtype = torch.float64
     spread: float = 1.0  # factor on all matrices, where the text would not depend on the context otherwise
     inputs: Callable[[bool], dict[str, Any]] | None = None
+    fails_in: str = ""  # the version of transformers in which plain generate() raises
 
     @property
     def exists(self) -> bool:
-        return hasattr(transformers, self.model_class)
+        """Whether this transformers has the model, and its plain generate() runs."""
+        return hasattr(transformers, self.model_class) and transformers.__version__ != self.fails_in
 
     def build(self) -> Any:
         model_class = getattr(transformers, self.model_class)
@@ -122,6 +125,11 @@ def family(
     **settings: Any,
 ) -> Family:
     return Family(name, model_class, settings, note, attention, dtype, spread)
+
+
+def before(version: str) -> bool:
+    """Whether this transformers is older."""
+    return Version(transformers.__version__) < Version(version)
 
 
 def rope(rope_type: str, **settings: Any) -> dict[str, Any]:
@@ -187,7 +195,7 @@ FAMILIES = [
     family("gpt_neox", "GPTNeoXForCausalLM", spread=2.0),
     family("gpt_neox_japanese", "GPTNeoXJapaneseForCausalLM", attention="eager"),
     family("gptj", "GPTJForCausalLM", attention="eager", rotary_dim=8, n_embd=64, spread=1.0),
-    family("codegen", "CodeGenForCausalLM", attention="eager", rotary_dim=8, spread=3.0),
+    family("codegen", "CodeGenForCausalLM", attention="eager" if before("5.24") else "sdpa", rotary_dim=8, spread=2.0),
     family("gpt_bigcode", "GPTBigCodeForCausalLM", multi_query=True),
     family("gpt_bigcode-multi-head", "GPTBigCodeForCausalLM", multi_query=False),
     family("opt", "OPTForCausalLM"),
@@ -423,9 +431,16 @@ def picture(
 
 
 def composite(
-    name: str, model_class: str, inputs: Callable[[bool], Any], note: str = "", *, spread: float = 1.0, **settings: Any
+    name: str,
+    model_class: str,
+    inputs: Callable[[bool], Any],
+    note: str = "",
+    *,
+    spread: float = 1.0,
+    fails_in: str = "",
+    **settings: Any,
 ) -> Family:
-    return Family(name, model_class, settings, note, spread=spread, inputs=inputs)
+    return Family(name, model_class, settings, note, spread=spread, inputs=inputs, fails_in=fails_in)
 
 
 PIXELS = (1, 3, 16, 16)
@@ -499,6 +514,7 @@ COMPOSITE = [
               projector_hidden_size=48,
               vision_config=part("Siglip2VisionConfig", vision_use_head=False, num_patches=16), image_token_id=IMAGE),
     composite("llama4", "Llama4ForConditionalGeneration", picture(4, pixel_values=PIXELS), "chunks of 8 tokens",
+              fails_in="5.24.0",
               text_config=part("Llama4TextConfig", no_rope_layers=[1, 0], attention_chunk_size=WINDOW, floor_scale=8),
               vision_config=part("Llama4VisionConfig", vision_output_dim=48, projector_input_dim=48,
                                  projector_output_dim=48, intermediate_size=192), image_token_index=IMAGE,

@@ -16,7 +16,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 
 import lade
 from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
-from lade.compat import DynamicLayer
+from lade.compat import CACHE_NAME, DynamicLayer
 from lade.config import is_enabled
 
 # Entries of a configuration's `layer_types` whose layers keep keys and values and nothing else.
@@ -139,7 +139,7 @@ class Conversation:
             output = self.model.generate(
                 inputs,
                 attention_mask=torch.ones_like(inputs),
-                past_key_values=self._cache,
+                **{CACHE_NAME: self._cache},
                 max_new_tokens=self.max_new_tokens,
                 streamer=streamer,
                 stopping_criteria=StoppingCriteriaList(stopping_criteria),
