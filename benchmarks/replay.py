@@ -45,6 +45,7 @@ from lade.commands.measure import use_lade
 from lade.config import LookaheadConfig, current_config, temporary_settings
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.memory import Memory
+from lade.drafting.vocabulary import Vocabulary, make_vocabulary
 from lade.verification.draws import ExponentialDraws
 from lade.verification.sequences import TokenSequences
 from lade.verification.walk import children_of
@@ -274,10 +275,16 @@ def steps_of_loop(model: Any, recording: Recording, config: dict[str, Any]) -> i
     return stats.steps
 
 
-def replay_all(model: Any, recordings: list[Recording], config: LookaheadConfig, is_warm: bool) -> list[Replay]:
-    """All texts of a set in their order. is_warm: with one memory."""
-    shared = Memory()
-    return [replay(model, recording, config, shared if is_warm else Memory()) for recording in recordings]
+def replay_all(
+    model: Any, recordings: list[Recording], config: LookaheadConfig, is_warm: bool, vocabulary: Vocabulary
+) -> list[Replay]:
+    """All texts of a set in their order. is_warm: with one memory. vocabulary: what it has from the start."""
+    memory, found = Memory(), []
+    for recording in recordings:
+        memory = memory if is_warm else Memory()
+        memory.vocabulary = vocabulary
+        found.append(replay(model, recording, config, memory))
+    return found
 
 
 def ratio(new: list[float], old: list[float]) -> tuple[float, float]:
@@ -359,6 +366,11 @@ def parse() -> argparse.Namespace:
         "--modes", type=lambda text: text.split(","), default=["tree"], help="of the drafters' registry"
     )
     parser.add_argument("--memories", type=lambda text: text.split(","), default=["cold", "warm"])
+    parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="with rows of pairs alone, as memory.warm_vocabulary(model, pairs=True) has them",
+    )
     parser.add_argument("--varied", type=int, help="of each set the first so many texts that are no loops, alone")
     parser.add_argument("--loop", type=int, default=0, help="generate() takes so many of the texts as well, to compare")
     parser.add_argument("--records", type=Path, help="a folder of your own that keeps what the model has said (pickle)")
@@ -372,6 +384,7 @@ def main() -> None:
     model, tokenizer = harness.load_model(args)
     lade.augment_all()
     field.register()
+    vocabulary = make_vocabulary(model, args.pairs)
     sets = dict(item.split("=", 1) for item in args.set or ()) or {
         "functions": harness.PROMPTS,
         "chat": harness.PROMPTS.parent / "chat.jsonl",
@@ -395,7 +408,7 @@ def main() -> None:
                         settings = field.settings_of(mode, q)
                         with temporary_settings(**settings):
                             config = current_config()
-                        found = replay_all(model, recordings, config, memory == "warm")
+                        found = replay_all(model, recordings, config, memory == "warm", vocabulary)
                         key = f"{name} T={temperature:g} {mode} q={q} {memory}"
                         figures[key] = one = summary(found, recordings) | {"max_new_tokens": args.max_new_tokens}
                         line = f"{key:<36} S {one['S']:6.3f}  no loops {one['S_without_loops']:6.3f} +- {one['standard_error']}"

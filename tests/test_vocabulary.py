@@ -18,7 +18,9 @@ from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, NUM_BINS, ROW_LENGTH, packed, unpacked
 from lade.drafting.vocabulary import (
     MAX_BYTES,
+    RowsAlone,
     Vocabulary,
+    likely_pairs,
     make_vocabulary,
     prepare_vocabulary,
     size_of_rows,
@@ -55,12 +57,99 @@ def test_rows_are_the_models(temperature):
     found = make_vocabulary(model)
     assert len(found.ids) == VOCAB
     assert found.ids.shape[1] == ROW_LENGTH
-    ids, bins = unpacked(found.at(temperature)[[3, 40]])
+    ids, bins = unpacked(found.at(temperature).tokens[[3, 40]])
     logits = torch.stack([model(torch.tensor([[token]])).logits[0, -1] for token in (3, 40)])
     chances, expected = likeliest(logits, temperature)
     assert ids.tolist() == expected.tolist()
     # Half precision of the logarithms, and a rest that is only bounded: at most one bin off.
     assert np.abs(bins - np.searchsorted(BIN_EDGES, chances.detach().numpy())).max() <= 1
+
+
+@pytest.fixture
+def few_pairs(monkeypatch):
+    monkeypatch.setattr(vocabulary_module, "NUM_PAIRS", 300)
+
+
+def test_rows_of_pairs_are_the_models(few_pairs):
+    model = tiny_llama()
+    found = make_vocabulary(model, pairs=True)
+    rows = found.at(1.0)
+    assert len(rows.tokens) == VOCAB
+    assert len(rows.pairs) == len({*map(tuple, found.pairs.tolist())}) == 300
+    for first, second in found.pairs[::60].tolist():
+        _, expected = likeliest(model(torch.tensor([[first, second]])).logits[:, -1])
+        ids, _ = unpacked(rows.after_pair(first << KEY_SHIFT | second))
+        assert ids.tolist() == expected[0].tolist()
+    chosen = found.pairs[:, 0] * VOCAB + found.pairs[:, 1]
+    (missing, *_) = set(range(VOCAB**2)) - set(chosen.tolist())
+    assert rows.after_pair((missing // VOCAB) << KEY_SHIFT | missing % VOCAB) is None
+
+
+def test_likely_pairs():
+    """Token 0 is followed by 1, token 1 by 0 or 2, token 2 by 0; nothing says 3."""
+    ids = np.array([[1, 3], [2, 0], [0, 3], [0, 3]], dtype=np.int32)
+    logs = np.log([[0.9999, 0.0001], [0.6, 0.4], [0.9999, 0.0001], [0.9999, 0.0001]]).astype(np.float16)
+    assert {*map(tuple, likely_pairs(ids, logs, 4).tolist())} == {(0, 1), (1, 2), (1, 0), (2, 0)}
+    assert likely_pairs(ids, logs, 1).tolist() == [[0, 1]]
+    assert len(likely_pairs(ids, logs, 100)) == 8
+
+
+def test_rows_of_pairs_serve_where_a_memory_has_none(few_pairs):
+    memory, rows = Memory(), make_vocabulary(tiny_llama(), pairs=True).at(1.0)
+    (first, second), (other, another) = ((key >> KEY_SHIFT, key & 0xFFFFFFFF) for key in list(rows.places)[:2])
+    own = packed(np.full((1, ROW_LENGTH), 5), np.full((1, ROW_LENGTH), 3))
+    memory.pairs.put([other << KEY_SHIFT | another], own)
+    grower = Grower(memory, Acceptance(False), rows, [7], None, lambda depth: None, (), ())
+    ((row, kind),) = grower._rows(0, -1, first, second, 1.0)
+    assert kind == PAIR
+    assert row.tolist() == rows.after_pair(first << KEY_SHIFT | second).tolist()
+    ((row, _),) = grower._rows(0, -1, other, another, 1.0)
+    assert row.tolist() == own[0].tolist()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "temperature": 0.6}])
+def test_pairs_change_no_text_and_are_saved(few_pairs, tmp_path, monkeypatch, arguments):
+    monkeypatch.setattr(vocabulary_module, "CHEAP", {})
+    model, memory = tiny_llama(), Memory(path=tmp_path / "memory.npz", max_bytes=2**16)
+    memory.warm_vocabulary(model, pairs=True)
+    memory.save()
+    loaded = Memory(path=memory.path, max_bytes=2**16)
+    assert loaded.vocabulary.at(0.6).places == memory.vocabulary.at(0.6).places
+    assert len(loaded.vocabulary.pairs) == 300
+    torch.manual_seed(5)
+    expected = generate_plain(model, prompt(20), max_new_tokens=40, **arguments)
+    stranger, found, find = tiny_llama(), [], RowsAlone.after_pair
+
+    def noted(self, key):
+        found.append(find(self, key))
+        return found[-1]
+
+    monkeypatch.setattr(RowsAlone, "after_pair", noted)
+    torch.manual_seed(5)
+    with loaded.active():
+        assert torch.equal(stranger.generate(**prompt(20), max_new_tokens=40, **arguments), expected)
+    assert lade.last_stats().fallback_reason is None
+    assert any(row is not None for row in found)
+    with np.load(memory.path) as file:
+        arrays = dict(file)
+    for pairs, says in (
+        (arrays["vocabulary_pairs"] + VOCAB, "beyond the vocabulary"),
+        (np.zeros((3, 3), int), "shape"),
+    ):
+        np.savez(memory.path, **arrays | {"vocabulary_pairs": pairs})
+        with pytest.raises(ValueError, match=says):
+            Memory(path=memory.path)
+
+
+def test_pairs_are_prepared_where_they_take_seconds(few_pairs, tmp_path, monkeypatch):
+    """By `lade tune`."""
+    monkeypatch.setenv("LADE_CACHE", str(tmp_path))
+    model = tiny_llama()
+    cost = 2 * sum(parameter.numel() for parameter in model.parameters()) * (VOCAB + 600)
+    for share, num_pairs in [(0.09, 0), (0.11, 300)]:
+        monkeypatch.setattr(vocabulary_module, "CHEAP", {"cpu": share * cost})
+        assert prepare_vocabulary(model)
+        assert len(vocabulary_of(tiny_llama(), may_make=True).pairs) == num_pairs
 
 
 @pytest.mark.parametrize("num_tokens", [5, 61, 4096, 32_000, 128_256, 151_936, 262_144, 5_000_000])
@@ -137,7 +226,7 @@ def test_prepared_for_later_processes_where_it_takes_seconds(tmp_path, monkeypat
 def test_a_model_that_cannot_be_run_so_is_left_alone(monkeypatch):
     model = tiny_llama()
 
-    def fail(model):
+    def fail(model, pairs):
         raise TypeError("pixels, please")
 
     monkeypatch.setattr(vocabulary_module, "make_vocabulary", fail)

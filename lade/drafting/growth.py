@@ -21,10 +21,11 @@ from lade.block_size.policy import EarlyStop
 from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance, nearest_kind
 from lade.drafting.base import FOREIGN
 from lade.drafting.coming_draws import SHARPNESS, Draws, races
-from lade.drafting.memory import KEY_SHIFT, Memory
+from lade.drafting.memory import Memory
 from lade.drafting.nearest import Context
 from lade.drafting.suffix_index import MAX_MATCH
-from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, ROW_LENGTH, Packed, PackedRow
+from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, KEY_SHIFT, ROW_LENGTH, PackedRow
+from lade.drafting.vocabulary import NO_ROWS, RowsAlone
 
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
 SIMILAR_ROWS = 0.1  # the same for rows of its token that were seen in similar contexts
@@ -117,21 +118,22 @@ class Grower:
         self,
         memory: Memory,
         acceptance: Acceptance,
-        rows_alone: Packed | None,
+        rows_alone: RowsAlone | None,
         text: list[int],
         context: Context | None,
         draws_at: Callable[[int], Draws | None],
         sources: Sequence[Source],
         pointers: Sequence[Pointer],
     ) -> None:
-        """rows_alone: of the tokens 0, 1, .., each without any text before it. text: ids up to the root.
+        """rows_alone: what the model says without any text before it, None if that is not known. text: ids up to the
+        root.
 
         context: of the root, None if it is not known.
         draws_at: the draws of a token at some distance from the root; None for greedy, or where they are not known.
         sources: more rows behind the root. pointers: what followed where the text's end has occurred before.
         """
         self._pairs, self._singles, self._nearest = memory.pairs.row, memory.singles.row, memory.nearest.find
-        self._rows_alone = () if rows_alone is None else rows_alone
+        self._alone = NO_ROWS if rows_alone is None else rows_alone
         self._text, self._draws_at, self._sources = text, draws_at, list(sources)
         self._chances, self._pointers = acceptance.chances, pointers
         self._growth = Growth()  # nodes in the order in which they were found
@@ -267,15 +269,18 @@ class Grower:
                 similarity = min(nearest.similarity, surest)
                 self._contexts[node] = nearest.after, similarity
                 found.append((nearest.row, nearest_kind(similarity, nearest.previous == before)))
-        pair = self._pairs(before << KEY_SHIFT | token)
+        key = before << KEY_SHIFT | token
+        pair = self._pairs(key)
+        if pair is None:
+            pair = self._alone.after_pair(key)
         if pair is not None:
             found.append((pair, PAIR))
         if pair is None or chance >= BOTH_ROWS:
             single = self._singles(token)
             if single is not None:
                 found.append((single, SINGLE))
-            elif pair is None and 0 <= token < len(self._rows_alone):
-                found.append((self._rows_alone[token], VOCABULARY))
+            elif pair is None and 0 <= token < len(self._alone.tokens):
+                found.append((self._alone.tokens[token], VOCABULARY))
         return found
 
     def _follow(self, pointer: Pointer, node: int, chance: float, least: float) -> None:

@@ -21,7 +21,7 @@ from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import Contents, read_memory, write_memory
 from lade.drafting.nearest import BYTES_PER_RECORD, UNKNOWN, NearestRows, projected, projection, uses_contexts
 from lade.drafting.text_store import TextStore
-from lade.drafting.top_k_table import BYTES_PER_ROW, Packed, TopKTable, packed, unpacked
+from lade.drafting.top_k_table import BYTES_PER_ROW, KEY_SHIFT, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
 from lade.state import PerModel
 
@@ -29,7 +29,6 @@ MAX_BYTES = 32 * 2**20
 MIN_BYTES = 64 * 2**10
 MAX_LIKELY = 8  # tokens of a row that may be worth a row of their own
 MAX_UNSEEN = 256  # tokens without a row that are remembered
-KEY_SHIFT = 32  # a pair of tokens as one integer
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
 NUM_SIGNS = 256  # of the embedding, which identify a model
 MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them; between unrelated models half of them differ
@@ -132,15 +131,16 @@ class Memory:
             if self.texts is not None:
                 self.texts.add(ids)
 
-    def warm_vocabulary(self, model: Any) -> None:
+    def warm_vocabulary(self, model: Any, pairs: bool = False) -> None:
         """Learn what the model predicts after each token alone, so that there are guesses from the first step on.
 
-        Costs about 2 * parameters * vocabulary floating-point operations, once per model. The rows serve all memories
-        of the model, contain nothing of any text, take at most 8 MiB in addition to `max_bytes`, and are kept in the
-        cache folder and by `save()`.
+        pairs: also after the 32,768 pairs of tokens that it is likeliest to say, which costs as much as a vocabulary of
+        65,536 tokens. Costs about 2 * parameters * vocabulary floating-point operations, once per model. The rows serve
+        all memories of the model, contain nothing of any text, take at most 8 MiB, with pairs 16 MiB, in addition to
+        `max_bytes`, and are kept in the cache folder and by `save()`.
         """
         self.belong_to(model)
-        self.vocabulary = make_vocabulary(model)
+        self.vocabulary = make_vocabulary(model, pairs)
         keep_vocabulary(model, self.vocabulary)
 
     def learn(self, previous: list[int], tokens: list[int], rows: Packed, num_likely: int) -> None:

@@ -16,8 +16,7 @@ from lade.drafting.array_file import TEXTS, Arrays, read_arrays, write_arrays
 from lade.drafting.nearest import CONTEXT_SIZE, LARGEST_LOGIT, NUM_COLUMNS, NearestArrays
 from lade.drafting.suffix_index import END
 from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, TableArrays
-from lade.drafting.vocabulary import MAX_BYTES as VOCABULARY_BYTES
-from lade.drafting.vocabulary import Vocabulary
+from lade.drafting.vocabulary import MAX_BYTES_WITH_PAIRS, Vocabulary
 
 FORMAT = 3  # 2 had rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling
 READABLE_FORMATS = (2, 3)
@@ -71,7 +70,7 @@ def read_memory(path: Path, max_bytes: int, max_rows: int, max_texts: int) -> Co
     max_bytes: of the memory. Raises ValueError for a file that is not a memory, or far too large.
     """
     try:
-        return _contents(read_arrays(path, max_bytes, max_rows, VOCABULARY_BYTES, max_texts))
+        return _contents(read_arrays(path, max_bytes, max_rows, MAX_BYTES_WITH_PAIRS, max_texts))
     except Exception as error:  # whatever a damaged file may lead to
         raise ValueError(f"path must be a memory saved by lade, {path} is not: {error}") from error
 
@@ -87,7 +86,7 @@ def _contents(arrays: Arrays) -> Contents:
     vocab_size = identity["vocab_size"] if identity else 0
     vocabulary = None
     if "vocabulary_ids" in arrays:
-        vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
+        vocabulary = Vocabulary.from_arrays(arrays)
         if vocabulary.largest_id >= vocab_size:
             raise ValueError("its rows of tokens alone hold ids beyond the vocabulary")
     return Contents(

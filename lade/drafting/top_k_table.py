@@ -23,6 +23,7 @@ BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0)
 Packed = npt.NDArray[np.int32]  # [R, ROW_LENGTH]: ids and bins in one number, so that one look-up finds both
 PackedRow = npt.NDArray[np.int32]  # likewise, [ROW_LENGTH], or shorter
 BIN_BITS = 4
+KEY_SHIFT = 32  # a pair of tokens as one integer: the first one shifted, and the second
 
 
 class TableArrays(NamedTuple):

@@ -28,7 +28,7 @@ from lade.drafting.nearest import projected, projection, uses_contexts
 from lade.drafting.seen_rows import SeenRows
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import Packed, unpacked
-from lade.drafting.vocabulary import vocabulary_of
+from lade.drafting.vocabulary import RowsAlone, vocabulary_of
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
@@ -270,8 +270,8 @@ class TreeDrafter:
         return rows
 
 
-def _rows_alone(request: DraftRequest, memory: Memory) -> Packed | None:
-    """Rows of tokens alone, for tokens without other rows; None if there are none."""
+def _rows_alone(request: DraftRequest, memory: Memory) -> RowsAlone | None:
+    """Rows for tokens and pairs without other rows; None if there are none."""
     may_load = request.cost_source != "assumed"  # no text may depend on what earlier processes have stored
     may_make = request.may_measure and not request.is_split
     found = memory.vocabulary or vocabulary_of(request.model, may_make, may_load)

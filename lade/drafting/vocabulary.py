@@ -1,7 +1,8 @@
 """A row for every token from the start: what the model predicts after it with no text before it.
 
 Such a row is a weak guess, used where a token has no better row. It contains nothing of any text, so all memories of a
-model share it: it is computed once per model, and kept in the user's cache folder.
+model share it: it is computed once per model, and kept in the user's cache folder. On request there are rows of likely
+pairs of tokens as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,18 +24,22 @@ from lade.block_size.tables import folder as cache_folder
 from lade.drafting.array_file import read_arrays, write_arrays
 from lade.drafting.coming_draws import TINY
 from lade.drafting.likeliest import likeliest
-from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, Packed, packed
+from lade.drafting.top_k_table import BIN_EDGES, KEY_SHIFT, ROW_LENGTH, Packed, PackedRow, packed
 from lade.state import PerModel
 
 logger = logging.getLogger("lade")
 
-MAX_BYTES = 8 * 2**20  # of a model's rows
+MAX_BYTES = 8 * 2**20  # of the rows of a model's tokens
+NUM_PAIRS = 2**15
+MAX_BYTES_WITH_PAIRS = 2 * MAX_BYTES  # in a file; a pair takes 200 bytes at most
+NUM_FOLLOWED = 3  # times that the rows are followed to find out which tokens are frequent
 LEAST_LENGTH = 8  # ids of a row; if that is too much for all tokens, those with the largest ids have no row
 BYTES_PER_ID = 4 + 2
 # Floating-point operations up to which rows are computed without request, by kind of device: some tenths of a second.
 CHEAP = {"cpu": 1e11, "cuda": 2e13}
 MAX_TEMPERATURES = 2  # for which prepared rows are kept
 AFFORDABLE = 100.0  # times as many on request
+AFFORDABLE_PAIRS = 10.0  # with pairs, whose forwards take longer by two tokens than by their operations
 MAX_LOGITS = 2**24  # of one forward
 MAX_BATCH = 256  # tokens of one forward
 NUM_SAMPLED = 64  # numbers of each parameter that identify a model
@@ -42,21 +47,50 @@ NUM_SAMPLED = 64  # numbers of each parameter that identify a model
 _BIN_EDGES = np.array(BIN_EDGES, dtype=np.float32)
 
 
-class Vocabulary:
-    """Rows of the tokens 0, 1, ..: ids, [N, K], likeliest first, and log probabilities at temperature 1."""
+class RowsAlone(NamedTuple):
+    """What a model says without any text before, at one temperature."""
 
-    def __init__(self, ids: npt.NDArray[np.int32], logs: npt.NDArray[np.float16]) -> None:
-        """Raises ValueError if these cannot be such rows."""
+    tokens: Packed  # [N, K], of the tokens 0, 1, ..
+    pairs: Packed  # [P, K]
+    places: dict[int, int]  # of the rows of pairs, by the pair as one integer
+
+    def after_pair(self, key: int) -> PackedRow | None:
+        place = self.places.get(key)
+        return None if place is None else self.pairs[place]
+
+
+NO_ROWS = RowsAlone(np.zeros((0, 1), dtype=np.int32), np.zeros((0, 1), dtype=np.int32), {})
+
+
+class Vocabulary:
+    """Rows of the tokens 0, 1, .. and of pairs: ids, likeliest first, and log probabilities at temperature 1."""
+
+    def __init__(
+        self, ids: npt.NDArray[np.int32], logs: npt.NDArray[np.float16], pairs: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        """ids, logs: [N + P, K], the rows of pairs last. pairs: [P, 2] ids.
+
+        Raises ValueError if these cannot be such rows.
+        """
+        pairs = np.zeros((0, 2), dtype=np.int32) if pairs is None else pairs
+        if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind != "i" or len(pairs) > len(ids):
+            raise ValueError("its pairs of tokens have a wrong shape or type")
         if ids.ndim != 2 or ids.shape != logs.shape or ids.dtype.kind != "i" or logs.dtype.kind != "f":
             raise ValueError("its rows of tokens alone have a wrong shape or type")
-        if ids.size and (ids.min() < 0 or not np.isfinite(logs).all() or logs.max() > 0):
+        if ids.size and (min(ids.min(), pairs.min(initial=0)) < 0 or not np.isfinite(logs).all() or logs.max() > 0):
             raise ValueError("its rows of tokens alone hold values out of range")
-        self.ids, self.logs = ids, logs
-        self._rows: dict[float, Packed] = {}  # by temperature
-        self.largest_id = int(ids.max(initial=-1))
+        self.ids, self.logs, self.pairs = ids, logs, pairs
+        self._places = {first << KEY_SHIFT | second: place for place, (first, second) in enumerate(pairs.tolist())}
+        self._rows: dict[float, RowsAlone] = {}  # by temperature
+        self.largest_id = int(max(ids.max(initial=-1), pairs.max(initial=-1)))
 
-    def at(self, temperature: float) -> Packed:
-        """All rows at a temperature, [N, K]."""
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]]) -> Vocabulary:
+        """What `as_arrays` gave. Raises an exception for anything else."""
+        return cls(arrays["vocabulary_ids"], arrays["vocabulary_logs"], arrays.get("vocabulary_pairs"))
+
+    def at(self, temperature: float) -> RowsAlone:
+        """All rows at a temperature."""
         rows = self._rows.get(temperature)
         if rows is None:
             with np.errstate(under="ignore"):  # even if numpy is set to raise
@@ -68,11 +102,13 @@ class Vocabulary:
                 chances = weights / np.maximum(weights.sum(1) + rest, TINY)[:, None]
             if len(self._rows) >= MAX_TEMPERATURES:
                 self._rows = {}
-            rows = self._rows[temperature] = packed(self.ids, _BIN_EDGES.searchsorted(chances))
+            every = packed(self.ids, _BIN_EDGES.searchsorted(chances))
+            num_tokens = len(every) - len(self.pairs)
+            rows = self._rows[temperature] = RowsAlone(every[:num_tokens], every[num_tokens:], self._places)
         return rows
 
     def as_arrays(self) -> dict[str, npt.NDArray[Any]]:
-        return {"vocabulary_ids": self.ids, "vocabulary_logs": self.logs}
+        return {"vocabulary_ids": self.ids, "vocabulary_logs": self.logs, "vocabulary_pairs": self.pairs}
 
 
 def size_of_rows(num_tokens: int) -> tuple[int, int]:
@@ -81,21 +117,45 @@ def size_of_rows(num_tokens: int) -> tuple[int, int]:
     return min(num_tokens, MAX_BYTES // (BYTES_PER_ID * length)), length
 
 
-def make_vocabulary(model: Any) -> Vocabulary:
-    """Run the model on each token alone: one text of one token, without BOS."""
+def make_vocabulary(model: Any, pairs: bool = False) -> Vocabulary:
+    """Run the model on each token alone: one text of one token, without BOS. pairs: on likely pairs of them as well."""
+    num_rows, length = size_of_rows(num_tokens_of(model))
+    ids, logs = _rows_after(model, np.arange(num_rows, dtype=np.int32)[:, None], length)
+    if not pairs:
+        return Vocabulary(ids, logs)
+    likely = likely_pairs(ids, logs, NUM_PAIRS)
+    more_ids, more_logs = _rows_after(model, likely, length)
+    return Vocabulary(np.concatenate([ids, more_ids]), np.concatenate([logs, more_logs]), likely)
+
+
+def _rows_after(model: Any, texts: npt.NDArray[np.int32], length: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """What the model predicts after some texts. texts: [N, n] ids. Returns ids and log probabilities, [N, length]."""
     num_tokens = num_tokens_of(model)
-    num_rows, length = size_of_rows(num_tokens)
-    batch = max(1, min(MAX_BATCH, MAX_LOGITS // num_tokens))
+    batch = max(1, min(MAX_BATCH, MAX_LOGITS // num_tokens) // texts.shape[1])
     ids: list[npt.NDArray[Any]] = []
     logs: list[npt.NDArray[Any]] = []
-    for start in range(0, num_rows, batch):
-        tokens = torch.arange(start, min(num_rows, start + batch), device=model.device)[:, None]
+    for start in range(0, len(texts), batch):
+        tokens = torch.from_numpy(texts[start : start + batch]).to(model.device, torch.long)
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False).logits[:, -1, :num_tokens]
         chances, found = likeliest(logits)
         ids.append(found[:, :length].cpu().numpy().astype(np.int32))
         logs.append(chances[:, :length].clamp(min=1e-7).log().clamp(max=0).cpu().numpy().astype(np.float16))
-    return Vocabulary(np.concatenate(ids), np.concatenate(logs))
+    return np.concatenate(ids), np.concatenate(logs)
+
+
+def likely_pairs(ids: npt.NDArray[np.int32], logs: npt.NDArray[np.float16], count: int) -> npt.NDArray[np.int32]:
+    """The pairs of tokens that texts are likeliest to have, by the rows of tokens alone. Returns at most [count, 2].
+
+    How frequent a token is: where one comes from any token when the rows are followed NUM_FOLLOWED times.
+    """
+    chances = np.exp(logs.astype(np.float64))
+    shares = np.ones(len(ids))
+    for _ in range(NUM_FOLLOWED):
+        following = np.bincount(ids.ravel(), (chances * shares[:, None]).ravel(), minlength=len(ids))[: len(ids)]
+        shares = following / max(following.sum(), TINY)
+    places = np.argsort(-chances * shares[:, None], axis=None, kind="stable")[:count]
+    return np.stack([places // ids.shape[1], ids.ravel()[places]], axis=1).astype(np.int32)
 
 
 def vocabulary_of(model: Any, may_make: bool, may_load: bool = True) -> Vocabulary | None:
@@ -118,7 +178,8 @@ def vocabulary_of(model: Any, may_make: bool, may_load: bool = True) -> Vocabula
 
 def prepare_vocabulary(model: Any) -> bool:
     """Make and store a model's rows on request, if that takes at most tens of seconds. Returns whether it did."""
-    vocabulary = _make_quietly(model) if _is_within(model, AFFORDABLE) else None
+    pairs = _is_within(model, AFFORDABLE_PAIRS, 2 * NUM_PAIRS)
+    vocabulary = _make_quietly(model, pairs) if pairs or _is_within(model, AFFORDABLE) else None
     if vocabulary is not None:
         keep_vocabulary(model, vocabulary)
     return vocabulary is not None
@@ -159,16 +220,19 @@ def _is_unseen(model: Any) -> bool:
     return True
 
 
-def _is_within(model: Any, factor: float) -> bool:
-    """Whether making the rows takes at most so many times what is cheap on the model's device."""
+def _is_within(model: Any, factor: float, num_more: int = 0) -> bool:
+    """Whether making the rows takes at most so many times what is cheap on the model's device.
+
+    num_more: tokens that the model is run on besides those of the vocabulary.
+    """
     num_rows, _ = size_of_rows(num_tokens_of(model))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return 2 * num_parameters * num_rows <= factor * CHEAP.get(model.device.type, 0.0)
+    return 2 * num_parameters * (num_rows + num_more) <= factor * CHEAP.get(model.device.type, 0.0)
 
 
-def _make_quietly(model: Any) -> Vocabulary | None:
+def _make_quietly(model: Any, pairs: bool = False) -> Vocabulary | None:
     with _quietly("no rows of tokens alone"):  # a model that needs more than ids may raise anything
-        return make_vocabulary(model)
+        return make_vocabulary(model, pairs)
     return None
 
 
@@ -197,8 +261,7 @@ def _load(model: Any) -> Vocabulary | None:
     with _quietly("the stored rows of tokens alone cannot be read"):  # whatever a damaged file may lead to
         path = _file_of(model)
         if path is not None and path.exists():
-            arrays = read_arrays(path, 0, 0, MAX_BYTES)
-            vocabulary = Vocabulary(arrays["vocabulary_ids"], arrays["vocabulary_logs"])
+            vocabulary = Vocabulary.from_arrays(read_arrays(path, 0, 0, MAX_BYTES_WITH_PAIRS))
             return vocabulary if vocabulary.largest_id < num_tokens_of(model) else None
     return None
 

@@ -53,12 +53,12 @@ def rows_of_files():
     models'."""
     known, make = {}, vocabulary.make_vocabulary
 
-    def remembered(model):
-        key = getattr(model, "name_or_path", ""), model.dtype, model.config._attn_implementation
+    def remembered(model, pairs=False):
+        key = getattr(model, "name_or_path", ""), model.dtype, model.config._attn_implementation, pairs
         if not key[0]:
-            return make(model)
+            return make(model, pairs)
         if key not in known:
-            known[key] = make(model)
+            known[key] = make(model, pairs)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
