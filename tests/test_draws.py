@@ -14,7 +14,7 @@ import lade
 from lade import transfer
 from lade.block.token_tree import TokenTree
 from lade.config import LookaheadConfig
-from lade.drafting import DraftRequest, Outcome, coming_draws
+from lade.drafting import DraftRequest, Outcome
 from lade.drafting.coming_draws import ComingDraws, races
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
@@ -233,14 +233,14 @@ def test_a_call_in_another_thread(lade_on, waits, streams, monkeypatch):
 
 
 def win_chances(ids, chances, draws):
-    """As a row's guesses are judged."""
-    times, total, known = races(np.asarray(chances), draws.take(ids))
-    return times**-coming_draws.SHARPNESS / total * np.exp(-times * (1 - known))
+    """As guesses of a row are judged whose probabilities are exact: only the first of them has a chance."""
+    sharpness = 40.0
+    times, total, known = races(np.asarray([chances]), draws.take(ids)[None], np.array([[sharpness]]))
+    return (times**-sharpness / total * np.exp(-times * (1 - known)))[0]
 
 
-def test_chances_add_up_to_what_happens(monkeypatch):
+def test_chances_add_up_to_what_happens():
     """Over many races: what a token is given beforehand is how often it wins, where probabilities are exact."""
-    monkeypatch.setattr(coming_draws, "SHARPNESS", 40.0)
     ids, rng = [3, 5, 8], np.random.default_rng(0)
     chances = [0.5, 0.2, 0.1]
     given, won = np.zeros(3), np.zeros(3)

@@ -10,12 +10,20 @@ from support import VOCAB, generate_plain, prompt, tiny_llama
 import lade
 from lade.drafting import growth as growth_module
 from lade.drafting import vocabulary as vocabulary_module
-from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, PAIR, VOCABULARY, Acceptance
-from lade.drafting.coming_draws import SHARPNESS, races
+from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, PAIR, SHARPNESS, VOCABULARY, Acceptance
+from lade.drafting.coming_draws import races
 from lade.drafting.growth import GREEDY_LENGTH, Grower
 from lade.drafting.likeliest import likeliest, most_likely
 from lade.drafting.memory import KEY_SHIFT, Memory
-from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, NUM_BINS, ROW_LENGTH, packed, unpacked
+from lade.drafting.top_k_table import (
+    BIN_EDGES,
+    BIN_OF_LEVEL,
+    LEVEL_EDGES,
+    LEVEL_MIDDLES,
+    ROW_LENGTH,
+    packed,
+    unpacked,
+)
 from lade.drafting.vocabulary import (
     MAX_BYTES,
     RowsAlone,
@@ -57,12 +65,12 @@ def test_rows_are_the_models(temperature):
     found = make_vocabulary(model)
     assert len(found.ids) == VOCAB
     assert found.ids.shape[1] == ROW_LENGTH
-    ids, bins = unpacked(found.at(temperature).tokens[[3, 40]])
+    ids, levels = unpacked(found.at(temperature).tokens[[3, 40]])
     logits = torch.stack([model(torch.tensor([[token]])).logits[0, -1] for token in (3, 40)])
     chances, expected = likeliest(logits, temperature)
     assert ids.tolist() == expected.tolist()
-    # Half precision of the logarithms, and a rest that is only bounded: at most one bin off.
-    assert np.abs(bins - np.searchsorted(BIN_EDGES, chances.detach().numpy())).max() <= 1
+    # Half precision of the logarithms, and a rest that is only bounded: at most one level off.
+    assert np.abs(levels - np.searchsorted(LEVEL_EDGES, chances.detach().numpy())).max() <= 1
 
 
 @pytest.fixture
@@ -275,8 +283,9 @@ def test_saved_with_a_memory(tmp_path, monkeypatch):
         Memory(path=memory.path)
 
 
-def test_a_file_of_the_last_format_loads(tmp_path):
-    """Rows of 8 ids, and chances of the kinds that there were then."""
+@pytest.mark.parametrize(("file_format", "row_length"), [(3, ROW_LENGTH), (2, 8)])
+def test_files_of_earlier_formats_load(tmp_path, file_format, row_length):
+    """They hold bins in place of levels, the oldest rows of 8 ids, and chances of the kinds that there were then."""
     model, path = tiny_llama(), tmp_path / "memory.npz"
     memory = Memory(path=path)
     with memory.active():
@@ -284,9 +293,11 @@ def test_a_file_of_the_last_format_loads(tmp_path):
     memory.save()
     with np.load(path) as file:
         arrays = {name: array for name, array in file.items() if not name.startswith(("vocabulary", "nearest"))}
-    arrays["header"] = np.array(str(arrays["header"]).replace('"format": 3', '"format": 2'))
-    for name in ("singles_ids", "singles_bins", "pairs_ids", "pairs_bins"):
-        arrays[name] = arrays[name][:, :8]
+    arrays["header"] = np.array(str(arrays["header"]).replace('"format": 4', f'"format": {file_format}'))
+    for name in ("singles", "pairs"):
+        arrays[f"{name}_ids"] = arrays[f"{name}_ids"][:, :row_length]
+        levels = arrays.pop(f"{name}_levels")[:, :row_length]
+        arrays[f"{name}_bins"] = np.array(BIN_OF_LEVEL, dtype=np.int8)[levels]
     for flag in (0, 1):
         arrays[f"chances_{flag}"] = arrays[f"chances_{flag}"][:, :FIRST_NUM_KINDS]
     np.savez(path, **arrays)
@@ -296,7 +307,10 @@ def test_a_file_of_the_last_format_loads(tmp_path):
     assert loaded.acceptance[False].chances[VOCABULARY:] == Acceptance(False).chances[VOCABULARY:]
     assert len(loaded.acceptance[False].trials) == NUM_KINDS
     key = next(iter(loaded.pairs.slots))
-    assert loaded.pairs.row(key)[:8].tolist() == memory.pairs.row(key)[:8].tolist()
+    (ids, levels), (old_ids, old_levels) = (unpacked(table.row(key)) for table in (loaded.pairs, memory.pairs))
+    assert ids[:row_length].tolist() == old_ids[:row_length].tolist()
+    bins = np.array(BIN_OF_LEVEL)
+    assert bins[levels[:row_length]].tolist() == bins[old_levels[:row_length]].tolist()
     expected = generate_plain(model, prompt(20), max_new_tokens=20)
     with loaded.active():
         assert torch.equal(model.generate(**prompt(20), max_new_tokens=20), expected)
@@ -311,18 +325,21 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
     memory, acceptance = Memory(), Acceptance(False)
     acceptance.chances = np.sort(numbers.uniform(0, 1, NUM_KINDS)).tolist()  # the likelier, the surer
     rows = np.stack([numbers.permutation(VOCAB)[:ROW_LENGTH] for _ in range(VOCAB * VOCAB)])
-    bins = -np.sort(-numbers.integers(0, NUM_BINS, rows.shape))  # the likeliest first
-    memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], packed(rows, bins))
+    levels = -np.sort(-numbers.integers(0, len(LEVEL_MIDDLES), rows.shape))  # the likeliest first
+    memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], packed(rows, levels))
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
     grower = Grower(memory, acceptance, None, [5, 6], None, lambda depth: draws[depth] if is_drawn else None, (), ())
 
     def guesses(before, token, depth):
-        ids, bins = (numbers.tolist() for numbers in unpacked(memory.pairs.row(before << KEY_SHIFT | token)))
+        ids, levels = (numbers.tolist() for numbers in unpacked(memory.pairs.row(before << KEY_SHIFT | token)))
         if not is_drawn:
-            return list(zip(ids, bins, strict=True))[:GREEDY_LENGTH]
-        times, total, known = races(np.array(BIN_MIDDLES)[bins], draws[depth].take(ids))
-        chances = times**-SHARPNESS / total * np.exp(-times * max(0, 1 - known))
+            return [(token, BIN_OF_LEVEL[level]) for token, level in zip(ids, levels, strict=True)][:GREEDY_LENGTH]
+        sharpness = SHARPNESS[PAIR]
+        times, total, known = races(
+            np.array(LEVEL_MIDDLES)[levels][None], draws[depth].take(ids)[None], np.array([[sharpness]])
+        )
+        chances = times[0] ** -sharpness / total[0] * np.exp(-times[0] * max(0, 1 - known[0]))
         return list(zip(ids, np.searchsorted(BIN_EDGES, chances), strict=True))
 
     grown, _ = grower.grow(max_depth, size, 0.0, None)
@@ -347,8 +364,8 @@ def test_what_sampling_cuts_off_is_not_guessed():
         (10, 0.45, 5),
         (100, 1.0, ROW_LENGTH),
     ]:
-        ids, bins = most_likely(logits, 1.0, top_k, top_p)
-        assert ids.shape == bins.shape == (2, ROW_LENGTH)
+        ids, levels = most_likely(logits, 1.0, top_k, top_p)
+        assert ids.shape == levels.shape == (2, ROW_LENGTH)
         assert len(set(ids[0].tolist())) == num_left, (top_k, top_p)
-        assert not bins[:, num_left:].any()
-        assert bins[0, 0] > most_likely(logits)[1][0, 0] or num_left == ROW_LENGTH  # what is left is likelier
+        assert not levels[:, num_left:].any()
+        assert levels[0, 0] > most_likely(logits)[1][0, 0] or num_left == ROW_LENGTH  # what is left is likelier

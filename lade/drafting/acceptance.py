@@ -88,6 +88,14 @@ NEAREST = _kinds(  # + NUM_BINS * the number of the similarity, those after the 
     [min(MAX_PRIOR, share * chance) for share in OTHER_CONTEXTS + SAME_PAIRS for chance in BIN_MIDDLES],
 )
 NUM_KINDS = len(_sources)
+# How far the probabilities of a source's rows can be relied on where they are compared with the draws of sampling, by
+# the first kind of the source: see `races`. The likeliest exponents at the roots of steps (bundled checkpoint, code,
+# T=0.4 and 0.7, warm) are 0.8 times these.
+SHARPNESS = {PAIR: 0.75, SINGLE: 0.6, VOCABULARY: 0.55, SIBLING: 0.45}
+SHARPNESS |= {
+    NEAREST + NUM_BINS * number: sharpness
+    for number, sharpness in enumerate((0.45, 0.55, 0.6, 0.75, 0.8, 1.0, 0.55, 0.6, 0.7, 0.8, 0.95, 1.1))
+}
 
 
 def _by_length(short: int, long: int) -> tuple[int, ...]:

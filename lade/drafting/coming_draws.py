@@ -17,8 +17,6 @@ from lade.verification.draws import ExponentialDraws
 
 Draws = npt.NDArray[Any]  # [V]
 
-# Exponent on the ratios e / p: 1 if the probabilities were exact, less because they are estimates from other contexts.
-SHARPNESS = 0.75
 READ_AHEAD = 8  # tokens whose draws are copied from a device to the host together
 TINY = 1e-30  # in place of 0 where something is divided by it
 
@@ -56,14 +54,15 @@ class ComingDraws:
 
 
 def races(
-    chances: npt.NDArray[Any], drawn: npt.NDArray[Any]
+    chances: npt.NDArray[Any], drawn: npt.NDArray[Any], sharpness: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     """Which of some tokens will be sampled, given the draws: the one with the least time e / p.
 
-    chances: [..., K] estimated probabilities p of some tokens. drawn: [..., K] their draws e. Returns times [..., K],
-    the sum of all time**-SHARPNESS [...], and of all chances [...]: a token wins with a probability of about
-    time**-SHARPNESS / sum * exp(-time * (1 - sum of chances)), where the other tokens share the rest.
+    chances: [R, K] estimated probabilities p of some tokens. drawn: [R, K] their draws e. sharpness: [R, 1], 1 if the
+    probabilities were exact, less because they are estimates from other contexts. Returns times [R, K], the sum of all
+    time**-sharpness [R], and of all chances [R]: a token wins with a probability of about time**-sharpness / sum *
+    exp(-time * (1 - sum of chances)), where the other tokens share the rest.
     """
     times = np.maximum(drawn, TINY)
     times /= chances
-    return times, np.add.reduce(times**-SHARPNESS, axis=-1), np.add.reduce(chances, axis=-1)
+    return times, np.add.reduce(times**-sharpness, axis=-1), np.add.reduce(chances, axis=-1)

@@ -18,13 +18,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lade.block_size.policy import EarlyStop
-from lade.drafting.acceptance import PAIR, PROBE, SINGLE, VOCABULARY, Acceptance, nearest_kind
+from lade.drafting.acceptance import PAIR, PROBE, SHARPNESS, SINGLE, VOCABULARY, Acceptance, nearest_kind
 from lade.drafting.base import FOREIGN
-from lade.drafting.coming_draws import SHARPNESS, Draws, races
+from lade.drafting.coming_draws import Draws, races
 from lade.drafting.memory import Memory
 from lade.drafting.nearest import Context
 from lade.drafting.suffix_index import MAX_MATCH
-from lade.drafting.top_k_table import BIN_BITS, BIN_EDGES, BIN_MIDDLES, KEY_SHIFT, ROW_LENGTH, PackedRow
+from lade.drafting.top_k_table import (
+    BIN_EDGES,
+    BIN_OF_LEVEL,
+    KEY_SHIFT,
+    LEVEL_BITS,
+    LEVEL_MIDDLES,
+    ROW_LENGTH,
+    PackedRow,
+)
 from lade.drafting.vocabulary import NO_ROWS, RowsAlone
 
 BOTH_ROWS = 0.3  # at or above this chance of a node, the row of its token is looked up beside the row of its pair
@@ -57,8 +65,8 @@ class Looked(NamedTuple):
     row: PackedRow
 
 
-_MIDDLES = np.array(BIN_MIDDLES, dtype=np.float32)
-_BIN = (1 << BIN_BITS) - 1
+_MIDDLES = np.array(LEVEL_MIDDLES, dtype=np.float32)
+_LEVEL = (1 << LEVEL_BITS) - 1
 
 
 @dataclass(slots=True)
@@ -226,8 +234,8 @@ class Grower:
         """A row's guesses in its own order, made when asked for."""
         chances = self._chances
         for both in row:
-            kind = first + (both & _BIN)
-            yield chance * chances[kind], both >> BIN_BITS, kind
+            kind = first + BIN_OF_LEVEL[both & _LEVEL]
+            yield chance * chances[kind], both >> LEVEL_BITS, kind
 
     def _race(self, rows: Sequence[Looked], draws: Sequence[Draws], least: float) -> None:
         """Put the guesses of some rows into the heap, ordered by what they will be drawn with."""
@@ -235,14 +243,15 @@ class Grower:
         for i, looked in enumerate(rows):
             row = looked.row
             packed[i, : len(row)] = row
-            if len(row) < ROW_LENGTH:  # short rows repeat their last id, in the rarest bin
-                packed[i, len(row) :] = row[-1] & ~_BIN
-        chances = _MIDDLES.take(packed & _BIN)
-        packed >>= BIN_BITS
+            if len(row) < ROW_LENGTH:  # short rows repeat their last id, in the lowest level
+                packed[i, len(row) :] = row[-1] & ~_LEVEL
+        chances = _MIDDLES.take(packed & _LEVEL)
+        packed >>= LEVEL_BITS
         drawn = np.empty(packed.shape, dtype=np.float32)
         for i, numbers in enumerate(draws):
             numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first
-        times, totals, sums = races(chances, drawn)
+        sharpness = np.array([[SHARPNESS[looked.first]] for looked in rows], dtype=np.float32)
+        times, totals, sums = races(chances, drawn, sharpness)
         arrays = packed, times, times.argsort(axis=1), totals, sums
         columns = zip(rows, *(array.tolist() for array in arrays), strict=True)
         for looked, tokens, when, order, total, known in columns:
@@ -253,10 +262,10 @@ class Grower:
     ) -> Iterator[Guess]:
         """A row's guesses, the first to arrive first, made when asked for. total, known: sums, as `races` says."""
         chance, first = looked.chance, looked.first
-        chances, scale, rest = self._chances, 1.0 / total, min(0.0, known - 1.0)
+        chances, scale, rest, sharpness = self._chances, 1.0 / total, min(0.0, known - 1.0), SHARPNESS[first]
         for place in order:
             time = times[place]
-            kind = first + bisect_left(BIN_EDGES, time**-SHARPNESS * scale * exp(rest * time))
+            kind = first + bisect_left(BIN_EDGES, time**-sharpness * scale * exp(rest * time))
             yield chance * chances[kind], tokens[place], kind
 
     def _rows(self, node: int, parent: int, before: int, token: int, chance: float) -> list[Source]:

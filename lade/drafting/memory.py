@@ -25,7 +25,7 @@ from lade.drafting.top_k_table import BYTES_PER_ROW, KEY_SHIFT, Packed, TopKTabl
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
 from lade.state import PerModel
 
-MAX_BYTES = 32 * 2**20
+MAX_BYTES = 64 * 2**20
 MIN_BYTES = 64 * 2**10
 MAX_LIKELY = 8  # tokens of a row that may be worth a row of their own
 MAX_UNSEEN = 256  # tokens without a row that are remembered
@@ -197,8 +197,8 @@ class Memory:
         self.identity, self.step_costs, self.vocabulary = found.identity, found.step_costs, found.vocabulary
         if self.texts is not None and found.texts is not None:
             self.texts.restore(found.texts)
-        for table, (keys, ids, bins) in ((self.singles, found.singles), (self.pairs, found.pairs)):
-            table.put(keys.tolist(), packed(ids, bins))
+        for table, (keys, ids, levels) in ((self.singles, found.singles), (self.pairs, found.pairs)):
+            table.put(keys.tolist(), packed(ids, levels))
         if found.nearest is not None:
             self.nearest.restore(found.nearest)
         for flag, (trials, hits) in found.counts.items():

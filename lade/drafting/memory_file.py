@@ -15,11 +15,12 @@ from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
 from lade.drafting.array_file import TEXTS, Arrays, read_arrays, write_arrays
 from lade.drafting.nearest import CONTEXT_SIZE, LARGEST_LOGIT, NUM_COLUMNS, NearestArrays
 from lade.drafting.suffix_index import END
-from lade.drafting.top_k_table import BIN_EDGES, ROW_LENGTH, TableArrays
+from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, LEVEL_EDGES, ROW_LENGTH, TableArrays
 from lade.drafting.vocabulary import MAX_BYTES_WITH_PAIRS, Vocabulary
 
-FORMAT = 3  # 2 had rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling
-READABLE_FORMATS = (2, 3)
+# Format 3 had bins in place of levels, 2 rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling.
+FORMAT = 4
+READABLE_FORMATS = (2, 3, 4)
 LARGEST_CONTEXT = 1.01  # of a number of a context, which has length 1, rounded
 LARGEST_CENTRE = 1.01 * NUM_COLUMNS * LARGEST_LOGIT
 IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
@@ -111,21 +112,25 @@ def _step_costs(found: dict[Any, Any]) -> SavedCosts:
 
 
 def _table(arrays: Arrays, name: str, vocab_size: int) -> TableArrays:
-    keys, ids, bins = (arrays[f"{name}_{part}"] for part in TableArrays._fields)
-    is_table = keys.ndim == 1 and ids.ndim == 2 and len(ids) == len(keys) and bins.shape == ids.shape
+    keys, ids = arrays[f"{name}_keys"], arrays[f"{name}_ids"]
+    is_old = f"{name}_bins" in arrays
+    levels = arrays[f"{name}_bins" if is_old else f"{name}_levels"]
+    is_table = keys.ndim == 1 and ids.ndim == 2 and len(ids) == len(keys) and levels.shape == ids.shape
     if not is_table or not 0 < ids.shape[1] <= ROW_LENGTH:
         raise ValueError(f"its table of {name} has a wrong shape")
-    if any(array.dtype.kind != "i" for array in (keys, ids, bins)):
+    if any(array.dtype.kind != "i" for array in (keys, ids, levels)):
         raise ValueError(f"its table of {name} holds other things than integers")
-    if len(keys) and (ids.min() < 0 or bins.min() < 0 or bins.max() > len(BIN_EDGES)):
+    if len(keys) and (ids.min() < 0 or levels.min() < 0 or levels.max() > len(BIN_EDGES if is_old else LEVEL_EDGES)):
         raise ValueError(f"its table of {name} holds values out of range")
     if len(keys) and ids.max() >= vocab_size:
         raise ValueError(f"its table of {name} holds ids beyond the vocabulary")
+    if is_old:
+        levels = np.searchsorted(LEVEL_EDGES, BIN_MIDDLES)[levels].astype(levels.dtype)
     missing = ROW_LENGTH - ids.shape[1]  # rows of an earlier version are shorter
     if missing:
         ids = np.concatenate([ids, np.repeat(ids[:, :1], missing, axis=1)], axis=1)
-        bins = np.concatenate([bins, np.zeros((len(bins), missing), dtype=bins.dtype)], axis=1)
-    return TableArrays(keys, ids, bins)
+        levels = np.concatenate([levels, np.zeros((len(levels), missing), dtype=levels.dtype)], axis=1)
+    return TableArrays(keys, ids, levels)
 
 
 def _nearest(arrays: Arrays, vocab_size: int) -> NearestArrays | None:
