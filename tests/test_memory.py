@@ -21,12 +21,12 @@ from lade.drafting import memory as memory_module
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import MAX_DIFFERENCE, Copy, SuffixIndex
-from lade.drafting.top_k_table import LEVEL_BITS, LEVEL_EDGES, ROW_LENGTH, TopKTable, packed, unpacked
+from lade.drafting.top_k_table import GRADE_BITS, GRADE_EDGES, ROW_LENGTH, TopKTable, packed, unpacked
 from lade.state import forget_all
 
 
 def row_of(table, key):
-    """Ids and levels of a key's row; None if it has none."""
+    """Ids and grades of a key's row; None if it has none."""
     row = table.row(key)
     return None if row is None else tuple(numbers.tolist() for numbers in unpacked(row))
 
@@ -181,8 +181,8 @@ def damage(path, kind):
             "by context have a wrong type": lambda: arrays.__setitem__(
                 "nearest_before", arrays["nearest_before"].astype(int)
             ),
-            "wrong shape": lambda: arrays.__setitem__("singles_levels", arrays["singles_levels"][:, :3]),
-            "out of range": lambda: arrays["singles_levels"].__setitem__((0, 0), 99),
+            "wrong shape": lambda: arrays.__setitem__("singles_grades", arrays["singles_grades"][:, :3]),
+            "out of range": lambda: arrays["singles_grades"].__setitem__((0, 0), 99),
             "chances are out of range": lambda: arrays["chances_0"].__setitem__((0, 3), 0.0),
             "chances are not": lambda: arrays["chances_1"].__setitem__((1, 3), float("nan")),
             "model_type": lambda: arrays.__setitem__("header", np.array('{"format": 1, "model": {"vocab_size": 61}}')),
@@ -390,7 +390,7 @@ def test_tables_are_bounded():
 
     table = TopKTable(capacity=5000)
     for start in range(0, 9000, 100):
-        table.put(list(range(start, start + 100)), np.full((100, ROW_LENGTH), start << LEVEL_BITS))
+        table.put(list(range(start, start + 100)), np.full((100, ROW_LENGTH), start << GRADE_BITS))
     assert len(table) == 5000
     assert table.row(3999) is None
     assert all(row_of(table, key)[0] == [key // 100 * 100] * ROW_LENGTH for key in range(4000, 9000))
@@ -443,7 +443,7 @@ def test_most_likely(vocab_size, dtype):
     logits = (torch.randn(5, vocab_size + 3, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)[:, 3:]
     logits[0, -1] = 40  # the last one is in no group where their size does not divide the vocabulary's
     before = logits.clone()
-    ids, levels = most_likely(logits)
+    ids, grades = most_likely(logits)
     assert torch.equal(logits, before)
     found = logits.gather(1, torch.from_numpy(ids.astype(np.int64))).float()
     # In half precision many are equal; probabilities that differ by less than 2**-10 may change places.
@@ -456,10 +456,10 @@ def test_most_likely(vocab_size, dtype):
     # Random logits have no likely tokens; the estimated sum of rows of models is better.
     allowed = 1.6 if vocab_size >= likeliest_module.LEAST_GROUPED else 1 + 1e-5
     chances = exact_chances(logits, 1.0, ids)
-    lows, highs = (np.searchsorted(LEVEL_EDGES, chances * factor) for factor in (1 / allowed, allowed))
-    assert ((lows <= levels) & (levels <= highs)).all()
-    ids, levels = most_likely(logits[:, :3])  # fewer tokens than a row holds
-    assert ids.shape == levels.shape == (5, ROW_LENGTH)
+    lows, highs = (np.searchsorted(GRADE_EDGES, chances * factor) for factor in (1 / allowed, allowed))
+    assert ((lows <= grades) & (grades <= highs)).all()
+    ids, grades = most_likely(logits[:, :3])  # fewer tokens than a row holds
+    assert ids.shape == grades.shape == (5, ROW_LENGTH)
     assert ids.max() <= 2
 
 

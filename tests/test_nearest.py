@@ -26,7 +26,7 @@ from lade.drafting.nearest import (
 )
 from lade.drafting.nearest import projected as projected_by
 from lade.drafting.text import DraftedText
-from lade.drafting.top_k_table import LEVEL_BITS, LEVEL_EDGES, ROW_LENGTH, packed
+from lade.drafting.top_k_table import GRADE_BITS, GRADE_EDGES, ROW_LENGTH, packed
 from lade.stats import tracing
 
 
@@ -37,7 +37,7 @@ def contexts_of(numbers, count):
 
 def rows_of(*ids):
     """Rows in which one id stands in all places."""
-    return packed(np.repeat(np.array(ids)[:, None], ROW_LENGTH, 1), np.full((len(ids), ROW_LENGTH), len(LEVEL_EDGES)))
+    return packed(np.repeat(np.array(ids)[:, None], ROW_LENGTH, 1), np.full((len(ids), ROW_LENGTH), len(GRADE_EDGES)))
 
 
 def put(nearest, tokens, contexts, first=0):
@@ -64,7 +64,7 @@ def test_the_most_similar_row_of_a_token_is_found(steps, capacity):
             assert found is None
             continue
         best = max(places, key=lambda i: known[i][1] @ asked)
-        assert (found.row >> LEVEL_BITS).tolist() == [best] * ROW_LENGTH
+        assert (found.row >> GRADE_BITS).tolist() == [best] * ROW_LENGTH
         assert (found.previous, found.after.tolist()) == (best, [best] * CONTEXT_SIZE)
         assert found.similarity == pytest.approx(known[best][1] @ asked, abs=1e-5)
     nearest.clear()

@@ -106,11 +106,11 @@ def test_a_landing_keeps_what_it_was_given():
 def test_one_copy_of_the_likeliest_tokens_is_as_good_as_two(vocab_size, temperature, monkeypatch):
     """What devices other than the CPU do."""
     scores = 5 * torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(0))
-    ids, bins = most_likely(scores, temperature)
+    ids, grades = most_likely(scores, temperature)
     monkeypatch.setattr(transfer, "ON_HOST", ())
     found, exact = most_likely(scores, temperature)
     assert np.array_equal(found, ids)
-    assert np.abs(exact - bins).max() <= int(vocab_size >= LEAST_GROUPED)  # the host estimates the sum of many
+    assert np.abs(exact - grades).max() <= int(vocab_size >= LEAST_GROUPED)  # the host estimates the sum of many
 
 
 @pytest.mark.usefixtures("static_blocks")

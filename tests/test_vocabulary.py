@@ -10,16 +10,27 @@ from support import VOCAB, generate_plain, prompt, tiny_llama
 import lade
 from lade.drafting import growth as growth_module
 from lade.drafting import vocabulary as vocabulary_module
-from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, PAIR, SHARPNESS, VOCABULARY, Acceptance
+from lade.drafting.acceptance import (
+    FIRST_NUM_KINDS,
+    NUM_KINDS,
+    PAIR,
+    SHARPNESS,
+    SIBLING,
+    SINGLE,
+    VOCABULARY,
+    Acceptance,
+    nearest_kind,
+)
 from lade.drafting.coming_draws import races
 from lade.drafting.growth import GREEDY_LENGTH, Grower
 from lade.drafting.likeliest import likeliest, most_likely
 from lade.drafting.memory import KEY_SHIFT, Memory
 from lade.drafting.top_k_table import (
     BIN_EDGES,
-    BIN_OF_LEVEL,
-    LEVEL_EDGES,
-    LEVEL_MIDDLES,
+    BIN_OF_GRADE,
+    GRADE_BITS,
+    GRADE_EDGES,
+    GRADE_MIDDLES,
     ROW_LENGTH,
     packed,
     unpacked,
@@ -65,12 +76,12 @@ def test_rows_are_the_models(temperature):
     found = make_vocabulary(model)
     assert len(found.ids) == VOCAB
     assert found.ids.shape[1] == ROW_LENGTH
-    ids, levels = unpacked(found.at(temperature).tokens[[3, 40]])
+    ids, grades = unpacked(found.at(temperature).tokens[[3, 40]])
     logits = torch.stack([model(torch.tensor([[token]])).logits[0, -1] for token in (3, 40)])
     chances, expected = likeliest(logits, temperature)
     assert ids.tolist() == expected.tolist()
-    # Half precision of the logarithms, and a rest that is only bounded: at most one level off.
-    assert np.abs(levels - np.searchsorted(LEVEL_EDGES, chances.detach().numpy())).max() <= 1
+    # Half precision of the logarithms, and a rest that is only bounded: at most one grade off.
+    assert np.abs(grades - np.searchsorted(GRADE_EDGES, chances.detach().numpy())).max() <= 1
 
 
 @pytest.fixture
@@ -285,35 +296,61 @@ def test_saved_with_a_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("file_format", "row_length"), [(3, ROW_LENGTH), (2, 8)])
 def test_files_of_earlier_formats_load(tmp_path, file_format, row_length):
-    """They hold bins in place of levels, the oldest rows of 8 ids, and chances of the kinds that there were then."""
+    """They hold bins in place of grades, the oldest rows of 8 ids, and chances of the kinds that there were then."""
+    lade.config_lade(ADAPTIVE=0)  # so that the small model has rows by context
     model, path = tiny_llama(), tmp_path / "memory.npz"
     memory = Memory(path=path)
     with memory.active():
         model.generate(**prompt(20), max_new_tokens=20)
     memory.save()
+    left_out = ("vocabulary", "nearest") if file_format == 2 else ("vocabulary",)
     with np.load(path) as file:
-        arrays = {name: array for name, array in file.items() if not name.startswith(("vocabulary", "nearest"))}
+        arrays = {name: array for name, array in file.items() if not name.startswith(left_out)}
     arrays["header"] = np.array(str(arrays["header"]).replace('"format": 4', f'"format": {file_format}'))
-    for name in ("singles", "pairs"):
+    for name in {"singles", "pairs", "nearest"}.difference(left_out):
         arrays[f"{name}_ids"] = arrays[f"{name}_ids"][:, :row_length]
-        levels = arrays.pop(f"{name}_levels")[:, :row_length]
-        arrays[f"{name}_bins"] = np.array(BIN_OF_LEVEL, dtype=np.int8)[levels]
+        grades = arrays.pop(f"{name}_grades")[:, :row_length]
+        arrays[f"{name}_bins"] = np.array(BIN_OF_GRADE, dtype=np.int8)[grades]
     for flag in (0, 1):
         arrays[f"chances_{flag}"] = arrays[f"chances_{flag}"][:, :FIRST_NUM_KINDS]
     np.savez(path, **arrays)
     loaded = Memory(path=path)
-    assert len(loaded) == len(memory) - len(memory.nearest)
+    assert len(memory.nearest) > 0
+    assert len(loaded) == len(memory) - (len(memory.nearest) if file_format == 2 else 0)
     assert loaded.acceptance[False].trials[:FIRST_NUM_KINDS] == memory.acceptance[False].trials[:FIRST_NUM_KINDS]
     assert loaded.acceptance[False].chances[VOCABULARY:] == Acceptance(False).chances[VOCABULARY:]
     assert len(loaded.acceptance[False].trials) == NUM_KINDS
     key = next(iter(loaded.pairs.slots))
-    (ids, levels), (old_ids, old_levels) = (unpacked(table.row(key)) for table in (loaded.pairs, memory.pairs))
+    (ids, grades), (old_ids, old_grades) = (unpacked(table.row(key)) for table in (loaded.pairs, memory.pairs))
     assert ids[:row_length].tolist() == old_ids[:row_length].tolist()
-    bins = np.array(BIN_OF_LEVEL)
-    assert bins[levels[:row_length]].tolist() == bins[old_levels[:row_length]].tolist()
+    bins = np.array(BIN_OF_GRADE)
+    assert bins[grades[:row_length]].tolist() == bins[old_grades[:row_length]].tolist()
     expected = generate_plain(model, prompt(20), max_new_tokens=20)
     with loaded.active():
         assert torch.equal(model.generate(**prompt(20), max_new_tokens=20), expected)
+    for wrong in (-1, len(BIN_EDGES) + 1):
+        arrays["pairs_bins"][0, 0] = wrong
+        np.savez(path, **arrays)
+        with pytest.raises(ValueError, match="pairs_bins holds other things than bins"):
+            Memory(path=path)
+
+
+def test_grades_divide_bins():
+    """Files hold grades: other ones need another number of the format."""
+    assert len(GRADE_MIDDLES) == len(GRADE_EDGES) + 1 == len(BIN_OF_GRADE) == 61 <= 1 << GRADE_BITS
+    assert set(BIN_EDGES) <= set(GRADE_EDGES)
+    assert np.searchsorted(BIN_EDGES, [*GRADE_EDGES, 1.0]).tolist() == BIN_OF_GRADE
+    ends = [0.0, *GRADE_EDGES, 1.0]
+    assert all(low < middle < high for low, middle, high in zip(ends[:-1], GRADE_MIDDLES, ends[1:], strict=True))
+    chances = np.geomspace(1e-7, 1.0, 10_000)
+    grades = np.searchsorted(GRADE_EDGES, chances)
+    assert np.array_equal(np.array(BIN_OF_GRADE)[grades], np.searchsorted(BIN_EDGES, chances))
+
+
+def test_every_source_of_rows_has_its_sharpness():
+    sources = {PAIR, SINGLE, VOCABULARY, SIBLING}
+    sources |= {nearest_kind(cosine, pair) for cosine in np.linspace(-1, 1, 201) for pair in (False, True)}
+    assert sources == set(SHARPNESS)
 
 
 @pytest.mark.parametrize("size", [1, 7, 40])
@@ -325,19 +362,19 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
     memory, acceptance = Memory(), Acceptance(False)
     acceptance.chances = np.sort(numbers.uniform(0, 1, NUM_KINDS)).tolist()  # the likelier, the surer
     rows = np.stack([numbers.permutation(VOCAB)[:ROW_LENGTH] for _ in range(VOCAB * VOCAB)])
-    levels = -np.sort(-numbers.integers(0, len(LEVEL_MIDDLES), rows.shape))  # the likeliest first
-    memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], packed(rows, levels))
+    grades = -np.sort(-numbers.integers(0, len(GRADE_MIDDLES), rows.shape))  # the likeliest first
+    memory.pairs.put([a << KEY_SHIFT | b for a in range(VOCAB) for b in range(VOCAB)], packed(rows, grades))
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
     grower = Grower(memory, acceptance, None, [5, 6], None, lambda depth: draws[depth] if is_drawn else None, (), ())
 
     def guesses(before, token, depth):
-        ids, levels = (numbers.tolist() for numbers in unpacked(memory.pairs.row(before << KEY_SHIFT | token)))
+        ids, grades = (numbers.tolist() for numbers in unpacked(memory.pairs.row(before << KEY_SHIFT | token)))
         if not is_drawn:
-            return [(token, BIN_OF_LEVEL[level]) for token, level in zip(ids, levels, strict=True)][:GREEDY_LENGTH]
+            return [(token, BIN_OF_GRADE[grade]) for token, grade in zip(ids, grades, strict=True)][:GREEDY_LENGTH]
         sharpness = SHARPNESS[PAIR]
         times, total, known = races(
-            np.array(LEVEL_MIDDLES)[levels][None], draws[depth].take(ids)[None], np.array([[sharpness]])
+            np.array(GRADE_MIDDLES)[grades][None], draws[depth].take(ids)[None], np.array([[sharpness]])
         )
         chances = times[0] ** -sharpness / total[0] * np.exp(-times[0] * max(0, 1 - known[0]))
         return list(zip(ids, np.searchsorted(BIN_EDGES, chances), strict=True))
@@ -364,8 +401,8 @@ def test_what_sampling_cuts_off_is_not_guessed():
         (10, 0.45, 5),
         (100, 1.0, ROW_LENGTH),
     ]:
-        ids, levels = most_likely(logits, 1.0, top_k, top_p)
-        assert ids.shape == levels.shape == (2, ROW_LENGTH)
+        ids, grades = most_likely(logits, 1.0, top_k, top_p)
+        assert ids.shape == grades.shape == (2, ROW_LENGTH)
         assert len(set(ids[0].tolist())) == num_left, (top_k, top_p)
-        assert not levels[:, num_left:].any()
-        assert levels[0, 0] > most_likely(logits)[1][0, 0] or num_left == ROW_LENGTH  # what is left is likelier
+        assert not grades[:, num_left:].any()
+        assert grades[0, 0] > most_likely(logits)[1][0, 0] or num_left == ROW_LENGTH  # what is left is likelier

@@ -36,6 +36,9 @@ SURENESS_SHARE = 0.1  # of each token in that mean
 SIMILARITIES = (0.5, 0.68, 0.78, 0.87, 0.94)
 OTHER_CONTEXTS = (0.3, 0.4, 0.55, 0.65, 0.85, 1.0)
 SAME_PAIRS = (0.75, 0.75, 0.78, 0.87, 1.0, 1.1)
+# How sharply their probabilities decide, as SHARPNESS below.
+SHARP_CONTEXTS = (0.45, 0.55, 0.6, 0.75, 0.8, 1.0)
+SHARP_PAIRS = (0.55, 0.6, 0.7, 0.8, 0.95, 1.1)
 MAX_PRIOR = 0.99
 
 NUM_SHORT = 6  # of MATCH_LENGTHS; the longer ones came later to saved memories
@@ -89,12 +92,10 @@ NEAREST = _kinds(  # + NUM_BINS * the number of the similarity, those after the 
 )
 NUM_KINDS = len(_sources)
 # How far the probabilities of a source's rows can be relied on where they are compared with the draws of sampling, by
-# the first kind of the source: see `races`. The likeliest exponents at the roots of steps (bundled checkpoint, code,
-# T=0.4 and 0.7, warm) are 0.8 times these.
-SHARPNESS = {PAIR: 0.75, SINGLE: 0.6, VOCABULARY: 0.55, SIBLING: 0.45}
-SHARPNESS |= {
-    NEAREST + NUM_BINS * number: sharpness
-    for number, sharpness in enumerate((0.45, 0.55, 0.6, 0.75, 0.8, 1.0, 0.55, 0.6, 0.7, 0.8, 0.95, 1.1))
+# the first kind of the source: the exponents of `races`. They are 1.25 times the likeliest ones at the roots of steps,
+# which gave no more tokens per step than these (docs/drafting-study.md, "Finer probabilities").
+SHARPNESS = {PAIR: 0.75, SINGLE: 0.6, VOCABULARY: 0.55, SIBLING: 0.45} | {
+    NEAREST + NUM_BINS * number: sharpness for number, sharpness in enumerate(SHARP_CONTEXTS + SHARP_PAIRS)
 }
 
 

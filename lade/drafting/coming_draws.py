@@ -58,9 +58,9 @@ def races(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     """Which of some tokens will be sampled, given the draws: the one with the least time e / p.
 
-    chances: [R, K] estimated probabilities p of some tokens. drawn: [R, K] their draws e. sharpness: [R, 1], 1 if the
-    probabilities were exact, less because they are estimates from other contexts. Returns times [R, K], the sum of all
-    time**-sharpness [R], and of all chances [R]: a token wins with a probability of about time**-sharpness / sum *
+    chances: [R, K] estimated probabilities p of some tokens. drawn: [R, K] their draws e. sharpness: [R, 1], the larger
+    the better the estimates; if they were exact, the least time would win for certain. Returns times [R, K], the sum of
+    all time**-sharpness [R], and of all chances [R]: a token wins with a probability of about time**-sharpness / sum *
     exp(-time * (1 - sum of chances)), where the other tokens share the rest.
     """
     times = np.maximum(drawn, TINY)

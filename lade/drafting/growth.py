@@ -26,10 +26,10 @@ from lade.drafting.nearest import Context
 from lade.drafting.suffix_index import MAX_MATCH
 from lade.drafting.top_k_table import (
     BIN_EDGES,
-    BIN_OF_LEVEL,
+    BIN_OF_GRADE,
+    GRADE_BITS,
+    GRADE_MIDDLES,
     KEY_SHIFT,
-    LEVEL_BITS,
-    LEVEL_MIDDLES,
     ROW_LENGTH,
     PackedRow,
 )
@@ -65,8 +65,8 @@ class Looked(NamedTuple):
     row: PackedRow
 
 
-_MIDDLES = np.array(LEVEL_MIDDLES, dtype=np.float32)
-_LEVEL = (1 << LEVEL_BITS) - 1
+_MIDDLES = np.array(GRADE_MIDDLES, dtype=np.float32)
+_GRADE = (1 << GRADE_BITS) - 1
 
 
 @dataclass(slots=True)
@@ -234,8 +234,8 @@ class Grower:
         """A row's guesses in its own order, made when asked for."""
         chances = self._chances
         for both in row:
-            kind = first + BIN_OF_LEVEL[both & _LEVEL]
-            yield chance * chances[kind], both >> LEVEL_BITS, kind
+            kind = first + BIN_OF_GRADE[both & _GRADE]
+            yield chance * chances[kind], both >> GRADE_BITS, kind
 
     def _race(self, rows: Sequence[Looked], draws: Sequence[Draws], least: float) -> None:
         """Put the guesses of some rows into the heap, ordered by what they will be drawn with."""
@@ -243,10 +243,10 @@ class Grower:
         for i, looked in enumerate(rows):
             row = looked.row
             packed[i, : len(row)] = row
-            if len(row) < ROW_LENGTH:  # short rows repeat their last id, in the lowest level
-                packed[i, len(row) :] = row[-1] & ~_LEVEL
-        chances = _MIDDLES.take(packed & _LEVEL)
-        packed >>= LEVEL_BITS
+            if len(row) < ROW_LENGTH:  # short rows repeat their last id, in the lowest grade
+                packed[i, len(row) :] = row[-1] & ~_GRADE
+        chances = _MIDDLES.take(packed & _GRADE)
+        packed >>= GRADE_BITS
         drawn = np.empty(packed.shape, dtype=np.float32)
         for i, numbers in enumerate(draws):
             numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first

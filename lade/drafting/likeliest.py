@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lade.drafting.top_k_table import LEVEL_EDGES, ROW_LENGTH
+from lade.drafting.top_k_table import GRADE_EDGES, ROW_LENGTH
 from lade.transfer import on_host
 
 MAX_SORTED = 2**14  # probabilities that torch sorts directly: for so few of them nothing is faster
@@ -17,20 +17,20 @@ LEAST_GROUPED = 16 * ROW_LENGTH  # tokens of a vocabulary in which looking for g
 # Up to so many tokens: the size of a group that is fastest, and about how many times its largest probability all of it
 # has together, in groups without likely tokens. Probabilities of 4,586 rows of the bundled checkpoint (4,096 tokens)
 # are within 4 % of the exact ones at temperatures of 0.4 and 0.7; at 1 the median is right and one row in a hundred is
-# 10 % too high, at 1.5 13 % and 44 %. What guesses of such a probability are worth is learned.
+# 10 % too high, at 1.5 13 % and 44 %. It is one factor for all of a row, which leaves their order as it is.
 GROUPS = ((2**13, 8, 1.25), (2**16, 16, 1.5), (2**62, 32, 2.0))
 
-_LEVEL_EDGES = np.array(LEVEL_EDGES, dtype=np.float32)
+_GRADE_EDGES = np.array(GRADE_EDGES, dtype=np.float32)
 
-Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and levels, or ids and probabilities, of M rows
+Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and grades, or ids and probabilities, of M rows
 
 
 def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Rows:
-    """The ROW_LENGTH most likely tokens of each row and the levels of their probabilities. logits: [M, V].
+    """The ROW_LENGTH most likely tokens of each row and the grades of their probabilities. logits: [M, V].
 
-    top_k, top_p: of sampling, None for all. Excluded tokens are replaced by the likeliest one, in the lowest level.
+    top_k, top_p: of sampling, None for all. Excluded tokens are replaced by the likeliest one, in the lowest grade.
     """
-    return with_levels(*likeliest_on_host(logits, temperature), top_k, top_p)
+    return with_grades(*likeliest_on_host(logits, temperature), top_k, top_p)
 
 
 def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
@@ -54,16 +54,16 @@ def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
         return _likeliest_by_groups(logits, temperature)
 
 
-def with_levels(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | None, top_p: float | None) -> Rows:
+def with_grades(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | None, top_p: float | None) -> Rows:
     """`most_likely` for known rows: their ids and probabilities, [M, K] each."""
     if (top_k and top_k < ROW_LENGTH) or (top_p and top_p < 1.0):
         found, chances = _cut(found, chances, top_k or ROW_LENGTH, top_p or 1.0)
-    levels = _LEVEL_EDGES.searchsorted(chances)
+    grades = _GRADE_EDGES.searchsorted(chances)
     missing = ROW_LENGTH - found.shape[1]
     if missing:  # a vocabulary of fewer tokens, or all others are cut off
         found = np.concatenate([found, np.repeat(found[:, :1], missing, axis=1)], axis=1)
-        levels = np.concatenate([levels, np.zeros((len(levels), missing), dtype=levels.dtype)], axis=1)
-    return found, levels
+        grades = np.concatenate([grades, np.zeros((len(grades), missing), dtype=grades.dtype)], axis=1)
+    return found, grades
 
 
 def likeliest(logits: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:

@@ -197,8 +197,8 @@ class Memory:
         self.identity, self.step_costs, self.vocabulary = found.identity, found.step_costs, found.vocabulary
         if self.texts is not None and found.texts is not None:
             self.texts.restore(found.texts)
-        for table, (keys, ids, levels) in ((self.singles, found.singles), (self.pairs, found.pairs)):
-            table.put(keys.tolist(), packed(ids, levels))
+        for table, (keys, ids, grades) in ((self.singles, found.singles), (self.pairs, found.pairs)):
+            table.put(keys.tolist(), packed(ids, grades))
         if found.nearest is not None:
             self.nearest.restore(found.nearest)
         for flag, (trials, hits) in found.counts.items():

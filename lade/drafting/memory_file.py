@@ -15,12 +15,13 @@ from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
 from lade.drafting.array_file import TEXTS, Arrays, read_arrays, write_arrays
 from lade.drafting.nearest import CONTEXT_SIZE, LARGEST_LOGIT, NUM_COLUMNS, NearestArrays
 from lade.drafting.suffix_index import END
-from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, LEVEL_EDGES, ROW_LENGTH, TableArrays
+from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, GRADE_EDGES, ROW_LENGTH, TableArrays
 from lade.drafting.vocabulary import MAX_BYTES_WITH_PAIRS, Vocabulary
 
-# Format 3 had bins in place of levels, 2 rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling.
+# Format 3 had bins in place of grades, 2 rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling.
 FORMAT = 4
 READABLE_FORMATS = (2, 3, 4)
+FIRST_WITH_GRADES = 4
 LARGEST_CONTEXT = 1.01  # of a number of a context, which has length 1, rounded
 LARGEST_CENTRE = 1.01 * NUM_COLUMNS * LARGEST_LOGIT
 IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
@@ -80,11 +81,13 @@ def _contents(arrays: Arrays) -> Contents:
     """Raises an exception for anything but a memory's arrays."""
     header = json.loads(str(arrays["header"]))
     if header["format"] not in READABLE_FORMATS:
-        raise ValueError(f"its format is {header['format']}, this version reads {FORMAT}")
+        raise ValueError(f"its format is {header['format']}, this version reads {READABLE_FORMATS}")
     identity = header["model"]
     if identity is not None:
         identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
     vocab_size = identity["vocab_size"] if identity else 0
+    if header["format"] < FIRST_WITH_GRADES:
+        arrays = {name.replace("_bins", "_grades"): _grades_of(name, array) for name, array in arrays.items()}
     vocabulary = None
     if "vocabulary_ids" in arrays:
         vocabulary = Vocabulary.from_arrays(arrays)
@@ -111,26 +114,31 @@ def _step_costs(found: dict[Any, Any]) -> SavedCosts:
     return step_costs
 
 
+def _grades_of(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Of an array of bins the grades in their middles; any other array as it is."""
+    if not name.endswith("_bins"):
+        return array
+    if array.dtype.kind != "i" or ((array < 0) | (array > len(BIN_EDGES))).any():
+        raise ValueError(f"its array {name} holds other things than bins")
+    return np.searchsorted(GRADE_EDGES, BIN_MIDDLES)[array].astype(array.dtype)
+
+
 def _table(arrays: Arrays, name: str, vocab_size: int) -> TableArrays:
-    keys, ids = arrays[f"{name}_keys"], arrays[f"{name}_ids"]
-    is_old = f"{name}_bins" in arrays
-    levels = arrays[f"{name}_bins" if is_old else f"{name}_levels"]
-    is_table = keys.ndim == 1 and ids.ndim == 2 and len(ids) == len(keys) and levels.shape == ids.shape
+    keys, ids, grades = (arrays[f"{name}_{part}"] for part in TableArrays._fields)
+    is_table = keys.ndim == 1 and ids.ndim == 2 and len(ids) == len(keys) and grades.shape == ids.shape
     if not is_table or not 0 < ids.shape[1] <= ROW_LENGTH:
         raise ValueError(f"its table of {name} has a wrong shape")
-    if any(array.dtype.kind != "i" for array in (keys, ids, levels)):
+    if any(array.dtype.kind != "i" for array in (keys, ids, grades)):
         raise ValueError(f"its table of {name} holds other things than integers")
-    if len(keys) and (ids.min() < 0 or levels.min() < 0 or levels.max() > len(BIN_EDGES if is_old else LEVEL_EDGES)):
+    if len(keys) and (ids.min() < 0 or grades.min() < 0 or grades.max() > len(GRADE_EDGES)):
         raise ValueError(f"its table of {name} holds values out of range")
     if len(keys) and ids.max() >= vocab_size:
         raise ValueError(f"its table of {name} holds ids beyond the vocabulary")
-    if is_old:
-        levels = np.searchsorted(LEVEL_EDGES, BIN_MIDDLES)[levels].astype(levels.dtype)
     missing = ROW_LENGTH - ids.shape[1]  # rows of an earlier version are shorter
     if missing:
         ids = np.concatenate([ids, np.repeat(ids[:, :1], missing, axis=1)], axis=1)
-        levels = np.concatenate([levels, np.zeros((len(levels), missing), dtype=levels.dtype)], axis=1)
-    return TableArrays(keys, ids, levels)
+        grades = np.concatenate([grades, np.zeros((len(grades), missing), dtype=grades.dtype)], axis=1)
+    return TableArrays(keys, ids, grades)
 
 
 def _nearest(arrays: Arrays, vocab_size: int) -> NearestArrays | None:

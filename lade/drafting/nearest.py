@@ -28,7 +28,7 @@ LEAST_CENTRED = 8  # rows whose mean is taken for what all have in common
 LEAST_PARAMETERS = 1e8
 MAX_PLACES = 128  # latest rows of a token that are compared
 SAVED_TOGETHER = 1024  # rows that are saved in the order of their tokens, so that a file does not spell out the texts
-BYTES_PER_RECORD = 2 * 4 * CONTEXT_SIZE + 4 * ROW_LENGTH + 160  # both contexts, ids with their levels, the index
+BYTES_PER_RECORD = 2 * 4 * CONTEXT_SIZE + 4 * ROW_LENGTH + 160  # both contexts, ids with their grades, the index
 SEED = 0  # of the projection; saved contexts depend on it
 TINY = 1e-9  # in place of 0 where something is divided by it
 
@@ -153,18 +153,18 @@ class NearestRows:
             tokens, previous = np.array(self._tokens), np.array(self._previous)
             by_age = np.roll(np.arange(len(tokens)), -self._next)
             order = by_age[np.lexsort((tokens[by_age], np.arange(len(tokens)) // SAVED_TOGETHER))]
-            ids, levels = unpacked(self._rows[order])
+            ids, grades = unpacked(self._rows[order])
             with np.errstate(all="ignore"):  # even if numpy is set to raise
                 before, after = (contexts[order].astype(np.float16) for contexts in (self._before, self._after))
-            table = TableArrays(tokens[order], ids, levels.astype(np.int8))
+            table = TableArrays(tokens[order], ids, grades.astype(np.int8))
             return NearestArrays(table, previous[order], before, after, self._centre[None])
 
     def restore(self, arrays: NearestArrays) -> None:
         """Continue from saved rows."""
-        tokens, ids, levels = arrays.table
+        tokens, ids, grades = arrays.table
         with self._lock:
             self._centre, self._num_centred = arrays.centre[0], LEAST_CENTRED
-        self.put(arrays.previous.tolist(), tokens.tolist(), packed(ids, levels), arrays.before, arrays.after)
+        self.put(arrays.previous.tolist(), tokens.tolist(), packed(ids, grades), arrays.before, arrays.after)
 
     def clear(self) -> None:
         with self._lock:

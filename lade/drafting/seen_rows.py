@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lade.drafting.growth import Growth
-from lade.drafting.likeliest import likeliest_on_host, with_levels
+from lade.drafting.likeliest import likeliest_on_host, with_grades
 from lade.drafting.nearest import Contexts
 from lade.drafting.top_k_table import Packed, packed
 
@@ -68,7 +68,7 @@ class SeenRows:
         else:
             logits = self._logits[0] if len(self._logits) == 1 else torch.cat(self._logits)
             found = likeliest_on_host(logits, self._temperature)
-        return packed(*with_levels(*found, self._top_k, self._top_p))
+        return packed(*with_grades(*found, self._top_k, self._top_p))
 
     def all_contexts(self) -> tuple[Contexts, Contexts] | None:
         """Of all rows in the order in which they were added, [M, CONTEXT_SIZE] each; None if some are not known."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 ROW_LENGTH = 32  # tokens kept per key
-BYTES_PER_ROW = ROW_LENGTH * 4 + 136  # ids with their levels, and what the index takes
+BYTES_PER_ROW = ROW_LENGTH * 4 + 136  # ids with their grades, and what the index takes
 # To find its first key, a dict walks over all that were deleted before it: one by one the time would grow with the
 # table. So one in so many keys of the table is looked up at once.
 LOOKED_UP_SHARE = 64
@@ -21,55 +21,55 @@ LOOKED_UP_SHARE = 64
 BIN_EDGES = (0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.45, 0.6, 0.75, 0.88, 0.95, 0.99)
 NUM_BINS = len(BIN_EDGES) + 1
 BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
-# Rows keep levels, which divide each bin into parts of equal ratio: sampling compares p / e, and most tokens of a row
+# Rows keep grades, which divide each bin into parts of equal ratio: sampling compares p / e, and most tokens of a row
 # are in the bin of the rarest.
-LEAST_CHANCE = 1e-5  # below it all tokens are of one level
-LEVEL_RATIO = 1.25  # of a level's ends, at most
+LEAST_CHANCE = 1e-5  # below it all tokens are of one grade, and count as half as likely
+GRADE_RATIO = 1.25  # of a grade's ends, at most
 
 
-def _levels() -> list[float]:
+def _grades() -> list[float]:
     edges = [LEAST_CHANCE]
     for low, high in pairwise((LEAST_CHANCE, *BIN_EDGES, 1.0)):
-        parts = ceil(log(high / low) / log(LEVEL_RATIO))
+        parts = ceil(log(high / low) / log(GRADE_RATIO))
         edges += [*(low * (high / low) ** (part / parts) for part in range(1, parts)), high]
     return edges[:-1]
 
 
-LEVEL_EDGES = _levels()  # upper ends
-LEVEL_MIDDLES = [sqrt(low * high) for low, high in pairwise((LEAST_CHANCE / 4, *LEVEL_EDGES, 1.0))]
-BIN_OF_LEVEL = [bisect_left(BIN_EDGES, high) for high in (*LEVEL_EDGES, 1.0)]
-LEVEL_BITS = 6
+GRADE_EDGES = _grades()  # upper ends
+GRADE_MIDDLES = [sqrt(low * high) for low, high in pairwise((LEAST_CHANCE / 4, *GRADE_EDGES, 1.0))]
+BIN_OF_GRADE = [bisect_left(BIN_EDGES, high) for high in (*GRADE_EDGES, 1.0)]
+GRADE_BITS = 6
 
-Packed = npt.NDArray[np.int32]  # [R, ROW_LENGTH]: ids and levels in one number, so that one look-up finds both
+Packed = npt.NDArray[np.int32]  # [R, ROW_LENGTH]: ids and grades in one number, so that one look-up finds both
 PackedRow = npt.NDArray[np.int32]  # likewise, [ROW_LENGTH], or shorter
 KEY_SHIFT = 32  # a pair of tokens as one integer: the first one shifted, and the second
 
 
 class TableArrays(NamedTuple):
-    """All rows of a table: keys [R], ids and levels [R, ROW_LENGTH]."""
+    """All rows of a table: keys [R], ids and grades [R, ROW_LENGTH]."""
 
     keys: npt.NDArray[Any]
     ids: npt.NDArray[Any]
-    levels: npt.NDArray[Any]
+    grades: npt.NDArray[Any]
 
 
-def packed(ids: npt.NDArray[Any], levels: npt.NDArray[Any]) -> Packed:
-    """ids, levels: [R, K]."""
+def packed(ids: npt.NDArray[Any], grades: npt.NDArray[Any]) -> Packed:
+    """ids, grades: [R, K]."""
     rows = ids.astype(np.int32)
-    rows <<= LEVEL_BITS
-    rows |= levels.astype(np.int32)
+    rows <<= GRADE_BITS
+    rows |= grades.astype(np.int32)
     return rows
 
 
 def unpacked(rows: Packed) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Ids and levels."""
-    return rows >> LEVEL_BITS, rows & (1 << LEVEL_BITS) - 1
+    """Ids and grades."""
+    return rows >> GRADE_BITS, rows & (1 << GRADE_BITS) - 1
 
 
 class TopKTable:
     """At most `capacity` rows by key; a full table drops the one that was written longest ago.
 
-    A row holds ROW_LENGTH ids, most probable first, and the level of each one's probability.
+    A row holds ROW_LENGTH ids, most probable first, and the grade of each one's probability.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -111,8 +111,8 @@ class TopKTable:
     def as_arrays(self) -> TableArrays:
         """All rows, written longest ago first."""
         with self._lock:
-            ids, levels = unpacked(self._rows[list(self.slots.values())])
-            return TableArrays(np.array(list(self.slots), dtype=np.int64), ids, levels.astype(np.int8))
+            ids, grades = unpacked(self._rows[list(self.slots.values())])
+            return TableArrays(np.array(list(self.slots), dtype=np.int64), ids, grades.astype(np.int8))
 
     def _new_slot(self) -> int:
         slot = len(self.slots)

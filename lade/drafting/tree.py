@@ -27,7 +27,7 @@ from lade.drafting.memory import Memory, memory_for
 from lade.drafting.nearest import projected, projection, uses_contexts
 from lade.drafting.seen_rows import SeenRows
 from lade.drafting.text import DraftedText
-from lade.drafting.top_k_table import BIN_OF_LEVEL, Packed, unpacked
+from lade.drafting.top_k_table import BIN_OF_GRADE, Packed, unpacked
 from lade.drafting.vocabulary import RowsAlone, vocabulary_of
 from lade.verification.sequences import TokenSequences
 
@@ -264,8 +264,8 @@ class TreeDrafter:
         contexts = seen.all_contexts() if self._uses_contexts else None
         if contexts is not None:
             self.memory.nearest.put(seen.previous, seen.tokens, rows, *contexts)
-        _, levels = unpacked(in_order[len(order) - num_accepted :, 0])
-        self.acceptance.learn_sureness([BIN_OF_LEVEL[level] for level in levels.tolist()])
+        _, grades = unpacked(in_order[len(order) - num_accepted :, 0])
+        self.acceptance.learn_sureness([BIN_OF_GRADE[grade] for grade in grades.tolist()])
         seen.clear()
         return rows
 
