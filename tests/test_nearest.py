@@ -71,6 +71,17 @@ def test_the_most_similar_row_of_a_token_is_found(steps, capacity):
     assert (len(nearest), nearest.find(0, asked)) == (0, None)
 
 
+def test_the_latest_rows_of_a_token_are_compared():
+    contexts, nearest = contexts_of(np.random.default_rng(0), MAX_PLACES + 2), NearestRows(1000)
+    put(nearest, [3] * len(contexts), contexts)
+    assert [nearest.find(3, contexts[number]).previous == number for number in (0, 1, 2, MAX_PLACES + 1)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
 def projected(logits):
     return projected_by(logits, projection(logits.device)).numpy()
 

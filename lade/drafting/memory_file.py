@@ -15,7 +15,7 @@ from lade.drafting.acceptance import FIRST_NUM_KINDS, NUM_KINDS, Acceptance
 from lade.drafting.array_file import TEXTS, Arrays, read_arrays, write_arrays
 from lade.drafting.nearest import CONTEXT_SIZE, LARGEST_LOGIT, NUM_COLUMNS, NearestArrays
 from lade.drafting.suffix_index import END
-from lade.drafting.top_k_table import BIN_EDGES, BIN_MIDDLES, GRADE_EDGES, ROW_LENGTH, TableArrays
+from lade.drafting.top_k_table import BIN_MIDDLES, GRADE_EDGES, NUM_BINS, ROW_LENGTH, TableArrays, grades_of
 from lade.drafting.vocabulary import MAX_BYTES_WITH_PAIRS, Vocabulary
 
 # Format 3 had bins in place of grades, 2 rows of 8 and fewer kinds of guesses, 1 chances without the draws of sampling.
@@ -87,7 +87,8 @@ def _contents(arrays: Arrays) -> Contents:
         identity = {name: kind(identity[name]) for name, kind in IDENTITY.items()}
     vocab_size = identity["vocab_size"] if identity else 0
     if header["format"] < FIRST_WITH_GRADES:
-        arrays = {name.replace("_bins", "_grades"): _grades_of(name, array) for name, array in arrays.items()}
+        bins = {name.removesuffix("bins"): array for name, array in arrays.items() if name.endswith("_bins")}
+        arrays = arrays | {f"{table}grades": _grades_in(array) for table, array in bins.items()}
     vocabulary = None
     if "vocabulary_ids" in arrays:
         vocabulary = Vocabulary.from_arrays(arrays)
@@ -114,13 +115,11 @@ def _step_costs(found: dict[Any, Any]) -> SavedCosts:
     return step_costs
 
 
-def _grades_of(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Of an array of bins the grades in their middles; any other array as it is."""
-    if not name.endswith("_bins"):
-        return array
-    if array.dtype.kind != "i" or ((array < 0) | (array > len(BIN_EDGES))).any():
-        raise ValueError(f"its array {name} holds other things than bins")
-    return np.searchsorted(GRADE_EDGES, BIN_MIDDLES)[array].astype(array.dtype)
+def _grades_in(bins: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
+    """The grades in the middles of bins."""
+    if bins.dtype.kind != "i" or ((bins < 0) | (bins >= NUM_BINS)).any():
+        raise ValueError("its bins of probabilities are out of range")
+    return grades_of(np.array(BIN_MIDDLES)).astype(np.int8)[bins]
 
 
 def _table(arrays: Arrays, name: str, vocab_size: int) -> TableArrays:

@@ -39,6 +39,7 @@ GRADE_EDGES = _grades()  # upper ends
 GRADE_MIDDLES = [sqrt(low * high) for low, high in pairwise((LEAST_CHANCE / 4, *GRADE_EDGES, 1.0))]
 BIN_OF_GRADE = [bisect_left(BIN_EDGES, high) for high in (*GRADE_EDGES, 1.0)]
 GRADE_BITS = 6
+_EDGES = np.array(GRADE_EDGES, dtype=np.float32)
 
 Packed = npt.NDArray[np.int32]  # [R, ROW_LENGTH]: ids and grades in one number, so that one look-up finds both
 PackedRow = npt.NDArray[np.int32]  # likewise, [ROW_LENGTH], or shorter
@@ -51,6 +52,11 @@ class TableArrays(NamedTuple):
     keys: npt.NDArray[Any]
     ids: npt.NDArray[Any]
     grades: npt.NDArray[Any]
+
+
+def grades_of(chances: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
+    """The grade of each probability, in the shape of `chances`."""
+    return _EDGES.searchsorted(chances)
 
 
 def packed(ids: npt.NDArray[Any], grades: npt.NDArray[Any]) -> Packed:

@@ -24,7 +24,7 @@ from lade.block_size.tables import folder as cache_folder
 from lade.drafting.array_file import read_arrays, write_arrays
 from lade.drafting.coming_draws import TINY
 from lade.drafting.likeliest import likeliest
-from lade.drafting.top_k_table import GRADE_EDGES, KEY_SHIFT, ROW_LENGTH, Packed, PackedRow, packed
+from lade.drafting.top_k_table import KEY_SHIFT, ROW_LENGTH, Packed, PackedRow, grades_of, packed
 from lade.state import PerModel
 
 logger = logging.getLogger("lade")
@@ -43,8 +43,6 @@ AFFORDABLE_PAIRS = 10.0  # with pairs, whose forwards take longer by two tokens 
 MAX_LOGITS = 2**24  # of one forward
 MAX_BATCH = 256  # tokens of one forward
 NUM_SAMPLED = 64  # numbers of each parameter that identify a model
-
-_GRADE_EDGES = np.array(GRADE_EDGES, dtype=np.float32)
 
 
 class RowsAlone(NamedTuple):
@@ -102,7 +100,7 @@ class Vocabulary:
                 chances = weights / np.maximum(weights.sum(1) + rest, TINY)[:, None]
             if len(self._rows) >= MAX_TEMPERATURES:
                 self._rows = {}
-            every = packed(self.ids, _GRADE_EDGES.searchsorted(chances))
+            every = packed(self.ids, grades_of(chances))
             num_tokens = len(every) - len(self.pairs)
             rows = self._rows[temperature] = RowsAlone(every[:num_tokens], every[num_tokens:], self._places)
         return rows
