@@ -16,6 +16,7 @@ from pathlib import Path
 import lade
 from lade.compat import TESTED, is_newer_than_tested, version_problem
 from lade.config import apply_environment, current_config
+from lade.drafting.compiled_growth import CompiledGrower
 from lade.forward.free_memory import free_bytes
 
 PACKAGES = (
@@ -77,6 +78,8 @@ def lade_lines() -> Iterable[str]:
     settings |= {name: "auto" for name in ("use_flash", "cuda_graph", "pack") if settings[name] is None}
     yield "settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())
     yield f"packed weights: {packing_line()}"
+    compiled = "compiled" if CompiledGrower.module is not None else "in Python; a C compiler at installation helps"
+    yield f"search for guesses: {compiled}"
     where = f"{len(stored())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
     yield f"step costs in half precision: {where}"
 

@@ -140,7 +140,7 @@ class Grower:
         draws_at: the draws of a token at some distance from the root; None for greedy, or where they are not known.
         sources: more rows behind the root. pointers: what followed where the text's end has occurred before.
         """
-        self._pairs, self._singles, self._nearest = memory.pairs.row, memory.singles.row, memory.nearest.find
+        self._memory = memory
         self._alone = NO_ROWS if rows_alone is None else rows_alone
         self._text, self._draws_at, self._sources = text, draws_at, list(sources)
         self._chances, self._pointers = acceptance.chances, pointers
@@ -270,27 +270,33 @@ class Grower:
 
     def _rows(self, node: int, parent: int, before: int, token: int, chance: float) -> list[Source]:
         """The rows behind a node, each with the kind of its rarest guess. before, token: the last two ids there."""
-        found: list[Source] = []
-        if chance >= SIMILAR_ROWS and parent in self._contexts:
-            context, surest = self._contexts[parent]
-            nearest = self._nearest(token, context)
-            if nearest is not None:
-                similarity = min(nearest.similarity, surest)
-                self._contexts[node] = nearest.after, similarity
-                found.append((nearest.row, nearest_kind(similarity, nearest.previous == before)))
+        similar = self._similar(node, parent, before, token) if chance >= SIMILAR_ROWS else None
+        found = [] if similar is None else [similar]
         key = before << KEY_SHIFT | token
-        pair = self._pairs(key)
+        pair = self._memory.pairs.row(key)
         if pair is None:
             pair = self._alone.after_pair(key)
         if pair is not None:
             found.append((pair, PAIR))
         if pair is None or chance >= BOTH_ROWS:
-            single = self._singles(token)
+            single = self._memory.singles.row(token)
             if single is not None:
                 found.append((single, SINGLE))
             elif pair is None and 0 <= token < len(self._alone.tokens):
                 found.append((self._alone.tokens[token], VOCABULARY))
         return found
+
+    def _similar(self, node: int, parent: int, before: int, token: int) -> Source | None:
+        """The row of the node's token that was seen in the most similar context; None where no context is known."""
+        if parent not in self._contexts:
+            return None
+        context, surest = self._contexts[parent]
+        nearest = self._memory.nearest.find(token, context)
+        if nearest is None:
+            return None
+        similarity = min(nearest.similarity, surest)
+        self._contexts[node] = nearest.after, similarity
+        return nearest.row, nearest_kind(similarity, nearest.previous == before)
 
     def _follow(self, pointer: Pointer, node: int, chance: float, least: float) -> None:
         """Put what followed an earlier occurrence into the heap. chance: of the node."""

@@ -88,6 +88,11 @@ class TopKTable:
     def __len__(self) -> int:
         return len(self.slots)
 
+    @property
+    def rows(self) -> Packed:
+        """All rows by slot; a table that grows gets another array."""
+        return self._rows
+
     def row(self, key: int) -> PackedRow | None:
         """The row of a key as it is stored, [ROW_LENGTH], None when there is none."""
         slot = self.slots.get(key)

@@ -22,7 +22,8 @@ from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size, c
 from lade.drafting.acceptance import PROBE, SIBLING, name_of
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.coming_draws import ComingDraws, Draws
-from lade.drafting.growth import Grower, Growth
+from lade.drafting.compiled_growth import FastestGrower
+from lade.drafting.growth import Growth
 from lade.drafting.memory import Memory, memory_for
 from lade.drafting.nearest import projected, projection, uses_contexts
 from lade.drafting.seen_rows import SeenRows
@@ -192,8 +193,8 @@ class TreeDrafter:
         text, draws_at = self._texts[row], partial(self._draws_at, row)
         sources = [] if text.sibling is None else [text.sibling]
         pointers = text.pointers(self.memory.texts, max_depth)
-        memory, rows_alone = self.memory, self._rows_alone
-        grower = Grower(memory, self.acceptance, rows_alone, text.tokens, text.context, draws_at, sources, pointers)
+        memory, rows_alone, known = self.memory, self._rows_alone, (text.tokens, text.context)
+        grower = FastestGrower(memory, self.acceptance, rows_alone, *known, draws_at, sources, pointers)
         growth, is_stopped = grower.grow(max_depth, size, least, stop)
         if not is_stopped:  # tokens whose rows are unknown: the step that tries them learns their rows
             self._add_probes(growth, reversed(list(self.memory.unseen)), size)
