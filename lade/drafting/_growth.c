@@ -1,5 +1,5 @@
-/* `Grower.grow` of growth.py in C, for compiled_growth.py. Both find the same trees (tests/test_compiled_growth.py); what
-   the numbers mean and why a node is looked behind is said there. */
+/* `Grower.grow` of growth.py in C, for compiled_growth.py. What the numbers mean, and when a node is looked behind, is
+   said there; both find the same trees (tests/test_compiled_growth.py). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -28,11 +28,12 @@ typedef struct {
     float times[ROW_LENGTH];
 } Source;
 
+/* In the heap: the next guess of a source. */
 typedef struct {
     double chance;
-    long order;
+    long order; /* of being pushed */
     int source;
-} Waiting;
+} Entry;
 
 /* Where an earlier occurrence of a text's end goes on. Lists and tuples belong to the caller. */
 typedef struct {
@@ -68,16 +69,17 @@ typedef struct {
     /* The rules of growth.py and acceptance.py. */
     double both_rows, similar_rows, likely_child, tiny;
     int greedy_length, grade_bits, max_match, foreign, pair, single, vocabulary;
-    Py_buffer edges, middles, bins, sharpness; /* float64, float32, int32, float64 by kind */
+    Py_buffer edges, middles, bins; /* of bins float64; by grade float32 and int32 */
+    Py_buffer sharpness;            /* by kind, float64 */
     double *chances;
     Py_ssize_t num_kinds;
     /* What has been found. */
     Py_buffer *draws; /* by depth */
-    char *draws_state;  /* of type DrawsState */
+    char *draws_state; /* likewise, of DrawsState */
     Source *sources;
     int num_sources, sources_room;
-    Waiting *heap;
-    int num_waiting;
+    Entry *heap; /* as much room as for sources, of which each has at most one guess here */
+    int heap_size;
     long num_pushed;
     Node *nodes;
     int num_nodes;
@@ -95,8 +97,8 @@ get_array(PyObject *from, Py_buffer *view, char kind, Py_ssize_t itemsize, int n
     char format = view->format == NULL ? 'B' : view->format[strlen(view->format) - 1];
     int is_integer = strchr("ilq", format) != NULL;
     if (view->ndim != ndim || view->itemsize != itemsize || (kind == 'i' ? !is_integer : format != kind)) {
-        PyErr_Format(PyExc_TypeError, "arrays must have %d dimensions of '%c%zd', got %d of '%c%zd'", ndim, kind, itemsize,
-                     view->ndim, format, view->itemsize);
+        PyErr_Format(PyExc_TypeError, "an array must have %d dimensions of '%c%zd', got %d of '%c%zd'", ndim, kind,
+                     itemsize, view->ndim, format, view->itemsize);
         PyBuffer_Release(view);
         view->obj = NULL;
         return -1;
@@ -119,11 +121,30 @@ get_rows(PyObject *from, Table *table)
 }
 
 static int
-read_pointer(PyObject *from, Pointer *pointer)
+has_all_grades(const Growth *g)
 {
-    if (!PyArg_ParseTuple(from, "O!nnO!", &PyList_Type, &pointer->following, &pointer->number, &pointer->length,
-                          &PyTuple_Type, &pointer->kinds))
+    Py_ssize_t count = (Py_ssize_t)1 << g->grade_bits;
+    if (g->middles.shape[0] == count && g->bins.shape[0] == count)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "there must be %zd grades, got %zd and %zd", count, g->middles.shape[0],
+                 g->bins.shape[0]);
+    return -1;
+}
+
+static int
+read_chances(Growth *g, PyObject *chances)
+{
+    g->num_kinds = PyList_GET_SIZE(chances);
+    g->chances = PyMem_Malloc((g->num_kinds + 1) * sizeof(double));
+    if (g->chances == NULL) {
+        PyErr_NoMemory();
         return -1;
+    }
+    for (Py_ssize_t i = 0; i < g->num_kinds; i++) {
+        g->chances[i] = PyFloat_AsDouble(PyList_GET_ITEM(chances, i));
+        if (PyErr_Occurred())
+            return -1;
+    }
     return 0;
 }
 
@@ -143,15 +164,15 @@ grown(void *array, int count, int *room, size_t size)
 /* ---- The heap: the next guess of each source, the surest first, of equally sure ones the first ----------------- */
 
 static int
-comes_first(const Waiting *a, const Waiting *b)
+comes_first(const Entry *a, const Entry *b)
 {
     return a->chance > b->chance || (a->chance == b->chance && a->order < b->order);
 }
 
 static void
-heap_push(Growth *g, Waiting new)
+heap_push(Growth *g, Entry new)
 {
-    int place = g->num_waiting++;
+    int place = g->heap_size++;
     while (place > 0 && comes_first(&new, &g->heap[(place - 1) / 2])) {
         g->heap[place] = g->heap[(place - 1) / 2];
         place = (place - 1) / 2;
@@ -159,16 +180,16 @@ heap_push(Growth *g, Waiting new)
     g->heap[place] = new;
 }
 
-static Waiting
+static Entry
 heap_pop(Growth *g)
 {
-    Waiting first = g->heap[0], last = g->heap[--g->num_waiting];
+    Entry first = g->heap[0], last = g->heap[--g->heap_size];
     int place = 0;
     for (;;) {
         int child = 2 * place + 1;
-        if (child >= g->num_waiting)
+        if (child >= g->heap_size)
             break;
-        if (child + 1 < g->num_waiting && comes_first(&g->heap[child + 1], &g->heap[child]))
+        if (child + 1 < g->heap_size && comes_first(&g->heap[child + 1], &g->heap[child]))
             child++;
         if (!comes_first(&g->heap[child], &last))
             break;
@@ -244,7 +265,7 @@ push_next(Growth *g, int index)
             continue;
         source->token = token;
         source->kind = kind;
-        heap_push(g, (Waiting){chance, ++g->num_pushed, index});
+        heap_push(g, (Entry){chance, ++g->num_pushed, index});
         return 0;
     }
     return 0;
@@ -258,8 +279,8 @@ new_source(Growth *g)
     if (sources == NULL)
         return NULL;
     g->sources = sources;
-    if (g->sources_room != room) { /* each source has at most one guess in the heap */
-        Waiting *heap = PyMem_Realloc(g->heap, g->sources_room * sizeof(Waiting));
+    if (g->sources_room != room) {
+        Entry *heap = PyMem_Realloc(g->heap, (size_t)g->sources_room * sizeof(Entry));
         if (heap == NULL) {
             PyErr_NoMemory();
             return NULL;
@@ -525,24 +546,25 @@ grow_tree(Growth *g, PyObject *pointers, int *waiting)
     if (g->size > 0 && g->max_depth > 0) {
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(pointers); i++) {
             Pointer pointer;
-            if (read_pointer(PyList_GET_ITEM(pointers, i), &pointer) < 0 || follow(g, pointer, -1, 1.0) < 0)
+            if (!PyArg_ParseTuple(PyList_GET_ITEM(pointers, i), "O!nnO!", &PyList_Type, &pointer.following,
+                                  &pointer.number, &pointer.length, &PyTuple_Type, &pointer.kinds)
+                || follow(g, pointer, -1, 1.0) < 0)
                 return -1;
         }
         if (look_behind(g, &root, 1) < 0)
             return -1;
-        is_stopped = asks_to_stop(g, 0.0, g->num_waiting ? g->heap[0].chance : 0.0);
+        is_stopped = asks_to_stop(g, 0.0, g->heap_size ? g->heap[0].chance : 0.0);
     }
     while (g->num_nodes < g->size && !is_stopped) {
-        if (num_waiting
-            && (!g->num_waiting || g->heap[0].chance <= g->likely_child * g->nodes[waiting[0]].chance)) {
+        if (num_waiting && (!g->heap_size || g->heap[0].chance <= g->likely_child * g->nodes[waiting[0]].chance)) {
             if (look_behind(g, waiting, num_waiting) < 0)
                 return -1;
             num_waiting = 0;
             continue;
         }
-        if (!g->num_waiting)
+        if (!g->heap_size)
             break;
-        Waiting best = heap_pop(g);
+        Entry best = heap_pop(g);
         Node node = {g->sources[best.source].token, g->sources[best.source].node, g->sources[best.source].kind, 1,
                      best.chance};
         if (push_next(g, best.source) < 0)
@@ -596,23 +618,6 @@ as_lists(const Growth *g, int *order, int *place)
     return lists;
 }
 
-static int
-read_chances(Growth *g, PyObject *chances)
-{
-    g->num_kinds = PyList_GET_SIZE(chances);
-    g->chances = PyMem_Malloc((g->num_kinds + 1) * sizeof(double));
-    if (g->chances == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < g->num_kinds; i++) {
-        g->chances[i] = PyFloat_AsDouble(PyList_GET_ITEM(chances, i));
-        if (PyErr_Occurred())
-            return -1;
-    }
-    return 0;
-}
-
 PyDoc_STRVAR(grow_doc,
              "grow(tables, text, calls, rows, pointers, chances, rules, arrays, max_depth, size, least)\n"
              "\n"
@@ -646,7 +651,7 @@ grow(PyObject *module, PyObject *args)
     g.draws = PyMem_Calloc(g.max_depth + 1, sizeof(Py_buffer));
     g.draws_state = PyMem_Calloc(g.max_depth + 1, 1);
     g.sources = PyMem_Malloc(FIRST_SOURCES * sizeof(Source));
-    g.heap = PyMem_Malloc(FIRST_SOURCES * sizeof(Waiting));
+    g.heap = PyMem_Malloc(FIRST_SOURCES * sizeof(Entry));
     g.followed = PyMem_Malloc(FIRST_SOURCES * sizeof(Followed));
     g.nodes = PyMem_Malloc((g.size + 1) * sizeof(Node));
     waiting = PyMem_Malloc(2 * (g.size + 1) * sizeof(int));
@@ -656,7 +661,8 @@ grow(PyObject *module, PyObject *args)
              && get_rows(alone_pairs, &g.alone_pairs) == 0 && get_array(edges, &g.edges, 'd', sizeof(double), 1) == 0
              && get_array(middles, &g.middles, 'f', sizeof(float), 1) == 0
              && get_array(bins, &g.bins, 'i', sizeof(int32_t), 1) == 0
-             && get_array(sharpness, &g.sharpness, 'd', sizeof(double), 1) == 0 && read_chances(&g, chances) == 0)
+             && get_array(sharpness, &g.sharpness, 'd', sizeof(double), 1) == 0 && has_all_grades(&g) == 0
+             && read_chances(&g, chances) == 0)
         is_stopped = grow_tree(&g, pointers, waiting);
     if (is_stopped >= 0) {
         lists = as_lists(&g, waiting, waiting + g.size + 1);

@@ -29,10 +29,11 @@ RULES = (
     SINGLE,
     VOCABULARY,
 )
+GRADES = np.minimum(np.arange(1 << GRADE_BITS), len(GRADE_MIDDLES) - 1)  # all that a row can hold
 ARRAYS = (
     np.array(BIN_EDGES),
-    np.array(GRADE_MIDDLES, dtype=np.float32),
-    np.array(BIN_OF_GRADE, dtype=np.int32),
+    np.array(GRADE_MIDDLES, dtype=np.float32)[GRADES],
+    np.array(BIN_OF_GRADE, dtype=np.int32)[GRADES],
     np.array([SHARPNESS.get(kind, 1.0) for kind in range(NUM_KINDS)]),
 )
 
