@@ -1,3 +1,4 @@
+import os
 import platform
 import re
 import sysconfig
@@ -26,8 +27,10 @@ CLIENTS = [
     "xgrammar",
 ]
 # Without a C compiler lade is installed without it, and lade/drafting/growth.py does the same more slowly.
-GROWTH = Extension("lade.drafting._growth", ["lade/drafting/_growth.c"], optional=True)
-# Python without a lock would take it back for a module that does not say that it needs none.
+GROWTH = Extension(
+    "lade.drafting._growth", ["lade/drafting/_growth.c"], libraries=[] if os.name == "nt" else ["m"], optional=True
+)
+# A free-threaded interpreter would turn its global lock on again for a module that does not say it needs none.
 CAN_COMPILE = platform.python_implementation() == "CPython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 

@@ -3,9 +3,11 @@ installed from an earlier version is not what is tested."""
 
 import contextlib
 import importlib.util
+import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import tracemalloc
 from types import SimpleNamespace
 
@@ -39,27 +41,43 @@ from lade.drafting.top_k_table import GRADE_MIDDLES, KEY_SHIFT, NUM_BINS, ROW_LE
 from lade.drafting.vocabulary import Vocabulary
 
 SEEDS = range(40)
+CAN_COMPILE = platform.python_implementation() == "CPython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
-@pytest.fixture(scope="session")
-def module(tmp_path_factory):
-    """The compiled module, in a folder of its own."""
-    pytest.importorskip("setuptools")
-    folder = tmp_path_factory.mktemp("compiled")
+def build(folder, script):
+    """Run a setup script that compiles one module. Returns its file, None if there is none, and what was printed."""
     command = [
         sys.executable,
-        "setup.py",
+        str(script),
         "build_ext",
         "--build-lib",
         str(folder),
         "--build-temp",
         str(folder / "temp"),
     ]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    found = [*folder.rglob("_growth*.so"), *folder.rglob("_growth*.pyd")]
-    if not found:
-        pytest.skip(f"no C compiler: {(built.stdout + built.stderr)[-300:]}")
-    spec = importlib.util.spec_from_file_location("lade.drafting._growth", found[0])
+    built = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=300)
+    found = [path for path in folder.rglob("*") if path.suffix in (".so", ".pyd")]
+    return (found[0] if found else None), built.stdout + built.stderr
+
+
+@pytest.fixture(scope="session")
+def module(tmp_path_factory):
+    """The compiled module, in a folder of its own. Skips where nothing can be compiled."""
+    pytest.importorskip("setuptools")
+    path, printed = build(tmp_path_factory.mktemp("compiled"), ROOT / "setup.py")
+    if path is None:
+        trivial = tmp_path_factory.mktemp("trivial")
+        (trivial / "trivial.c").write_text(
+            "#include <Python.h>\nPyMODINIT_FUNC PyInit_trivial(void) { return NULL; }\n"
+        )
+        modules = 'ext_modules=[Extension("trivial", ["trivial.c"], optional=True)]'
+        (trivial / "setup.py").write_text(
+            f'from setuptools import Extension, setup\nsetup(name="trivial", {modules})\n'
+        )
+        if CAN_COMPILE and build(trivial, trivial / "setup.py")[0] is not None:
+            pytest.fail(f"_growth.c does not compile: {printed[-2000:]}")
+        pytest.skip("nothing can be compiled here")
+    spec = importlib.util.spec_from_file_location("lade.drafting._growth", path)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
@@ -115,7 +133,7 @@ def world(seed):
         logs = -np.sort(numbers.uniform(0.5, 9, ids.shape), axis=1).astype(np.float16)
         likely = numbers.integers(0, VOCAB, (200, 2)).astype(np.int32)
         alone = Vocabulary(ids, logs, likely).at(1.0)
-    draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
+    draws = numbers.exponential(size=(33, VOCAB - 1)).astype(np.float32)  # of the last id there is none
     asked = []
 
     def draws_at(depth):
@@ -129,8 +147,12 @@ def world(seed):
         following = numbers.integers(0, VOCAB, 12).tolist()
         if has(0.3):
             following[3] = FOREIGN
+        if pointers and has(0.5):
+            following[:2] = pointers[-1].following[:2]
         if has(0.6):
             pointers.append(Pointer(following, 0, int(numbers.integers(3, 25)), kinds))
+    if has(0.1):
+        text[-1] = FOREIGN
     size = int(numbers.choice([1, 7, 15, 63, 127]))
     stop = Stop(int(numbers.integers(0, 2 * size))) if has(0.5) else None
     known = memory, acceptance, alone, text, context, draws_at, sources, pointers
@@ -146,17 +168,8 @@ def grown(grower, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_same_trees(compiled, seed):
-    """Times of a race are summed in another order, so that chances may differ in their last digits."""
-    (expected, *_, told, asked), (found, is_stopped, told_too, asked_too) = (grown(g, seed) for g in (Grower, compiled))
-    assert found.tokens == expected.tokens
-    assert found.parents == expected.parents
-    assert found.kinds == expected.kinds
-    assert found.depths == expected.depths
-    assert found.chances == pytest.approx(expected.chances, rel=1e-6)
-    assert is_stopped == grown(Grower, seed)[1]
-    assert [count for count, *_ in told_too] == [count for count, *_ in told]
-    assert [numbers for _, *numbers in told_too] == [pytest.approx(numbers, rel=1e-6) for _, *numbers in told]
-    assert asked_too == asked
+    """Chances included: rounding could only move a guess into another bin of probabilities."""
+    assert grown(compiled, seed) == grown(Grower, seed)
 
 
 def test_the_trees_have_guesses_of_all_sources(compiled):
@@ -235,6 +248,8 @@ def test_a_row_beyond_the_table_is_none(compiled):
 
 def test_no_memory_is_lost(compiled):
     (*known, _, sources, pointers), _, _ = world(3)
+    known[3] = [1000, 2000]  # integers of which Python does not keep one object each
+    known[0].singles.put([2000], known[0].singles.rows[:1])
     draws, stop = np.ones(VOCAB, np.float32), SimpleNamespace(update=lambda *_: False)
     things = [*known, draws, stop, sources, pointers, known[0].pairs.rows, known[0].pairs.slots]
 

@@ -78,8 +78,7 @@ def lade_lines() -> Iterable[str]:
     settings |= {name: "auto" for name in ("use_flash", "cuda_graph", "pack") if settings[name] is None}
     yield "settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())
     yield f"packed weights: {packing_line()}"
-    compiled = "compiled" if CompiledGrower.module is not None else "in Python; a C compiler at installation helps"
-    yield f"search for guesses: {compiled}"
+    yield f"search for guesses: {'in Python' if CompiledGrower.module is None else 'compiled'}"
     where = f"{len(stored())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
     yield f"step costs in half precision: {where}"
 

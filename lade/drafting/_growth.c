@@ -11,6 +11,7 @@
 #define VERSION 1     /* of what `grow` is given and returns: compiled_growth.py asks for its own */
 #define ROW_LENGTH 32 /* ids of a row, at most */
 #define FIRST_SOURCES 64
+#define MAX_SIZE 1000000 /* of nodes, and of depth */
 
 typedef enum { GREEDY, RACE, ONE_GUESS } Mode;
 typedef enum { NOT_ASKED, NO_DRAWS, DRAWS } DrawsState;
@@ -94,13 +95,12 @@ get_array(PyObject *from, Py_buffer *view, char kind, Py_ssize_t itemsize, int n
 {
     if (PyObject_GetBuffer(from, view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) < 0)
         return -1;
-    char format = view->format == NULL ? 'B' : view->format[strlen(view->format) - 1];
-    int is_integer = strchr("ilq", format) != NULL;
-    if (view->ndim != ndim || view->itemsize != itemsize || (kind == 'i' ? !is_integer : format != kind)) {
-        PyErr_Format(PyExc_TypeError, "an array must have %d dimensions of '%c%zd', got %d of '%c%zd'", ndim, kind,
+    const char *format = view->format == NULL ? "B" : view->format; /* of several characters: another byte order */
+    int is_kind = strlen(format) == 1 && (kind == 'i' ? strchr("ilq", *format) != NULL : *format == kind);
+    if (view->ndim != ndim || view->itemsize != itemsize || !is_kind) {
+        PyErr_Format(PyExc_TypeError, "an array must have %d dimensions of '%c%zd', got %d of '%s%zd'", ndim, kind,
                      itemsize, view->ndim, format, view->itemsize);
         PyBuffer_Release(view);
-        view->obj = NULL;
         return -1;
     }
     return 0;
@@ -211,14 +211,13 @@ is_known(const Growth *g, int parent, int token)
     return 0;
 }
 
-/* Chance of a kind; -1 with an error set where there is no such kind. */
-static double
-chance_of(const Growth *g, int kind)
+static int
+has_kind(const Growth *g, int kind)
 {
     if (kind >= 0 && kind < g->num_kinds)
-        return g->chances[kind];
+        return 1;
     PyErr_Format(PyExc_ValueError, "kinds must be below %zd, got %d", g->num_kinds, kind);
-    return -1.0;
+    return 0;
 }
 
 static int
@@ -245,20 +244,21 @@ push_next(Growth *g, int index)
             kind = source->first + bins[both & ((1 << g->grade_bits) - 1)];
         }
         else if (source->mode == RACE) {
-            int winner = 0;
-            for (int i = 1; i < source->count; i++)
-                if (source->times[i] < source->times[winner])
+            int winner = -1; /* of equal times the first */
+            for (int i = 0; i < source->count; i++)
+                if (!isnan(source->times[i]) && (winner < 0 || source->times[i] < source->times[winner]))
                     winner = i;
+            if (winner < 0)
+                return 0;
             double time = source->times[winner];
-            source->times[winner] = INFINITY;
+            source->times[winner] = NAN; /* taken */
             token = source->row[winner];
             kind = source->first + bin_of(g, pow(time, -source->sharpness) * source->scale * exp(source->rest * time));
         }
         source->next++;
-        double chance = chance_of(g, kind);
-        if (chance < 0)
+        if (!has_kind(g, kind))
             return -1;
-        chance *= source->chance;
+        double chance = source->chance * g->chances[kind];
         if (chance < g->least)
             return 0;
         if (is_known(g, source->node, token))
@@ -301,7 +301,7 @@ add_row(Growth *g, int node, double chance, int first, const int32_t *row, Py_ss
     source->node = node;
     source->first = first;
     source->chance = chance;
-    source->next = 0;
+    source->next = source->token = source->kind = 0;
     source->count = (int)length;
     memcpy(source->row, row, length * sizeof(int32_t));
     return 0;
@@ -329,7 +329,7 @@ add_row_object(Growth *g, int node, double chance, PyObject *found)
 static int
 follow(Growth *g, Pointer pointer, int node, double chance)
 {
-    if (pointer.number >= PyList_GET_SIZE(pointer.following))
+    if (pointer.number < 0 || pointer.number >= PyList_GET_SIZE(pointer.following))
         return 0;
     int guess = (int)PyLong_AsLong(PyList_GET_ITEM(pointer.following, pointer.number));
     if (guess == -1 && PyErr_Occurred())
@@ -462,7 +462,7 @@ order_guesses(Growth *g, Source *source, const Py_buffer *draws)
     const float tiny = (float)g->tiny;
     Py_ssize_t num_drawn = draws->shape[0];
     int32_t mask = (1 << g->grade_bits) - 1, lowest = source->row[source->count - 1] & ~mask;
-    float sharpness = (float)((double *)g->sharpness.buf)[source->first];
+    double sharpness = ((double *)g->sharpness.buf)[source->first];
     float total = 0.0f, known = 0.0f;
     source->mode = RACE;
     for (int i = source->count; i < ROW_LENGTH; i++) /* short rows repeat their last id, in the lowest grade */
@@ -473,10 +473,10 @@ order_guesses(Growth *g, Source *source, const Py_buffer *draws)
         Py_ssize_t token = both >> g->grade_bits;
         float chance = middles[both & mask];
         float draw = drawn[token < 0 ? 0 : token < num_drawn ? token : num_drawn - 1];
-        float time = (draw > tiny ? draw : tiny) / chance;
+        float time = (draw < tiny ? tiny : draw) / chance;
         source->row[i] = (int32_t)token;
         source->times[i] = time;
-        total += powf(time, -sharpness);
+        total += powf(time, (float)-sharpness);
         known += chance;
     }
     source->scale = 1.0 / total;
@@ -643,18 +643,21 @@ grow(PyObject *module, PyObject *args)
                           &g.max_match, &g.foreign, &g.pair, &g.single, &g.vocabulary,
                           &edges, &middles, &bins, &sharpness, &g.max_depth, &g.size, &g.least))
         return NULL;
-    if (g.max_depth < 0)
-        g.max_depth = 0;
-    if (g.size < 0)
-        g.size = 0;
+    if (g.max_depth > MAX_SIZE || g.size > MAX_SIZE) {
+        PyErr_Format(PyExc_ValueError, "max_depth and size must be at most %d, got %d and %d", MAX_SIZE, g.max_depth,
+                     g.size);
+        return NULL;
+    }
+    g.max_depth = g.max_depth < 0 ? 0 : g.max_depth;
+    g.size = g.size < 0 ? 0 : g.size;
     g.sources_room = g.followed_room = FIRST_SOURCES;
-    g.draws = PyMem_Calloc(g.max_depth + 1, sizeof(Py_buffer));
-    g.draws_state = PyMem_Calloc(g.max_depth + 1, 1);
+    g.draws = PyMem_Calloc((size_t)g.max_depth + 1, sizeof(Py_buffer));
+    g.draws_state = PyMem_Calloc((size_t)g.max_depth + 1, 1);
     g.sources = PyMem_Malloc(FIRST_SOURCES * sizeof(Source));
     g.heap = PyMem_Malloc(FIRST_SOURCES * sizeof(Entry));
     g.followed = PyMem_Malloc(FIRST_SOURCES * sizeof(Followed));
-    g.nodes = PyMem_Malloc((g.size + 1) * sizeof(Node));
-    waiting = PyMem_Malloc(2 * (g.size + 1) * sizeof(int));
+    g.nodes = PyMem_Malloc(((size_t)g.size + 1) * sizeof(Node));
+    waiting = PyMem_Malloc(2 * ((size_t)g.size + 1) * sizeof(int));
     if (!g.draws || !g.draws_state || !g.sources || !g.heap || !g.followed || !g.nodes || !waiting)
         PyErr_NoMemory();
     else if (get_rows(pairs, &g.pairs) == 0 && get_rows(singles, &g.singles) == 0 && get_rows(alone, &g.alone) == 0

@@ -252,7 +252,7 @@ class Grower:
             numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first
         sharpness = np.array([[SHARPNESS[looked.first]] for looked in rows], dtype=np.float32)
         times, totals, sums = races(chances, drawn, sharpness)
-        arrays = packed, times, times.argsort(axis=1), totals, sums
+        arrays = packed, times, times.argsort(axis=1, kind="stable"), totals, sums
         columns = zip(rows, *(array.tolist() for array in arrays), strict=True)
         for looked, tokens, when, order, total, known in columns:
             self._push_next(self._winners(looked, tokens, when, order, total, known), looked.node, least)

@@ -73,7 +73,8 @@ class Vocabulary:
         pairs = np.zeros((0, 2), dtype=np.int32) if pairs is None else pairs
         if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind != "i" or len(pairs) > len(ids):
             raise ValueError("its pairs of tokens have a wrong shape or type")
-        if ids.ndim != 2 or ids.shape != logs.shape or ids.dtype.kind != "i" or logs.dtype.kind != "f":
+        is_shaped = ids.ndim == 2 and ids.shape == logs.shape and 0 < ids.shape[1] <= ROW_LENGTH
+        if not is_shaped or ids.dtype.kind != "i" or logs.dtype.kind != "f":
             raise ValueError("its rows of tokens alone have a wrong shape or type")
         if ids.size and (min(ids.min(), pairs.min(initial=0)) < 0 or not np.isfinite(logs).all() or logs.max() > 0):
             raise ValueError("its rows of tokens alone hold values out of range")
