@@ -22,6 +22,7 @@ LABELS = {
     "static": "static\ncache,\ncompiled",
     "prompt_lookup": "prompt\nlookup",
     "lade_modules": "lade, not\ninlined",
+    "lade_unpacked": "lade,\nunpacked\nweights",
     "lade": "lade",
     "lade_kept": "lade,\nmemory\nkept",
     "lookahead": "lade,\npaper's\nwindow",
