@@ -16,7 +16,6 @@ from pathlib import Path
 import lade
 from lade.compat import TESTED, is_newer_than_tested, version_problem
 from lade.config import apply_environment, current_config
-from lade.drafting.compiled_growth import CompiledGrower
 from lade.forward.free_memory import free_bytes
 
 PACKAGES = (
@@ -67,6 +66,7 @@ def report() -> str:
 
 def lade_lines() -> Iterable[str]:
     from lade.block_size.tables import can_store, folder, stored
+    from lade.drafting.compiled_growth import CompiledGrower
 
     yield f"version: {lade.__version__}"
     yield f"python: {platform.python_version()} ({platform.python_implementation()}), {platform.platform()}"
