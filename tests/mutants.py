@@ -200,7 +200,7 @@ MUTANTS = [
            "#include <math.h>", "#include <maths.h>",
            "compiled_growth.py::test_the_same_trees"),
     mutant("search in C: draws are held forever", "drafting/_growth.c",
-           "            PyBuffer_Release(&g.draws[depth]);", "            ;",
+           "        PyBuffer_Release(&g.draws[depth]);", "        ;",
            "compiled_growth.py::test_no_memory_is_lost"),
     mutant("search in C: a row's place is not checked", "drafting/_growth.c",
            "if (place < 0 || place >= table->count)", "if (place < 0)",

@@ -182,6 +182,13 @@ def test_memory_is_bounded(num_tokens):
     assert num_rows == num_tokens or num_tokens > 150_000
 
 
+@pytest.mark.parametrize("length", [0, ROW_LENGTH + 1])
+def test_rows_that_are_too_long_or_empty_are_refused(length):
+    """Of a file, for example."""
+    with pytest.raises(ValueError, match="wrong shape or type"):
+        Vocabulary(np.zeros((3, length), dtype=np.int32), np.full((3, length), -3, dtype=np.float16))
+
+
 def test_short_rows_hold_each_guess_once():
     """With draws, rows are filled up to one length: with what can be no second guess of a token."""
     vocabulary = Vocabulary(np.arange(24, dtype=np.int32).reshape(3, 8), np.full((3, 8), -3, dtype=np.float16))

@@ -13,13 +13,11 @@
 #define FIRST_SOURCES 64
 #define MAX_SIZE 1000000 /* of nodes, and of depth */
 
-typedef enum { GREEDY, RACE, ONE_GUESS } Mode;
-typedef enum { NOT_ASKED, NO_DRAWS, DRAWS } DrawsState;
+typedef enum { NEW, GREEDY, RACE, ONE_GUESS } Mode; /* NEW: a row whose guesses are in no order yet */
 
 /* What may follow a node, surest guess first. */
 typedef struct {
     Mode mode;
-    int is_new; /* not in the heap yet */
     int node, first;
     int next, count;
     double chance; /* of the node */
@@ -75,8 +73,8 @@ typedef struct {
     double *chances;
     Py_ssize_t num_kinds;
     /* What has been found. */
-    Py_buffer *draws; /* by depth */
-    char *draws_state; /* likewise, of DrawsState */
+    Py_buffer *draws; /* by depth; without an object where there are none */
+    char *has_asked;  /* for these draws */
     Source *sources;
     int num_sources, sources_room;
     Entry *heap; /* as much room as for sources, of which each has at most one guess here */
@@ -297,7 +295,7 @@ add_row(Growth *g, int node, double chance, int first, const int32_t *row, Py_ss
     Source *source = new_source(g);
     if (source == NULL)
         return -1;
-    source->is_new = 1;
+    source->mode = NEW;
     source->node = node;
     source->first = first;
     source->chance = chance;
@@ -349,7 +347,6 @@ follow(Growth *g, Pointer pointer, int node, double chance)
     if (source == NULL)
         return -1;
     source->mode = ONE_GUESS;
-    source->is_new = 0;
     source->node = node;
     source->token = guess;
     source->kind = kind;
@@ -429,19 +426,17 @@ add_rows(Growth *g, int node, int parent, int before, int token, double chance)
 static const Py_buffer *
 draws_of(Growth *g, int depth)
 {
-    if (g->draws_state[depth] == NOT_ASKED) {
+    Py_buffer *draws = &g->draws[depth];
+    if (!g->has_asked[depth]) {
+        g->has_asked[depth] = 1;
         PyObject *found = PyObject_CallFunction(g->draws_at, "i", depth);
         if (found == NULL)
             return NULL;
-        g->draws_state[depth] = NO_DRAWS;
-        if (found != Py_None && get_array(found, &g->draws[depth], 'f', sizeof(float), 1) == 0) {
-            g->draws_state[depth] = DRAWS;
-            if (g->draws[depth].shape[0] < 1)
-                PyErr_SetString(PyExc_ValueError, "draws must not be empty");
-        }
+        if (found != Py_None && get_array(found, draws, 'f', sizeof(float), 1) == 0 && draws->shape[0] < 1)
+            PyErr_SetString(PyExc_ValueError, "draws must not be empty");
         Py_DECREF(found);
     }
-    return g->draws_state[depth] == DRAWS ? &g->draws[depth] : NULL;
+    return draws->obj == NULL ? NULL : draws;
 }
 
 /* Order a row's guesses: by the times of `races` in coming_draws.py, or, without draws, as they are. */
@@ -511,9 +506,8 @@ look_behind(Growth *g, const int *nodes, int count)
             }
     }
     for (int i = begin; i < g->num_sources; i++) {
-        if (!g->sources[i].is_new)
+        if (g->sources[i].mode != NEW)
             continue;
-        g->sources[i].is_new = 0;
         const Py_buffer *draws = draws_of(g, g->sources[i].node < 0 ? 1 : g->nodes[g->sources[i].node].depth + 1);
         if (PyErr_Occurred() || order_guesses(g, &g->sources[i], draws) < 0 || push_next(g, i) < 0)
             return -1;
@@ -652,13 +646,13 @@ grow(PyObject *module, PyObject *args)
     g.size = g.size < 0 ? 0 : g.size;
     g.sources_room = g.followed_room = FIRST_SOURCES;
     g.draws = PyMem_Calloc((size_t)g.max_depth + 1, sizeof(Py_buffer));
-    g.draws_state = PyMem_Calloc((size_t)g.max_depth + 1, 1);
+    g.has_asked = PyMem_Calloc((size_t)g.max_depth + 1, 1);
     g.sources = PyMem_Malloc(FIRST_SOURCES * sizeof(Source));
     g.heap = PyMem_Malloc(FIRST_SOURCES * sizeof(Entry));
     g.followed = PyMem_Malloc(FIRST_SOURCES * sizeof(Followed));
     g.nodes = PyMem_Malloc(((size_t)g.size + 1) * sizeof(Node));
     waiting = PyMem_Malloc(2 * ((size_t)g.size + 1) * sizeof(int));
-    if (!g.draws || !g.draws_state || !g.sources || !g.heap || !g.followed || !g.nodes || !waiting)
+    if (!g.draws || !g.has_asked || !g.sources || !g.heap || !g.followed || !g.nodes || !waiting)
         PyErr_NoMemory();
     else if (get_rows(pairs, &g.pairs) == 0 && get_rows(singles, &g.singles) == 0 && get_rows(alone, &g.alone) == 0
              && get_rows(alone_pairs, &g.alone_pairs) == 0 && get_array(edges, &g.edges, 'd', sizeof(double), 1) == 0
@@ -676,11 +670,10 @@ grow(PyObject *module, PyObject *args)
                           &g.edges, &g.middles, &g.bins, &g.sharpness};
     for (size_t i = 0; i < sizeof(views) / sizeof(*views); i++)
         PyBuffer_Release(views[i]); /* nothing where there is none */
-    for (int depth = 0; g.draws_state != NULL && g.draws != NULL && depth <= g.max_depth; depth++)
-        if (g.draws_state[depth] == DRAWS)
-            PyBuffer_Release(&g.draws[depth]);
+    for (int depth = 0; g.draws != NULL && depth <= g.max_depth; depth++)
+        PyBuffer_Release(&g.draws[depth]);
     PyMem_Free(g.draws);
-    PyMem_Free(g.draws_state);
+    PyMem_Free(g.has_asked);
     PyMem_Free(g.sources);
     PyMem_Free(g.heap);
     PyMem_Free(g.followed);

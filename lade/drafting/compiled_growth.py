@@ -59,7 +59,7 @@ class CompiledGrower(Grower):
             (text[-2] if len(text) > 1 else -1, text[-1]),
             (self._similar if self._contexts else None, self._draws_at, None if stop is None else stop.update),
             self._sources,
-            list(self._pointers),
+            self._pointers,
             self._chances,
             RULES,
             ARRAYS,

@@ -142,8 +142,8 @@ class Grower:
         """
         self._memory = memory
         self._alone = NO_ROWS if rows_alone is None else rows_alone
-        self._text, self._draws_at, self._sources = text, draws_at, list(sources)
-        self._chances, self._pointers = acceptance.chances, pointers
+        self._text, self._draws_at, self._chances = text, draws_at, acceptance.chances
+        self._sources, self._pointers = list(sources), list(pointers)
         self._growth = Growth()  # nodes in the order in which they were found
         self._known: set[Edge] = set()  # of these nodes
         self._behind: dict[Edge, Pointer] = {}  # what follows an earlier occurrence

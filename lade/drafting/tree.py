@@ -193,8 +193,8 @@ class TreeDrafter:
         text, draws_at = self._texts[row], partial(self._draws_at, row)
         sources = [] if text.sibling is None else [text.sibling]
         pointers = text.pointers(self.memory.texts, max_depth)
-        memory, rows_alone, known = self.memory, self._rows_alone, (text.tokens, text.context)
-        grower = FastestGrower(memory, self.acceptance, rows_alone, *known, draws_at, sources, pointers)
+        memory = self.memory, self.acceptance, self._rows_alone
+        grower = FastestGrower(*memory, text.tokens, text.context, draws_at, sources, pointers)
         growth, is_stopped = grower.grow(max_depth, size, least, stop)
         if not is_stopped:  # tokens whose rows are unknown: the step that tries them learns their rows
             self._add_probes(growth, reversed(list(self.memory.unseen)), size)

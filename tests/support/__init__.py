@@ -19,9 +19,10 @@ from support.models import (
     tiny,
     tiny_llama,
 )
-from support.processes import ENVIRONMENT, ROOT, beside, forked, python
+from support.processes import CAN_COMPILE, ENVIRONMENT, ROOT, beside, forked, python
 
 __all__ = [
+    "CAN_COMPILE",
     "ENVIRONMENT",
     "ROOT",
     "TOKENIZER",
