@@ -420,7 +420,9 @@ def main() -> None:
                                 sum(r.num_steps for r in found[: args.loop]),
                             )
                             line += f"  steps of {len(looped)} texts {one['steps']}, by the loop {one['steps_of_loop']}"
-                        if key in base:
+                        if key in base and len(base[key]["each"]) != len(one["each"]):
+                            line += f"  --against has {len(base[key]['each'])} texts, so there is no ratio"
+                        elif key in base:
                             one["ratio"] = compared(one, base[key])
                             line += "  ratio {:.3f} +- {:.3f}".format(*one["ratio"])
                         print(line, flush=True)
