@@ -109,6 +109,12 @@ class Oracle:
         with torch.inference_mode():
             return self._head(torch.stack([known[node] for node in nodes]))[None]
 
+    def prompt_rows(self, count: int) -> Tensor:
+        """Behind the prompt's last tokens but the very last one. Returns [1, count or less, V]."""
+        length = len(self.recording.prompt)
+        no_guesses = TokenTree([[]], [[]])
+        return torch.cat([self.logits(place, no_guesses) for place in range(max(1, length - count), length)], dim=1)
+
     def choices(self, length: int, shape: tuple[int, int], cells: Tensor) -> Tensor:
         """The likeliest tokens behind the last level of a window whose root is the text's token number `length`.
 
@@ -203,9 +209,19 @@ class Replay:
         return self.num_tokens / self.num_steps
 
 
-def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Memory | None = None) -> Replay:
+def replay(
+    model: Any,
+    recording: Recording,
+    config: LookaheadConfig,
+    memory: Memory | None = None,
+    may_make: bool = True,
+    prompt_rows: int | None = None,
+) -> Replay:
     """The steps that the loop would take with the drafter of `config`, with its own (N, W, G) or MAX_BLOCK. ADAPTIVE
-    must be 0."""
+    must be 0.
+
+    may_make: rows of tokens alone, where the memory has none. prompt_rows: None for as many as the drafter wants.
+    """
     oracle = Oracle(model, recording)
     prompt, tokens = recording.prompt, recording.tokens
     torch.manual_seed(recording.seed)
@@ -221,8 +237,12 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
                 key_mask=None,
                 temperature=recording.temperature,
                 draws=draws,
+                may_measure=may_make,
             )
         )
+    prompt_rows = drafter.prompt_rows if prompt_rows is None else prompt_rows
+    if prompt_rows and len(prompt) > 1:
+        drafter.read_prompt(oracle.prompt_rows(prompt_rows))
     reads_wrong_guesses = getattr(field.FIELD.get(config.mode), "reads_wrong_guesses", True)
     tree, choices, num_steps, num_done, seconds = TokenTree.empty(1), None, 0, 0, 0.0
     while num_done < len(tokens):
@@ -276,14 +296,19 @@ def steps_of_loop(model: Any, recording: Recording, config: dict[str, Any]) -> i
 
 
 def replay_all(
-    model: Any, recordings: list[Recording], config: LookaheadConfig, is_warm: bool, vocabulary: Vocabulary
+    model: Any,
+    recordings: list[Recording],
+    config: LookaheadConfig,
+    is_warm: bool,
+    vocabulary: Vocabulary | None,
+    prompt_rows: int | None = None,
 ) -> list[Replay]:
     """All texts of a set in their order. is_warm: with one memory. vocabulary: what it has from the start."""
     memory, found = Memory(), []
     for recording in recordings:
         memory = memory if is_warm else Memory()
         memory.vocabulary = vocabulary
-        found.append(replay(model, recording, config, memory))
+        found.append(replay(model, recording, config, memory, vocabulary is not None, prompt_rows))
     return found
 
 
@@ -371,6 +396,10 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="with rows of pairs alone, as memory.warm_vocabulary(model, pairs=True) has them",
     )
+    parser.add_argument(
+        "--no_vocabulary", action="store_true", help="without rows of tokens alone, as larger models are at first"
+    )
+    parser.add_argument("--prompt_rows", type=int, help="rows of each prompt to learn, if not those that lade does")
     parser.add_argument("--varied", type=int, help="of each set the first so many texts that are no loops, alone")
     parser.add_argument("--loop", type=int, default=0, help="generate() takes so many of the texts as well, to compare")
     parser.add_argument("--records", type=Path, help="a folder of your own that keeps what the model has said (pickle)")
@@ -384,7 +413,7 @@ def main() -> None:
     model, tokenizer = harness.load_model(args)
     lade.augment_all()
     field.register()
-    vocabulary = make_vocabulary(model, args.pairs)
+    vocabulary = None if args.no_vocabulary else make_vocabulary(model, args.pairs)
     sets = dict(item.split("=", 1) for item in args.set or ()) or {
         "functions": harness.PROMPTS,
         "chat": harness.PROMPTS.parent / "chat.jsonl",
@@ -408,7 +437,7 @@ def main() -> None:
                         settings = field.settings_of(mode, q)
                         with temporary_settings(**settings):
                             config = current_config()
-                        found = replay_all(model, recordings, config, memory == "warm", vocabulary)
+                        found = replay_all(model, recordings, config, memory == "warm", vocabulary, args.prompt_rows)
                         key = f"{name} T={temperature:g} {mode} q={q} {memory}"
                         figures[key] = one = summary(found, recordings) | {"max_new_tokens": args.max_new_tokens}
                         line = f"{key:<36} S {one['S']:6.3f}  no loops {one['S_without_loops']:6.3f} +- {one['standard_error']}"

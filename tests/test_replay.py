@@ -11,6 +11,7 @@ from support import prompt, tiny_llama
 
 import lade
 from lade.config import current_config
+from lade.drafting import vocabulary
 from lade.drafting.memory import Memory
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -51,7 +52,12 @@ def steps_of_loop(model, inputs, memory, **arguments):
 
 @pytest.mark.parametrize("temperature", [None, 0.6])
 @pytest.mark.parametrize("max_block", [6, 40])
-def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, model, temperature, max_block):
+@pytest.mark.parametrize("is_large", [False, True])
+def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, monkeypatch, temperature, max_block, is_large):
+    """Also where the model is too large for rows of tokens alone, so that the prompt's are learned."""
+    if is_large:
+        monkeypatch.setattr(vocabulary, "CHEAP", {})
+    model = tiny_llama()
     lade.config_lade(MODE="tree", MAX_BLOCK=max_block, ADAPTIVE=0)
     looped, replayed = Memory(), Memory()
     for seed in range(3):  # the second and third with what the memory has learned
@@ -61,6 +67,9 @@ def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, model, temperat
         found = bench.replay(model, text, current_config(), replayed)
         assert (found.num_steps, found.sources) == (steps, sources)
         assert found.num_steps < found.num_tokens == 60
+        if is_large or seed == 0:
+            assert ("vocabulary" in sources) is not is_large
+    assert not is_large or bench.replay(model, text, current_config(), Memory(), False, 0).sources != sources
 
 
 def test_a_replay_of_what_is_known_takes_no_model(lade_on, bench, model):
@@ -110,6 +119,14 @@ def test_command(command, tmp_path):
         assert "warm" in key or figures["steps"] == figures["steps_of_loop"] > 0
     more = command(*arguments, "--modes", "lookahead,logitspec", "--sizes", "8", "--varied", "1", "--out", str(out))
     new = set(more["replays"]) - set(first["replays"])
-    assert len(new) == 2 * 3  # of the window cold alone: nothing of it is kept
     assert all(more["replays"][key]["prompts"] <= 1 for key in new)
     assert json.loads(out.read_text())["replays"].keys() == first["replays"].keys() | new
+
+
+def test_as_large_models_begin(command):
+    """Without rows of tokens alone, and with as many of the prompt's as are asked for."""
+    arguments = ("--limit", "2", "--max_new_tokens", "60", "--temperatures", "0", "--sizes", "16", "--memories", "cold")
+    found = {rows: command(*arguments, "--no_vocabulary", "--prompt_rows", rows)["replays"] for rows in ("0", "32")}
+    assert found["0"].keys() == found["32"].keys()
+    steps = {rows: [figures["each"] for figures in replays.values()] for rows, replays in found.items()}
+    assert steps["0"] != steps["32"]

@@ -144,8 +144,19 @@ class DraftRequest:
 class Drafter(Protocol):
     """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted.
 
-    A class that inherits from it needs only `propose`.
+    A class that inherits from it needs only `propose`. prompt_rows: behind how many of each prompt's tokens, before the
+    last one, it wants the logits; each costs a product with the model's head.
     """
+
+    prompt_rows: int = 0
+
+    def read_prompt(self, logits: Tensor) -> None:
+        """Called once, after the prompt's forward and before `learn`, if `prompt_rows` is not 0.
+
+        logits: [B, R, V] behind the last R tokens of each row before its last one, padding included. R is `prompt_rows`
+        or, where the prompt or the forward gave fewer, less; it is not called if there are none.
+        """
+        return
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """sequences: the committed text, whose last tokens are the roots. is_finished: rows that need no guesses.

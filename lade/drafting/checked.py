@@ -25,6 +25,9 @@ class CheckedDrafter(Drafter):
         self._num_tokens, self._most = request.num_tokens, request.config.max_block_tokens
         self.learn, self.spent = drafter.learn, drafter.spent  # type: ignore[method-assign]
         self.finish, self.sources = drafter.finish, drafter.sources  # type: ignore[method-assign]
+        self.prompt_rows = getattr(drafter, "prompt_rows", 0)
+        if self.prompt_rows:
+            self.read_prompt = drafter.read_prompt  # type: ignore[method-assign]
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """Raises ValueError for a draft that breaks a rule, and TypeError for what is no draft."""

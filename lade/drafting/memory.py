@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from lade.drafting.acceptance import Acceptance
 from lade.drafting.array_file import MAX_TEXTS
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import Contents, read_memory, write_memory
-from lade.drafting.nearest import BYTES_PER_RECORD, UNKNOWN, NearestRows, projected, projection, uses_contexts
+from lade.drafting.nearest import BYTES_PER_RECORD, UNKNOWN, Context, NearestRows, projected, projection, uses_contexts
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BYTES_PER_ROW, KEY_SHIFT, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
@@ -164,6 +165,23 @@ class Memory:
         for token in list(unseen)[:-MAX_UNSEEN] if len(unseen) > MAX_UNSEEN else ():
             unseen.pop(token, None)
 
+    def learn_text(
+        self, before: int, ids: list[int], rows: Packed, projections: npt.NDArray[np.float32] | None
+    ) -> Context | None:
+        """Remember what the model predicted behind each token of a text. Returns the context behind the last one.
+
+        before: the id before them, -1 for none. rows: [M, ROW_LENGTH], as `packed` makes them. projections: of the same
+        logits, [M, CONTEXT_SIZE]; None where there are no rows by context. Then, and as long as no context is known,
+        None is returned.
+        """
+        previous = [before, *ids[:-1]]
+        self.learn(previous, ids, rows, len(ids))
+        after = None if projections is None else self.nearest.contexts(projections)
+        if after is None:
+            return None
+        self.nearest.put(previous, ids, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
+        return after[-1]
+
     def save(self, path: str | Path | None = None, texts: bool = False) -> None:
         """Write everything to a file, all or nothing. path: None for the one given at first.
 
@@ -212,14 +230,10 @@ class Memory:
                 logits = model(input_ids=torch.tensor([chunk], device=model.device), use_cache=False).logits[
                     0, :, :num_tokens
                 ]
-            before = [ids[start - 1] if start else -1, *chunk[:-1]]
-            rows = packed(*most_likely(logits))
-            self.learn(before, chunk, rows, len(chunk))
-            if not uses_contexts(model, current_config()):
-                continue
-            after = self.nearest.contexts(projected(logits, projection(logits.device)).cpu().numpy())
-            if after is not None:
-                self.nearest.put(before, chunk, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
+            projections = None
+            if uses_contexts(model, current_config()):
+                projections = projected(logits, projection(logits.device)).cpu().numpy()
+            self.learn_text(ids[start - 1] if start else -1, chunk, packed(*most_likely(logits)), projections)
 
 
 def identity_of(model: Any) -> dict[str, Any]:

@@ -15,26 +15,31 @@ from itertools import accumulate, islice, zip_longest
 from typing import Any
 
 import numpy.typing as npt
+from torch import Tensor
 
 from lade.block.token_tree import TokenTree
 from lade.block_size.costs import Offers
 from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size, compared_sizes
 from lade.drafting.acceptance import PROBE, SIBLING, name_of
-from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
+from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.compiled_growth import FastestGrower
 from lade.drafting.growth import Growth
+from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory, memory_for
 from lade.drafting.nearest import projected, projection, uses_contexts
 from lade.drafting.seen_rows import SeenRows
 from lade.drafting.text import DraftedText
-from lade.drafting.top_k_table import BIN_OF_GRADE, Packed, unpacked
+from lade.drafting.top_k_table import BIN_OF_GRADE, Packed, packed, unpacked
 from lade.drafting.vocabulary import RowsAlone, vocabulary_of
+from lade.transfer import ON_HOST
+from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together; fewer take as long
+MAX_PROMPT_ROWS = 128  # of all prompts of a call
 
 # Why a block has its size.
 RESTS = "No guesses: they have cost more than they gained lately, so a few steps have none."
@@ -58,10 +63,12 @@ class TreeDrafter:
         self.num_tokens = request.num_tokens
         self.acceptance = self.memory.acceptance[temperature is not None]
         self._rows_alone = _rows_alone(request, self.memory)
+        self.prompt_rows = 0 if self._rows_alone is not None else _num_prompt_rows(request)
         self._uses_contexts = uses_contexts(request.model, config)
         self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         self._texts = [DraftedText(ids.tolist()) for ids in request.prompts()]
-        self._seen = SeenRows(temperature or 1.0, request.top_k, request.top_p)
+        self._sampling = temperature or 1.0, request.top_k, request.top_p
+        self._seen = SeenRows(*self._sampling)
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
         self._vocab_size = 0  # width of the logits
         self._backoff = SpeculationBackoff()
@@ -72,6 +79,19 @@ class TreeDrafter:
         self._mean_accepted = 0.0  # guesses per row of the last step
         self._proposed: Counter[int] = Counter()  # by kind
         self._accepted: Counter[int] = Counter()
+
+    def read_prompt(self, logits: Tensor) -> None:
+        num_texts, num_rows, _ = logits.shape
+        every = packed(*most_likely(logits[..., : self.num_tokens].flatten(0, 1), *self._sampling))
+        rows, projections = every.reshape(num_texts, num_rows, -1), self._projections(logits)
+        for number, text in enumerate(self._texts):
+            first = max(0, len(text.tokens) - 1 - num_rows)
+            while FOREIGN in text.tokens[first:-1]:
+                first = text.tokens.index(FOREIGN, first) + 1
+            ids, before = text.tokens[first:-1], text.tokens[first - 1] if first else FOREIGN
+            if ids:
+                own = None if projections is None else projections[number, -len(ids) :]
+                text.context = self.memory.learn_text(before, ids, rows[number, -len(ids) :], own)
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         for text, generated in zip(self._texts, sequences.generated, strict=True):
@@ -93,7 +113,7 @@ class TreeDrafter:
         is_due = is_first or len(self._seen) + num_rows >= ROWS_AT_ONCE or outcome.digest is not None
         if outcome.digest is not None:
             self._learn_rows()  # those without a digest
-        projections = self._projections(outcome)
+        projections = self._projections(outcome.logits, outcome.digest)
         num_judged = num_accepted = 0
         replaced: dict[int, int] = {}  # by text, the index among the rows seen of a wrong guess
         for row, (text, path) in enumerate(zip(self._texts, outcome.accepted, strict=True)):
@@ -215,14 +235,13 @@ class TreeDrafter:
         for token in islice((token for token in tokens if token not in known), room):
             growth.add(token, -1, PROBE, self.acceptance.chances[PROBE], 1)
 
-    def _projections(self, outcome: Outcome) -> npt.NDArray[Any] | None:
-        """What contexts of a step's rows are made of, [B, 1 + n, CONTEXT_SIZE]; None where they are not used."""
+    def _projections(self, logits: Tensor, digest: LogitsDigest | None = None) -> npt.NDArray[Any] | None:
+        """What contexts of rows of logits are made of, [B, R, CONTEXT_SIZE]; None where they are not used."""
         if not self._uses_contexts:
             return None
-        if outcome.digest is not None:
-            return outcome.digest.projections
-        logits = outcome.logits[..., : self.num_tokens]
-        return projected(logits, projection(logits.device)).cpu().numpy()
+        if digest is not None:
+            return digest.projections
+        return projected(logits[..., : self.num_tokens], projection(logits.device)).cpu().numpy()
 
     def _see(
         self, outcome: Outcome, projections: npt.NDArray[Any] | None, row: int, path: list[int], is_due: bool
@@ -277,3 +296,12 @@ def _rows_alone(request: DraftRequest, memory: Memory) -> RowsAlone | None:
     may_make = request.may_measure and not request.is_split
     found = memory.vocabulary or vocabulary_of(request.model, may_make, may_load)
     return None if found is None or found.largest_id >= request.num_tokens else found.at(request.temperature or 1.0)
+
+
+def _num_prompt_rows(request: DraftRequest) -> int:
+    """Behind how many of each prompt's tokens logits pay. Where tokens have rows of their own alone they gain nothing.
+
+    A row costs a product with the head. That is next to nothing on an accelerator, on a CPU about what it gains.
+    """
+    on_accelerator = request.model.device.type not in ON_HOST
+    return MAX_PROMPT_ROWS // len(request.prompt_ids) if on_accelerator or not request.config.adaptive else 0
