@@ -85,6 +85,14 @@ def test_the_rows_are_those_of_the_text(model, large, inputs):
     assert not same(all_rows(memory), all_rows(other))
 
 
+def test_the_rows_are_learned_by_generate(model, large, monkeypatch):
+    """Those of the prompt's forward, each in its place."""
+    read, inputs = [], prompt(24)
+    monkeypatch.setattr(TreeDrafter, "read_prompt", lambda _, logits: read.append(logits.clone()))
+    model.generate(**inputs, max_new_tokens=8)
+    torch.testing.assert_close(read, [logits_of(model, inputs, 23)])
+
+
 def test_only_the_end_of_a_prompt(model, large):
     memory, warmed, inputs = Memory(), Memory(), prompt(24)
     drafter_of(model, inputs, memory).read_prompt(logits_of(model, inputs, 5))
