@@ -405,7 +405,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--records", type=Path, help="a folder of your own that keeps what the model has said (pickle)")
     parser.add_argument("--against", type=Path, help="a JSON of an earlier run to compare with")
     parser.add_argument("--out", type=Path, help="write the JSON there as well, to what it has of other sets")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.loop and (args.no_vocabulary or args.prompt_rows is not None):
+        parser.error("--loop has no --no_vocabulary and no --prompt_rows: generate() decides by itself what it learns")
+    return args
 
 
 def main() -> None:

@@ -149,9 +149,11 @@ class DecodingCall:
         request, model_kwargs = self.request, self.request.model_kwargs
         self.cache.adopt(model_kwargs[CACHE_NAME])
         model_kwargs[CACHE_NAME] = self.cache
-        rows = model_kwargs.get("logits_to_keep")
-        if isinstance(rows, int) and rows == 1:  # as generate() sets it where the model can leave the others out
-            model_kwargs["logits_to_keep"] = rows + self.drafter.prompt_rows
+        kept = model_kwargs.get("logits_to_keep", 0)
+        # Of a tensor the rows may be any; chunks would all compute as many, and only those of the last are there.
+        self.prompt_rows = 0 if isinstance(kept, Tensor) else self.drafter.prompt_rows
+        if self.prompt_rows and kept and not request.generation_config.prefill_chunk_size:
+            model_kwargs["logits_to_keep"] = 1 + self.prompt_rows
         outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)
         if (returned := getattr(outputs, CACHE_NAME)) is not self.cache:  # the model replaced it during the prompt
             most_slots, self.cache = self.cache.most_slots, self.runner.make_cache(self.cache.capacity)
@@ -172,13 +174,12 @@ class DecodingCall:
         """Choose the first token from the prompt's logits: a step with an empty tree."""
         self.selection.recorder.begin_step(outputs, None)
         tree, logits = TokenTree.empty(len(self.cache.lengths)), outputs.logits[:, -1:]
-        num_rows = self.drafter.prompt_rows
-        if num_rows and outputs.logits.shape[1] > 1:
-            self.drafter.read_prompt(outputs.logits[:, -1 - num_rows : -1])
         self.vocab_size, self.nan_column = logits.shape[-1], find_nan_column(logits[:, 0])
         part = self.group.partition(tree, ROOT_ALONE)
         block_logits, _ = self.group.exchange(part, BlockLogits(logits, self.nan_column), None)
         accepted = self.selection.verify(tree, block_logits)
+        if self.prompt_rows and outputs.logits.shape[1] > 1:
+            self.drafter.read_prompt(outputs.logits[:, -1 - self.prompt_rows : -1])
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
         self.runner.use_digests(self.nan_column, self.temperature)
 

@@ -1,5 +1,6 @@
 """Rows of the prompt: what the model predicted behind its last tokens is learned where that pays; no text changes."""
 
+import re
 from dataclasses import replace
 from functools import wraps
 from types import SimpleNamespace
@@ -8,13 +9,18 @@ import numpy as np
 import pytest
 import torch
 from support import VOCAB, generate_plain, padded_prompt, prompt, tiny_llama
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
 
 import lade
+from lade.compat import CACHE_NAME
 from lade.config import current_config
 from lade.drafting import DraftRequest, make_drafter, register_drafter
 from lade.drafting import tree as tree_module
 from lade.drafting import vocabulary as vocabulary_module
+from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
+from lade.drafting.top_k_table import KEY_SHIFT, packed
 from lade.drafting.tree import MAX_PROMPT_ROWS, TreeDrafter
 from lade.models.base import prompt_key_mask
 
@@ -64,6 +70,12 @@ def same(some, others):
     )
 
 
+def distinct_prompt():
+    """24 ids, no two of them equal."""
+    ids = 3 + torch.randperm(VOCAB - 3, generator=torch.Generator().manual_seed(0))[None, :24]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def logits_of(model, inputs, count):
     """Behind the last tokens but the very last one."""
     with torch.no_grad():
@@ -93,14 +105,23 @@ def test_the_rows_are_learned_by_generate(model, large, monkeypatch):
     torch.testing.assert_close(read, [logits_of(model, inputs, 23)])
 
 
-def test_only_the_end_of_a_prompt(model, large):
-    memory, warmed, inputs = Memory(), Memory(), prompt(24)
-    drafter_of(model, inputs, memory).read_prompt(logits_of(model, inputs, 5))
-    ids = inputs["input_ids"][0]
-    warmed.warm(model, [ids[:-1]])
-    latest = [(int(ids[-3 - i]), int(ids[-2 - i])) for i in range(5)]
-    assert set(memory.pairs.slots) == {before << vocabulary_module.KEY_SHIFT | token for before, token in latest}
-    assert set(memory.pairs.slots) < set(warmed.pairs.slots)
+@pytest.mark.parametrize("count", [5, 23, 30])
+@pytest.mark.parametrize("masked", [slice(0, 0), slice(0, 6), slice(10, 14), slice(20, 24)])
+def test_each_row_is_its_tokens(model, large, count, masked):
+    """Whatever is masked: the beginning, a hole, the end. More rows than tokens: an adapter adds its own."""
+    inputs, memory = distinct_prompt(), Memory()
+    inputs["attention_mask"][0, masked] = 0
+    logits = torch.randn(1, count, VOCAB, generator=torch.Generator().manual_seed(0))
+    drafter_of(model, inputs, memory).read_prompt(logits)
+    ids, is_text = inputs["input_ids"][0].tolist(), inputs["attention_mask"][0].tolist()
+    places = [place for place in range(max(0, 23 - count), 23) if is_text[place]]
+    expected = packed(*most_likely(logits[0, [place - 23 for place in places]]))
+    assert list(memory.singles.slots) == [ids[place] for place in places]
+    for place, row in zip(places, expected, strict=True):
+        assert np.array_equal(memory.singles.row(ids[place]), row)
+        before = [ids[earlier] for earlier in range(place) if is_text[earlier]]
+        key = (before[-1] if before else -1) << KEY_SHIFT | ids[place]
+        assert np.array_equal(memory.pairs.row(key), row)
 
 
 def test_the_context_of_the_last_token_is_known(model, large):
@@ -110,6 +131,18 @@ def test_the_context_of_the_last_token_is_known(model, large):
     [text] = drafter._texts
     assert np.array_equal(text.context, memory.nearest._after[22])
     assert np.linalg.norm(text.context) == pytest.approx(1)
+    masked = prompt(24)
+    masked["attention_mask"][0, -3:] = 0
+    drafter = drafter_of(model, masked, Memory())
+    drafter.read_prompt(logits_of(model, masked, 23))
+    assert drafter._texts[0].context is None  # its row is not the last one
+
+
+def test_ids_without_an_embedding_are_no_guesses(model, large):
+    memory, inputs = Memory(), prompt(24)
+    logits = torch.cat([logits_of(model, inputs, 23), torch.full((1, 23, 7), 100.0)], dim=-1)
+    drafter_of(model, inputs, memory).read_prompt(logits)
+    assert memory.singles.as_arrays()[1].max() < VOCAB
 
 
 @pytest.mark.parametrize("sampling", [False, True])
@@ -159,37 +192,89 @@ def test_the_forward_is_asked_for_so_many_rows(model, large, monkeypatch, read):
     assert read == [(1, 6, VOCAB), (3, 2, VOCAB)]
 
 
-def test_all_rows_that_the_user_asks_for(model, large, read):
-    """Then they are there anyway, and the last ones are learned."""
-    inputs = prompt(24)
-    expected = generate_plain(model, inputs, max_new_tokens=8, logits_to_keep=0)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=8, logits_to_keep=0), expected)
-    assert read == [(1, 23, VOCAB)]
+def test_rows_that_the_user_asks_for(model, large, monkeypatch, read):
+    """All: they are there, and the last ones are learned. Some: they may be any, and none is."""
+    inputs = prompt(140)
+    for kept, shapes in ((0, [(1, MAX_PROMPT_ROWS, VOCAB)]), (torch.tensor([0, -1]), [])):
+        del read[:]
+        arguments = {"max_new_tokens": 8, "logits_to_keep": kept}
+        expected = generate_plain(model, inputs, **arguments)
+        assert torch.equal(model.generate(**inputs, **arguments), expected)
+        assert lade.last_stats().fallback_reason is None
+        assert read == shapes
 
 
-@pytest.mark.parametrize(("chunk", "expected_rows"), [(5, [(2, 3, VOCAB)]), (23, [])])
-def test_a_prompt_in_chunks(model, large, read, chunk, expected_rows):
-    """What the last chunk gave."""
+@pytest.mark.parametrize("chunk", [5, 23])
+def test_a_prompt_in_chunks_has_none(model, large, read, chunk):
+    """Each chunk would compute as many."""
     inputs = prompt(24, batch_size=2)
     expected = generate_plain(model, inputs, max_new_tokens=20, prefill_chunk_size=chunk)
     assert torch.equal(model.generate(**inputs, max_new_tokens=20, prefill_chunk_size=chunk), expected)
-    assert read == expected_rows
+    assert lade.last_stats().fallback_reason is None
+    assert read == []
 
 
 def test_embeddings_in_place_of_ids(model, large, read):
-    """Without ids, and with ids that only keep places, behind which nothing is learned."""
+    """Without ids there are no rows; behind ids that only keep places nothing is learned."""
     inputs = prompt(24)
     embeddings = model.get_input_embeddings()(inputs["input_ids"]).detach()
     arguments = {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"], "max_new_tokens": 20}
     expected = generate_plain(model, {}, **arguments)
-    with Memory().active():
-        assert torch.equal(model.generate(**arguments), expected)
-    assert read == [(1, 23, VOCAB)]
-    ids = inputs["input_ids"].clone()
+    assert torch.equal(model.generate(**arguments), expected)
+    assert read == []
+    ids, memory = distinct_prompt()["input_ids"], Memory()
     ids[0, 10] = -1
-    memory = Memory()
     drafter_of(model, inputs | {"input_ids": ids}, memory).read_prompt(logits_of(model, inputs, 23))
-    assert set(memory.singles.slots) == set(ids[0, 11:-1].tolist())
+    assert list(memory.singles.slots) == ids[0, 11:-1].tolist()
+
+
+def test_after_a_cached_prefix(model, large, read):
+    inputs = prompt(24)
+    expected = generate_plain(model, inputs, max_new_tokens=20)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(inputs["input_ids"][:, :15], **{CACHE_NAME: cache})
+    assert torch.equal(model.generate(**inputs, **{CACHE_NAME: cache}, max_new_tokens=20), expected)
+    assert lade.last_stats().fallback_reason is None
+    assert read == [(1, 8, VOCAB)]
+
+
+def test_a_call_that_ends_at_once_leaves_nothing(model, large):
+    class Refuses(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            raise ZeroDivisionError
+
+    with Memory().active() as memory, pytest.raises(ZeroDivisionError):
+        model.generate(**prompt(24), max_new_tokens=20, logits_processor=LogitsProcessorList([Refuses()]))
+    assert len(memory) == 0
+
+
+def test_the_first_token_does_not_wait_for_them(model, large, monkeypatch):
+    order, original = [], TreeDrafter.read_prompt
+
+    class Streamer(BaseStreamer):
+        def put(self, value):
+            order.append("put")
+
+        def end(self):
+            pass
+
+    def spy(drafter, logits):
+        order.append("read")
+        return original(drafter, logits)
+
+    monkeypatch.setattr(TreeDrafter, "read_prompt", spy)
+    model.generate(**prompt(24), max_new_tokens=8, streamer=Streamer())
+    assert order[:4] == ["put", "put", "read", "put"]  # the prompt, its token, its rows
+
+
+def test_half_precision_gives_one_text(large, read):
+    model, texts = tiny_llama(torch.bfloat16), []
+    for _ in range(2):
+        with Memory().active():
+            texts.append(model.generate(**prompt(24), max_new_tokens=40))
+    assert len(read) == 2
+    assert torch.equal(*texts)
 
 
 def test_prompts_of_a_token_have_no_rows(model, large, read):
@@ -211,17 +296,22 @@ def test_where_they_pay(lade_on, monkeypatch):
     """On an accelerator, or where costs do not matter; not where tokens have rows of their own alone."""
     model, inputs = tiny_llama(), prompt(24, batch_size=2)
 
-    def wanted(adaptive, device="cpu"):
+    def wanted(on_accelerator, inputs=inputs, **settings):
         with monkeypatch.context() as patch:
-            patch.setattr(type(model), "device", torch.device(device))
-            config = replace(current_config(), adaptive=adaptive)
+            patch.setattr(tree_module, "on_host", lambda _: not on_accelerator)
+            config = replace(current_config(), **settings)
             return drafter_of(model, inputs, Memory(), config=config, may_measure=False).prompt_rows
 
-    assert wanted(adaptive=False) == wanted(adaptive=False, device="meta") == MAX_PROMPT_ROWS // 2
-    assert wanted(adaptive=True) == 0
-    assert wanted(adaptive=True, device="meta") == MAX_PROMPT_ROWS // 2
+    assert wanted(False, adaptive=False) == wanted(True, adaptive=False) == MAX_PROMPT_ROWS // 2
+    assert wanted(True, adaptive=True) == MAX_PROMPT_ROWS // 2
+    assert wanted(False, adaptive=True) == 0
+    assert wanted(True, adaptive=True, max_block=4) == 4
+    assert wanted(True, prompt(24, batch_size=MAX_PROMPT_ROWS + 1), adaptive=True) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(DraftRequest, "is_split", True)
+        assert wanted(True, adaptive=True) == 0
     assert drafter_of(model, inputs, Memory(), may_measure=True).prompt_rows == 0  # makes rows of tokens alone
-    assert wanted(adaptive=True, device="meta") == 0
+    assert wanted(True, adaptive=True) == 0
 
 
 @pytest.mark.parametrize("has_prompt_rows", [False, True])
@@ -244,3 +334,25 @@ def test_drafters_of_users(model, lade_on, has_prompt_rows):
     expected = generate_plain(model, inputs, max_new_tokens=20)
     assert torch.equal(model.generate(**inputs, max_new_tokens=20), expected)
     assert [tuple(logits.shape) for logits in got] == [(1, 4, VOCAB)] * has_prompt_rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "has_method", "error", "message"),
+    [
+        (-5, True, ValueError, "prompt_rows must be an integer of at least 0, got -5"),
+        (4.0, True, ValueError, "prompt_rows must be an integer of at least 0, got 4.0"),
+        (True, True, ValueError, "prompt_rows must be an integer of at least 0, got True"),
+        (4, False, TypeError, "has no read_prompt()"),
+    ],
+)
+def test_wrong_drafters_of_users(model, lade_on, rows, has_method, error, message):
+    class Mine(SimpleNamespace):
+        def __init__(self, request):
+            tree = TreeDrafter(request)
+            methods = ["propose", "learn", "finish", "spent", "sources"] + ["read_prompt"] * has_method
+            super().__init__(prompt_rows=rows, **{name: getattr(tree, name) for name in methods})
+
+    register_drafter("mine", Mine)
+    lade.config_lade(MODE="mine")
+    with pytest.raises(error, match=re.escape(message)):
+        model.generate(**prompt(24), max_new_tokens=20)

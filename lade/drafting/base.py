@@ -106,10 +106,14 @@ class DraftRequest:
         """Each row's ids without padding, [length]; FOREIGN for placeholders, which may stand beside inputs_embeds."""
         ids = self.prompt_ids.long()
         ids = ids.masked_fill((ids < 0) | (ids >= self.num_tokens), FOREIGN)
+        return [row[mask] for row, mask in zip(ids, self.is_text(), strict=True)]
+
+    def is_text(self) -> Tensor:
+        """Which ids are no padding, [B, P] bool."""
+        ids = self.prompt_ids
         if self.key_mask is None:
-            return list(ids)
-        is_text = self.key_mask[:, self.key_mask.shape[1] - ids.shape[1] :]
-        return [row[mask] for row, mask in zip(ids, is_text, strict=True)]
+            return torch.ones_like(ids, dtype=torch.bool)
+        return self.key_mask[:, self.key_mask.shape[1] - ids.shape[1] :]
 
     @property
     def is_split(self) -> bool:
@@ -151,10 +155,10 @@ class Drafter(Protocol):
     prompt_rows: int = 0
 
     def read_prompt(self, logits: Tensor) -> None:
-        """Called once, after the prompt's forward and before `learn`, if `prompt_rows` is not 0.
+        """Called once, before the first `learn`, if `prompt_rows` is not 0 and the prompt's forward gave such rows.
 
         logits: [B, R, V] behind the last R tokens of each row before its last one, padding included. R is `prompt_rows`
-        or, where the prompt or the forward gave fewer, less; it is not called if there are none.
+        or, where the prompt's forward gave fewer, less.
         """
         return
 

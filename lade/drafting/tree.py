@@ -14,6 +14,7 @@ from functools import partial
 from itertools import accumulate, islice, zip_longest
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
@@ -32,14 +33,14 @@ from lade.drafting.seen_rows import SeenRows
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import BIN_OF_GRADE, Packed, packed, unpacked
 from lade.drafting.vocabulary import RowsAlone, vocabulary_of
-from lade.transfer import ON_HOST
+from lade.transfer import on_host
 from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
 ROWS_AT_ONCE = 8  # rows of logits that are learned from together; fewer take as long
-MAX_PROMPT_ROWS = 128  # of all prompts of a call
+MAX_PROMPT_ROWS = 128  # of all prompts of a call, and no more than twice MAX_BLOCK: their logits take memory, too
 
 # Why a block has its size.
 RESTS = "No guesses: they have cost more than they gained lately, so a few steps have none."
@@ -67,6 +68,7 @@ class TreeDrafter:
         self._uses_contexts = uses_contexts(request.model, config)
         self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         self._texts = [DraftedText(ids.tolist()) for ids in request.prompts()]
+        self._is_text = request.is_text().cpu().numpy()
         self._sampling = temperature or 1.0, request.top_k, request.top_p
         self._seen = SeenRows(*self._sampling)
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
@@ -81,17 +83,24 @@ class TreeDrafter:
         self._accepted: Counter[int] = Counter()
 
     def read_prompt(self, logits: Tensor) -> None:
+        # Some adapters put tokens of their own before the prompt.
+        logits = logits[:, 1 - self._is_text.shape[1] :, : self.num_tokens]
         num_texts, num_rows, _ = logits.shape
-        every = packed(*most_likely(logits[..., : self.num_tokens].flatten(0, 1), *self._sampling))
+        every = packed(*most_likely(logits.flatten(0, 1), *self._sampling))
         rows, projections = every.reshape(num_texts, num_rows, -1), self._projections(logits)
         for number, text in enumerate(self._texts):
-            first = max(0, len(text.tokens) - 1 - num_rows)
-            while FOREIGN in text.tokens[first:-1]:
-                first = text.tokens.index(FOREIGN, first) + 1
-            ids, before = text.tokens[first:-1], text.tokens[first - 1] if first else FOREIGN
-            if ids:
-                own = None if projections is None else projections[number, -len(ids) :]
-                text.context = self.memory.learn_text(before, ids, rows[number, -len(ids) :], own)
+            is_text = self._is_text[number, :-1]
+            end, chosen = int(is_text.sum()), np.flatnonzero(is_text[-num_rows:])
+            first = end - len(chosen)
+            # Behind the last place for which only an embedding was given.
+            first = max((place + 1 for place in range(first, end) if text.tokens[place] == FOREIGN), default=first)
+            if first == end:
+                continue
+            chosen = chosen[first - end :]
+            own = None if projections is None else projections[number, chosen]
+            before = text.tokens[first - 1] if first else FOREIGN
+            context = self.memory.learn_text(before, text.tokens[first:end], rows[number, chosen], own)
+            text.context = context if self._is_text[number, -1] else None
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         for text, generated in zip(self._texts, sequences.generated, strict=True):
@@ -303,5 +312,8 @@ def _num_prompt_rows(request: DraftRequest) -> int:
 
     A row costs a product with the head. That is next to nothing on an accelerator, on a CPU about what it gains.
     """
-    on_accelerator = request.model.device.type not in ON_HOST
-    return MAX_PROMPT_ROWS // len(request.prompt_ids) if on_accelerator or not request.config.adaptive else 0
+    batch_size, length = request.prompt_ids.shape
+    is_cheap = not on_host(request.prompt_ids) or not request.config.adaptive
+    if request.is_split or length < 2 or not is_cheap:  # processes may differ in what they know of tokens alone
+        return 0
+    return min(MAX_PROMPT_ROWS, 2 * request.config.max_block) // batch_size
