@@ -406,6 +406,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, help="a JSON of an earlier run to compare with")
     parser.add_argument("--out", type=Path, help="write the JSON there as well, to what it has of other sets")
     args = parser.parse_args()
+    if (args.prompt_rows or 0) < 0:
+        parser.error(f"--prompt_rows must be at least 0, got {args.prompt_rows}")
     if args.loop and (args.no_vocabulary or args.prompt_rows is not None):
         parser.error("--loop has no --no_vocabulary and no --prompt_rows: generate() decides by itself what it learns")
     return args

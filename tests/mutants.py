@@ -215,7 +215,7 @@ MUTANTS = [
            "if text.tokens[place] == FOREIGN", "if False",
            "prompt_rows.py::test_embeddings_in_place_of_ids"),
     mutant("prompt rows: ids without an embedding are guesses", "drafting/tree.py",
-           "logits[:, 1 - self._is_text.shape[1] :, : self.num_tokens]", "logits[:, 1 - self._is_text.shape[1] :]",
+           "logits[:, 1 - masks.shape[1] :, : self.num_tokens]", "logits[:, 1 - masks.shape[1] :]",
            "prompt_rows.py::test_ids_without_an_embedding_are_no_guesses"),
     mutant("prompt rows: of each prompt as many as of one", "drafting/tree.py",
            "2 * request.config.max_block) // batch_size", "2 * request.config.max_block)",

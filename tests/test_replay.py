@@ -119,6 +119,7 @@ def test_command(command, tmp_path):
         assert "warm" in key or figures["steps"] == figures["steps_of_loop"] > 0
     more = command(*arguments, "--modes", "lookahead,logitspec", "--sizes", "8", "--varied", "1", "--out", str(out))
     new = set(more["replays"]) - set(first["replays"])
+    assert len(new) == 2 * 3  # of the window cold alone: nothing of it is kept
     assert all(more["replays"][key]["prompts"] <= 1 for key in new)
     assert json.loads(out.read_text())["replays"].keys() == first["replays"].keys() | new
 
@@ -130,3 +131,16 @@ def test_as_large_models_begin(command):
     assert found["0"].keys() == found["32"].keys()
     steps = {rows: [figures["each"] for figures in replays.values()] for rows, replays in found.items()}
     assert steps["0"] != steps["32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt_rows", "-1"), "--prompt_rows must be at least 0, got -1"),
+        (("--loop", "1", "--no_vocabulary"), "--loop has no --no_vocabulary"),
+    ],
+)
+def test_wrong_arguments(command, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        command(*arguments)
+    assert message in capsys.readouterr().err

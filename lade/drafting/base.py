@@ -106,14 +106,12 @@ class DraftRequest:
         """Each row's ids without padding, [length]; FOREIGN for placeholders, which may stand beside inputs_embeds."""
         ids = self.prompt_ids.long()
         ids = ids.masked_fill((ids < 0) | (ids >= self.num_tokens), FOREIGN)
-        return [row[mask] for row, mask in zip(ids, self.is_text(), strict=True)]
+        is_text = self.is_text()
+        return list(ids) if is_text is None else [row[mask] for row, mask in zip(ids, is_text, strict=True)]
 
-    def is_text(self) -> Tensor:
-        """Which ids are no padding, [B, P] bool."""
-        ids = self.prompt_ids
-        if self.key_mask is None:
-            return torch.ones_like(ids, dtype=torch.bool)
-        return self.key_mask[:, self.key_mask.shape[1] - ids.shape[1] :]
+    def is_text(self) -> Tensor | None:
+        """Which ids are no padding, [B, P] bool; None where all are."""
+        return None if self.key_mask is None else self.key_mask[:, self.key_mask.shape[1] - self.prompt_ids.shape[1] :]
 
     @property
     def is_split(self) -> bool:

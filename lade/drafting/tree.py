@@ -68,7 +68,7 @@ class TreeDrafter:
         self._uses_contexts = uses_contexts(request.model, config)
         self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         self._texts = [DraftedText(ids.tolist()) for ids in request.prompts()]
-        self._is_text = request.is_text().cpu().numpy()
+        self._prompt_shape, self._is_text = request.prompt_ids.shape, request.is_text()
         self._sampling = temperature or 1.0, request.top_k, request.top_p
         self._seen = SeenRows(*self._sampling)
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
@@ -83,13 +83,14 @@ class TreeDrafter:
         self._accepted: Counter[int] = Counter()
 
     def read_prompt(self, logits: Tensor) -> None:
+        masks = np.ones(self._prompt_shape, bool) if self._is_text is None else self._is_text.cpu().numpy()
         # Some adapters put tokens of their own before the prompt.
-        logits = logits[:, 1 - self._is_text.shape[1] :, : self.num_tokens]
+        logits = logits[:, 1 - masks.shape[1] :, : self.num_tokens]
         num_texts, num_rows, _ = logits.shape
         every = packed(*most_likely(logits.flatten(0, 1), *self._sampling))
         rows, projections = every.reshape(num_texts, num_rows, -1), self._projections(logits)
-        for number, text in enumerate(self._texts):
-            is_text = self._is_text[number, :-1]
+        for number, (text, mask) in enumerate(zip(self._texts, masks, strict=True)):
+            is_text, is_last_text = mask[:-1], mask[-1]
             end, chosen = int(is_text.sum()), np.flatnonzero(is_text[-num_rows:])
             first = end - len(chosen)
             # Behind the last place for which only an embedding was given.
@@ -98,9 +99,9 @@ class TreeDrafter:
                 continue
             chosen = chosen[first - end :]
             own = None if projections is None else projections[number, chosen]
-            before = text.tokens[first - 1] if first else FOREIGN
+            before = text.tokens[first - 1] if first else -1
             context = self.memory.learn_text(before, text.tokens[first:end], rows[number, chosen], own)
-            text.context = context if self._is_text[number, -1] else None
+            text.context = context if is_last_text else None
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         for text, generated in zip(self._texts, sequences.generated, strict=True):
