@@ -1,10 +1,7 @@
-import os
-import platform
 import re
-import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "lade/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
@@ -26,12 +23,6 @@ CLIENTS = [
     "trl",
     "xgrammar",
 ]
-# Without a C compiler lade is installed without it, and lade/drafting/growth.py does the same more slowly.
-GROWTH = Extension(
-    "lade.drafting._growth", ["lade/drafting/_growth.c"], libraries=[] if os.name == "nt" else ["m"], optional=True
-)
-# A free-threaded interpreter would turn its global lock on again for a module that does not say it needs none.
-CAN_COMPILE = platform.python_implementation() == "CPython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def long_description() -> str:
@@ -64,7 +55,6 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["lade", "lade.*"]),
     package_data={"lade": ["py.typed"], "lade.commands": ["prompts.jsonl"], "lade.commands.trace": ["page.html"]},
-    ext_modules=[GROWTH] if CAN_COMPILE else [],
     entry_points={"console_scripts": ["lade = lade.commands:main"]},
     install_requires=["torch>=2.6", "transformers>=5.8,<6", "numpy", "packaging"],
     extras_require={

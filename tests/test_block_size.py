@@ -392,7 +392,6 @@ def test_where_no_block_pays_no_tree_is_grown(priced, monkeypatch):
         inner(self, nodes, *args)
 
     monkeypatch.setattr(Grower, "_look_behind", look)
-    monkeypatch.setattr(recycling, "FastestGrower", Grower)
     model, steps = tiny_llama(), {}
     for adaptive in (1, 0):  # the last is the control
         looked_up.clear()

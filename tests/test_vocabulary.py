@@ -9,7 +9,6 @@ from support import VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.drafting import growth as growth_module
-from lade.drafting import tree as tree_module
 from lade.drafting import vocabulary as vocabulary_module
 from lade.drafting.acceptance import (
     FIRST_NUM_KINDS,
@@ -145,7 +144,6 @@ def test_pairs_change_no_text_and_are_saved(few_pairs, tmp_path, monkeypatch, ar
         return found[-1]
 
     monkeypatch.setattr(RowsAlone, "after_pair", noted)
-    monkeypatch.setattr(tree_module, "FastestGrower", Grower)  # the one that asks this way
     torch.manual_seed(5)
     with loaded.active():
         assert torch.equal(stranger.generate(**prompt(20), max_new_tokens=40, **arguments), expected)

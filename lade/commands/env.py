@@ -66,7 +66,6 @@ def report() -> str:
 
 def lade_lines() -> Iterable[str]:
     from lade.block_size.tables import can_store, folder, stored
-    from lade.drafting.compiled_growth import CompiledGrower
 
     yield f"version: {lade.__version__}"
     yield f"python: {platform.python_version()} ({platform.python_implementation()}), {platform.platform()}"
@@ -78,7 +77,6 @@ def lade_lines() -> Iterable[str]:
     settings |= {name: "auto" for name in ("use_flash", "cuda_graph", "pack") if settings[name] is None}
     yield "settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())
     yield f"packed weights: {packing_line()}"
-    yield f"search for guesses: {'in Python' if CompiledGrower.module is None else 'compiled'}"
     where = f"{len(stored())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
     yield f"step costs in half precision: {where}"
 

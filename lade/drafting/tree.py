@@ -24,8 +24,7 @@ from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size, c
 from lade.drafting.acceptance import PROBE, SIBLING, name_of
 from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.coming_draws import ComingDraws, Draws
-from lade.drafting.compiled_growth import FastestGrower
-from lade.drafting.growth import Growth
+from lade.drafting.growth import Grower, Growth
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory, memory_for
 from lade.drafting.nearest import projected, projection, uses_contexts
@@ -224,7 +223,7 @@ class TreeDrafter:
         sources = [] if text.sibling is None else [text.sibling]
         pointers = text.pointers(self.memory.texts, max_depth)
         memory = self.memory, self.acceptance, self._rows_alone
-        grower = FastestGrower(*memory, text.tokens, text.context, draws_at, sources, pointers)
+        grower = Grower(*memory, text.tokens, text.context, draws_at, sources, pointers)
         growth, is_stopped = grower.grow(max_depth, size, least, stop)
         if not is_stopped:  # tokens whose rows are unknown: the step that tries them learns their rows
             self._add_probes(growth, reversed(list(self.memory.unseen)), size)

@@ -19,10 +19,9 @@ from support.models import (
     tiny,
     tiny_llama,
 )
-from support.processes import CAN_COMPILE, ENVIRONMENT, ROOT, beside, forked, python
+from support.processes import ENVIRONMENT, ROOT, beside, forked, python
 
 __all__ = [
-    "CAN_COMPILE",
     "ENVIRONMENT",
     "ROOT",
     "TOKENIZER",

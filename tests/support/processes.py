@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import platform
 import re
 import select
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from contextlib import suppress
@@ -20,8 +18,6 @@ import pytest
 import lade
 
 ROOT = Path(lade.__file__).parent.parent
-# As setup.py has it.
-CAN_COMPILE = platform.python_implementation() == "CPython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if not name.startswith(("USE_LADE", "LOAD_LADE", "LADE_"))
 }
