@@ -39,7 +39,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"prompt_lookup_num_tokens": 5},
     "lade": {},  # each call with an empty memory
     "lade_unpacked": {},  # the same without packed weights
-    "lade_modules": {},  # the same with blocks that run through the model's modules (INLINE=0)
     "lade_kept": {},  # as by default: what one prompt has taught serves the next ones; forgotten before each trial
     "lookahead": {},  # lade with the paper's window and pool, of the sizes in --level --window --guess
 }
@@ -47,7 +46,6 @@ METHODS: dict[str, dict[str, Any]] = {
 OWN: dict[str, dict[str, Any]] = {
     "lade": {},
     "lade_unpacked": {"PACK": 0},
-    "lade_modules": {"INLINE": 0},
     "lade_kept": {},
     "lookahead": {},
 }

@@ -25,7 +25,7 @@ import lade
 from lade import decoding, stats
 from lade.block import kv_cache, layout
 from lade.config import current_config
-from lade.forward import inlined, runner
+from lade.forward import runner
 from lade.forward import static_shapes as fixed
 from lade.models import base
 from lade.verification import selection as rules
@@ -46,7 +46,6 @@ def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
     # What it does around the model's own forward: masks, slots.
     yield runner.BlockRunner, "forward", "lay out"
     yield base.ModelAdapter, "ordinary_forward", "forward"
-    yield inlined.InlinedForward, "run", "forward"
     yield fixed.StaticForward, "call", "forward"
     yield fixed.StaticForward, "replay", "forward"
     yield fixed.StaticChoice, "replay", "forward"

@@ -21,7 +21,6 @@ LABELS = {
     "plain_packed": "plain,\npacked\nweights",
     "static": "static\ncache,\ncompiled",
     "prompt_lookup": "prompt\nlookup",
-    "lade_modules": "lade, not\ninlined",
     "lade_unpacked": "lade,\nunpacked\nweights",
     "lade": "lade",
     "lade_kept": "lade,\nmemory\nkept",

@@ -45,7 +45,6 @@ import lade
 from lade import decoding, transfer
 from lade.drafting import lookahead
 from lade.drafting.ngram_pool import NGramPool
-from lade.forward.inlined import InlinedForward
 from lade.forward.static_choice import StaticChoice
 from lade.forward.static_shapes import StaticForward
 from lade.models.base import ModelAdapter
@@ -273,7 +272,7 @@ def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     operators = CountOperators(waits, memory)
 
     forwards: list[tuple[Any, str]] = [(StaticForward, "replay"), (StaticForward, "call")]
-    forwards += [(ModelAdapter, "ordinary_forward"), (InlinedForward, "run")]
+    forwards += [(ModelAdapter, "ordinary_forward")]
     patches = [mock.patch.object(owner, name, operators.aside(getattr(owner, name))) for owner, name in forwards]
     # A graph beside that of the forward.
     patches.append(mock.patch.object(StaticChoice, "replay", operators.aside(StaticChoice.replay, launches=1)))

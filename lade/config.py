@@ -153,12 +153,6 @@ class LookaheadConfig:
         "1 keeps a second, packed copy of a CPU model's linear weights, with which blocks cost less. 'auto' does so "
         "if memory is free and the calls are long enough to pay for it.",
     )
-    inline: bool = setting(
-        True,
-        "INLINE",
-        flag,
-        "1 runs the layers of a CPU model of Llama's kind as one function, with the same results; 0 calls its modules.",
-    )
     deterministic: bool = setting(
         False,
         "DETERMINISTIC",

@@ -20,7 +20,6 @@ from lade.compat import CACHE_NAME
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.forward.choice import choose_forward
-from lade.forward.on_device.loop import DeviceLoop, runs_on_device
 from lade.forward.race import RacedSelection
 from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter, prompt_key_mask
@@ -52,8 +51,6 @@ def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationS
     with adapter.block_model._optimize_model_for_decode(), call.reporting():
         call.take_first_token(outputs)
         del outputs  # frees the hidden states and attentions of the whole prompt
-        if call.on_device:  # the same loop on the device; rows that it leaves unfinished continue below
-            call.on_device.run(call.cache, call.vocab_size, call.nan_column)
         while call.model._has_unfinished_sequences(all(selection.is_finished), is_synced, device=call.device):
             timer.begin()
             draft = call.propose()
@@ -132,17 +129,9 @@ class DecodingCall:
                 may_measure=not request.synced_gpus,  # other processes' waits distort the times
             )
         )
-        most_slots = slots_of_static(self.callers_cache)
-        is_alone = type(group) is SingleProcess and not request.synced_gpus and most_slots is None
-        on_device = is_alone and runs_on_device(self.runner, config, self.selection, stats, self.positions)
-        parts = (self.runner, config, self.selection, self.drafter, stats, self.key_mask, self.positions)
-        self.on_device = DeviceLoop(*parts) if on_device else None
         most = prompt_length + num_new + config.max_block_tokens
-        if self.on_device:
-            self.cache = self.on_device.take_cache(num_slots, most)
-        else:
-            self.cache = self.runner.take_cache(num_slots, most, batch_size)
-        self.cache.most_slots = most_slots
+        self.cache = self.runner.take_cache(num_slots, most, batch_size)
+        self.cache.most_slots = slots_of_static(self.callers_cache)
 
     def prefill(self) -> Any:
         """Run the prompt's forward. Returns the model's output."""
@@ -253,8 +242,6 @@ class DecodingCall:
         self.drafter.finish()
         if self.callers_cache is not None:
             self.cache.hand_over(self.callers_cache)
-        if self.on_device:
-            self.on_device.release()
         self.runner.finish(self.stats)
         return selection.recorder.result(selection.sequences.padded(selection.pad_token), self.callers_cache)
 

@@ -76,7 +76,7 @@ def warmup(
                 # Each step commits one token, or two if a guess happens to be right.
                 most = 2 * NUM_CHECKS * config.max_block.bit_length() + 2
                 stats = _generate(model, num_slots, min(most, num_slots - 1), batch_size, arguments)
-    reasons = {stats.kernel_reason, stats.compile_reason, stats.cuda_graph_reason, stats.device_reason} - {None}
+    reasons = {stats.kernel_reason, stats.compile_reason, stats.cuda_graph_reason} - {None}
     done = stats.captured_steps or stats.compiled_steps
     return Warmup(
         seconds=perf_counter() - began,

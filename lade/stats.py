@@ -40,10 +40,6 @@ class GenerationStats:
     packed_weights: int = 0  # weights whose packed copy the blocks used (PACK)
     packed_bytes: int = 0  # of these copies, which stay with the model
     packing_reason: str | None = None  # why some weights or all of them were not packed, or some products not used
-    inlined_steps: int = 0  # steps whose forward ran inlined (INLINE)
-    inlining_reason: str | None = None  # why none did, or not all
-    device_steps: int = 0  # steps that ran entirely on the device
-    device_reason: str | None = None  # why the host loop took over from such steps
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     @property

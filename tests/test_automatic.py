@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import generate_plain, prompt, tiny, tiny_llama
-from support.graphs import NOT_HERE, is_wanted, kept_buffers
+from support.graphs import NOT_HERE, kept_buffers
 from torch.utils._pytree import tree_map
 from transformers import BloomConfig, BloomForCausalLM
 
@@ -24,7 +24,6 @@ from lade.forward import choice as forward_choice
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.choice import largest_head_dim, slow_kernel_reason
-from lade.forward.on_device import loop as device_loop
 from lade.forward.runner import BlockRunner
 from lade.kernels import reference_block_attention, self_check
 from lade.models import base
@@ -40,8 +39,7 @@ AUTOMATIC = LookaheadConfig()
 
 @pytest.fixture(scope="module")
 def model():
-    """One layer is traced in half the time of two, which tests/test_static_shapes.py and tests/test_on_device_step.py
-    take."""
+    """One layer is traced in half the time of two, which tests/test_static_shapes.py takes."""
     return tiny_llama(num_hidden_layers=1)
 
 
@@ -114,7 +112,7 @@ def test_nothing_changes_on_a_cpu(model, kernel):
     for settings in ({}, {"MODE": "tree"}):
         lade.config_lade(**settings)
         stats = run(model)
-        assert (stats.captured_steps, stats.device_steps, stats.cuda_graph_reason) == (0, 0, None)
+        assert (stats.captured_steps, stats.cuda_graph_reason) == (0, None)
         assert (stats.used_kernel, stats.kernel_reason) == (False, None)
     assert not kernel.calls
     assert not kept_buffers(model)
@@ -123,24 +121,23 @@ def test_nothing_changes_on_a_cpu(model, kernel):
 ONE_SHAPE = {"MODE": "tree", "MAX_BLOCK": 8, "ADAPTIVE": 0}
 
 
-@pytest.mark.parametrize("settings", [{}, ONE_SHAPE], ids=["lookahead", "tree"])
+@pytest.mark.parametrize("settings", [{"ADAPTIVE": 0}, ONE_SHAPE], ids=["lookahead", "tree"])
 def test_captures_by_itself(settings, model, on_cuda):
     lade.config_lade(**settings)
     stats = run(model)
     assert stats.captured_steps == stats.steps - 1
-    assert stats.device_steps == (0 if settings else stats.steps - 1)
     assert stats.cuda_graph_reason is None
     assert len(on_cuda) == 1
     run(model)
     assert len(on_cuda) == 1
     lade.config_lade(CUDA_GRAPH=0)
     stats = run(model)
-    assert (stats.captured_steps, stats.device_steps, stats.cuda_graph_reason) == (0, 0, None)
+    assert (stats.captured_steps, stats.cuda_graph_reason) == (0, None)
 
 
 def test_not_for_a_short_call(model, on_cuda):
     stats = run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1)
-    assert (stats.captured_steps, stats.device_steps, len(on_cuda)) == (0, 0, 0)
+    assert (stats.captured_steps, len(on_cuda)) == (0, 0)
     assert stats.cuda_graph_reason.startswith("a call for fewer than ")
     lade.config_lade(CUDA_GRAPH=1)
     assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1).captured_steps > 0
@@ -196,35 +193,8 @@ def test_not_where_another_process_might_fail(on_cuda, monkeypatch):
     assert not fixed.asks_for_graphs(replace(AUTOMATIC, cuda_graph=False), CUDA)
 
 
-def test_a_large_batch_leaves_the_device_loop(model, on_cuda, monkeypatch):
-    """For the loop that lays out as much of the block as pays, whose forwards are captured."""
-    monkeypatch.setattr(device_loop, "FREE_TOKENS_OTHERWISE", 2 * current_config().max_block_tokens)
-    stats = run(model, prompt(batch_size=2))
-    assert stats.device_steps == stats.captured_steps == stats.steps - 1
-    stats = run(model, prompt(batch_size=3))
-    assert (stats.device_steps, stats.captured_steps) == (0, stats.steps - 1)
-    lade.config_lade(CUDA_GRAPH=1)
-    assert run(model, prompt(batch_size=3)).device_steps > 0
-
-
-def test_blocks_that_are_cheap():
-    tokens = AUTOMATIC.max_block_tokens
-    assert tokens == 64
-    for dtype, rows, cheap in [
-        (BF16, 8, True),
-        (BF16, 9, False),
-        (torch.float16, 8, True),
-        (F32, 1, True),
-        (F32, 2, False),
-    ]:
-        assert is_wanted(AUTOMATIC, CUDA, dtype, rows, True) == cheap
-        assert not is_wanted(AUTOMATIC, CUDA, dtype, rows, False)
-        assert not is_wanted(AUTOMATIC, CPU, dtype, rows, True)
-        assert is_wanted(replace(AUTOMATIC, adaptive=False), CUDA, dtype, rows, False)
-
-
 def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
-    """Neither a step's nor a forward's, unless it is asked for."""
+    """Unless it is asked for."""
     tried = []
 
     def refuse(forward):
@@ -232,23 +202,15 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
         raise RuntimeError("operation not permitted")
 
     model = tiny_llama(num_hidden_layers=1)
-    monkeypatch.setattr(device_loop, "capture", refuse)
-    stats = run(model)
-    assert (stats.device_steps, len(tried)) == (0, 1)
-    assert stats.cuda_graph_reason == "RuntimeError: operation not permitted"
-    assert run(model).captured_steps > 0  # the forward alone
-    assert len(tried) == 1
-
     monkeypatch.setattr(fixed, "capture", refuse)
-    kept_buffers(model).clear()
     for _ in range(2):
         stats = run(model)
         assert stats.captured_steps == 0
         assert stats.cuda_graph_reason == "RuntimeError: operation not permitted"
-        assert len(tried) == 2
+        assert len(tried) == 1
     lade.config_lade(CUDA_GRAPH=1)
     run(model)
-    assert len(tried) > 2
+    assert len(tried) > 1
 
 
 def test_memory_may_be_there_again(on_cuda, monkeypatch):
@@ -288,20 +250,6 @@ def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch
     else:  # the control: nobody looks any more, and such a graph would be seen in the text
         assert stats.cuda_graph_reason is None
         assert not torch.equal(found, expected)
-
-
-def test_a_step_that_remembers_its_first_inputs(model, on_cuda, monkeypatch):
-    """Found out before the first token: the forwards are captured alone."""
-
-    def stale(run):
-        first = run().clone()
-        count = iter(range(1000))
-        return lambda: run() if next(count) == 0 else run() * 0 + first
-
-    monkeypatch.setattr(device_loop, "capture", stale)
-    stats = run(model)
-    assert (stats.device_steps, stats.captured_steps) == (0, stats.steps - 1)
-    assert stats.cuda_graph_reason.startswith("the captured step was off by ")
 
 
 def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
@@ -366,7 +314,7 @@ def test_what_a_step_costs_depends_on_the_way(on_cuda, kernel, monkeypatch):
     assert [request.forward_kind for request in requests] == [
         ("kernel", "graph"),
         ("graph",),
-        ("inlined",),
+        (),
         ("kernel",),
     ]
     assert len({id(make_drafter(request).costs.at(100)) for request in requests}) == len(requests)

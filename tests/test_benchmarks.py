@@ -123,7 +123,7 @@ def test_the_forward_that_is_asked_for(module, monkeypatch):
     parts = module("parts")
     parser = argparse.ArgumentParser()
     parts.add_forward_arguments(parser)
-    found = GenerationStats(kernel_reason="no kernel", cuda_graph_reason="no graph", device_reason="no step")
+    found = GenerationStats(kernel_reason="no kernel", cuda_graph_reason="no graph")
     settings = {
         "": {"USE_FLASH": "auto", "COMPILE": 0, "CUDA_GRAPH": "auto", "PACK": "auto"},
         "--use_flash 0 --cuda_graph 1 --pack 0": {"USE_FLASH": 0, "COMPILE": 0, "CUDA_GRAPH": 1, "PACK": 0},

@@ -7,8 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from support import Recorder, generate_plain, prompt, tiny_llama
-from support.device_steps import seeded
+from support import Recorder, generate_plain, prompt, seeded, tiny_llama
 
 import lade
 from lade import transfer

@@ -216,7 +216,7 @@ def mistral(dtype):
 @pytest.mark.parametrize("mode", ["tree", "lookahead"])
 def test_texts_are_plain_ones(lade_on, calls, dtype, arguments, make, mode):
     model, inputs = make(dtype), padded_prompt() if dtype == torch.float64 else prompt()
-    lade.config_lade(MODE=mode, INLINE=0)  # or the first block would run twice, to be compared
+    lade.config_lade(MODE=mode)
     torch.manual_seed(3)
     expected = generate_plain(model, inputs, max_new_tokens=NEW, **arguments)
     assert not calls
@@ -285,7 +285,7 @@ def test_costs_are_counted_apart(lade_on, monkeypatch):
     )
     for model in (tiny_llama(), tiny_llama(num_key_value_heads=4)):
         model.generate(**prompt(), max_new_tokens=4)
-    assert kinds == [("grouped", "inlined"), ("inlined",)]
+    assert kinds == [("grouped",), ()]
 
 
 @needs_kernel

@@ -124,9 +124,6 @@ TESTED_IN = {
     "forward.buffer_pool": "static_shapes",
     "forward.choice": "automatic",
     "forward.fingerprint": "static_shapes",
-    "forward.on_device.loop": "on_device_step",
-    "forward.on_device.sampling": "on_device_sampling",
-    "forward.on_device.step": "on_device_step",
     "forward.free_memory": "packed",
     "forward.runner": "kernel_interface",
     "forward.static_inputs": "static_shapes",
@@ -170,7 +167,6 @@ def test_every_module_has_a_test_file():
         "block",
         "drafting",
         "forward",
-        "forward.on_device",
         "parallel",
         "verification",
     }

@@ -6,31 +6,20 @@ zero, or one for a fraction. An index or a mask that was left on the CPU fails h
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from support import prompt, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from transformers import LogitsProcessorList
-from transformers.generation import logits_process as processors
 from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade import decoding
-from lade.block.kv_cache import LookaheadCache
 from lade.block.layout import block_layout
-from lade.block.mask import Reach
 from lade.drafting import nearest
 from lade.drafting.coming_draws import ComingDraws
-from lade.drafting.ngram_pool import NGramPool, copy_pool
 from lade.forward import static_shapes as fixed
-from lade.forward.graphs import refuse_waiting
-from lade.forward.on_device import step as device_step
-from lade.forward.on_device.step import StepShape, StepState
-from lade.forward.race import Sampling
-from lade.forward.runner import BlockRunner
 from lade.models import base
 from lade.transfer import Landing
 from lade.verification import draws as draws_module
@@ -91,8 +80,7 @@ def layout_there(*sizes):
 def other_device(lade_on, monkeypatch):
     """lade on, and the switches by which it tells a GPU from a CPU set for the other device."""
     monkeypatch.setattr(decoding, "wait_for", lambda device: None)
-    for module in (decoding, device_step):
-        monkeypatch.setattr(module, "block_layout", layout_there)
+    monkeypatch.setattr(decoding, "block_layout", layout_there)
     monkeypatch.setattr(draws_module, "READABLE", ("cpu", "meta"))
     monkeypatch.setattr(draws_module, "generator_state", lambda device: torch.get_rng_state())
     monkeypatch.setattr(draws_module, "set_generator_state", lambda device, state: torch.set_rng_state(state))
@@ -169,47 +157,11 @@ def test_blocks_of_fixed_shapes(uses_kernel, model, other_device, monkeypatch):
     monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("meta",))
     monkeypatch.setattr(fixed, "capture", lambda forward: forward)
     monkeypatch.setattr(fixed, "numerics", lambda device: ())  # torch knows no autocast for that device
-    monkeypatch.setattr(decoding, "runs_on_device", lambda *request: False)  # tested apart
     lade.config_lade(CUDA_GRAPH=1, USE_FLASH=uses_kernel, **LOOKAHEAD)
     for arguments in ({}, {"batch_size": 2, "padding": 5}):
         _, stats = generate(model, do_sample=False, **arguments)
         assert (stats.cuda_graph_reason, stats.used_kernel) == (None, bool(uses_kernel))
         assert stats.captured_steps == stats.steps - 1
-
-
-WARPERS = LogitsProcessorList(
-    [processors.TemperatureLogitsWarper(0.7), processors.TopKLogitsWarper(20), processors.TopPLogitsWarper(0.9)]
-)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-@pytest.mark.parametrize("uses_kernel", [False, True])
-@pytest.mark.parametrize("sampling", [None, Sampling(None, tuple(WARPERS))], ids=["greedy", "sampled"])
-def test_step_on_the_device(batch_size, uses_kernel, sampling, model, other_device):
-    """It reads nothing at all."""
-    shape = StepShape(
-        batch_size, 4, 3, 2, 61, 2, True, uses_kernel, True, (batch_size, 1), torch.float32, META, sampling
-    )
-    block_model = model
-    if uses_kernel:
-        runner = BlockRunner(lade.models.adapter_for(model))
-        assert runner.use_kernel(None) is None
-        block_model = runner.model
-    with OtherDevice() as watched, torch.no_grad():
-        cache = LookaheadCache(2, 64)
-        for layer in range(2):
-            states = torch.zeros(batch_size, 2, 8, 12, device=META)
-            cache.update(states, states, layer)
-        cache.end_prefill(batch_size)
-        state = StepState(shape, cache, Reach(window=9), num_logits=61)
-        copy_pool(NGramPool(4, 2, 61, META), state.pool)
-        watched.reads.clear()
-        saved = state.save()
-        refuse_waiting(partial(device_step.step, block_model, state), META)  # as before a capture
-        logits = device_step.step(block_model, state)
-        state.restore(saved)
-        assert logits.shape == (batch_size, 1 + 2 * 3 + 3, 61)
-    assert not watched.reads
 
 
 def test_draws_are_copied_to_the_host_once(other_device):

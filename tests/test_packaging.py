@@ -29,7 +29,7 @@ def test_version(package):
 
 
 def test_all_that_is_not_python_goes_along(package):
-    assert {"lade", "lade.commands.trace", "lade.forward.on_device"} <= set(package["packages"])
+    assert {"lade", "lade.commands.trace", "lade.forward"} <= set(package["packages"])
     for path in (ROOT / "lade").rglob("*"):
         if path.is_file() and path.suffix not in (".py", ".pyc"):
             folder = ".".join(path.parent.relative_to(ROOT).parts)

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from support import generate_plain, prompt, tiny_llama
-from support.graphs import is_wanted
 
 import lade
 from lade.commands import main
 from lade.forward import static_shapes as fixed
-from lade.forward.on_device import loop as device_loop
 
 pytestmark = pytest.mark.usefixtures("static_blocks")
 TREE = {"MODE": "tree", "MAX_BLOCK": 16, "COMPILE": 0, "USE_FLASH": 0}
@@ -51,17 +49,6 @@ def test_without_it_calls_capture(model, graphs):
     assert len(graphs) == 2
     model.generate(**prompt(400), max_new_tokens=40, do_sample=False)
     assert len(graphs) > 2
-
-
-def test_steps_on_the_device(model, captured, monkeypatch):
-    monkeypatch.setattr(device_loop, "is_wanted", is_wanted)
-    lade.config_lade(COMPILE=0, CUDA_GRAPH=1)
-    found = lade.warmup(model, 24, 40, do_sample=False)
-    assert found.captured_steps > 0
-    assert len(captured) == 1
-    model.generate(**prompt(), max_new_tokens=40, do_sample=False)
-    assert lade.last_stats().device_steps == lade.last_stats().steps - 1
-    assert len(captured) == 1
 
 
 def test_compiled(model):

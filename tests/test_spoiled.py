@@ -11,8 +11,6 @@ import torch
 from support import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.forward.on_device import loop as device_loop
-from lade.forward.on_device.sampling import REFUSED
 from lade.spoiled import clear_guesses, find_nan_column
 
 MODES = {
@@ -172,24 +170,6 @@ def test_prompts_that_are_no_numbers(settings, clearings):
         assert_same(seeded(model.generate, **part), expected)
         assert lade.last_stats().steps < 50
         assert len(clearings) <= 3
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize(
-    "request_", [REQUESTS["greedy"], REQUESTS["sampled"], REQUESTS["sampled"] | {"remove_invalid_values": True}]
-)
-def test_steps_on_the_device_hand_back(lade_on, clearings, monkeypatch, request_, batch_size):
-    monkeypatch.setattr(device_loop, "is_wanted", lambda *_: True)
-    lade.config_lade(**MODES["lookahead"])
-    model, inputs = tiny_llama(), prompt(24, batch_size)
-    expected = seeded(generate_plain, model, inputs, **request_)
-    poison(model, unused_tokens(model, expected[0]))
-    assert_same(seeded(model.generate, **inputs, **request_), expected)
-    stats = lade.last_stats()
-    assert stats.fallback_reason is None
-    assert stats.device_reason == REFUSED
-    assert stats.device_steps < stats.steps < 48 + len(clearings)
-    assert clearings
 
 
 def test_blocks_of_fixed_shapes(lade_on, clearings, monkeypatch):

@@ -3,8 +3,7 @@ graphs."""
 
 import pytest
 import torch
-from support import generate_plain, padded_prompt, prompt, tiny_llama
-from support.device_steps import seeded
+from support import generate_plain, padded_prompt, prompt, seeded, tiny_llama
 from support.graphs import kept_buffers
 
 import lade

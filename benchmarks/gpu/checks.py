@@ -111,7 +111,7 @@ def seeded(model: Any, prompt: dict[str, Tensor], arguments: dict[str, Any]) -> 
 def figures() -> Row:
     stats = lade.last_stats()
     assert stats is not None
-    names = ("steps", "captured_steps", "device_steps", "compiled_steps", "used_kernel")
+    names = ("steps", "captured_steps", "compiled_steps", "used_kernel")
     return {name: getattr(stats, name) for name in names}
 
 

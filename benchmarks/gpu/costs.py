@@ -124,7 +124,7 @@ def per_step(run: Run, model: Any, name: str, key: str, context: int, batch: int
         method = decode.METHODS[name]
         row: Row = decode.compare_steps(model, inputs, {name: method}, run.pick(2, 1), common)["steps"][name]
     calls = lade.log_history()  # some are for one token alone
-    told = {count: max(getattr(stats, count) for stats in calls) for count in ("captured_steps", "device_steps")}
+    told = {count: max(getattr(stats, count) for stats in calls) for count in ("captured_steps",)}
     return row | {"context": context, "batch": batch} | (told if name in decode.OWN else {})
 
 

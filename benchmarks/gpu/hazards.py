@@ -20,7 +20,6 @@ from gpu.checks import SIZES, figures
 from gpu.child import Run
 from gpu.record import Row
 from lade.forward import buffer_pool, static_shapes
-from lade.forward.on_device import loop
 from lade.state import forget_all
 
 CAPTURED = SIZES | {"CUDA_GRAPH": 1, "MODE": "lookahead"}
@@ -179,7 +178,7 @@ def without_memory(run: Run) -> Row:
 
     original = static_shapes.capture
     with lade.config.temporary_settings(**CAPTURED):
-        with mock.patch.object(static_shapes, "capture", fail), mock.patch.object(loop, "capture", fail):
+        with mock.patch.object(static_shapes, "capture", fail):
             first = generate(model)
         missed = figures()["captured_steps"]
         second = generate(model)

@@ -57,8 +57,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 def install() -> None:
     """For the rest of the process. Compiled forwards are traced and not compiled, which would take minutes."""
     from lade.forward import static_shapes
-    from lade.forward.on_device import loop
 
     static_shapes.GRAPH_DEVICES = ("cpu",)
     static_shapes.BACKEND = "eager"
-    static_shapes.capture = loop.capture = Tape
+    static_shapes.capture = Tape

@@ -21,8 +21,6 @@ REASONS = (  # of GenerationStats
     "compile_reason",
     "cuda_graph_reason",
     "packing_reason",
-    "inlining_reason",
-    "device_reason",
 )
 UNFINISHED = {"passed": None}  # in place of the rows that a stage did not come to
 

@@ -14,7 +14,7 @@ from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block
 from lade.commands.measure import synchronize
 from lade.config import current_config
-from lade.forward.choice import choose_inlining, choose_packing
+from lade.forward.choice import choose_packing
 from lade.forward.packed import TOKENS_BEFORE_PACKING
 from lade.forward.runner import BlockRunner
 from lade.models.base import ModelAdapter
@@ -36,7 +36,7 @@ def step_costs(
     tokens.
 
     The sizes take turns, so that other load on the machine affects all alike. Each block runs as in the loop, with the
-    logits of all rows, packed and inlined where the settings allow. One token is the exception: it is what plain
+    logits of all rows, packed where the settings allow. One token is the exception: it is what plain
     generate() steps over, on the model as it is. progress: wraps the rounds, for a progress bar. Sizes beyond the
     model's last position are left out. Raises ValueError when lookahead cannot run on the model.
     """
@@ -53,7 +53,6 @@ def step_costs(
     runner = BlockRunner(adapter)
     runner.use_grouped_attention()
     choose_packing(runner, current_config(), GenerationStats(), TOKENS_BEFORE_PACKING)
-    choose_inlining(runner, current_config(), GenerationStats())
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in progress(range(WARM_UP + trials)):
         for size, block in blocks.items():

@@ -1,4 +1,4 @@
-"""Choose how a call's blocks run: compiled, captured, with lade's attention kernel, with packed weights, inlined."""
+"""Choose how a call's blocks run: compiled, captured, with lade's attention kernel, with packed weights."""
 
 from __future__ import annotations
 
@@ -57,16 +57,6 @@ def choose_forward(
     if reason is None and (compiles or captures):
         runner.use_static_shapes(config, stats, captures)
     choose_packing(runner, config, stats, num_new)
-    choose_inlining(runner, config, stats, wanted)
-
-
-def choose_inlining(
-    runner: BlockRunner, config: LookaheadConfig, stats: GenerationStats, wanted: Collection[str] = ()
-) -> None:
-    """Let blocks on a CPU run inlined, unless INLINE forbids it. wanted: as for `choose_forward`."""
-    if config.inline and runner.adapter.model.device.type == "cpu":
-        reason = f"{min(wanted)} asks for more than the inlined forward returns" if wanted else None
-        stats.inlining_reason = reason or runner.use_inlined()
 
 
 def choose_packing(runner: BlockRunner, config: LookaheadConfig, stats: GenerationStats, num_new: int) -> None:

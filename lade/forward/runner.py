@@ -1,4 +1,4 @@
-"""`BlockRunner` runs a call's blocks: eagerly or inlined, with static shapes, lade's attention kernel, packed weights.
+"""`BlockRunner` runs a call's blocks: eagerly, with static shapes, lade's attention kernel, packed weights.
 
 `ModelAdapter` describes a model family. A runner is made for one call and decides how its blocks run on the model.
 """
@@ -18,7 +18,6 @@ from lade.config import LookaheadConfig
 from lade.forward.buffer_pool import padded_capacity
 from lade.forward.grouped_attention import NAME as GROUPED
 from lade.forward.grouped_attention import can_group
-from lade.forward.inlined import InlinedForward, inlining_reason
 from lade.forward.packed import PackedProducts, packed_model, packed_weights, packing_reason, weights_to_pack
 from lade.forward.race import Race
 from lade.forward.static_inputs import DigestSettings, masks_of
@@ -44,7 +43,6 @@ class BlockRunner:
         self.padding: Tensor | None = None  # [B] left-padding slots per row, for the kernel
         self._static: StaticForward | None = None
         self._products: PackedProducts | None = None  # of packed weights
-        self._inlined: InlinedForward | None = None
         # Whether costs are counted as those of packed weights, even if memory did not allow all copies.
         self._counts_as_packed = False
 
@@ -120,18 +118,6 @@ class BlockRunner:
         self.is_typical = adapter.is_exact or not is_due or reason is None
         return reason
 
-    def use_inlined(self) -> str | None:
-        """Let blocks run inlined. Returns None, or why they cannot, as a sentence; then nothing changes."""
-        reason = "blocks have static shapes or lade's own attention" if self._static or self.uses_kernel else None
-        reason = reason or inlining_reason(self.adapter)
-        if reason is not None:
-            return reason
-        run = self.adapter.inlined(self.model)
-        if run is None:
-            return "the model does not consist of the modules that lade's inlined forward calls"
-        self._inlined = InlinedForward(self.adapter, run)
-        return None
-
     @property
     def num_packed(self) -> tuple[int, int]:
         """The number of packed weights and the bytes of their copies."""
@@ -144,13 +130,12 @@ class BlockRunner:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What of a block's forward changes its cost: of "kernel", "graph", "grouped", "packed", "inlined"."""
+        """What of a block's forward changes its cost: of "kernel", "graph", "grouped", "packed"."""
         features = {
             "kernel": self.uses_kernel,
             "graph": self.captures,
             "grouped": self.uses_grouped,
             "packed": self._counts_as_packed,
-            "inlined": self._inlined is not None,
         }
         return tuple(name for name, is_used in features.items() if is_used)
 
@@ -210,8 +195,6 @@ class BlockRunner:
             stats.used_kernel, stats.kernel_reason = False, problem
         if self._products is not None and stats.packing_reason is None:
             stats.packing_reason = self._products.refusal
-        if self._inlined is not None:
-            stats.inlined_steps, stats.inlining_reason = self._inlined.num_steps, self._inlined.refusal
 
     # The forward.
 
@@ -224,8 +207,6 @@ class BlockRunner:
         """
         if self._products is not None:
             self._products.seconds = 0.0
-        if self._inlined is not None:
-            self._inlined.seconds = 0.0
         static = self._static
         if static is not None and wanted:
             static.turn_off(f"{min(wanted)} asks for more than the compiled forward returns")
@@ -244,11 +225,7 @@ class BlockRunner:
             masks = masks_of(block, adapter.dtype, adapter.reaches, True, self.padding)
         else:
             masks = adapter.masks(block)
-        ordinary = partial(adapter.ordinary_forward, block, cache, self.model, masks, **wanted)
-        if self._inlined is None:
-            return ordinary()
-        logits = self._inlined.logits(block, cache, masks, lambda: ordinary().logits)
-        return CausalLMOutputWithPast(logits=logits)
+        return adapter.ordinary_forward(block, cache, self.model, masks, **wanted)
 
     def padded_nodes(self, num_nodes: int) -> int:
         """The number of nodes, padding included, that a tree takes in the block."""
@@ -265,7 +242,6 @@ class BlockRunner:
     @property
     def preparing_seconds(self) -> float:
         """Seconds of the latest block's time that were spent once for all blocks of its shape."""
-        parts = (self._products, self._inlined)
-        if any(part is not None for part in parts):
-            return sum(part.seconds for part in parts if part is not None)
+        if self._products is not None:
+            return self._products.seconds
         return 0.0 if self._static is None or not self._static.is_on else self._static.preparing_seconds

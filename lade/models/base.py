@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -199,14 +198,6 @@ class ModelAdapter:
         # Ids may lie on the CPU and the model elsewhere. The weights of an offloaded model are on the meta device.
         is_elsewhere = self._device != block.tokens.device and self._device.type != "meta"
         return block.to(self._device) if is_elsewhere else block
-
-    def inlined(self, model: Any) -> Callable[[Block, LookaheadCache, Any], Tensor] | None:
-        """The model's forward over a block as one function of (block, cache, masks), which returns logits [B, R, V].
-
-        model: this one, or a shadow model of it. It must compute what `ordinary_forward` does, and is compared with it
-        before use. None where there is none for the family, or for these modules.
-        """
-        return None
 
     def forward_block(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
         """One eager forward over a block. Its keys and values are written after the committed slots of `cache`.

@@ -2,8 +2,7 @@
 alone.
 
 `models` and `processes` are re-exported. `families` is the table of small random models, `ranks` the processes of
-tests/test_parallel.py, `graphs` the stand-ins for CUDA graphs, `static_shapes` and `device_steps` the comparisons that
-go with them. `guard_pages` and `compile_kernels` are programs. Fixtures that more than one file takes are in
+tests/test_parallel.py, `graphs` the stand-ins for CUDA graphs, `static_shapes` the comparisons that go with them. `guard_pages` and `compile_kernels` are programs. Fixtures that more than one file takes are in
 `fixtures`.
 """
 
@@ -16,6 +15,7 @@ from support.models import (
     is_patched,
     padded_prompt,
     prompt,
+    seeded,
     tiny,
     tiny_llama,
 )
@@ -35,6 +35,7 @@ __all__ = [
     "padded_prompt",
     "prompt",
     "python",
+    "seeded",
     "tiny",
     "tiny_llama",
 ]

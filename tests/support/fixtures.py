@@ -13,8 +13,7 @@ from lade import augment, eligibility
 from lade.compat import require_names
 from lade.config import MODES, temporary_settings
 from lade.drafting import vocabulary
-from support.device_steps import calls, unchanged  # noqa: F401
-from support.graphs import captured, compiled, eager_steps, graphs, on_cuda, static_blocks  # noqa: F401
+from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
 from support.processes import ROOT
 
@@ -34,7 +33,7 @@ def no_drafter_stays():
 
 @pytest.fixture(scope="session")
 def model() -> LlamaForCausalLM:
-    return unchanged(tiny_llama())
+    return tiny_llama()
 
 
 @pytest.fixture(scope="session")

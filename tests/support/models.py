@@ -84,6 +84,13 @@ def generate_plain(model, inputs, **arguments):
             os.environ["USE_LADE"] = before
 
 
+def seeded(generate, *args, **arguments):
+    """Its result, always from the same seed, and the states of torch's generators afterwards."""
+    torch.manual_seed(3)
+    result = generate(*args, **arguments)
+    return result, [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+
+
 def is_patched() -> bool:
     """Whether lade is behind generate()."""
     return hasattr(getattr(GenerationMixin, "_sample", None), "__wrapped__")
