@@ -442,9 +442,13 @@ def has_unknown_rope(config: Any, parts: Iterable[Any]) -> bool:
     """
     if rope_settings(config):
         return False
-    found = (vars(part).get("rope_type") for part in parts)
-    kinds = (kind for one in found for kind in (one.values() if isinstance(one, dict) else (one,)))
-    return any(kind in MOVING_ROPES for kind in kinds)
+    return any(map(is_moving_rope, parts))
+
+
+def is_moving_rope(part: Any) -> bool:
+    """Whether a module is a rotary embedding whose frequencies depend on the sequence length."""
+    found = vars(part).get("rope_type")
+    return any(kind in MOVING_ROPES for kind in (found.values() if isinstance(found, dict) else (found,)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -21,7 +21,9 @@ from lade.drafting.base import ROOT_ALONE
 from lade.forward.packed import packed_weights
 from lade.forward.static_inputs import NUM_CHECKS
 from lade.forward.static_shapes import can_capture
+from lade.state import keeping_state
 from lade.stats import GenerationStats, last_stats
+from lade.verification.draws import keeping_generators
 from lade.verification.sequences import TokenSequences
 
 NEVER_CHOSEN = 2**31 - 1  # an id in no vocabulary
@@ -95,12 +97,8 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
     shape = (batch_size, max(1, num_slots - num_new))
     ids = torch.randint(num_tokens, shape, generator=generator).to(model.device)
     before = last_stats()
-    state = torch.random.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
+    with keeping_generators(model), keeping_state(model):  # later calls must not change
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, **arguments)
-    finally:  # later sampling must not change
-        torch.random.set_rng_state(state[0])
-        torch.cuda.set_rng_state_all(state[1])
     stats = last_stats()
     if stats is None or stats is before:
         raise RuntimeError("lade does not run: the patch is not on (lade.augment_all())")

@@ -1,4 +1,4 @@
-"""Per-model state that outlives a call, in one registry that `restore_all()` empties.
+"""Per-model state that outlives a call, in one registry that `restore_all()` empties; and the model's own state.
 
 A module that keeps something per model declares a slot:
 
@@ -8,12 +8,21 @@ A module that keeps something per model declares a slot:
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+import torch
+from torch import Tensor, nn
+
 T = TypeVar("T")
+PLAIN = (bool, int, float, str, type(None), Tensor)
+CONTAINERS = (list, dict, set)
+OWN_DICTIONARIES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
+MOST_COPIED = 2**20  # elements of a tensor: larger ones are tables and quantized weights, which no forward writes to
 
 _lock = threading.Lock()
 _states: weakref.WeakKeyDictionary[Any, dict[PerModel[Any], Any]] = weakref.WeakKeyDictionary()
@@ -50,3 +59,69 @@ def forget_all() -> None:
     """Remove all values of all models. Running calls keep the objects they already have."""
     with _lock:
         _states.clear()
+
+
+@contextmanager
+def keeping_state(model: Any) -> Iterator[None]:
+    """Restore the buffers and plain attributes of all modules afterwards: for forwards that plain generate() lacks.
+
+    Rotary embeddings keep frequencies that decide later calls, and modules may count or collect. What a forward changes
+    elsewhere, as in the closure of a hook, is not restored.
+    """
+    before = [(part, _ModuleState(part)) for part in model.modules()]
+    try:
+        yield
+    finally:
+        for part, state in before:
+            state.restore(part)
+
+
+class _ModuleState:
+    """Buffers and plain attributes of one module."""
+
+    def __init__(self, part: Any) -> None:
+        own = vars(part)
+        self._weights = [*own["_parameters"].values()]
+        self._buffers = dict(own["_buffers"])
+        self._plain = {name: value for name, value in own.items() if _is_plain(name, value)}
+        values = [*self._buffers.values(), *self._plain.values()]
+        self._contents = [(value, value.copy()) for value in values if type(value) in CONTAINERS]
+        self._copies = [
+            (value, None if value.is_inference() else value._version, value.clone())
+            for value in values
+            if isinstance(value, Tensor) and value.numel() <= MOST_COPIED
+        ]
+
+    def restore(self, part: Any) -> None:
+        own = vars(part)
+        if not all(map(operator.is_, own["_parameters"].values(), self._weights)):
+            return  # the first forward has packed the weights, which attributes may tell
+        _restore(own["_buffers"], own["_buffers"], self._buffers)
+        _restore(own, [name for name, value in own.items() if _is_plain(name, value)], self._plain)
+        for container, content in self._contents:
+            if container != content:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+        for tensor, version, copy in self._copies:
+            if version is None or tensor._version != version:
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    tensor.copy_(copy)
+
+
+def _restore(own: dict[str, Any], names: Iterable[str], before: dict[str, Any]) -> None:
+    """Touches only what has changed, since other threads may run the model."""
+    for name in [name for name in names if name not in before]:
+        del own[name]
+    for name, value in before.items():
+        if own.get(name, before) is not value:
+            own[name] = value
+
+
+def _ids(container: Any) -> list[int]:
+    """What a container holds, by identity: tensors cannot be compared as a whole."""
+    items = (*container, *container.values()) if isinstance(container, dict) else container
+    return sorted(map(id, items))
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return name not in OWN_DICTIONARIES and (isinstance(value, PLAIN) or type(value) in CONTAINERS)

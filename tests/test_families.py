@@ -1,8 +1,10 @@
-"""Every family of the table in support/families.py: lookahead runs and changes nothing, or says why it does not run.
+"""Every family of the table in support/families.py: lookahead runs and changes nothing, in the text as in the model, or
+says why it does not run.
 
 With LADE_MODELS_TABLE=docs/models.md the results of the run are written to that file.
 """
 
+import copy
 import os
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support import generate_plain, inference_tensors
+from support import assert_same_state, generate_plain, inference_tensors
 from support.families import COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
 
 import lade
@@ -53,12 +55,15 @@ def prompts(batch_size, length=PROMPT):
 
 
 def both(model, inputs, max_new_tokens=NEW, **arguments):
-    """The output without and with lade, sampled ones from the same seed."""
+    """The output without and with lade, sampled ones from the same seed. Both leave the model in the same state."""
     arguments["max_new_tokens"] = max_new_tokens
+    twin = copy.deepcopy(model)
     torch.manual_seed(11)
-    expected = generate_plain(model, inputs, **arguments)
+    expected = generate_plain(twin, inputs, **arguments)
     torch.manual_seed(11)
-    return expected, model.generate(**inputs, **arguments)
+    found = model.generate(**inputs, **arguments)
+    assert_same_state(model, twin)
+    return expected, found
 
 
 def built(family):

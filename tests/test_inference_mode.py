@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support import generate_plain, inference_tensors, prompt, tiny_llama
-from support.families import FAMILIES
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade
@@ -118,16 +117,6 @@ def test_frequencies_that_follow_the_length(modes):
     check(model, modes, False, prompt(56))
     assert not inference_tensors(model)
     train(model, prompt(80))
-
-
-def test_a_table_that_grows(modes):
-    """XGLM makes a larger table of positions when a text gets beyond its end."""
-    family = next(family for family in FAMILIES if family.name == "xglm")
-    model = family.build()
-    room = model.config.max_position_embeddings
-    check(model, modes, False, prompt(room - 8))
-    assert model.model.embed_positions.weights.shape[0] > room + 2
-    assert not inference_tensors(model)
 
 
 def test_functions_put_in_place_of_a_models_own(modes, monkeypatch):

@@ -24,7 +24,8 @@ from lade.drafting.nearest import BYTES_PER_RECORD, UNKNOWN, Context, NearestRow
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BYTES_PER_ROW, KEY_SHIFT, Packed, TopKTable, packed, unpacked
 from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
-from lade.state import PerModel
+from lade.state import PerModel, keeping_state
+from lade.verification.draws import keeping_generators
 
 MAX_BYTES = 64 * 2**20
 MIN_BYTES = 64 * 2**10
@@ -128,7 +129,8 @@ class Memory:
                     raise ValueError("tokenizer must be given where texts are strings, got None")
                 text = tokenizer(text)["input_ids"]
             ids = torch.as_tensor(text).flatten().tolist()
-            self._warm_on(model, ids)
+            with keeping_generators(model), keeping_state(model):
+                self._warm_on(model, ids)
             if self.texts is not None:
                 self.texts.add(ids)
 

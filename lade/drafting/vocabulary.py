@@ -25,7 +25,7 @@ from lade.drafting.array_file import read_arrays, write_arrays
 from lade.drafting.coming_draws import TINY
 from lade.drafting.likeliest import likeliest
 from lade.drafting.top_k_table import KEY_SHIFT, ROW_LENGTH, Packed, PackedRow, grades_of, packed
-from lade.state import PerModel
+from lade.state import PerModel, keeping_state
 
 logger = logging.getLogger("lade")
 
@@ -135,7 +135,7 @@ def _rows_after(model: Any, texts: npt.NDArray[np.int32], length: int) -> tuple[
     logs: list[npt.NDArray[Any]] = []
     for start in range(0, len(texts), batch):
         tokens = torch.from_numpy(texts[start : start + batch]).to(model.device, torch.long)
-        with torch.no_grad():
+        with torch.no_grad(), keeping_state(model):
             logits = model(input_ids=tokens, use_cache=False).logits[:, -1, :num_tokens]
         chances, found = likeliest(logits)
         ids.append(found[:, :length].cpu().numpy().astype(np.int32))

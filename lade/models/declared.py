@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lade.compat import PROMPT_ARGUMENTS
+from lade.config import current_config
 from lade.models.base import ModelAdapter
 
 
@@ -41,7 +42,10 @@ class QwenVisionAdapter(ModelAdapter):
 
 
 class XGLMAdapter(ModelAdapter):
-    """XGLM. A forward beyond the position table replaces it by a larger one, which must not be an inference tensor."""
+    """XGLM. A forward beyond the position table replaces it by one that is as large as the forward needs."""
 
-    leaves_no_tensor = False
     draws_in_training = True  # until transformers 5.17 for every layer, also where none is left out
+
+    @property
+    def most_slots(self) -> int:
+        return int(self.config.max_position_embeddings) - current_config().max_block_tokens

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from lade.block.kv_cache import cache_arguments
 from lade.block.mask import Block
@@ -16,9 +15,9 @@ from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer, is_out_of_memor
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.foreign import is_gone
-from lade.state import PerModel
+from lade.state import PerModel, keeping_state
 from lade.tolerance import MASK_EFFECT_RATIO, largest_difference
-from lade.verification.draws import drawing
+from lade.verification.draws import keeping_generators
 
 # The check's prompt is as long as the call's text, up to this many tokens. What changes beyond that many only the
 # configuration tells.
@@ -58,7 +57,7 @@ def self_check_reason(
         names = ", ".join(code.names[:3])
         subject = f"this {adapter.model.config.model_type!r} model" + (f" with {names}" if names else "")
         try:
-            with keeping_generators(adapter.model):
+            with keeping_generators(adapter.model), keeping_state(adapter.model):
                 # A fresh adapter, since it keeps state of the check.
                 error, effect = probe(type(adapter)(adapter.model), *sizes)
         except Exception as problem:  # foreign code may raise anything
@@ -84,15 +83,6 @@ def reason_of_difference(adapter: ModelAdapter, subject: str, is_masked: bool) -
         f"a trial block{padded} on {subject} differed from one-token decoding by more than rounding, so the model seems "
         "to ignore the mask or the positions; see docs/adding-a-model.md"
     )
-
-
-@contextmanager
-def keeping_generators(model: PreTrainedModel) -> Iterator[None]:
-    """Restore torch's random generators afterwards, whatever foreign code draws from them inside."""
-    devices = {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}
-    kind = min((device.type for device in devices), default="cuda")
-    with drawing, torch.random.fork_rng([device for device in devices if device.type == kind], device_type=kind):
-        yield
 
 
 @torch.no_grad()

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lade.compat import HOOKS, OWN_DICTIONARIES
+from lade.compat import HOOKS, OWN_DICTIONARIES, is_moving_rope
 from lade.models.compiled import can_pass_by
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def shadow_model(model: PreTrainedModel, attention: str | None = None) -> Any:
-    """An uncompiled model with the same weights, buffers and hooks.
+    """An uncompiled model with the same weights, buffers and hooks, and the same rotary embedding if its state moves.
 
     attention: the attention implementation of its layers; None for the model's own.
     """
@@ -35,6 +35,8 @@ def shadow_model(model: PreTrainedModel, attention: str | None = None) -> Any:
 def _shadow(module: M, known: dict[int, Any], attention: str | None) -> M:
     if id(module) in known:  # tied modules stay tied
         return known[id(module)]
+    if is_moving_rope(module):  # the frequencies that a forward leaves decide later calls
+        return module
     is_compiled = can_pass_by(module)
     if is_compiled and "_orig_mod" in module._modules:
         known[id(module)] = _shadow(module._modules["_orig_mod"], known, attention)  # type: ignore[type-var]

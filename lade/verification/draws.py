@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
 # Threads share a device's generator, whose state `ExponentialDraws` and `DrawRing` read and set later. Without this
@@ -132,3 +134,12 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.cuda.set_rng_state(state, device)
+
+
+@contextmanager
+def keeping_generators(model: nn.Module) -> Iterator[None]:
+    """Restore torch's random generators afterwards, whatever foreign code draws from them inside."""
+    devices = {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}
+    kind = min((device.type for device in devices), default="cuda")
+    with drawing, torch.random.fork_rng([device for device in devices if device.type == kind], device_type=kind):
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import string
+from collections import OrderedDict
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -115,6 +116,30 @@ def inference_tensors(model) -> list[str]:
         for name, value in vars(module).items()
         if name != "_modules" and any(tensor.is_inference() for tensor in tensors(value))
     ]
+
+
+def assert_same_state(model, twin):
+    """All buffers and attributes of all modules are equal; hooks are counted."""
+    for (name, part), other in zip(model.named_modules(), twin.modules(), strict=True):
+        one, two = vars(part), vars(other)
+        assert one.keys() == two.keys(), name
+        for key in one.keys() - {"_modules"}:
+            assert _is_same(one[key], two[key]), f"{name}.{key}"
+
+
+def _is_same(one, two) -> bool:
+    if isinstance(one, torch.Tensor):
+        kinds = [(type(x), x.dtype, x.shape, x.is_inference()) for x in (one, two)]
+        return kinds[0] == kinds[1] and torch.equal(one.nan_to_num(), two.nan_to_num())
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_is_same, one, two))
+    if isinstance(one, OrderedDict):  # of hooks, whose keys are numbers of the process
+        return len(one) == len(two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_is_same(one[key], two[key]) for key in one)
+    return one == two if isinstance(one, (bool, int, float, str, set, type(None))) else True
 
 
 class Recorder(BaseStreamer):

@@ -1,0 +1,122 @@
+"""After a call every buffer and attribute of the model is what plain generate() leaves; lade's own forwards leave none.
+
+For every family: tests/test_families.py compares the state after each of its calls.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+from support import assert_same_state, generate_plain, prompt, tiny_llama
+from support.families import FAMILIES, LLAMA3, LONGROPE, YARN, rope
+from transformers import LlamaForCausalLM
+
+import lade
+from lade import eligibility
+
+LIMIT = 40
+ROPES = {
+    "default": rope("default"),
+    "linear": rope("linear", factor=4.0),
+    "dynamic": rope("dynamic", factor=2.0),
+    "yarn": YARN | {"original_max_position_embeddings": LIMIT},
+    "longrope": LONGROPE | {"original_max_position_embeddings": LIMIT},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": LIMIT},
+}
+
+
+def with_rope(kind, **settings):
+    return tiny_llama(max_position_embeddings=LIMIT, rope_parameters=dict(ROPES[kind]), **settings)
+
+
+def assert_same_lives(model, prompts, num_new=20, **arguments):
+    """The same calls with lade and, on a copy, without. Returns how many fell back."""
+    twin, num_plain = copy.deepcopy(model), 0
+    for inputs in prompts:
+        expected = generate_plain(twin, inputs, max_new_tokens=num_new, do_sample=False, **arguments)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=num_new, do_sample=False, **arguments), expected)
+        assert_same_state(model, twin)
+        num_plain += lade.last_stats().fallback_reason is not None
+    return num_plain
+
+
+@pytest.mark.parametrize(("mode", "num_key_value_heads"), [("tree", 2), ("lookahead", 4)])
+@pytest.mark.parametrize("kind", ROPES)
+def test_ropes(lade_on, kind, mode, num_key_value_heads):
+    """Prompts behind, before and again behind the boundary: what one call leaves decides the next one's text.
+
+    The blocks of fewer key heads than query heads run on a shadow model.
+    """
+    lade.config_lade(MODE=mode)
+    model = with_rope(kind, num_key_value_heads=num_key_value_heads)
+    assert assert_same_lives(model, [prompt(60), prompt(45), prompt(12), prompt(LIMIT), prompt(20, batch_size=2)]) == 0
+    assert max(lade.last_stats().block_tokens) > 1
+
+
+def test_packed_weights(lade_on):
+    """Blocks with packed weights run on a shadow model as well."""
+    lade.config_lade(PACK=1)
+    model = with_rope("dynamic", num_key_value_heads=4).float()
+    assert assert_same_lives(model, [prompt(60), prompt(45), prompt(12)]) == 0
+
+
+class Unknown(LlamaForCausalLM):
+    """Must pass a self-check, counts its forwards and remembers their sizes in a list, a dictionary and a buffer."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_forwards, self.sizes, self.by_size = 0, [], {}
+        self.register_buffer("largest", torch.zeros((), dtype=torch.long))
+
+    @functools.wraps(LlamaForCausalLM.forward)
+    def forward(self, input_ids=None, **arguments):
+        self.num_forwards += 1
+        self.sizes.append(input_ids.shape[1])
+        self.by_size[input_ids.shape[1]] = input_ids
+        self.largest.fill_(max(int(self.largest), input_ids.shape[1]))
+        self.just_added = input_ids
+        return super().forward(input_ids=input_ids, **arguments)
+
+
+def unknown():
+    torch.manual_seed(0)
+    model = Unknown(with_rope("dynamic").config).double().eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture
+def short_calls_fall_back(lade_on, monkeypatch):
+    monkeypatch.setattr(eligibility, "LEAST_TOKENS", 3)
+
+
+def test_own_forwards_leave_nothing(short_calls_fall_back):
+    """The self-check, a memory's forwards and a warm-up, on a model in which an earlier call has left something."""
+    model = unknown()
+    assert assert_same_lives(model, [prompt(60)], num_new=2) == 1  # too short for lade
+    twin = copy.deepcopy(model)
+    lade.Memory().warm(model, [prompt(30)["input_ids"][0]])
+    lade.warmup(model, prompt_tokens=8, max_new_tokens=8)  # self-check included
+    assert_same_state(model, twin)
+    model(**prompt(30))  # the control
+    with pytest.raises(AssertionError):
+        assert_same_state(model, twin)
+
+
+def test_a_self_check_moves_no_frequencies(short_calls_fall_back, monkeypatch):
+    """Rotary frequencies that a call has grown are those of the next call, as without lade."""
+    model = with_rope("dynamic")
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    assert assert_same_lives(model, [prompt(60)], num_new=2) == 1
+    assert assert_same_lives(model, [prompt(45), prompt(12)], num_new=8) == 0
+
+
+def test_a_table_that_grows(lade_on):
+    """XGLM makes a table of positions as large as the forward needs: no block may reach over its end."""
+    family = next(family for family in FAMILIES if family.name == "xglm")
+    model = family.build()
+    room = model.config.max_position_embeddings
+    assert assert_same_lives(model, [prompt(room - 8)], num_new=6) == 1
+    assert "has no room" in lade.last_stats().fallback_reason
+    assert assert_same_lives(model, [prompt(room - 8), prompt(room - 100)], num_new=36) == 1
