@@ -428,6 +428,16 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def num_tokens_of(model: Any) -> int:
+    """Token ids that have an embedding, by its rows: they may have been changed without the configuration."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    embedding = model.get_input_embeddings()
+    weight: Any = getattr(embedding, "weight", None)
+    has_rows = weight is not None and weight.ndim == 2 and weight.is_floating_point()  # otherwise quantized
+    rows = weight.shape[0] if has_rows else getattr(embedding, "num_embeddings", vocab_size)
+    return min(int(rows), int(vocab_size))
+
+
 def rope_settings(config: Any) -> list[dict[str, Any]]:
     """Settings of a model's rotary embeddings: one per layer type if they differ, none without any."""
     ropes = getattr(config, "rope_parameters", None) or {}

@@ -567,10 +567,20 @@ def test_a_copy_is_taken_up_behind_a_difference():
     assert Copy(49).resumed(earlier) == []
 
 
-def test_a_vocabulary_that_has_shrunk():
+@pytest.mark.parametrize("by_hand", [False, "shrunk", "grown"])
+def test_a_vocabulary_that_has_shrunk(by_hand):
+    """By hand: the configuration and the embedding's `num_embeddings` still say what they said before."""
     model = tiny_llama()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if by_hand == "grown":
+        for part in ends:
+            part.weight = torch.nn.Parameter(torch.cat([part.weight.detach(), -part.weight.detach()]))
     generate(model)
-    model.resize_token_embeddings(30)
+    if by_hand:
+        for part in ends:
+            part.weight = torch.nn.Parameter(part.weight.detach()[:30].clone())
+    else:
+        model.resize_token_embeddings(30)
     inputs = {name: value % 30 if name == "input_ids" else value for name, value in prompt(20, seed=3).items()}
     for arguments in ({}, SAMPLED):
         torch.manual_seed(1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lade.block_size.costs import SavedCosts, saved_costs
+from lade.compat import num_tokens_of
 from lade.config import current_config
 from lade.drafting.acceptance import Acceptance
 from lade.drafting.array_file import MAX_TEXTS
@@ -23,7 +24,7 @@ from lade.drafting.memory_file import Contents, read_memory, write_memory
 from lade.drafting.nearest import BYTES_PER_RECORD, UNKNOWN, Context, NearestRows, projected, projection, uses_contexts
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BYTES_PER_ROW, KEY_SHIFT, Packed, TopKTable, packed, unpacked
-from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, num_tokens_of, vocabulary_of
+from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of
 from lade.state import PerModel, keeping_state
 from lade.verification.draws import keeping_generators
 
@@ -249,7 +250,7 @@ def identity_of(model: Any) -> dict[str, Any]:
         signs = "".join("01"[sign] for sign in (weight[rows, columns] < 0).tolist())
     return {
         "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
+        "vocab_size": num_tokens_of(model),
         "hidden_size": config.hidden_size,
         "signs": signs,
     }
@@ -282,10 +283,10 @@ def memory_for(model: Any, share: bool, cost_source: str) -> Memory:
         return active
     if not share:
         return Memory()
-    vocab_size = model.config.get_text_config().vocab_size
+    num_tokens = num_tokens_of(model)
     shared = _shared.of(model)
-    for key in [key for key in shared if key[0] != vocab_size]:  # embeddings may be resized
+    for key in [key for key in shared if key[0] != num_tokens]:  # embeddings may be resized
         del shared[key]
-    if (vocab_size, cost_source) not in shared:
-        shared[vocab_size, cost_source] = Memory()
-    return shared[vocab_size, cost_source]
+    if (num_tokens, cost_source) not in shared:
+        shared[num_tokens, cost_source] = Memory()
+    return shared[num_tokens, cost_source]

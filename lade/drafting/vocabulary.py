@@ -21,6 +21,7 @@ import torch
 
 from lade.block_size.tables import can_store
 from lade.block_size.tables import folder as cache_folder
+from lade.compat import num_tokens_of
 from lade.drafting.array_file import read_arrays, write_arrays
 from lade.drafting.coming_draws import TINY
 from lade.drafting.likeliest import likeliest
@@ -200,11 +201,6 @@ class _Slot:
 
 
 _known: PerModel[dict[int, _Slot]] = PerModel(dict)  # by tokens: embeddings may be resized
-
-
-def num_tokens_of(model: Any) -> int:
-    """Tokens that a model can be given and can choose."""
-    return int(min(model.get_input_embeddings().weight.shape[0], model.config.get_text_config().vocab_size))
 
 
 def _slot_of(model: Any) -> _Slot:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer
-from lade.compat import MOVING_ROPES, PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, rope_settings
+from lade.compat import MOVING_ROPES, PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, num_tokens_of, rope_settings
 from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
@@ -129,8 +129,7 @@ class ModelAdapter:
     @property
     def num_tokens(self) -> int:
         """The number of token ids that have an embedding."""
-        rows = getattr(self.model.get_input_embeddings(), "num_embeddings", self.config.vocab_size)
-        return min(int(rows), int(self.config.vocab_size))
+        return num_tokens_of(self.model)
 
     @cached_property
     def takes_positions(self) -> bool:

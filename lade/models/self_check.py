@@ -102,11 +102,11 @@ def probe(
     more wrong guesses, since code may depend on the size. num_rows: B, all with the same text. is_masked: mask part of
     the prompt.
     """
-    model, vocab_size = adapter.model, adapter.config.vocab_size
+    model = adapter.model
     device = model.get_input_embeddings().weight.device
     numbers = torch.Generator().manual_seed(0)
     count = min(length, getattr(adapter.config, "max_position_embeddings", None) or length) - 4
-    text = torch.randint(vocab_size, (1, count + 4), generator=numbers).to(device)
+    text = torch.randint(adapter.num_tokens, (1, count + 4), generator=numbers).to(device)
     prefix, (root, wrong, first, second) = text[:, :count].expand(num_rows, -1), text[0, count:]
     mask = torch.ones_like(text).repeat(num_rows, 1)
     if is_masked:  # not the first tokens, which may become NaN with eager attention
