@@ -59,7 +59,6 @@ setup(
     install_requires=["torch>=2.6", "transformers>=5.8,<6", "numpy", "packaging"],
     extras_require={
         "triton": ["triton"],
-        "eval": ["datasets", "rouge_score"],
         "plots": ["matplotlib"],
         "test": TEST,
         "clients": [*TEST, *CLIENTS],

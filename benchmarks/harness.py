@@ -19,7 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.commands import forward_costs as cost
 from lade.commands import measure
 from lade.commands.measure import (  # noqa: F401  what the benchmarks take from here
     Method,
@@ -99,7 +98,7 @@ def run_methods(
 
 
 def synchronize(model: Any) -> None:
-    cost.synchronize(model.device)
+    measure.synchronize(model.device)
 
 
 @contextmanager

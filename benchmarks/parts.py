@@ -157,7 +157,6 @@ def reasons(found: stats.GenerationStats) -> set[str]:
         found.kernel_reason,
         found.compile_reason,
         found.cuda_graph_reason,
-        found.device_reason,
         found.packing_reason,
     )
     return {reason for reason in reasons if reason}

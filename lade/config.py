@@ -329,7 +329,7 @@ def _help() -> str:
         for name, (meaning, default) in meanings.items()
     ]
     lines.append(
-        "CONFIG: a JSON file of these keywords, such as `lade tune` writes. It is applied before the other keywords of "
+        "CONFIG: a JSON file of these keywords, such as `lade bench --tune` writes. It is applied before the other keywords of "
         "the call."
     )
     lines.append("SPLIT_FLAG: accepted and ignored.")

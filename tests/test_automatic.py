@@ -104,7 +104,7 @@ def test_settings(keyword, field, tmp_path):
 def test_settings_are_shown():
     lade.config_lade(CUDA_GRAPH=1)
     (line,) = (line for line in lade_lines() if line.startswith("settings: "))
-    assert "use_flash=auto" in line
+    assert "USE_FLASH=auto" in line
     assert "cuda_graph=True" in line
 
 

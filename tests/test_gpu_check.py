@@ -1,121 +1,69 @@
-"""`benchmarks/gpu_check.py`: results after every row, whatever ends a stage, and a verdict for each claim. On a CPU,
-with stand-ins."""
+"""`benchmarks/gpu_check.py`: its result after every stage, whatever ends a stage, and a verdict for each question. On a
+CPU, with stand-ins."""
 
-import dataclasses
 import importlib
 import json
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from support.processes import ENVIRONMENT, ROOT, beside, forked
+from support.processes import ENVIRONMENT, ROOT
 
 from lade.config import current_config
-from lade.stats import GenerationStats
 
-COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--shape", "tiny"]
-SHORT = "speeds"  # the long test takes all
-# One of each other kind, before it, in a process that has torch and transformers imported.
-WITHOUT_PARENT = ("environment", "kernel", "hazard_eviction", "hazard_memory")
-CHILD = """
-import runpy, sys
-sys.path.insert(0, {folder!r})
-sys.argv = ["gpu.child", {stage!r}, "--out", {out!r}, "--device", "cpu", "--shape", "tiny"]
-runpy.run_module("gpu.child", run_name="__main__")
-"""
+COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu"]
 
 
-def check(folder, *options, **environment):
-    """Of a run: how it ended, what it printed, and its summary."""
+def check(path, *options):
+    """Of a run: how it ended, and the file it wrote."""
     done = subprocess.run(
-        [*COMMAND, "--out", str(folder), *options],
+        [*COMMAND, "--out", str(path), *options],
         capture_output=True,
         text=True,
         check=False,
-        env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"} | environment,
+        env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
     )
-    path = Path(folder, "summary.json")
     return done, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-@beside
-def short_run():
-    folder = tempfile.mkdtemp()
-    for stage in WITHOUT_PARENT:
-        done = forked(CHILD.format(folder=str(ROOT / "benchmarks"), stage=stage, out=folder))
-        assert done.returncode == 0, done.stderr
-    return (folder, *check(folder, "--only", SHORT))
-
-
-def states(summary):
-    return {row["stage"]: row["status"] for row in summary["stages"]}
-
-
-def test_stages_run_on_a_cpu(short_run):
-    folder, done, summary = short_run
+def test_stages_run_on_a_cpu(tmp_path):
+    done, found = check(tmp_path / "gpu.json", "--only", "environment,kernel,eviction,out_of_memory,speed")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert states(summary) == {SHORT: "ok"}
-    assert summary["is_stand_in"]
-    assert summary["environment"]["torch"]
-    assert all(row["rows"] and row["first_error"] is None for row in summary["stages"])
-    rows = json.loads(Path(folder, "hazard_memory.json").read_text(encoding="utf-8"))["rows"]
-    assert rows["capture"]["passed"]
-    assert rows["capture"]["captured_steps"] > 0  # the stand-in ran
-    assert "stood in for: no memory" in rows["capture"]["cuda_graph_reason"]
-    eviction = json.loads(Path(folder, "hazard_eviction.json").read_text(encoding="utf-8"))["rows"]["captures"]
-    assert (eviction["passed"], eviction["kept"]) == (True, 3)  # of four
-    kernel = json.loads(Path(folder, "kernel.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["passed"] for row in kernel.values()] == 5 * [True]  # two blocks, soft cap, sinks, padding
-    speeds = json.loads(Path(folder, "speeds.json").read_text(encoding="utf-8"))["rows"]
-    methods = ["tree", "plain", "lookahead", "lookahead, 5 15 15"]
-    assert list(speeds) == [*methods, "tree, by parts", *(f"{name}, device and host" for name in methods)]
-    assert len({speeds[name]["mean_block_tokens"] for name in methods[1:]}) == 3
-    assert all(speeds[f"{name}, device and host"]["device_milliseconds"] > 0 for name in methods)
-    assert {row["verdict"] for row in summary["claims"]} == {"unknown"}  # no time of a stand-in decides anything
-    page = Path(folder, "summary.md").read_text(encoding="utf-8")
-    assert "| kernel right | unknown |" in page
-    assert "shows that the command runs, and nothing about a GPU" in page
-
-
-def test_a_second_run_goes_on(short_run):
-    """What was right is not repeated; a stage that was not has its rows still."""
-    folder, _, _ = short_run
-    before = Path(folder, "speeds.json").stat().st_mtime_ns
-    done, summary = check(folder, "--only", SHORT)
-    assert done.returncode == 0
-    assert Path(folder, "speeds.json").stat().st_mtime_ns == before
-    assert states(summary) == {SHORT: "ok"}
-    other, _ = check(folder, "--only", SHORT, "--device", "cuda", "--shape", "tiny")
-    assert other.returncode != 0
-    assert "--out must be a folder of a run with the same --device and --shape" in other.stderr
-
-
-def test_a_stage_that_does_not_fit_is_skipped(tmp_path):
-    done, summary = check(tmp_path, "--only", "costs,static", "--seconds", "1")
-    assert done.returncode == 0
-    assert states(summary) == {"costs": "skipped", "static": "skipped"}
+    stages = found["stages"]
+    assert {stage["status"] for stage in stages.values()} == {"ok"}
+    assert found["is_stand_in"]
+    assert found["environment"]["torch"] == torch.__version__
+    memory = stages["out_of_memory"]["rows"]["without_memory"]
+    assert memory["passed"]
+    assert memory["captured_steps"] > 0  # the stand-in ran
+    assert "stood in for: no memory" in memory["cuda_graph_reason"]
+    eviction = stages["eviction"]["rows"]["captures_with_eviction"]
+    assert eviction["passed"]
+    assert 0 < eviction["kept"] < 4
+    assert [row["passed"] for row in stages["kernel"]["rows"].values()] == 5 * [True]
+    speed = stages["speed"]["rows"]
+    assert speed["captured"]["captured_steps"] > 0 == speed["eager"]["captured_steps"]
+    assert all(row["milliseconds_per_step"]["median"] > 0 for row in speed.values())
+    assert set(found["verdicts"].values()) == {None}  # no time of a stand-in decides anything
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--only", "kernel,magic"), "--only takes names of .* got 'magic'"),
-        (("--seconds", "0"), "--seconds must be more than 0, got 0.0"),
+        (("--out", "no/such/folder/x.json"), "--out must lie in a folder that exists"),
     ],
 )
 def test_refuses(options, message, tmp_path):
-    done, summary = check(tmp_path / "none", *options)
+    done, found = check(tmp_path / "none.json", *options)
     assert done.returncode == 2
     assert re.search(message, done.stderr)
-    assert summary is None
+    assert found is None
 
 
 @pytest.fixture
@@ -126,21 +74,18 @@ def parent(monkeypatch):
 
 
 STAGE = """
-import os, signal, sys, time
-from pathlib import Path
-from gpu.record import Record
-what, out = sys.argv[1], Path(sys.argv[2])
-record = Record(out / f"{what}.json")
-record.measure("first", lambda: {"passed": True, "cuda_graph_reason": "none here"})
+import json, os, signal, sys
+print(json.dumps({"row": "first", "passed": True, "captured_steps": 3}), flush=True)
+what = sys.argv[1]
 if what == "kernel":
-    record.measure("second", lambda: 1 / 0)
-    record.measure("third", lambda: {"passed": True})
+    print(json.dumps({"row": "second", "passed": False, "error": "wrong"}))
+    print(json.dumps({"row": "third", "passed": True}))
 if what == "modes":
     signal.pause()
-if what == "speeds":
+if what == "speed":
     os.kill(os.getppid(), signal.SIGTERM)
     signal.pause()
-if what == "costs":
+if what == "recording":
     raise MemoryError("no memory")
 """
 
@@ -150,143 +95,69 @@ def run_stages(parent, monkeypatch, tmp_path):
     """The command with stages that are quickly done: one that hangs, one whose row fails, one that raises, one that is
     right."""
     (tmp_path / "child.py").write_text(STAGE, encoding="utf-8")
-    program = [sys.executable, str(tmp_path / "child.py")]
-    monkeypatch.setattr(parent, "child_command", lambda stage, args: [*program, stage.name, str(args.out)])
+    monkeypatch.setattr(parent, "command_of", lambda stage, args: [sys.executable, str(tmp_path / "child.py"), stage])
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*options):
-        monkeypatch.setattr(sys, "argv", ["gpu_check.py", *COMMAND[2:], "--out", str(tmp_path / "out"), *options])
-        status = parent.main()
-        return status, json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out.json"), *options])
+        return parent.main(), json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
 
     yield run
     signal.signal(signal.SIGTERM, before)
 
 
-def test_what_goes_wrong_ends_one_stage_alone(run_stages, parent, monkeypatch, tmp_path):
+def test_what_goes_wrong_ends_one_stage_alone(run_stages, parent, monkeypatch):
     """Rows that are done stay, in every case; the status says that a check failed."""
-    monkeypatch.setattr(parent, "limit_of", lambda stage, *_: 8 if stage.name == "modes" else 60)
-    status, summary = run_stages("--only", "modes,kernel,costs,static")
+    monkeypatch.setitem(parent.STAGES, "modes", 2)
+    status, found = run_stages("--only", "modes,kernel,recording,tests")
     assert status == 1
-    assert states(summary) == {"modes": "timeout", "kernel": "failed", "costs": "failed", "static": "ok"}
-    found = {row["stage"]: row for row in summary["stages"]}
-    assert found["kernel"]["first_error"] == "second: ZeroDivisionError: division by zero"
-    assert found["costs"]["first_error"] == "MemoryError: no memory"
-    assert found["modes"]["rows"] == 1
-    assert found["static"]["reasons"] == ["cuda_graph_reason: none here"]
-    rows = json.loads((tmp_path / "out" / "kernel.json").read_text(encoding="utf-8"))["rows"]
-    assert list(rows) == ["first", "second", "third"]  # the stage went on
-    claims = {row["claim"]: row["verdict"] for row in summary["claims"]}
-    assert claims["kernel right"] == "NO"
-    assert claims["capture right"] == "unknown"
-    assert claims["every mode gives plain generate()'s tokens"] == "unknown"  # what has run of it was right
+    states = {name: stage["status"] for name, stage in found["stages"].items()}
+    assert states == {"modes": "timeout", "kernel": "failed", "recording": "failed", "tests": "ok"}
+    assert found["stages"]["kernel"]["error"] == "second: wrong"
+    assert found["stages"]["recording"]["error"] == "MemoryError: no memory"
+    assert list(found["stages"]["modes"]["rows"]) == ["first"]
+    assert list(found["stages"]["kernel"]["rows"]) == ["first", "second", "third"]  # the stage went on
+    verdicts = found["verdicts"]
+    assert verdicts["the kernel is right"] is verdicts["CUDA graphs are right"] is False
+    assert verdicts["every mode gives plain generate()'s tokens"] is None  # what has run of it was right
+    assert verdicts["the GPU's own tests pass"] is True
 
 
 def test_stopped(run_stages):
-    """SIGTERM ends the stage under way, and what there is by then is written."""
-    status, summary = run_stages("--only", "speeds,static")
+    """SIGTERM ends the stage under way, and what there is by then was written."""
+    status, found = run_stages("--only", "tests,speed,kernel")
     assert status == 130
-    assert states(summary) == {"speeds": "stopped"}
-    assert summary["stages"][0]["rows"] == 1
-    status, summary = run_stages("--only", "static")  # the next run goes on
-    assert (status, states(summary)) == (0, {"speeds": "stopped", "static": "ok"})
+    assert list(found["stages"]) == ["tests"]
 
 
 def test_verdicts(parent):
-    """Each claim with figures that hold, that do not, and without any."""
-    from gpu import summary
-
-    rows = {
-        "costs": {
-            "kernel, context 512, 56 tokens": {"to_floor": 1.2, "milliseconds": {"median": 5.0}},
-            "captured, context 512, 56 tokens": {"milliseconds": {"median": 5.0}},
-            "eager, context 512, 56 tokens": {"milliseconds": {"median": 20.0}},
-            "kernel, context 4096, 56 tokens": {"milliseconds": {"median": 6.0}},
-            "captured, context 4096, 56 tokens": {"milliseconds": {"median": 5.0}},
-        },
-        "compile": {
-            "kernel, context 512, 56 tokens": {"milliseconds": {"median": 5.0}, "first_call_seconds": 0.4},
-            "compiled kernel, context 512, 56 tokens": {"milliseconds": {"median": 4.0}, "first_call_seconds": 61.2},
-        },
-        "bundled": {"bfloat16, lade": {"tokens_per_second": {"median": 300.0}}},
-        "bundled_static": {"bfloat16, static": {"tokens_per_second": {"median": 250.0}}},
-        "speeds": {
-            "tree": {"milliseconds_per_step": {"median": 7.0}},
-            "plain": {"milliseconds_per_step": {"median": 20.0}},
-            "lookahead, 5 15 15": {"milliseconds_per_step": {"median": 21.0}},
-        },
-        "static": {"static": {"milliseconds_per_step": {"median": 6.0}}},
-        "modes": {"tree": {"passed": True, "captured_steps": 3}},
-        **{name: {"row": {"passed": True}} for name in (*summary.HAZARDS, "tests", "mixed_lengths")},
-        "kernel": {"one": {"passed": True, "used_kernel": True}, "two": {"passed": False, "used_kernel": True}},
+    """Each with figures that hold, and that do not."""
+    right = {"status": "ok", "rows": {"one": {"passed": True, "captured_steps": 3, "used_kernel": True}}}
+    stages = dict.fromkeys(("modes", "kernel", "tests", *parent.HAZARDS), right)
+    stages["speed"] = {"rows": {}}
+    for name, time_ in (("captured, kernel", 7.0), ("captured", 6.0), ("eager", 20.0), ("plain", 20.0)):
+        stages["speed"]["rows"][name] = {"milliseconds_per_step": {"median": time_}}
+    stages["text"] = {
+        "rows": {name: {"milliseconds_per_token": {"median": time_}} for name, time_ in (("lade", 3.0), ("plain", 8.0))}
     }
-    found = {row["claim"]: row["verdict"] for row in summary.verdicts(rows, is_stand_in=False)}
-    assert found == {
-        "every mode gives plain generate()'s tokens": "yes",
-        "kernel right": "NO",
-        "capture right": "yes",
-        "the GPU's own tests pass": "yes",
-        "mixed lengths are captured once per shape and capacity": "yes",
-        "7B: a step of 56 tokens at most 1.3 times the bytes floor": "yes",
-        "7B: capturing pays": "yes",
-        "7B: the kernel pays at 4,096 tokens": "NO",
-        "7B: COMPILE=1 pays in a graph": "yes",
-        "7B: a step of lookahead (5, 15, 15) at most one of eager generate()": "NO",
-        "real text: tree captured >= 1.5x static + compile": "NO",
-        "7B: tree >= 2x static + compile at 2.5 tokens per step": "yes",
-    }
-    by = {row["claim"]: row["by"] for row in summary.verdicts(rows, is_stand_in=False)}
-    assert by["7B: COMPILE=1 pays in a graph"].endswith("first call 61 s")
-    assert {row["verdict"] for row in summary.verdicts({}, is_stand_in=False)} == {"unknown"}
-    timed = {row["claim"]: row["verdict"] for row in summary.verdicts(rows, is_stand_in=True)}
-    assert timed["7B: capturing pays"] == "unknown"
-    assert timed["capture right"] == "yes"
-
-
-def test_every_reason_is_told(parent):
-    from gpu import summary
-
-    reasons = {field.name for field in dataclasses.fields(GenerationStats) if field.name.endswith("_reason")}
-    assert set(summary.REASONS) == reasons
+    assert list(parent.verdicts(stages, is_stand_in=False).values()) == [
+        *(True, True, True, True),
+        *(False, True, True, True),
+        None,  # a static cache was not measured
+    ]
+    assert list(parent.verdicts(stages, is_stand_in=True).values()) == [True] * 3 + [None] * 6
+    assert set(parent.verdicts({}, is_stand_in=False).values()) == {None}
+    right["rows"]["one"] |= {"captured_steps": 0, "used_kernel": False}  # nothing ran of what is claimed
+    assert list(parent.verdicts(stages, is_stand_in=False).values())[:3] == [True, None, None]
 
 
 def test_a_kernel_that_failed_is_not_taken_for_right(parent, monkeypatch):
     """Its problems are stored by the device of its tensors, which has an index: "cuda" is another one."""
-    checks = importlib.import_module("gpu.checks")
+    stages = importlib.import_module("gpu.stages")
     problems = {torch.zeros(1, device="cpu:0").device: "the kernel failed"}
-    monkeypatch.setattr(checks.kernels, "kernel_problem", lambda device, dtype: problems.get(device))
-    run = SimpleNamespace(device="cpu:0", pick=lambda real, tiny: tiny)
-    assert torch.device(run.device) not in problems
-    row = checks.kernel_row(run, (4, 2, 16), 12, torch.float32)
+    monkeypatch.setattr(stages.kernels, "kernel_problem", lambda device, dtype: problems.get(device))
+    row = stages.kernel_row("cpu:0", (4, 2, 16), 12, torch.float32)
     assert (row["passed"], row["problem"]) == (False, "the kernel failed")
-
-
-def test_memory_runs_out_in_the_capture_itself(parent, monkeypatch, tmp_path):
-    """On a GPU. The warm-ups before it have memory."""
-    hazards = importlib.import_module("gpu.hazards")
-    is_capturing, asked, calls = [False], [], iter(range(100))
-
-    def capture(forward):
-        is_capturing[0] = next(calls) % 3 == 2
-        return forward()
-
-    class Stop(Exception):
-        pass
-
-    def generate(model):
-        for _ in range(3):
-            hazards.static_shapes.capture(lambda: "logits")
-        raise Stop
-
-    monkeypatch.setattr(hazards, "tiny_model", lambda run: None)
-    monkeypatch.setattr(hazards, "plain", lambda model: None)
-    monkeypatch.setattr(hazards, "generate", generate)
-    monkeypatch.setattr(hazards.static_shapes, "capture", capture)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
-    monkeypatch.setattr(torch, "empty", lambda *shape, **_: asked.append(shape))
-    with pytest.raises(Stop):
-        hazards.without_memory(SimpleNamespace(device="cuda", is_stand_in=False))
-    assert asked == [(2**50,)]
 
 
 def test_threads_capture_until_the_last_has_ended(parent):
@@ -319,8 +190,9 @@ def test_the_parent_imports_no_torch():
 
 @pytest.mark.long
 def test_all_stages_run_on_a_cpu(tmp_path):
-    done, summary = check(tmp_path, "--seconds", "3000")
+    done, found = check(tmp_path / "gpu.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(states(summary).values()) == {"ok"}
-    claims = {row["claim"]: row["verdict"] for row in summary["claims"]}
-    assert claims["capture right"] == claims["every mode gives plain generate()'s tokens"] == "yes"
+    assert {stage["status"] for stage in found["stages"].values()} == {"ok"}
+    verdicts = found["verdicts"]
+    assert verdicts["CUDA graphs are right"]
+    assert verdicts["every mode gives plain generate()'s tokens"]

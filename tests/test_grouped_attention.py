@@ -11,7 +11,6 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 
 import lade
 from lade import decoding
-from lade.commands.forward_costs import step_costs
 from lade.compat import sdpa_attention_forward
 from lade.drafting import make_drafter
 from lade.forward import grouped_attention, packed, runner, static_shapes
@@ -286,9 +285,3 @@ def test_costs_are_counted_apart(lade_on, monkeypatch):
     for model in (tiny_llama(), tiny_llama(num_key_value_heads=4)):
         model.generate(**prompt(), max_new_tokens=4)
     assert kinds == [("grouped",), ()]
-
-
-@needs_kernel
-def test_measured_costs_are_those_of_the_loop(calls):
-    step_costs(adapter_for(tiny_llama()), sizes=(1, 8), context=20, trials=1)
-    assert set(calls) == {(4, 2, 8)}

@@ -313,7 +313,7 @@ def test_env(capsys, monkeypatch, lade_on):
         "LADE_SOMETHING=seen",
         "bitsandbytes: ",
         "a version that lade was made for",
-        "ngram_size=5",
+        "LEVEL=5",
     ):
         assert expected in out
     lade.restore_all()
@@ -324,7 +324,7 @@ def test_env(capsys, monkeypatch, lade_on):
 
 def test_env_says_what_is_wrong_with_the_settings(settings, monkeypatch):
     monkeypatch.setenv("LADE_CONFIG", str(settings))
-    assert "ngram_size=4" in env.report()
+    assert "LEVEL=4" in env.report()
     monkeypatch.setattr(lade.config, "_environment_is_read", False)
     settings.write_text("{")
     assert "WRONG: LADE_CONFIG=" in env.report()

@@ -830,7 +830,7 @@ def test_in_inference_mode_and_out_of_it(lade_on, products):
 
 
 def test_said_in_words(lade_on):
-    assert "pack=auto" in "\n".join(lade_lines())
+    assert "PACK=auto" in "\n".join(lade_lines())
     assert any(line.startswith("packed weights: ") for line in lade_lines())
     with pytest.raises(ValueError, match="PACK must be 0, 1 or 'auto', got 2"):
         lade.config_lade(PACK=2)

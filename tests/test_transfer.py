@@ -1,8 +1,6 @@
 """Copies to a device: on CUDA from pinned memory without a wait, elsewhere as torch makes them; and how few waits are
 left in a step."""
 
-import importlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 import torch
 from support import prompt, tiny_llama
 from support.static_shapes import both, check
+from support.waits import Waits, counted_on_cpu
 
 import lade
 from lade import transfer
@@ -119,19 +118,17 @@ def test_one_copy_of_the_likeliest_tokens_is_as_good_as_two(vocab_size, temperat
     [({"do_sample": False}, 1, 5), ({"do_sample": True, "temperature": 0.8, "top_k": 50}, 3, 10)],
     ids=["greedy", "sampled"],
 )
-def test_waits_of_a_captured_step(sampling, waits_at_most, launches_at_most, graphs, monkeypatch):
+def test_waits_of_a_captured_step(sampling, waits_at_most, launches_at_most, graphs):
     """Of a tree: one, for the forward. A copy there, a copy back, and the keys and values of a path that has to move.
 
     Where tokens are sampled: the draws, which are read by the host for eight tokens at once, and the choice's own
     graph.
     """
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    step_profile = importlib.import_module("step_profile")
-    model, waits = tiny_llama(num_hidden_layers=1), step_profile.Waits()
+    model, waits = tiny_llama(num_hidden_layers=1), Waits()
     lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0, SHARE=0)
     check(*both(model, prompt(), **sampling), compiled=False, captured=True)
     forget_all()  # what was made outside does not count as a device's memory
-    with step_profile.counted_on_cpu(waits, *model.parameters(), prompt()):
+    with counted_on_cpu(waits, *model.parameters(), prompt()):
         model.generate(**prompt(), **sampling, max_new_tokens=100)
         with lade.stats.tracing(waits.end_step):
             model.generate(**prompt(), **sampling, max_new_tokens=100)

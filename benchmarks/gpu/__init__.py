@@ -1,2 +1,1 @@
-"""The stages of `benchmarks/gpu_check.py`. `plan`, `record` and `summary` import no torch; the others run in child
-processes."""
+"""The stages of `benchmarks/gpu_check.py`, which run in child processes, and a stand-in for CUDA graphs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any
@@ -16,135 +17,103 @@ import torch
 from torch import Tensor
 
 import lade
-from gpu.checks import SIZES, figures
-from gpu.child import Run
-from gpu.record import Row
+from lade.config import temporary_settings
 from lade.forward import buffer_pool, static_shapes
 from lade.state import forget_all
 
-CAPTURED = SIZES | {"CUDA_GRAPH": 1, "MODE": "lookahead"}
-GREEDY = {"do_sample": False, "max_new_tokens": 40}
+SIZES = {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2, "ADAPTIVE": 0}
+CAPTURED = SIZES | {"CUDA_GRAPH": 1, "MODE": "tree"}
+Row = dict[str, Any]
 
 
-def generate(model: Any, seed: int = 0, length: int = 24, **arguments: Any) -> Tensor:
-    prompt = random_prompt(model, seed, length)
-    return model.generate(**prompt, **GREEDY | arguments)
+def figures() -> Row:
+    """Of the latest call."""
+    stats = lade.last_stats()
+    assert stats is not None
+    names = ("steps", "captured_steps", "used_kernel", "fallback_reason", "kernel_reason", "cuda_graph_reason")
+    return {name: getattr(stats, name) for name in names}
 
 
-def random_prompt(model: Any, seed: int, length: int) -> dict[str, Tensor]:
+def generate(model: Any, seed: int = 0) -> Tensor:
     numbers = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, model.config.vocab_size, (1, length), generator=numbers).to(model.device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    ids = torch.randint(3, model.config.vocab_size, (1, 24), generator=numbers).to(model.device)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
 
 
-def plain(model: Any, *args: Any, **arguments: Any) -> Tensor:
+def plain(model: Any, seed: int = 0) -> Tensor:
     with harness.use_lade(False):
-        return generate(model, *args, **arguments)
+        return generate(model, seed)
 
 
-def tiny_model(run: Run) -> Any:
-    return shapes.random_model("tiny", run.device, torch.float32, 4096)
-
-
-def recording(run: Run) -> None:
-    """Torch's own graph trees clear cuBLAS's workspaces when they record, and empty_cache() unmaps what is free
-    then."""
-    for mode in ("tree", "lookahead"):
-        run.record.measure(mode, partial(after_a_recording, run, mode))
-
-
-def after_a_recording(run: Run, mode: str) -> Row:
-    model = tiny_model(run)
-    expected = plain(model)
-    with lade.config.temporary_settings(**CAPTURED | {"MODE": mode}):
-        equal = [torch.equal(generate(model), expected)]
-        record_something(run.device)
-        wrong = replays = 0
-        while replays < run.pick(100, 10):
+def after_a_recording(model: Any, num_replays: int) -> Row:
+    """Torch's own graph trees clear cuBLAS's workspaces when they record, and empty_cache() unmaps what is
+    free then."""
+    expected, wrong, replays = plain(model), 0, 0
+    with temporary_settings(**CAPTURED):
+        generate(model)
+        record_something(model.device)
+        while replays < num_replays:
             wrong += not torch.equal(generate(model), expected)
             row = figures()
             if row["captured_steps"] < row["steps"] - 1:
                 return {"passed": False, "error": "blocks were no longer captured"} | row
             replays += row["captured_steps"]
-    return {"passed": all(equal) and not wrong, "wrong_texts": wrong, "replays": replays} | row
+    return {"passed": not wrong, "wrong_texts": wrong, "replays": replays} | row
 
 
-def record_something(device: str) -> None:
+def record_something(device: torch.device) -> None:
     """A forward that torch records as a graph of its own; then memory that was free is unmapped, and written by
     others."""
+    if device.type != "cuda":
+        return
     layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).to(device)
     rows = torch.randn(32, 256, device=device)
-    if device == "cuda":
-        compiled = torch.compile(layers, mode="reduce-overhead")
-        with torch.no_grad():
-            for _ in range(4):
-                torch.compiler.cudagraph_mark_step_begin()
-                compiled(rows)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        noise = [torch.full((2**22,), torch.nan, device=device) for _ in range(32)]
-        del noise
-        torch.cuda.empty_cache()
-    else:
-        layers(rows)
+    compiled = torch.compile(layers, mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(rows)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    noise = [torch.full((2**22,), torch.nan, device=device) for _ in range(32)]
+    del noise
+    torch.cuda.empty_cache()
 
 
-def eviction(run: Run) -> None:
-    run.record.measure("captures", partial(captures_with_eviction, run, run.pick(40, 4)))
-
-
-def captures_with_eviction(run: Run, count: int) -> Row:
+def captures_with_eviction(model: Any, count: int) -> Row:
     """Each of another shape of block, so that each is captured anew; there is room for three of the largest."""
-    model, wrong, memory, room = tiny_model(run), 0, [], inf
-    pool = buffer_pool._pool.of(model)
+    wrong, room, pool = 0, inf, buffer_pool._pool.of(model)
     for place in range(count):
-        settings = CAPTURED | {"WINDOW_SIZE": 1 + place % 20, "GUESS_SET_SIZE": 1 + place // 20}
+        sizes = {"MODE": "lookahead", "WINDOW_SIZE": 1 + place % 20, "GUESS_SET_SIZE": 1 + place // 20}
         bounded = mock.patch.object(buffer_pool, "kept_bytes", lambda _, room=room: room)
-        with bounded, lade.config.temporary_settings(**settings):
+        with bounded, temporary_settings(**CAPTURED | sizes):
             wrong += not torch.equal(generate(model, seed=place), plain(model, seed=place))
         room = 3 * max((buffers.num_bytes for buffers in pool), default=0)
-        memory.append(reserved(run.device))
-    half = len(memory) // 2
-    return {
-        "passed": not wrong and 0 < len(pool) < count,
-        "wrong_texts": wrong,
-        "kept": len(pool),
-        "reserved_bytes": memory,
-        "growth_in_the_second_half": max(memory[half:]) - max(memory[:half]),
-    }
+    return {"passed": not wrong and 0 < len(pool) < count, "wrong_texts": wrong, "kept": len(pool)}
 
 
-def reserved(device: str) -> int:
-    return torch.cuda.memory_reserved() if device == "cuda" else 0
-
-
-def ended_thread(run: Run) -> None:
-    run.record.measure("graph", partial(after_its_thread, run))
-
-
-def after_its_thread(run: Run) -> Row:
-    model = tiny_model(run)
-    expected, texts = [plain(model, seed=seed) for seed in range(2)], []
-    with lade.config.temporary_settings(**CAPTURED):
+def after_its_thread(model: Any) -> Row:
+    """A graph after the thread that captured it has ended."""
+    expected = [plain(model, seed=seed) for seed in (0, 1, 0)]
+    with temporary_settings(**CAPTURED):
         found = in_threads([partial(generate, model, 0)])
         gc.collect()
         texts = [*found, generate(model, seed=1), generate(model, seed=0)]
-    rows = [expected[0], expected[1], expected[0]]
-    return {"passed": all(map(torch.equal, texts, rows))} | figures()
+    return {"passed": all(map(torch.equal, texts, expected))} | figures()
 
 
-def in_threads(calls: list[Any]) -> list[Any]:
+def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
     """What each returns, all at once. The first exception is raised here."""
     results: dict[int, Any] = {}
 
-    def work(place: int, call: Any) -> None:
+    def work(place: int, call: Callable[[], Any]) -> None:
         try:
             results[place] = call()
         except BaseException as problem:
             results[place] = problem
 
     threads = [threading.Thread(target=work, args=case) for case in enumerate(calls)]
-    with lade.config.temporary_settings(**CAPTURED):  # of all threads
+    with temporary_settings(**CAPTURED):  # of all threads
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -155,51 +124,63 @@ def in_threads(calls: list[Any]) -> list[Any]:
     return [results[place] for place in range(len(calls))]
 
 
-def out_of_memory(run: Run) -> None:
-    run.record.measure("capture", partial(without_memory, run))
-
-
-def without_memory(run: Run) -> Row:
+def without_memory(model: Any) -> Row:
     """The capture finds no memory: the text is right, and the next call captures again."""
-    model = tiny_model(run)
-    expected = plain(model)
+    expected, original = plain(model), static_shapes.capture
 
-    def fail(forward: Any) -> Any:
-        def hungry_forward() -> Tensor:
-            output: Tensor = forward()
+    def fail(forward: Callable[[], Any]) -> Any:
+        def hungry_forward() -> Any:
+            output = forward()
             if torch.cuda.is_current_stream_capturing():  # not in the warm-ups before it
-                torch.empty(2**50, dtype=torch.uint8, device=run.device)
+                torch.empty(2**50, dtype=torch.uint8, device=model.device)
             return output
 
-        if run.is_stand_in:
+        if model.device.type == "cpu":
             forward()
             raise torch.OutOfMemoryError("stood in for: no memory")
         return original(hungry_forward)
 
-    original = static_shapes.capture
-    with lade.config.temporary_settings(**CAPTURED):
+    with temporary_settings(**CAPTURED):
         with mock.patch.object(static_shapes, "capture", fail):
             first = generate(model)
-        missed = figures()["captured_steps"]
+        missed = figures()
         second = generate(model)
     row = figures()
     is_right = torch.equal(first, expected) and torch.equal(second, expected)
-    return {"passed": is_right and missed == 0 and row["captured_steps"] == row["steps"] - 1} | row
+    is_captured = missed["captured_steps"] == 0 and row["captured_steps"] == row["steps"] - 1
+    return {"passed": is_right and is_captured} | row | {"cuda_graph_reason": missed["cuda_graph_reason"]}
 
 
-def two_threads(run: Run) -> None:
-    run.record.measure("texts", partial(at_once, run, run.pick(10, 2)))
-
-
-def at_once(run: Run, rounds: int) -> Row:
-    """Both capture in the first round; afterwards one captures while the other replays."""
-    model, wrong = tiny_model(run), 0
-    for place in range(rounds):
-        if place % 2:
+def at_once(model: Any, rounds: int) -> Row:
+    """Two threads. Both capture in the first round; afterwards one captures while the other replays."""
+    wrong = 0
+    lade.log_history(clear=True)
+    for place in range(0, 2 * rounds, 2):
+        if place % 4:
             forget_all()
-        expected = [plain(model, seed=2 * place + seed) for seed in range(2)]
-        found = in_threads([partial(generate, model, 2 * place + seed) for seed in range(2)])
+        expected = [plain(model, seed) for seed in (place, place + 1)]
+        found = in_threads([partial(generate, model, seed) for seed in (place, place + 1)])
         wrong += sum(not torch.equal(*pair) for pair in zip(found, expected, strict=True))
     calls = [stats for stats in lade.log_history() if stats.fallback_reason is None]
     missed = sum(stats.captured_steps < stats.steps - 1 for stats in calls)
     return {"passed": bool(calls) and not wrong + missed, "wrong_texts": wrong, "not_captured": missed}
+
+
+def stage(check: Callable[..., Row], on_gpu: int | None = None, on_cpu: int | None = None) -> Any:
+    """on_gpu, on_cpu: how often the check tries."""
+
+    def rows(device: str) -> dict[str, Callable[[], Row]]:
+        count = on_cpu if device == "cpu" else on_gpu
+        model = shapes.random_model("tiny", device, torch.float32, 4096)
+        return {check.__name__: partial(check, model, *([] if count is None else [count]))}
+
+    return rows
+
+
+STAGES = {
+    "recording": stage(after_a_recording, 100, 10),
+    "eviction": stage(captures_with_eviction, 40, 4),
+    "ended_thread": stage(after_its_thread),
+    "out_of_memory": stage(without_memory),
+    "two_threads": stage(at_once, 10, 2),
+}

@@ -7,12 +7,10 @@ import sys
 
 # Sub-command -> what `lade --help` says of it. Each is a module of this package with a `main(arguments)`.
 COMMANDS = {
-    "bench": "tokens per second of plain generate(), its rivals and lade on your prompts",
+    "bench": "speed and texts of plain generate(), its rivals and lade; --tune finds faster settings",
     "chat": "talk with a model in the terminal",
     "env": "versions, devices and settings, as text for a bug report",
-    "eval": "speed and quality on a published task, with lookahead and without",
     "trace": "watch one generation step by step, in a page or in the terminal",
-    "tune": "find the settings that pay for a model on this device",
     "warmup": "compile ahead what a model's calls need",
 }
 LAUNCHER = "run"

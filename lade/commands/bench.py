@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,10 +22,13 @@ from lade.commands.measure import (
     run_once,
     share_identical,
 )
-from lade.commands.model import add_model_arguments, how_to_choose, load, parse
+from lade.commands.model import Parser, add_model_arguments, how_to_choose, load, parse
 from lade.commands.progress import progress_bar
 from lade.commands.prompts import as_inputs, read_prompts
+from lade.commands.tune import check_prompts, report, tune
 from lade.config import current_config
+
+INTERRUPTED = 130  # exit status, as shells have it for Ctrl-C
 
 METHODS = {
     "plain": Method(),
@@ -35,42 +39,71 @@ METHODS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, and print the table."""
-    parser = argparse.ArgumentParser(
+    """Measure, and print the table; with --tune find settings and write them to a file."""
+    parser = Parser(
         "lade bench",
-        description="Tokens per second of plain generate(), a static cache, prompt lookup and lade, batch size 1.",
+        description="Speed and identity of texts of plain generate(), a static cache, prompt lookup and lade, batch size 1.",
     )
     add = parser.add_argument
     add("--prompts", type=Path, help="JSON lines with `prompt`, `question` or `turns`; default: lade's own")
     add("--limit", type=int, help="how many of the prompts, from the first; default: all")
-    add("--methods", default=",".join(METHODS), help="default: %(default)s; plain always runs")
-    add("--trials", type=int, default=5)
-    add("--out", type=Path, help="write the figures there, as JSON")
+    add("--methods", default=",".join(METHODS), help="plain always runs")
+    add("--trials", type=int, default=5, help="runs of every prompt by every method")
+    add("--out", type=Path, help="write the figures there, as JSON; default with --tune: lade.json")
+    add("--tune", action="store_true", help="find settings faster than lade's default, and write them to --out")
     add_model_arguments(parser, max_new_tokens=128)
+    if "--tune" in arguments:
+        os.environ.pop("LADE_CONFIG", None)  # candidates are tried on top of lade's defaults
     args = parse(parser, arguments)
     try:
         methods = chosen_methods(args.methods)
         rows = read_prompts(args.prompts, args.limit)
         if args.trials < 1:
             raise ValueError(f"trials must be 1 or more, got {args.trials}")
+        if args.tune:
+            check_tuning(args, rows)
     except ValueError as error:
         parser.error(str(error))
     model, tokenizer = load(args)
     common = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, **how_to_choose(args)}
     prompts = as_inputs(rows, tokenizer, args.device)
-    for name, reason in refusals(model, prompts[0], methods, common).items():
-        sys.stderr.write(f"note: {name} is left out, this model refuses it: {reason}\n")
-        del methods[name]
     try:
+        if args.tune:
+            found = tune(model, prompts, common, args.trials, progress_bar)
+            found["measured"] |= {"model": args.model_path, "prompt_file": str(args.prompts), "arguments": common}
+            write_json(args.out, found)
+            sys.stdout.write(f"{report(found, str(args.out))}{MEMORY_NOTE}\n")
+            return 0
+        for name, reason in refusals(model, prompts[0], methods, common).items():
+            sys.stderr.write(f"note: {name} is left out, this model refuses it: {reason}\n")
+            del methods[name]
         figures = benchmark(model, prompts, methods, args.trials, common, progress_bar("prompts"))
     except RuntimeError as error:
         sys.stderr.write(f"lade bench: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\nlade bench: stopped, nothing was written\n")
+        return INTERRUPTED
     sys.stdout.write(table(figures))
     if args.out:
         settings = {"model": args.model_path, "lade": str(current_config()), **common}
-        args.out.write_text(json.dumps(figures | {"settings": settings}, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, figures | {"settings": settings})
     return 0
+
+
+def check_tuning(args: argparse.Namespace, rows: list[Any]) -> None:
+    """Raises ValueError for arguments that --tune has no use for."""
+    given = [name for name in ("config", "mode", "level", "window", "guess") if getattr(args, name) is not None]
+    if given:
+        raise ValueError(f"--tune tries settings of its own: --{given[0]} must not be given")
+    check_prompts(rows)
+    args.out = args.out or Path("lade.json")
+    if not args.out.parent.is_dir():
+        raise ValueError(f"out must lie in a folder that exists, got {str(args.out)!r}")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def chosen_methods(names: str) -> dict[str, Method]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import os
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 import lade
+from lade.commands.model import Parser
 from lade.compat import TESTED, is_newer_than_tested, version_problem
-from lade.config import apply_environment, current_config
+from lade.config import SETTINGS, apply_environment, current_config
 from lade.forward.free_memory import free_bytes
 
 PACKAGES = (
@@ -44,10 +43,7 @@ PATCHED_METHODS = ("generate", "_sample", "_beam_search", "_assisted_decoding", 
 
 def main(arguments: list[str]) -> int:
     """Print the report."""
-    parser = argparse.ArgumentParser(
-        "lade env", description="Versions, devices and settings, to paste in a bug report."
-    )
-    parser.parse_args(arguments)
+    Parser("lade env", "Versions, devices and settings, to paste in a bug report.").parse_args(arguments)
     sys.stdout.write(report())
     return 0
 
@@ -73,9 +69,9 @@ def lade_lines() -> Iterable[str]:
         apply_environment()
     except ValueError as error:
         yield f"WRONG: {error}"
-    settings = asdict(current_config())
-    settings |= {name: "auto" for name in ("use_flash", "cuda_graph", "pack") if settings[name] is None}
-    yield "settings: " + ", ".join(f"{name}={value}" for name, value in settings.items())
+    config = current_config()
+    settings = {keyword: getattr(config, field.name) for keyword, field in SETTINGS.items()}
+    yield "settings: " + ", ".join(f"{name}={'auto' if value is None else value}" for name, value in settings.items())
     yield f"packed weights: {packing_line()}"
     where = f"{len(stored())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
     yield f"step costs in half precision: {where}"

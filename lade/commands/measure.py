@@ -1,6 +1,6 @@
 """Times `generate()`: several methods take turns on the same prompts, in one process, after a warm-up.
 
-`lade bench`, `lade tune` and the benchmarks share it. Imports torch and transformers only when something is timed.
+`lade bench` and the benchmarks share it. Imports torch and transformers only when something is timed.
 """
 
 from __future__ import annotations

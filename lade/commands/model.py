@@ -9,10 +9,10 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lade
-from lade.config import MODES
+from lade.config import MODES, LookaheadConfig
 
 BUNDLED = Path(lade.__file__).resolve().parents[1] / "models" / "stdlib-9m"
 DTYPES = ["auto", "float16", "bfloat16", "float32", "float64"]
@@ -26,49 +26,76 @@ FALLBACK_TEMPLATE = (
 FALLBACK_STOP = "\nUser:"
 
 
+class _Defaults(argparse.HelpFormatter):
+    """Shows the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_shown = action.default is not None and action.nargs != 0 and "default" not in text
+        return f"{text}; default: %(default)s" if is_shown else text
+
+
+class Parser(argparse.ArgumentParser):
+    """Help with defaults, and errors before the usage."""
+
+    def __init__(self, program: str, description: str, formatter_class: Any = _Defaults, **named: Any) -> None:
+        super().__init__(program, description=description, formatter_class=formatter_class, **named)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n\n{self.format_usage()}")
+
+
 def add_model_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """Arguments for the model, the selection of tokens, and the settings of lade."""
-    add_decoding_arguments(parser, max_new_tokens)
-    add = parser.add_argument
-    add("--config", metavar="FILE", help="settings of lade in JSON, such as lade tune writes")
-    add(
-        "--mode",
-        choices=MODES,
-        help="the drafter; default: lookahead if --level, --window or --guess is given, else auto",
-    )
-    add("--level", type=int, metavar="N", help="length of an n-gram")
-    add("--window", type=int, metavar="W", help="columns of the window")
-    add("--guess", type=int, metavar="G", help="candidates per step")
-
-
-def add_decoding_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Arguments for the model and the selection of tokens."""
     add = parser.add_argument
     add("--model_path", default=str(BUNDLED), help="a hub name or a folder; default: the bundled checkpoint")
     add("--device", help="default: cuda where there is one, else cpu")
-    add("--dtype", default="auto", choices=DTYPES, help="default: the checkpoint's")
-    add("--cache_dir", metavar="FOLDER", help="where downloads are kept")
-    add("--max_new_tokens", type=int, default=max_new_tokens, metavar="TOKENS", help="default: %(default)s")
+    add("--dtype", default="auto", choices=DTYPES, help="auto is the checkpoint's")
+    add("--cache_dir", metavar="FOLDER", help="where downloads are kept; default: Hugging Face's folder")
+    add("--max_new_tokens", type=int, default=max_new_tokens, metavar="TOKENS", help="of an answer, at most")
     add("--temperature", type=float, help="0 is greedy; default: what the checkpoint's generation_config says")
-    add("--top_p", type=float, help="sample from the likeliest tokens that together have this probability")
-    add("--seed", type=int, default=0, help="of sampling; default: %(default)s")
+    add("--top_p", type=float, help="sample from the likeliest tokens with this probability; default: see temperature")
+    add("--seed", type=int, default=0, help="of sampling")
+    add("--config", metavar="FILE", help="settings of lade in JSON, such as lade bench --tune writes; default: none")
+    add("--mode", choices=MODES, help="the drafter; default: lade's choice")
+    default = LookaheadConfig()
+    add("--level", type=int, metavar="N", help=f"length of an n-gram; default: {default.ngram_size}")
+    add("--window", type=int, metavar="W", help=f"columns of the window; default: {default.window_size}")
+    add("--guess", type=int, metavar="G", help=f"candidates per step; default: {default.guess_set_size}")
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
     """The arguments of `add_model_arguments`; the settings of lade among them are applied."""
     args = parser.parse_args(arguments)
-    check_decoding_arguments(parser, args)
     try:
+        check_numbers(args)
         lade.config_lade(
             CONFIG=args.config, MODE=args.mode, LEVEL=args.level, WINDOW_SIZE=args.window, GUESS_SET_SIZE=args.guess
         )
     except ValueError as error:
         parser.error(str(error))
+    check_model_path(parser, args)
+    if args.device is None:
+        args.device = default_device()
     return args
 
 
-def check_decoding_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the program when --model_path or the sampling arguments are wrong; fill in the device."""
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises ValueError naming the argument, the rule and the value."""
+    for name, rule, is_allowed in (
+        ("max_new_tokens", "1 or more", lambda value: value >= 1),
+        ("temperature", "0, which is greedy, or above", lambda value: 0 <= value < float("inf")),
+        ("top_p", "above 0 and at most 1", lambda value: 0 < value <= 1),
+    ):
+        value = getattr(args, name)
+        if value is not None and not is_allowed(value):
+            raise ValueError(f"--{name} must be {rule}, got {value}")
+    if args.top_p is not None and args.temperature == 0:
+        raise ValueError("--top_p must come with sampling: --temperature 0 is greedy")
+
+
+def check_model_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program when --model_path names a folder that is none."""
     path, is_bundled = Path(args.model_path).expanduser(), args.model_path == str(BUNDLED)
     is_folder = path.is_absolute() or args.model_path.startswith((".", "~")) or args.model_path.count("/") > 1
     problem = None
@@ -82,10 +109,6 @@ def check_decoding_arguments(parser: argparse.ArgumentParser, args: argparse.Nam
             problem = f"must be a folder with a checkpoint, found no config.json in {args.model_path!r}"
     if problem:  # without the usage, which says nothing about it
         parser.exit(2, f"{parser.prog}: --model_path {problem}\n")
-    if args.top_p is not None and args.temperature == 0:
-        parser.error("--top_p must come with sampling: --temperature 0 is greedy")
-    if args.device is None:
-        args.device = default_device()
 
 
 def default_device() -> str:

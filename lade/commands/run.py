@@ -22,6 +22,7 @@ from typing import Any
 import lade
 from lade.commands import COMMANDS
 from lade.commands.after_import import call_after_import
+from lade.commands.model import Parser
 
 # Nothing can call generate() before both of these are there, and the patch needs no more than them.
 PATCHED_MODULES = ("transformers.generation.utils", "transformers.modeling_utils")
@@ -54,11 +55,11 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's options, applied, and the program with its arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lade",
-        USAGE,
         "Run an unmodified Python program with lade switched on.",
-        EPILOG,
+        usage=USAGE,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -67,7 +68,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--window", type=int, metavar="W", help="columns of the window")
     parser.add_argument("--guess", type=int, metavar="G", help="candidates per step")
     parser.add_argument("--auto", action="store_true", help="let lade choose its settings: MODE='auto'")
-    parser.add_argument("--config", metavar="FILE", help="settings in JSON, such as lade tune writes")
+    parser.add_argument("--config", metavar="FILE", help="settings in JSON, such as lade bench --tune writes")
     parser.add_argument(
         "--debug", action="store_true", help="print tokens, steps and their ratio after each generate()"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
@@ -13,7 +12,7 @@ from lade.config import current_config
 
 def main(arguments: list[str]) -> int:
     """Load a model, run `lade.warmup` for each length, and say what it took."""
-    parser = argparse.ArgumentParser(
+    parser = models.Parser(
         "lade warmup",
         description=(
             "Compiles what calls of a model need, and captures CUDA graphs to see that it works. Compiled kernels are stored on disk by "
@@ -22,7 +21,7 @@ def main(arguments: list[str]) -> int:
     )
     models.add_model_arguments(parser, max_new_tokens=1024)
     parser.add_argument("--prompt_tokens", default="256", help="of the calls to come, several separated by commas")
-    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--batch_size", type=int, default=1, help="of the calls to come")
     args = models.parse(parser, arguments)
     try:
         lengths = [int(part) for part in args.prompt_tokens.split(",")]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lade
-from lade.commands.model import add_model_arguments, how_to_choose, load, parse
+from lade.commands.model import Parser, add_model_arguments, how_to_choose, load, parse
 
 PROMPT = '''import os
 
@@ -24,17 +24,17 @@ PLACE = "/*TRACE*/null"  # where the page expects its data
 
 def main(arguments: list[str]) -> int:
     """Record, then write the page or replay."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lade trace",
         description="Watch one generation step by step: what was guessed, what the model accepted, what each step cost. "
         "It runs with the settings that generate() would use; --mode lookahead shows the paper's window.",
     )
     add = parser.add_argument
     add("--prompt", default=PROMPT, help="text to continue; default: the head of a Python function")
-    add("--question", help="asked through the model's chat template, in place of --prompt")
-    add("--out", type=Path, default=Path("trace.html"), help="the page, one file without network; default: %(default)s")
+    add("--question", help="asked through the model's chat template, in place of --prompt; default: none")
+    add("--out", type=Path, default=Path("trace.html"), help="the page, one file without network")
     add("--terminal", action="store_true", help="replay in the terminal and write no page")
-    add("--speed", type=float, default=1.0, help="of --terminal: 1 as it was, 0 without waiting; default: %(default)s")
+    add("--speed", type=float, default=1.0, help="of --terminal: 1 as it was, 0 without waiting")
     add("--cold", action="store_true", help="no warm-up: show how a new process measures block costs")
     add("--whole", action="store_true", help="the whole block in every step, whatever it costs (ADAPTIVE=0)")
     add_model_arguments(parser, max_new_tokens=128)

@@ -1,0 +1,251 @@
+"""Counts where a step would wait for a GPU, and what it would launch there, on a CPU.
+
+Calls that would wait on a GPU are counted: values read, and tensors made from Python's lists, which are copied from
+memory that is not pinned. Launches are operations on what would be a GPU's memory, outside of the model's forward or
+of the graph that replays it. That memory is told by where it comes from: weights, prompts, `lade.transfer`, and what is
+computed from these.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lade import decoding, transfer
+from lade.forward.static_choice import StaticChoice
+from lade.forward.static_shapes import StaticForward
+from lade.models.base import ModelAdapter
+from lade.transfer import HOST, to_device
+
+# Operators that bring a value, or a shape that depends on values, to the host.
+READING_OPERATORS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
+# They run nothing, though they are not marked as views.
+FREE_OPERATORS = {"aten::empty.memory_format", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::lift_fresh"}
+FREE_OPERATORS |= {"aten::_unsafe_view", "aten::_reshape_alias", "aten::_local_scalar_dense"}
+# They pass by the dispatcher on a CPU.
+READING_METHODS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu"}
+# They take their values from the host: a copy from memory that is not pinned.
+MAKING_FUNCTIONS = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor"}
+SKIPPED_FILES = ("waits.py", "contextlib.py", "_contextlib.py", "functools.py")
+
+
+class Waits:
+    """Where the host waited, and what it launched, over the steps of the calls under way.
+
+    The prefill and the step after it do not count.
+    """
+
+    def __init__(self) -> None:
+        self.places: Counter[tuple[str, str]] = Counter()  # (what, where) -> how often
+        self.launches: Counter[tuple[str, str]] = Counter()
+        self.num_steps = 0
+        self.is_counting = False
+
+    def begin(self) -> None:
+        """To be called before and after each generate()."""
+        self.is_counting = False
+
+    def end_step(self, *_: Any) -> None:
+        """For `lade.stats.tracing`."""
+        self.num_steps += self.is_counting
+        self.is_counting = True
+
+    def add(self, what: str, where: str) -> None:
+        if self.is_counting:
+            self.places[what, where] += 1
+
+    def launch(self, what: str, where: str) -> None:
+        if self.is_counting:
+            self.launches[what, where] += 1
+
+    def per_step(self, counted: Counter[tuple[str, str]] | None = None) -> list[dict[str, Any]]:
+        """The places, most frequent first. counted: `launches`, in place of the waits."""
+        steps = max(1, self.num_steps)
+        return [
+            {"what": what, "where": where, "per_step": round(count / steps, 3)}
+            for (what, where), count in (self.places if counted is None else counted).most_common()
+            if count
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        steps = max(1, self.num_steps)
+        return {
+            "waits_per_step": round(sum(self.places.values()) / steps, 3),
+            "launches_per_step": round(sum(self.launches.values()) / steps, 3),
+        }
+
+
+def place(frame: FrameType | None) -> str:
+    """The innermost line of lade or transformers, or else of anyone but torch and this file."""
+    stack = traceback.extract_stack(frame)
+    for part in reversed(stack):
+        path = Path(part.filename)
+        if "torch" in path.parts or path.name in SKIPPED_FILES or path.parent.name in SKIPPED_FILES:
+            continue
+        return f"{short_path(path)}:{part.lineno} {part.name}"
+    return "?"
+
+
+def short_path(path: Path) -> str:
+    """From the package's name on."""
+    names = list(path.parts)
+    for package in ("lade", "transformers"):
+        if package in names:
+            start = len(names) - 1 - names[::-1].index(package)
+            return "/".join(names[start:])
+    return path.name
+
+
+class DeviceMemory:
+    """Which memory would be a GPU's, on a CPU."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}  # which keep their addresses from being used again
+
+    def add(self, value: Any) -> None:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and not self.holds(leaf):
+                found = StorageWeakRef(leaf.untyped_storage())
+                self._storages[found.cdata] = found
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts operators that read a value, and those that a GPU would have to run."""
+
+    def __init__(self, waits: Waits, memory: DeviceMemory) -> None:
+        super().__init__()
+        self.waits, self.memory = waits, memory
+        self._num_paused = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._num_paused:
+            return function(*args, **kwargs)
+        name = function._schema.name
+        if name in READING_OPERATORS:
+            self.waits.add(name.removeprefix("aten::").strip("_"), place(sys._getframe(1)))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        found = function(*args, **kwargs)
+        is_on_device = any(map(self.memory.holds, given))
+        if name == "aten::copy_" and is_on_device and not all(map(self.memory.holds, given)):
+            where = place(sys._getframe(1))
+            if not where.startswith("lade/transfer.py"):  # whose memory on the host is pinned
+                self.waits.add("copy", where)
+        if name == "aten::copy_" and not self.memory.holds(args[0]):
+            if is_on_device:  # to the host
+                self._launch(name, args)
+        elif is_on_device or not given:  # what makes a tensor from nothing is taken to make it on the device
+            self.memory.add(found)
+            if not function.is_view and name not in FREE_OPERATORS:
+                self._launch(name, args)
+        return found
+
+    def _launch(self, name: str, args: Any) -> None:
+        self.waits.launch(name.removeprefix("aten::").strip("_"), place(sys._getframe(1)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._num_paused += 1
+        try:
+            yield
+        finally:
+            self._num_paused -= 1
+
+    def aside(self, function: Callable[..., Any], launches: int = 0) -> Callable[..., Any]:
+        """A forward, or a graph's replay, whose operations do not count. launches: what counts in their place."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.paused():
+                found = function(*args, **kwargs)
+            for _ in range(launches):
+                self._launch(f"aten::{function.__name__}", args)
+            self.memory.add(dict(found) if isinstance(found, dict) else found)
+            return found
+
+        return call
+
+
+class CountCopies(TorchFunctionMode):
+    """Counts what passes by the dispatcher: lists made from tensors, tensors made from lists, copies to the device.
+
+    What is made on `HOST` stays there, and what `lade.transfer` copies makes nobody wait.
+    """
+
+    def __init__(self, waits: Waits, operators: CountOperators) -> None:
+        super().__init__()
+        self.waits, self.operators, self.memory = waits, operators, operators.memory
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_on_host = kwargs.get("device") is HOST or kwargs.get("device") == "cpu"
+        if is_on_host and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
+            with self.operators.paused():
+                return function(*args, **kwargs)
+        if function in READING_METHODS:
+            self.waits.add(READING_METHODS[function], place(sys._getframe(1)))
+        elif function in MAKING_FUNCTIONS and str(kwargs.get("device", "")) != "meta":
+            self.waits.add(MAKING_FUNCTIONS[function], place(sys._getframe(1)))
+        elif function is torch.Tensor.to and not self.memory.holds(args[0]) and names_device(args[1:], kwargs):
+            caller = sys._getframe(1)
+            if caller.f_code is not to_device.__code__:
+                self.waits.add("to", place(caller))
+            self.waits.launch("copy to the device", place(sys._getframe(2)))
+            self.memory.add(args[0])
+        return function(*args, **kwargs)
+
+
+def names_device(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `Tensor.to` asks for a device other than `HOST`."""
+    found = [kwargs.get("device"), *args]
+    return any(isinstance(device, torch.device) and device is not HOST for device in found)
+
+
+def counted_wait(waits: Waits) -> AbstractContextManager:
+    """The loop's own wait for the forward, which is no operator."""
+    original = decoding.wait_for
+
+    def wait_for(device: torch.device) -> None:
+        waits.add("wait_for", place(sys._getframe(1)))
+        original(device)
+
+    return mock.patch.object(decoding, "wait_for", wait_for)
+
+
+@contextmanager
+def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
+    """on_device: tensors that would be on a GPU, such as the model's weights."""
+    memory = DeviceMemory()
+    memory.add(on_device)
+    operators = CountOperators(waits, memory)
+
+    forwards: list[tuple[Any, str]] = [(StaticForward, "replay"), (StaticForward, "call")]
+    forwards += [(ModelAdapter, "ordinary_forward")]
+    patches = [mock.patch.object(owner, name, operators.aside(getattr(owner, name))) for owner, name in forwards]
+    # A graph beside that of the forward.
+    patches.append(mock.patch.object(StaticChoice, "replay", operators.aside(StaticChoice.replay, launches=1)))
+    patches.append(mock.patch.object(transfer, "ON_HOST", ()))
+    patches.append(counted_wait(waits))
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(operators)
+        stack.enter_context(CountCopies(waits, operators))
+        yield
