@@ -42,6 +42,21 @@ class GenerationStats:
     packing_reason: str | None = None  # why some weights or all of them were not packed, or some products not used
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
+    def __str__(self) -> str:
+        """One line: passes, tokens per pass, block sizes, or why lookahead did not run. `as_dict()` has all figures."""
+        if self.fallback_reason is not None:
+            return f"lookahead did not run: {self.fallback_reason}"
+        rows = "" if self.batch_size == 1 else f" in {self.batch_size} rows"
+        text = (
+            f"{self.generated_tokens} tokens{rows} in {self.steps} forward passes, "
+            f"{self.tokens_per_step:.2f} tokens per pass{' and row' if rows else ''}"
+        )
+        if not self.block_tokens:
+            return text
+        smallest, largest = min(self.block_tokens), max(self.block_tokens)
+        mean = sum(self.block_tokens) / len(self.block_tokens)
+        return f"{text}; blocks of {smallest} to {largest} tokens, {mean:.1f} on average"
+
     @property
     def tokens_per_step(self) -> float:
         """Generated tokens per forward pass and row: 1.0 for plain decoding, less if some rows of a batch end early."""

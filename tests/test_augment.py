@@ -230,3 +230,17 @@ def test_stats_belong_to_their_thread(lade_on, model):
     thread.join()
     assert seen == [None, 9]
     assert lade.last_stats() is mine
+
+
+def test_stats_are_one_readable_line(lade_on, model):
+    batch = {name: torch.cat([tensor, tensor]) for name, tensor in prompt().items()}
+    for inputs, row in ((prompt(), ""), (batch, " in 2 rows")):
+        model.generate(**inputs, max_new_tokens=20)
+        stats = lade.last_stats()
+        line = str(stats)
+        assert line.startswith(f"{stats.generated_tokens} tokens{row} in {stats.steps} forward passes, ")
+        assert f"{stats.tokens_per_step:.2f} tokens per pass" in line
+        assert f"blocks of {min(stats.block_tokens)} to {max(stats.block_tokens)} tokens" in line
+        assert "\n" not in line
+    model.generate(**prompt(), max_new_tokens=4, num_beams=2)
+    assert str(lade.last_stats()) == f"lookahead did not run: {lade.last_stats().fallback_reason}"

@@ -141,7 +141,7 @@ def test_the_forward_that_is_asked_for(module, monkeypatch):
         assert parts.forward_settings(args) == expected
         parts.set_up_forward(args)
         assert parts.broken_wishes(found) == wishes
-        assert parts.reasons(found) == {"no step", "no graph", "no kernel"}
+        assert parts.reasons(found) == {"no graph", "no kernel"}
 
 
 @pytest.mark.parametrize(("num_packed", "is_broken"), [(0, True), (43, False)])
