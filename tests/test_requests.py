@@ -2,6 +2,7 @@
 says why."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support import VOCAB, Recorder, generate_plain, prompt, tiny_llama
 from support.families import FAMILIES, WINDOW
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     GenerationConfig,
     GitConfig,
     GitForCausalLM,
@@ -65,6 +67,9 @@ def test_a_pad_id_that_is_no_token(model, pad):
     batch = prompt(20, 3)
     ends = {"eos_token_id": end_of(model, batch), "pad_token_id": pad, "max_new_tokens": 16}
     assert assert_same(model, batch, "is not a token of the model", **ends) is IndexError
+    model.generation_config.pad_token_id = None  # then rows are padded with the first end
+    ends_first = {"eos_token_id": [pad, ends["eos_token_id"]], "max_new_tokens": 16}
+    assert assert_same(model, batch, "is not a token of the model", **ends_first) is IndexError
     last = {name: tensor[2:] for name, tensor in batch.items()}
     assert_same(model, last, None, **ends)  # nothing is padded
     assert_same(model, batch, None, pad_token_id=pad, max_new_tokens=16)
@@ -268,3 +273,76 @@ def test_a_length_that_only_a_criterion_tells(model, monkeypatch, caplog):
         found.append(text)
     assert torch.equal(*found)
     assert "name no max_length" in caplog.text
+
+
+# What processors and criteria see and change.
+
+
+def assert_same_seeded(model, inputs, **arguments):
+    """As `assert_same` of served calls, sampled from the same seed; the generator's state afterwards, too."""
+    found = []
+    for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
+        torch.manual_seed(5)
+        ids = inputs["input_ids"].clone()  # which a processor may write to
+        found.append((run(model, inputs | {"input_ids": ids}, **arguments), torch.get_rng_state(), ids))
+    (expected, *_), _ = found
+    assert all(map(torch.equal, *found))
+    assert lade.last_stats().fallback_reason is None
+    assert max(lade.last_stats().block_tokens) > 1
+    return expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("width", [VOCAB - 6, VOCAB + 4])
+def test_scores_of_another_width(model, width, batch_size):
+    """A processor that cuts a padded vocabulary. The numbers drawn per token are as many as there are scores."""
+
+    def resize(_, scores):
+        return torch.nn.functional.pad(scores, (0, width - scores.shape[1]), value=-torch.inf)
+
+    sampled = {"do_sample": True, "temperature": 0.1, "max_new_tokens": 40}
+    found = assert_same_seeded(model, prompt(16, batch_size), logits_processor=[resize], **sampled)
+    assert lade.last_stats().tokens_per_step > 1 or batch_size > 1  # such rows go on at one length
+    assert not torch.equal(found, assert_same_seeded(model, prompt(16, batch_size), **sampled))  # the control
+
+
+def test_the_prompts_own_dtype(model):
+    seen = []
+    inputs = prompt(12)
+    inputs["input_ids"] = inputs["input_ids"].to(torch.int32)
+    remember = [lambda ids, scores: (seen.append((ids.dtype, ids.shape)), scores)[1]]
+    assert_same(model, inputs, None, logits_processor=remember, max_new_tokens=8)
+    assert seen[:8] == seen[8:]
+    assert [dtype for dtype, _ in seen[:3]] == [torch.int32, torch.int64, torch.int64]
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("place", [-1, -2, 3])
+@pytest.mark.parametrize("writer", ["logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_text_that_is_written_to(model, batch_size, writer, place, is_inference):
+    """Plain generate() goes on with the changed text. The last token, written by a criterion, goes through the model."""
+
+    def write(ids, scores):
+        if ids.shape[1] % 4 == 2:
+            ids[:, place] = ids.shape[1] % VOCAB
+        return scores if writer == "logits_processor" else torch.zeros(len(ids), dtype=torch.bool)
+
+    with torch.inference_mode(is_inference):
+        assert_same_seeded(model, prompt(14, batch_size), max_new_tokens=20, **{writer: [write]})
+
+
+@pytest.mark.parametrize("longest", [10**10, sys.maxsize])
+@pytest.mark.parametrize("setting", ["max_length", "max_new_tokens"])
+def test_a_length_without_an_end(model, setting, longest):
+    """Memory is allocated by use."""
+    end = end_of(model, prompt(20, 3))
+    assert_same(model, prompt(20, 3), None, eos_token_id=[end, *range(3, 20)], pad_token_id=0, **{setting: longest})
+
+
+def test_no_token_to_pad_with(model):
+    """Plain generate() raises at the first token where a criterion says which token ends a text."""
+    model.generation_config.pad_token_id = None
+    for batch_size in (1, 2):
+        ends = {"stopping_criteria": [EosTokenCriteria(5)], "max_new_tokens": 8}
+        assert assert_same(model, prompt(12, batch_size), "no token to pad with", **ends) is TypeError

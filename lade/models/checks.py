@@ -21,16 +21,17 @@ def unsupported_by_any(adapter: Any, request: Request) -> str | None:
         return "output_attentions of windowed layers show the window alone, and lade's own cache keeps more"
     if adapter.most_slots is not None and request.num_slots > adapter.most_slots:
         return f"the text may grow over {adapter.most_slots} tokens, padding included, for which the model's code has no room"
+    # By the criteria, which a caller may bring, and with the token that generate() takes if it is given none.
+    has_end = any(hasattr(criterion, "eos_token_id") for criterion in request.stopping_criteria)
+    pad_token = request.generation_config._pad_token_tensor
+    if has_end and pad_token is None:
+        return "a stopping criterion knows how a text ends, and there is no token to pad with"
     if request.batch_size > 1:
         last = adapter.last_position
         if last is not None and request.num_slots > last + 1 and furthest_position(request) > last:
             return f"rows of the batch may grow over the {last + 1} positions that the model knows"
-        pad_token, may_end_early = (
-            request.generation_config.pad_token_id,
-            request.generation_config.eos_token_id is not None,
-        )
-        if may_end_early and pad_token is not None and not 0 <= pad_token < adapter.num_tokens:
-            return f"pad_token_id={pad_token}, which pads rows that end early, is not a token of the model"
+        if has_end and not 0 <= int(pad_token) < adapter.num_tokens:
+            return f"token {int(pad_token)}, which pads rows that end early, is not a token of the model"
     if forgets_nan(adapter, request.attention_mask):
         return "eager attention in float64 makes padding NaN, which leaves the model's windows but not lade's own cache"
     return None

@@ -56,11 +56,14 @@ class ExponentialDraws:
     def draw(self, index: int, vocab_size: int) -> Tensor:
         """The draws for generated token number `index`, which advance the generator as in plain generate().
 
-        Tokens must be asked for in order. Draws that were not forgotten can be asked for again. Returns [B, V].
+        Tokens must be asked for in order. Draws that were not forgotten can be asked for again. vocab_size: width of
+        the scores; if processors have changed it, what was read ahead is drawn again. Returns [B, V].
         """
+        place = index - self.first
+        if self._num_drawn <= index < self.first + len(self._draws) and self._draws[place].shape[1] != vocab_size:
+            self._drop(place)
         draws = self._of(index, vocab_size)
         if index >= self._num_drawn and self._copy is not None:
-            place = index - self.first
             with drawing:
                 now = generator_state(self._device)
                 if same_state(now, self._states[place]):
@@ -107,6 +110,14 @@ class ExponentialDraws:
             self._draws.append(draws)
         self.seconds += perf_counter() - began
         return self._draws[index - self.first]
+
+    def _drop(self, place: int) -> None:
+        """Forget the draws from this place on, and read ahead anew from the generator's state before them."""
+        while len(self._draws) > place:
+            self._draws.pop()
+            self._states.pop()
+        assert self._copy is not None  # otherwise nothing is read ahead
+        self._copy.set_state(self._states[-1])
 
     def _stop_reading_ahead(self, place: int) -> None:
         """Other code draws from the generator: from this place on, draw each token's numbers only when it is sampled.

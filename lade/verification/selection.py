@@ -11,7 +11,8 @@ order, and never after a rejected guess. Three classes, all with plain generate(
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -168,7 +169,7 @@ class Selection:
         """The token after one node of each row; arguments as for `walk`."""
         ids = self.sequences.texts(rows)
         logits = self._block_logits.of(rows, nodes).to(dtype=torch.float32, copy=True, device=ids.device)
-        scores = self._scores(ids, logits)
+        scores = self._scores(rows, ids, logits)
         self.recorder.record(nodes, paths, scores, logits)
         if self.do_sample:
             return self._sample(scores, rows)
@@ -182,16 +183,27 @@ class Selection:
         self.num_generated += self.is_finished[rows].count(False)
         ended = self._ended(rows, tokens, were_guessed)
         self.is_finished[rows] = ended
-        return all(ended)
+        # A criterion may write another token, which then goes through the model instead of the guess.
+        return all(ended) or [text[-1] for text in self.sequences.generated[rows]] != tokens
 
-    def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Apply the processors. ids: [R, T]. logits: [R, V]. Returns [R, V]."""
+    def _scores(self, rows: slice, ids: Tensor, logits: Tensor) -> Tensor:
+        """Apply the processors. ids: [R, T]. logits: [R, V]. Returns [R, V], in another width if they change it."""
         if not self._is_direct:
-            scores: Tensor = self.processor(ids, logits)
+            with self._reading_back(rows, ids):
+                scores: Tensor = self.processor(ids, logits)
             return scores
         for processor in self.processor:
             logits = processor(ids, logits)
         return logits
+
+    @contextmanager
+    def _reading_back(self, rows: slice, ids: Tensor) -> Iterator[None]:
+        """Go on with the changed text if user code writes to `ids`, as plain generate() does. ids: [R, T]."""
+        before = ids.clone() if ids.is_inference() else ids._version
+        yield
+        is_same = torch.equal(before, ids) if isinstance(before, Tensor) else before == ids._version
+        if not is_same:
+            self.sequences.read_back(rows, ids)
 
     def _sample(self, scores: Tensor, rows: slice) -> list[int]:
         """The tokens that `torch.multinomial` would sample for these rows, whose texts have the same length.
@@ -268,7 +280,9 @@ class LockstepSelection(Selection):
 
     def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
         scores = self.recorder.collected.get("scores")
-        has_ended = self.criteria(self.sequences.texts(rows), scores).tolist()
+        ids = self.sequences.texts(rows)
+        with self._reading_back(rows, ids):
+            has_ended = self.criteria(ids, scores).tolist()
         if self.streamer is not None:
             # Optional method of a streamer that shows which tokens were guessed.
             is_told = were_guessed and hasattr(type(self.streamer), "put_guess")

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from lade.transfer import on_host, to_device
 
+FIRST_ROOM = 1024  # most generated tokens that the buffer has room for at first
+
 
 class TokenSequences:
     """Prompts and committed tokens of B rows, in one buffer that grows by doubling.
@@ -15,8 +17,10 @@ class TokenSequences:
     """
 
     def __init__(self, input_ids: Tensor, room: int) -> None:
-        """input_ids: [B, P] prompts, padded on the left. room: initial capacity in tokens per row."""
+        """input_ids: [B, P] prompts, padded on the left. room: the most tokens of a row, prompt included, if known."""
         batch_size, self.prompt_length = input_ids.shape
+        self._prompts = input_ids
+        room = min(room, self.prompt_length + FIRST_ROOM)
         self._ids = input_ids.new_empty(batch_size, max(room, self.prompt_length + 1), dtype=torch.long)
         self._ids[:, : self.prompt_length] = input_ids
         self._num_copied = [0] * batch_size  # of each row, generated tokens that are in the buffer
@@ -34,9 +38,18 @@ class TokenSequences:
         return self.texts(slice(row, row + 1))
 
     def texts(self, rows: slice) -> Tensor:
-        """Texts of rows of the same length. Returns [R, length], contiguous as in plain generate()."""
+        """Texts of rows of the same length. Returns [R, length], contiguous and of the dtype in plain generate()."""
+        if self.lengths[rows][0] == self.prompt_length:
+            return self._prompts[rows]
         self._copy(rows)
         return self._ids[rows, : self.lengths[rows][0]].contiguous()
+
+    def read_back(self, rows: slice, texts: Tensor) -> None:
+        """Replace the texts of rows by what user code has written to the tensor that `texts` returned."""
+        self._ids[rows, : texts.shape[1]] = texts
+        self._num_copied[rows] = [texts.shape[1] - self.prompt_length] * len(texts)
+        for row, tokens in enumerate(texts[:, self.prompt_length :].tolist(), rows.start):
+            self.generated[row][:] = tokens
 
     def roots(self) -> list[int]:
         """The last token of each row, which must be a generated one. Returns [B]."""
