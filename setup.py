@@ -56,7 +56,7 @@ setup(
     packages=find_packages(include=["lade", "lade.*"]),
     package_data={"lade": ["py.typed"], "lade.commands": ["prompts.jsonl"], "lade.commands.trace": ["page.html"]},
     entry_points={"console_scripts": ["lade = lade.commands:main"]},
-    install_requires=["torch>=2.6", "transformers>=5.8,<6", "numpy", "packaging"],
+    install_requires=["torch>=2.6", "transformers>=5.8,<6", "numpy", "packaging", "safetensors"],
     extras_require={
         "triton": ["triton"],
         "plots": ["matplotlib"],

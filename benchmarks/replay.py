@@ -1,16 +1,16 @@
 """Tokens per step of any drafter by exact replay: plain texts are recorded once, then every drafter guesses at the same
 ones.
 
-    python benchmarks/replay.py --set functions=benchmarks/prompts.jsonl --temperatures 0,0.4,0.7,1 --sizes 16,64
+    python benchmarks/replay.py --model_path MODEL --set code=HumanEval.jsonl --temperatures 0,0.7 --sizes 8,16,64
     python benchmarks/replay.py --modes tree,token-recycling,sam-decoding,logitspec,lookahead --sizes 8,16,64
     python benchmarks/replay.py --records /tmp/records --out new.json --against old.json
 
 The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the
-drafter what the loop would: the same requests, random draws, committed tokens, and the model's own logits behind every
-node of its tree, rejected ones included. Their hidden states are computed when a drafter asks for them first, and kept
-(`--records`), so that later replays need no forward. A drafter is anything `lade.drafting.register_drafter` knows
-(`--modes`), among them those of `field.py`. Every step has the whole block (ADAPTIVE=0): what is compared are guesses,
-not sizes.
+drafter what the loop would: the same requests, random draws, committed tokens, and of the model's own logits after
+every node of its tree, rejected ones included, the likeliest tokens with their probabilities and the context. They are
+computed when a drafter asks for them first, and kept (`--records`), so that later replays need no forward. A drafter is
+anything `lade.drafting.register_drafter` knows (`--modes`), among them those of `field.py`. Every step has the whole
+block (ADAPTIVE=0): what is compared are guesses, not sizes.
 
 "Cold" begins each prompt with an empty memory, "warm" takes a set's prompts in their order with one. S is tokens over
 forward passes, the prompt's included. Ratios are means over prompts, with standard errors, of those whose text is no
@@ -29,10 +29,11 @@ from dataclasses import field as dataclass_field
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import field
 import harness
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -44,21 +45,39 @@ from lade.block.token_tree import TokenTree
 from lade.commands.measure import use_lade
 from lade.config import LookaheadConfig, current_config, temporary_settings
 from lade.drafting import DraftRequest, Outcome, make_drafter
+from lade.drafting.contexts import projected, projection
+from lade.drafting.likeliest import likeliest_on_host
 from lade.drafting.memory import Memory
-from lade.drafting.vocabulary import Vocabulary, make_vocabulary
 from lade.verification.draws import ExponentialDraws
+from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences
 from lade.verification.walk import children_of
 
-Node = tuple[int, tuple[int, ...]]  # tokens of the text that it follows, and guesses behind them
+NUM_LIKELIEST = 64  # tokens of a row that drafters of the field can see
+MAX_PROMPT_ROWS = 128
+
+Node = tuple[int, tuple[int, ...]]  # tokens of the text that it follows, and guesses after them
+
+
+class Row(NamedTuple):
+    """What is known of the logits after a node.
+
+    likeliest: the NUM_LIKELIEST ids, or all. ids, probabilities: as the tree drafter reads them, at the temperature of
+    the recording. projection: of the context.
+    """
+
+    likeliest: np.ndarray
+    ids: np.ndarray
+    probabilities: np.ndarray
+    projection: np.ndarray
 
 
 @dataclass
 class Recording:
     """One plain text and what is known of the model around it.
 
-    prompt, tokens: ids. temperature: None for greedy. states: by node, the last hidden state, [d], of which the head
-    makes the logits.
+    prompt, tokens: ids. temperature: None for greedy. rows: by node. prompt_states: of the prompt's last tokens but the
+    very last one, the hidden states that the head makes logits of, [MAX_PROMPT_ROWS or less, d].
     """
 
     prompt: list[int]
@@ -66,7 +85,8 @@ class Recording:
     temperature: float | None
     arguments: dict[str, Any]
     seed: int = 0
-    states: dict[Node, Tensor] = dataclass_field(default_factory=dict)
+    rows: dict[Node, Row] = dataclass_field(default_factory=dict)
+    prompt_states: Tensor | None = None
 
     @property
     def is_looping(self) -> bool:
@@ -99,21 +119,27 @@ class Oracle:
         self._cache: DynamicCache | None = None
         self.num_forwards = 0
 
-    def logits(self, length: int, tree: TokenTree) -> Tensor:
-        """Behind the root, the text's token number `length`, and behind each node. Returns [1, 1 + n, V]."""
+    def rows(self, length: int, tree: TokenTree) -> list[Row]:
+        """After the root, the text's token number `length`, and after each node."""
         nodes = self._nodes(length, tree)
-        known = self.recording.states
+        known = self.recording.rows
         missing = [node for node in dict.fromkeys(nodes) if node not in known]
         if missing:
             self._ask(missing)
-        with torch.inference_mode():
-            return self._head(torch.stack([known[node] for node in nodes]))[None]
+        return [known[node] for node in nodes]
+
+    def logits(self, rows: list[Row]) -> Tensor:
+        """Numbers in the order of the likeliest tokens of some rows, -inf for all other tokens. Returns [1, R, V]."""
+        found = torch.full((len(rows), self._num_tokens), -torch.inf)
+        ids = torch.from_numpy(np.stack([row.likeliest for row in rows]))
+        return found.scatter_(1, ids, -torch.arange(ids.shape[1]).float().expand_as(ids))[None]
 
     def prompt_rows(self, count: int) -> Tensor:
-        """Behind the prompt's last tokens but the very last one. Returns [1, count or less, V]."""
-        length = len(self.recording.prompt)
-        no_guesses = TokenTree([[]], [[]])
-        return torch.cat([self.logits(place, no_guesses) for place in range(max(1, length - count), length)], dim=1)
+        """The logits after the prompt's last tokens but the very last one. Returns [1, count or less, V]."""
+        if self.recording.prompt_states is None:
+            self._read_text()
+        with torch.inference_mode():
+            return self._head(self.recording.prompt_states[-count:])[None]
 
     def choices(self, length: int, shape: tuple[int, int], cells: Tensor) -> Tensor:
         """The likeliest tokens behind the last level of a window whose root is the text's token number `length`.
@@ -141,7 +167,7 @@ class Oracle:
         only."""
         if self._cache is None:
             self._read_text()
-            missing = [node for node in missing if node not in self.recording.states]
+            missing = [node for node in missing if node not in self.recording.rows]
             if not missing:
                 return
         length = len(self.text)
@@ -159,7 +185,10 @@ class Oracle:
     def _read_text(self) -> None:
         self._cache = DynamicCache()
         states = self._states(input_ids=torch.tensor([self.text]), **cache_arguments(self._cache))
-        self._keep([(place + 1, ()) for place in range(len(self.text))], states)
+        prompt_length = len(self.recording.prompt)
+        first = prompt_length - 1
+        self.recording.prompt_states = states[max(0, first - MAX_PROMPT_ROWS) : first].clone()
+        self._keep([(place + 1, ()) for place in range(first, len(self.text))], states[first:])
 
     @torch.inference_mode()
     def _forward(self, tokens: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
@@ -190,9 +219,16 @@ class Oracle:
             raise SystemExit(f"the head of {type(self.model).__name__} does more than a product")
         return found[0]
 
+    @torch.inference_mode()
     def _keep(self, nodes: list[Node], states: Tensor) -> None:
-        for node, state in zip(nodes, states, strict=True):
-            self.recording.states.setdefault(node, state.clone())
+        """states: [M, d]."""
+        for start in range(0, len(nodes), 64):
+            logits = self._head(states[start : start + 64]).float()
+            likeliest = logits.topk(min(NUM_LIKELIEST, logits.shape[1])).indices.numpy()
+            ids, probabilities = likeliest_on_host(logits, self.recording.temperature or 1.0)
+            columns = likeliest, ids, probabilities, projected(logits, projection(logits.device)).numpy()
+            for node, *row in zip(nodes[start : start + 64], *columns, strict=True):
+                self.recording.rows.setdefault(node, Row(*(numbers.copy() for numbers in row)))
 
 
 @dataclass
@@ -214,13 +250,12 @@ def replay(
     recording: Recording,
     config: LookaheadConfig,
     memory: Memory | None = None,
-    may_make: bool = True,
     prompt_rows: int | None = None,
 ) -> Replay:
     """The steps that the loop would take with the drafter of `config`, with its own (N, W, G) or MAX_BLOCK. ADAPTIVE
     must be 0.
 
-    may_make: rows of tokens alone, where the memory has none. prompt_rows: None for as many as the drafter wants.
+    prompt_rows: None for as many as the drafter wants.
     """
     oracle = Oracle(model, recording)
     prompt, tokens = recording.prompt, recording.tokens
@@ -237,7 +272,7 @@ def replay(
                 key_mask=None,
                 temperature=recording.temperature,
                 draws=draws,
-                may_measure=may_make,
+                may_measure=False,
             )
         )
     prompt_rows = drafter.prompt_rows if prompt_rows is None else prompt_rows
@@ -268,17 +303,24 @@ def replay(
         if draws is not None:
             draws.forget(before)
         if reads_wrong_guesses:
-            logits = oracle.logits(len(prompt) + before, tree)
-        else:
-            accepted = oracle.logits(len(prompt) + before, tree.part([path]))
-            logits = accepted.new_zeros(1, 1 + tree.num_nodes, oracle._num_tokens)
-            logits[:, [0, *(node + 1 for node in path)]] = accepted
+            rows = oracle.rows(len(prompt) + before, tree)
+        else:  # those of wrong guesses are not asked for: the root's stands in their place
+            kept = [0, *(node + 1 for node in path)]
+            found = oracle.rows(len(prompt) + before, tree.part([path]))
+            rows = [found[kept.index(node)] if node in kept else found[0] for node in range(1 + tree.num_nodes)]
         began = time.thread_time()
-        drafter.learn(Outcome(tree, logits, [path], choices, sequences))
+        drafter.learn(Outcome(tree, oracle.logits(rows), [path], choices, sequences, digest_of(rows)))
         seconds += time.thread_time() - began
         num_steps += 1
     drafter.finish()
     return Replay(len(tokens), num_steps, drafter.sources(), seconds)
+
+
+def digest_of(rows: list[Row]) -> LogitsDigest:
+    """What the tree drafter reads of logits."""
+    _, ids, probabilities, projections = (np.stack(column)[None] for column in zip(*rows, strict=True))
+    shape = ids.shape[:2]
+    return LogitsDigest(ids[..., 0], np.zeros(shape, bool), np.full(shape, -1), ids, probabilities, projections)
 
 
 def steps_of_loop(model: Any, recording: Recording, config: dict[str, Any]) -> int:
@@ -300,15 +342,13 @@ def replay_all(
     recordings: list[Recording],
     config: LookaheadConfig,
     is_warm: bool,
-    vocabulary: Vocabulary | None,
     prompt_rows: int | None = None,
 ) -> list[Replay]:
-    """All texts of a set in their order. is_warm: with one memory. vocabulary: what it has from the start."""
+    """All texts of a set in their order. is_warm: with one memory."""
     memory, found = Memory(), []
     for recording in recordings:
         memory = memory if is_warm else Memory()
-        memory.vocabulary = vocabulary
-        found.append(replay(model, recording, config, memory, vocabulary is not None, prompt_rows))
+        found.append(replay(model, recording, config, memory, prompt_rows))
     return found
 
 
@@ -355,7 +395,7 @@ def recordings_of(
     file = args.records and args.records / f"{name}-{temperature:g}-{args.limit}-{args.max_new_tokens}.pickle"
     if file and file.exists():
         with file.open("rb") as stream:
-            return [unpacked(*packed) for packed in pickle.load(stream)], file
+            return pickle.load(stream), file
     args.prompts = path
     prompts = harness.load_prompts(args, tokenizer)
     return [record(model, inputs, temperature or None, args.max_new_tokens) for inputs in prompts], file
@@ -363,19 +403,8 @@ def recordings_of(
 
 def keep(recordings: list[Recording], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    packed = []
-    for text in recordings:
-        states = (torch.stack(list(text.states.values())) if text.states else torch.zeros(0)).numpy()
-        packed.append(
-            (text.prompt, text.tokens, text.temperature, text.arguments, text.seed, list(text.states), states)
-        )
     with file.open("wb") as stream:
-        pickle.dump(packed, stream)
-
-
-def unpacked(prompt, tokens, temperature, arguments, seed, nodes, states) -> Recording:
-    known = dict(zip(nodes, torch.from_numpy(states), strict=True))
-    return Recording(prompt, tokens, temperature, arguments, seed, known)
+        pickle.dump(recordings, stream)
 
 
 def parse() -> argparse.Namespace:
@@ -391,14 +420,6 @@ def parse() -> argparse.Namespace:
         "--modes", type=lambda text: text.split(","), default=["tree"], help="of the drafters' registry"
     )
     parser.add_argument("--memories", type=lambda text: text.split(","), default=["cold", "warm"])
-    parser.add_argument(
-        "--pairs",
-        action="store_true",
-        help="with rows of pairs alone, as memory.warm_vocabulary(model, pairs=True) has them",
-    )
-    parser.add_argument(
-        "--no_vocabulary", action="store_true", help="without rows of tokens alone, as larger models are at first"
-    )
     parser.add_argument("--prompt_rows", type=int, help="rows of each prompt to learn, if not those that lade does")
     parser.add_argument("--varied", type=int, help="of each set the first so many texts that are no loops, alone")
     parser.add_argument("--loop", type=int, default=0, help="generate() takes so many of the texts as well, to compare")
@@ -408,8 +429,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if (args.prompt_rows or 0) < 0:
         parser.error(f"--prompt_rows must be at least 0, got {args.prompt_rows}")
-    if args.loop and (args.no_vocabulary or args.prompt_rows is not None):
-        parser.error("--loop has no --no_vocabulary and no --prompt_rows: generate() decides by itself what it learns")
+    if args.loop and args.prompt_rows is not None:
+        parser.error("--loop has no --prompt_rows: generate() decides by itself what it learns")
     return args
 
 
@@ -418,7 +439,6 @@ def main() -> None:
     model, tokenizer = harness.load_model(args)
     lade.augment_all()
     field.register()
-    vocabulary = None if args.no_vocabulary else make_vocabulary(model, args.pairs)
     sets = dict(item.split("=", 1) for item in args.set or ()) or {
         "functions": harness.PROMPTS,
         "chat": harness.PROMPTS.parent / "chat.jsonl",
@@ -442,7 +462,7 @@ def main() -> None:
                         settings = field.settings_of(mode, q)
                         with temporary_settings(**settings):
                             config = current_config()
-                        found = replay_all(model, recordings, config, memory == "warm", vocabulary, args.prompt_rows)
+                        found = replay_all(model, recordings, config, memory == "warm", args.prompt_rows)
                         key = f"{name} T={temperature:g} {mode} q={q} {memory}"
                         figures[key] = one = summary(found, recordings) | {"max_new_tokens": args.max_new_tokens}
                         line = f"{key:<36} S {one['S']:6.3f}  no loops {one['S_without_loops']:6.3f} +- {one['standard_error']}"

@@ -16,7 +16,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.drafting.acceptance import name_of
 from lade.drafting.tree import TreeDrafter
 from lade.stats import tracing
 
@@ -51,12 +50,12 @@ text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"
 .plain { fill: #8c959f }
 .green { fill: #1a7f37 }
 .glow { fill: #dafbe1 }
-.pair { fill: #ddf4ff; stroke: #0969da }
-.single { fill: #fbefff; stroke: #8250df }
-.suffix, .sibling { fill: #fff1e5; stroke: #bc4c00 }
-.nearest { fill: #fff8c5; stroke: #9a6700 }
-.vocabulary { fill: #f6f8fa; stroke: #59636e }
-.root { fill: #f2b84b }
+.suffix, .earlier { fill: #ddf4ff; stroke: #0969da }
+.token { fill: #fbefff; stroke: #8250df }
+.rejected { fill: #fff1e5; stroke: #bc4c00 }
+.context { fill: #fff8c5; stroke: #9a6700 }
+.root, .unseen { fill: #f6f8fa; stroke: #59636e }
+.start { fill: #f2b84b }
 .window { fill: #6ea8fe }
 .tree { fill: #63c586 }
 .new { fill: #c9a7f5 }
@@ -71,11 +70,11 @@ text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"
   .plain { fill: #656c76 }
   .green { fill: #56d364 }
   .glow { fill: #12331c }
-  .pair { fill: #0c2d6b }
-  .single { fill: #2e1461 }
-  .suffix, .sibling { fill: #471700 }
-  .nearest { fill: #3b2300 }
-  .vocabulary { fill: #161b22 }
+  .suffix, .earlier { fill: #0c2d6b }
+  .token { fill: #2e1461 }
+  .rejected { fill: #471700 }
+  .context { fill: #3b2300 }
+  .root, .unseen { fill: #161b22 }
   .ink { fill: #10151c }
   .taken { stroke: #56d364 }
 }
@@ -106,7 +105,7 @@ def trace(model: Any, tokenizer: Any, prompt: str, num_tokens: int, block: int) 
 
     def keep(step: Any, outcome: Any) -> None:
         growth, path = drafters[-1]._texts[0].growth, list(outcome.accepted[0])
-        sources = [name_of(kind).split()[0] for kind in growth.kinds]
+        sources = [source.split()[0] for source in growth.sources]
         committed = outcome.sequences.row(0)[0, -len(path) - 1 :].tolist()
         steps.append(Step(step.roots[0], growth.tokens, growth.parents, sources, growth.chances, path, committed))
 
@@ -263,7 +262,7 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
     for node in range(-1, len(step.tokens)):
         x, y = left + across[node] * (size + gap), top + depth_of[node + 1] * row_height
         token = step.root if node < 0 else step.tokens[node]
-        kind = "root" if node < 0 else step.sources[node]
+        kind = "start" if node < 0 else step.sources[node]
         mark = " ✓" if node in step.accepted else ""
         below = "the root" if node < 0 else f"{kind}, {100 * step.chances[node]:.0f} %{mark}"
         boxes += [
@@ -290,11 +289,11 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
     ]
     for i, (kind, text) in enumerate(
         (
-            ("nearest", "similar context"),
-            ("pair", "row of two tokens"),
-            ("single", "row of one"),
-            ("vocabulary", "token alone"),
-            ("sibling", "wrong guess's row"),
+            ("context", "similar context"),
+            ("token", "same token"),
+            ("suffix", "repeated text"),
+            ("rejected", "rejected guess"),
+            ("root", "root's own row"),
         )
     ):
         x = 20 + i * 130
@@ -351,7 +350,7 @@ def window_picture(tokenizer: Any, step: WindowStep) -> str:
         parts.append(label(x + width / 2, 56, f"column {column}", "sans dim", 13, "middle"))
         for row, tokens in enumerate(levels):
             y = 66 + row * level_height
-            kind = "new" if row == LEVEL - 1 else "window" if row or column else "root"
+            kind = "new" if row == LEVEL - 1 else "window" if row or column else "start"
             parts += [
                 f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>',
                 label(x + width / 2, y + 17, visible(tokenizer.decode([tokens[column]])), "ink", 13, "middle"),
@@ -371,7 +370,7 @@ def mask_picture(tokenizer: Any, step: WindowStep) -> str:
     """One row per query and one column per key of the block; a filled cell is seen."""
     size, left, top = 24, 250, 96
     tokens = [step.root, *step.candidates, *step.cells]
-    names, offsets, kinds = ["root, (0,0)"], [0], ["root"]
+    names, offsets, kinds = ["root, (0,0)"], [0], ["start"]
     for depth in step.depths:
         number = sum(name.startswith("candidate") for name in names) // (LEVEL - 1) + 1
         names, offsets, kinds = [*names, f"candidate {number}"], [*offsets, depth], [*kinds, "tree"]
@@ -394,7 +393,7 @@ def mask_picture(tokenizer: Any, step: WindowStep) -> str:
                 f'<rect class="cell {kind}" x="{left + column * size}" y="{y}" width="22" height="22" rx="3"/>'
             )
     end = top + len(tokens) * size
-    for i, (kind, name) in enumerate((("root", "the root"), ("tree", "candidates"), ("window", "window"))):
+    for i, (kind, name) in enumerate((("start", "the root"), ("tree", "candidates"), ("window", "window"))):
         x = left + i * 120
         parts += [f'<rect class="{kind}" x="{x}" y="{end + 14}" width="14" height="14" rx="3"/>']
         parts += [label(x + 20, end + 26, name, "sans", 13)]

@@ -1,36 +1,17 @@
 """The tree drafter: plain generate()'s tokens whatever it guesses, from honest trees, and better guesses than by
 chance."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.layout import BlockLayout
-from lade.block.token_tree import TokenTree
 from lade.block_size.costs import LiveCosts
 from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
-from lade.config import LookaheadConfig
-from lade.drafting.acceptance import (
-    FORGET_EVERY,
-    NUM_KINDS,
-    PAIR,
-    SECOND_SUFFIX,
-    SINGLE,
-    SUFFIX,
-    VOCABULARY,
-    Acceptance,
-)
-from lade.drafting.base import DraftRequest, Outcome
-from lade.drafting.growth import BOTH_ROWS, Grower
-from lade.drafting.top_k_table import NUM_BINS, ROW_LENGTH, packed
+from lade.drafting.acceptance import AcceptanceRatio
 from lade.drafting.tree import LONG_MATCH, TreeDrafter
-from lade.drafting.vocabulary import Vocabulary
 from lade.stats import tracing
-from lade.verification.sequences import TokenSequences
 
 SAMPLED = {"do_sample": True, "temperature": 0.4}
 
@@ -164,12 +145,11 @@ def test_trees_and_figures_agree(model):
     assert sum(proposed for proposed, _ in stats.sources.values()) == sum(len(tokens) for tokens, _ in trees)
     assert sum(accepted for _, accepted in stats.sources.values()) == sum(committed)
     assert {source.split(" of ")[0] for source in stats.sources} == {
-        "single",
+        "token",
+        "context",
+        "rejected",
+        "root row",
         "suffix",
-        "resumed copy",
-        "vocabulary",
-        "sibling",
-        "nearest",
     }
     assert min(stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) > 0
     assert stats.plain_step_share == 0
@@ -217,7 +197,7 @@ def test_a_row_that_ended_without_padding_holds_nobody_up(model):
     assert assert_exact(model, prompt(12, 2), 100, **arguments).steps < 40
 
 
-def test_chances_are_those_of_the_row(model):
+def test_hits_are_those_of_the_row(model, monkeypatch):
     """In a batch where another row always misses, what was right is counted as right although it was not accepted."""
 
     class OneEasyRow:
@@ -230,30 +210,29 @@ def test_chances_are_those_of_the_row(model):
             forced[1, self.order[input_ids.shape[1]]] = 0.0
             return forced
 
-    memory = lade.Memory()
-    with memory.active():
-        assert_exact(model, prompt(12, 2), 100, logits_processor=[OneEasyRow()], num_return_sequences=1)
-    longest = memory.acceptance[False].chances[SECOND_SUFFIX - 1]
-    assert longest > 0.9
+    learned, inner = [], AcceptanceRatio.learn
+
+    def learn(self, expected, accepted):
+        learned.append(accepted)
+        inner(self, expected, accepted)
+
+    monkeypatch.setattr(AcceptanceRatio, "learn", learn)
+    assert_exact(model, prompt(12, 2), 100, logits_processor=[OneEasyRow()], num_return_sequences=1)
+    assert sum(learned[-50:]) > 40
 
 
-def test_chances_return_when_nothing_is_guessed():
-    acceptance = Acceptance(do_sample=False)
-    for _ in range(300):
-        acceptance.learn([SUFFIX], [-1], [0.5], [], [])
-    assert acceptance.chances[SUFFIX] < 0.05
-    for _ in range(40 * FORGET_EVERY):
-        acceptance.rest()
-    assert acceptance.chances[SUFFIX] > 0.3
-    assert acceptance.trust > 0.9
-
-
-def test_a_text_looks_predictable_where_the_likeliest_tokens_are_likely():
-    acceptance = Acceptance(do_sample=True)
-    assert acceptance.promise == 1
-    for top_bin, low, high in [(0, 0.0, 0.1), (NUM_BINS - 1, 1.0, 1.0)]:
-        acceptance.learn_sureness([top_bin] * 100)
-        assert low <= acceptance.promise <= high
+def test_the_ratio_follows_the_latest_steps():
+    ratio = AcceptanceRatio()
+    assert ratio.value == 1
+    for _ in range(40):
+        ratio.learn(2.0, 1)
+    assert ratio.value == pytest.approx(0.5, abs=0.03)
+    for _ in range(40):
+        ratio.learn(0.0, 0)
+    assert ratio.value > 0.85
+    for _ in range(40):
+        ratio.learn(1.0, 3)
+    assert ratio.value == 1
 
 
 def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():
@@ -290,7 +269,7 @@ def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     grown, inner = [], TreeDrafter._grow_all
 
     def grow(self, rows, *others):
-        grown.append(max((pointer.length for pointer in self._texts[0].pointers(None, 1)), default=0))
+        grown.append(max((copy.length for copy in self._texts[0].copies(None, self.priors, 1)), default=0))
         inner(self, rows, *others)
 
     monkeypatch.setattr(TreeDrafter, "_grow_all", grow)
@@ -301,73 +280,3 @@ def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     assert grown  # the control: such a text does repeat itself
     lade.config_lade(ADAPTIVE=0)  # nothing is measured, so nothing rests
     assert max(assert_exact(model, prompt(24), max_new_tokens=6).block_tokens) > 1
-
-
-def test_a_single_tokens_row_is_asked_where_it_may_count():
-    """And that of the token alone where neither is there."""
-    memory = lade.Memory()
-    rows = (np.full((1, ROW_LENGTH), 5), np.full((1, ROW_LENGTH), 3))
-    memory.learn([9], [10], packed(*rows), 1)
-    memory.singles.put([11], packed(*rows))
-    vocabulary = Vocabulary(np.full((13, 8), 5, dtype=np.int32), np.full((13, 8), -3, dtype=np.float16))
-
-    def kinds(before, token, chance):
-        grower = Grower(memory, Acceptance(False), vocabulary.at(1.0), [7], None, lambda depth: None, (), ())
-        return [first for _, first in grower._rows(0, -1, before, token, chance)]
-
-    assert kinds(9, 10, BOTH_ROWS) == [PAIR, SINGLE]
-    assert kinds(9, 10, 0.9 * BOTH_ROWS) == [PAIR]
-    assert kinds(8, 10, 0.9 * BOTH_ROWS) == kinds(10, 11, 1.0) == [SINGLE]
-    assert kinds(10, 12, 1.0) == kinds(9, 12, 0.1) == [VOCABULARY]
-    assert kinds(10, 13, 1.0) == []
-
-
-def test_no_chance_is_above_one():
-    """Long runs of right guesses and then a wrong one, while trials and hits are halved: a child likelier than its
-    parent is no tree."""
-    numbers = random.Random(0)
-    acceptance = Acceptance(do_sample=False)
-    for _ in range(20):
-        for _ in range(numbers.randint(100, 200)):
-            acceptance.learn([PAIR] * 9, list(range(-1, 8)), [1.0] * 9, list(range(9)), list(range(9)))
-        acceptance.learn([PAIR], [-1], [1.0], [], [])
-        assert max(acceptance.chances) <= 1.0
-        acceptance.forget()
-        assert max(acceptance.chances) <= 1.0
-    acceptance.restore([1.0] * NUM_KINDS, [1.5] * NUM_KINDS)
-    assert max(acceptance.chances) == 1.0
-
-
-def test_a_copy_is_gone_on_with_behind_a_difference():
-    """Without a match of three tokens: at once as if one token was replaced, then also where a token is equal again."""
-    passage = list(range(20, 50))
-    prompt_ids = torch.tensor([[*passage, 1, 2, *passage[:12]]])
-    config = LookaheadConfig(mode="tree", max_block=16, adaptive=False, share=False)
-    request = DraftRequest(
-        config=config, model=tiny_llama(), num_tokens=64, prompt_ids=prompt_ids, key_mask=None, temperature=None,
-        may_measure=False,
-    )  # fmt: skip
-    drafter = TreeDrafter(request)
-    texts = TokenSequences(prompt_ids, 100)
-
-    def guesses_behind(*tokens):
-        """Guesses behind the text and these tokens, with their sources, from the root along the first children."""
-        tree = drafter.propose(texts, [False], None).tree if texts.generated[0] else TokenTree.empty(1)
-        for token in tokens:
-            texts.append([token], 0)
-        logits = torch.zeros(1, 1 + tree.num_nodes, 64)
-        drafter.learn(Outcome(tree, logits, [list(range(len(tokens) - 1))], None, texts))
-        draft = drafter.propose(texts, [False], None)
-        sources = draft.explain(0).sources
-        return [
-            (token, source) for token, source in zip(draft.tree.tokens[0], sources, strict=True) if "copy" in source
-        ]
-
-    assert guesses_behind(32) == []
-    found = guesses_behind(33, 7)
-    assert found[:2] == [(35, "resumed copy of 0"), (36, "resumed copy of 1")]
-    found = guesses_behind(8)  # the next token is replaced as well
-    assert found[0] == (36, "resumed copy of 0")
-    found = guesses_behind(35)  # one token was replaced by two: what is equal again comes first
-    assert found[0] == (36, "resumed copy of 1")
-    assert (37, "resumed copy of 0") in found

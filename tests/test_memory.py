@@ -3,32 +3,36 @@
 import os
 import threading
 import time
-import tracemalloc
 import weakref
-import zipfile
-from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
-from lade.block_size.costs import LiveCosts, saved_costs
 from lade.drafting import likeliest as likeliest_module
 from lade.drafting import memory as memory_module
+from lade.drafting import memory_file
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
-from lade.drafting.suffix_index import MAX_DIFFERENCE, Copy, SuffixIndex
-from lade.drafting.top_k_table import GRADE_BITS, GRADE_EDGES, ROW_LENGTH, TopKTable, packed, unpacked
+from lade.drafting.memory_file import FORMAT
+from lade.drafting.suffix_index import Match, SuffixIndex
+from lade.drafting.top_k_table import GRADE_BITS, NUM_GRADES, PROBABILITIES, ROW_LENGTH, TopKTable, ids_of
 from lade.state import forget_all
 
 
 def row_of(table, key):
     """Ids and grades of a key's row; None if it has none."""
     row = table.row(key)
-    return None if row is None else tuple(numbers.tolist() for numbers in unpacked(row))
+    return None if row is None else (ids_of(row).tolist(), (row & NUM_GRADES - 1).tolist())
+
+
+def packed(ids, grades):
+    return ids << GRADE_BITS | grades
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +98,7 @@ def test_a_memory_is_not_active_in_other_threads(model):
 
 
 def test_save_and_load(model, tmp_path):
-    path = tmp_path / "memory.npz"
+    path = tmp_path / "memory.safetensors"
     memory = Memory(path=path)
     with memory.active():
         first = generate(model, **SAMPLED)
@@ -108,8 +112,8 @@ def test_save_and_load(model, tmp_path):
     with pytest.raises(ValueError, match="path must be given"):
         Memory().save()
     with pytest.raises(ValueError, match="path must be in a folder that exists"):
-        memory.save(tmp_path / "missing" / "memory.npz")
-    link = tmp_path / "link.npz"
+        memory.save(tmp_path / "missing" / "memory.safetensors")
+    link = tmp_path / "link.safetensors"
     link.symlink_to(path)
     memory.save(link)
     assert link.is_symlink()
@@ -117,7 +121,7 @@ def test_save_and_load(model, tmp_path):
 
 def test_a_file_of_another_model_is_refused(model, tmp_path):
     lade.config_lade(ADAPTIVE=1)
-    memory = Memory(path=tmp_path / "memory.npz")
+    memory = Memory(path=tmp_path / "memory.safetensors")
     with memory.active():
         generate(model)
     memory.save()
@@ -127,13 +131,10 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
     saved = Memory(path=memory.path)
     for stranger, why in ((other, "embeddings differ"), (tiny_llama(vocab_size=80), "vocab_size is 80, not 61")):
         loaded = Memory(path=memory.path)
-        with loaded.active(), pytest.raises(ValueError, match=f"memory.npz belongs to another model: .*{why}"):
+        with loaded.active(), pytest.raises(ValueError, match=f"memory.safetensors belongs to another model: .*{why}"):
             stranger.generate(**prompt(8), max_new_tokens=4)
-        generate(stranger)  # steps of it have costs now
-        assert saved_costs(stranger)
-        loaded.save(tmp_path / "after.npz")
-        after = Memory(path=tmp_path / "after.npz")  # its own model's as before
-        assert (after.identity, after.step_costs) == (saved.identity, saved.step_costs)
+        loaded.save(tmp_path / "after.safetensors")
+        assert Memory(path=tmp_path / "after.safetensors").identity == saved.identity  # its own model's as before
     with torch.no_grad():
         fine_tuned.get_input_embeddings().weight.add_(1e-4)
     loaded = Memory(path=memory.path)
@@ -141,58 +142,35 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
         generate(fine_tuned)
 
 
-def test_costs_are_saved_too(tmp_path, monkeypatch):
-    """A process that begins with them needs no small steps to find out what larger ones cost."""
-    observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
-    monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q))
-    lade.config_lade(ADAPTIVE=1, MAX_BLOCK=64)
-    blocks = []
-    for _ in range(2):
-        model = tiny_llama()
-        memory = Memory(path=tmp_path / "memory.npz")
-        with memory.active():
-            generate(model)
-        memory.save()
-        blocks.append(lade.last_stats().block_tokens)
-        assert memory.identity is not None
-    assert blocks[0][:2] == [1, 1]
-    assert len(Memory(path=tmp_path / "memory.npz").step_costs) == 1
-    assert blocks[1][:2] != [1, 1]
-
-
 def damage(path, kind):
     if kind == "cut":
         path.write_bytes(path.read_bytes()[:200])
     elif kind == "text":
         path.write_text("hello")
-    elif kind == "flipped":
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 255
-        path.write_bytes(bytes(content))
+    elif kind == "npz":
+        np.savez(path.with_suffix(".npz"), rows=np.zeros(3))
+        path.with_suffix(".npz").rename(path)
     else:
-        with np.load(path) as file:
-            arrays = dict(file)
+        with safe_open(path, "numpy") as file:
+            names, metadata = file.keys(), file.metadata()
+            arrays = {name: file.get_tensor(name) for name in names}
         change = {
-            "beyond the vocabulary": lambda: arrays["pairs_ids"].__setitem__((0, 0), VOCAB),
-            "by context have a wrong shape": lambda: arrays.__setitem__("nearest_centre", arrays["nearest_after"][:2]),
-            "by context have numbers out of range": lambda: arrays["nearest_before"].__setitem__((0, 3), float("nan")),
-            "context have numbers out of range": lambda: arrays["nearest_after"].__setitem__((0, 3), 2.0),
-            "have numbers out of range": lambda: arrays["nearest_centre"].__setitem__((0, 3), float("inf")),
-            "by context have a wrong type": lambda: arrays.__setitem__(
-                "nearest_before", arrays["nearest_before"].astype(int)
+            "ids beyond the vocabulary": lambda: arrays["rows"].__setitem__((0, 0), VOCAB << GRADE_BITS),
+            "hold ids beyond": lambda: arrays["context_rows"].__setitem__((0, 0), -1),
+            "context differ in number": lambda: arrays.__setitem__("context_centre", arrays["context_after"][:2]),
+            "rows differ in number": lambda: arrays.__setitem__("keys", arrays["keys"][:2]),
+            "contexts are out of range": lambda: arrays["context_before"].__setitem__((0, 3), float("nan")),
+            "are out of range": lambda: arrays["context_after"].__setitem__((0, 3), 2.0),
+            "out of range": lambda: arrays["context_centre"].__setitem__((0, 3), float("inf")),
+            "context_before have a wrong shape or type": lambda: arrays.__setitem__(
+                "context_before", arrays["context_before"].astype(int)
             ),
-            "wrong shape": lambda: arrays.__setitem__("singles_grades", arrays["singles_grades"][:, :3]),
-            "out of range": lambda: arrays["singles_grades"].__setitem__((0, 0), 99),
-            "chances are out of range": lambda: arrays["chances_0"].__setitem__((0, 3), 0.0),
-            "chances are not": lambda: arrays["chances_1"].__setitem__((1, 3), float("nan")),
-            "model_type": lambda: arrays.__setitem__("header", np.array('{"format": 1, "model": {"vocab_size": 61}}')),
-            "format is 99": lambda: arrays.__setitem__("header", np.array('{"format": 99, "model": null}')),
-            "prices are out of range": lambda: arrays.__setitem__(
-                "header", np.array(str(arrays["header"]).replace('"prices": {', '"prices": {"cpu": {"1": -1.0}'))
-            ),
+            "rows have a wrong shape or type": lambda: arrays.__setitem__("rows", arrays["rows"][:, :3]),
+            "model_type": lambda: metadata.__setitem__("model", '{"vocab_size": 61}'),
+            "its format is 'lade memory 99'": lambda: metadata.__setitem__("format", "lade memory 99"),
         }[kind]
         change()
-        np.savez(path, **arrays)
+        save_file(arrays, path, metadata)
 
 
 @pytest.mark.parametrize(
@@ -200,32 +178,29 @@ def damage(path, kind):
     [
         "cut",
         "text",
-        "flipped",
-        "beyond the vocabulary",
-        "by context have a wrong shape",
-        "by context have a wrong type",
-        "by context have numbers out of range",
-        "context have numbers out of range",
-        "have numbers out of range",
-        "wrong shape",
+        "npz",
+        "ids beyond the vocabulary",
+        "hold ids beyond",
+        "context differ in number",
+        "rows differ in number",
+        "contexts are out of range",
+        "are out of range",
         "out of range",
-        "chances are out of range",
-        "chances are not",
+        "context_before have a wrong shape or type",
+        "rows have a wrong shape or type",
         "model_type",
-        "format is 99",
-        "prices are out of range",
+        "its format is 'lade memory 99'",
     ],
 )
 def test_a_damaged_file_is_refused_and_left_alone(model, tmp_path, kind):
-    lade.config_lade(ADAPTIVE=0)  # so that the small model has rows by context
-    path = tmp_path / "memory.npz"
+    path = tmp_path / "memory.safetensors"
     memory = Memory(path=path)
     with memory.active():
         generate(model)
     memory.save()
     damage(path, kind)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"path must be a memory saved by lade, .*memory\.npz is not") as error:
+    with pytest.raises(ValueError, match=r"path must be a memory saved by lade, .*memory\.safetensors is not") as error:
         Memory(path=path)
     if " " in kind:
         assert kind in str(error.value)
@@ -233,84 +208,55 @@ def test_a_damaged_file_is_refused_and_left_alone(model, tmp_path, kind):
 
 
 def test_saving_that_fails_leaves_the_old_file(model, tmp_path, monkeypatch):
-    memory = Memory(path=tmp_path / "memory.npz")
+    memory = Memory(path=tmp_path / "memory.safetensors")
     with memory.active():
         generate(model)
     memory.save()
     before = memory.path.read_bytes()
 
-    def fail(file, **arrays):
-        file.write(b"half")
+    def fail(descriptor):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(np, "savez", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="no space"):
         memory.save()
     assert memory.path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def npy(shape, dtype, header_only=False) -> bytes:
-    """An array of zeros as numpy writes it, or the promise of one."""
-    file = BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"shape": shape, "fortran_order": False, "descr": dtype})
-    return file.getvalue() + (b"" if header_only else bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize))
+def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
+    path = tmp_path / "memory.safetensors"
+    Memory().save(path)
+    monkeypatch.setattr(memory_file, "MAX_TEXTS", 0)
+    with path.open("ab") as file:
+        file.truncate(8 * memory_module.MIN_BYTES + 1)
+    with pytest.raises(ValueError, match="bytes, which is too much for max_bytes=65536"):
+        Memory(memory_module.MIN_BYTES, path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("packed", "it unpacks to"),
-        ("many arrays", "it unpacks to"),
-        ("one row", "its arrays take more than"),
-        ("lying header", "does not hold the array"),
-        ("empty items", "itemsize cannot be zero"),
-    ],
-)
-def test_a_file_that_unpacks_to_too_much_is_refused_by_its_headers(kind, why, tmp_path, model):
-    """Each takes little room on the disk, and much more when it is read."""
-    path, limit = tmp_path / "memory.npz", memory_module.MIN_BYTES
-    with Memory(path=path).active() as memory:
-        generate(model)
-    memory.save()
-    with zipfile.ZipFile(path) as archive:
-        entries = {name: archive.read(name) for name in archive.namelist()}
-    change = {
-        "packed": {"pairs_keys.npy": npy((8 * limit,), "<i8"), "pairs_ids.npy": npy((8 * limit, 8), "<i4")},
-        "many arrays": {f"more_{i}.npy": npy((8 * limit,), "<i1") for i in range(16)},
-        "one row": {"pairs_ids.npy": npy((1, limit), "<i4")},
-        "lying header": {"pairs_keys.npy": npy((2**31,), "<i8", header_only=True)},
-        "empty items": {"header.npy": npy((2**40,), "<U0", header_only=True)},
-    }[kind]
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in {**entries, **change}.items():
-            archive.writestr(name, content)
-    assert path.stat().st_size < limit
-    del entries, change
-    tracemalloc.start()
-    with pytest.raises(ValueError, match=rf"path must be a memory saved by lade, .*memory\.npz is not: .*({why})"):
-        Memory(path=path, max_bytes=limit)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 8 * limit
+def test_a_file_says_what_it_is(tmp_path):
+    path = tmp_path / "memory.safetensors"
+    Memory().save(path)
+    with safe_open(path, "numpy") as file:
+        assert file.metadata()["format"] == FORMAT
 
 
 def test_of_a_file_with_more_rows_than_fit_the_latest_are_loaded(tmp_path):
-    large, path = Memory(), tmp_path / "memory.npz"
+    large, path = Memory(), tmp_path / "memory.safetensors"
     large.identity = {"model_type": "any", "vocab_size": 4, "hidden_size": 8, "signs": ""}
     rows = np.arange(1000 * ROW_LENGTH).reshape(1000, ROW_LENGTH) % 4
-    large.pairs.put(list(range(1000)), packed(rows, rows))
+    large.table.put(list(range(1000)), packed(rows, rows))
     large.save(path)
     small = Memory(memory_module.MIN_BYTES, path)
-    assert len(small.pairs) == small.pairs.capacity < 200
-    for key in (999, 1000 - small.pairs.capacity):
-        assert row_of(small.pairs, key) == row_of(large.pairs, key) == (rows[key].tolist(), rows[key].tolist())
-    assert small.pairs.row(999 - small.pairs.capacity) is None
+    assert len(small.table) == small.table.capacity < 200
+    for key in (999, 1000 - small.table.capacity):
+        assert row_of(small.table, key) == row_of(large.table, key) == (rows[key].tolist(), rows[key].tolist())
+    assert small.table.row(999 - small.table.capacity) is None
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
 def test_a_file_keeps_its_mode(tmp_path):
-    path = tmp_path / "memory.npz"
+    path = tmp_path / "memory.safetensors"
     before = os.umask(0o027)
     try:
         Memory().save(path)
@@ -324,7 +270,7 @@ def test_a_file_keeps_its_mode(tmp_path):
 
 
 def test_what_is_saved_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
-    path, calls = tmp_path / "memory.npz", []
+    path, calls = tmp_path / "memory.safetensors", []
     fsync, replace = os.fsync, os.replace
 
     def watched_fsync(descriptor):
@@ -386,7 +332,7 @@ def test_tables_are_bounded():
     assert row_of(table, 10) == (rows[4].tolist(), (rows[4] % 3).tolist())
     arrays = table.as_arrays()
     assert arrays.keys.tolist() == [7, 9, 10]
-    assert arrays.ids.tolist() == rows[[2, 3, 4]].tolist()
+    assert ids_of(arrays.rows).tolist() == rows[[2, 3, 4]].tolist()
 
     table = TopKTable(capacity=5000)
     for start in range(0, 9000, 100):
@@ -443,7 +389,8 @@ def test_most_likely(vocab_size, dtype):
     logits = (torch.randn(5, vocab_size + 3, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)[:, 3:]
     logits[0, -1] = 40  # the last one is in no group where their size does not divide the vocabulary's
     before = logits.clone()
-    ids, grades = most_likely(logits)
+    rows = most_likely(logits)
+    ids = ids_of(rows)
     assert torch.equal(logits, before)
     found = logits.gather(1, torch.from_numpy(ids.astype(np.int64))).float()
     # In half precision many are equal; probabilities that differ by less than 2**-10 may change places.
@@ -456,11 +403,11 @@ def test_most_likely(vocab_size, dtype):
     # Random logits have no likely tokens; the estimated sum of rows of models is better.
     allowed = 1.6 if vocab_size >= likeliest_module.LEAST_GROUPED else 1 + 1e-5
     chances = exact_chances(logits, 1.0, ids)
-    lows, highs = (np.searchsorted(GRADE_EDGES, chances * factor) for factor in (1 / allowed, allowed))
-    assert ((lows <= grades) & (grades <= highs)).all()
-    ids, grades = most_likely(logits[:, :3])  # fewer tokens than a row holds
-    assert ids.shape == grades.shape == (5, ROW_LENGTH)
-    assert ids.max() <= 2
+    found = PROBABILITIES[rows & NUM_GRADES - 1]
+    assert np.abs(np.log(found / chances))[chances > 1e-6].max() <= np.log(allowed) + np.log(1.25) / 2
+    rows = most_likely(logits[:, :3])  # fewer tokens than a row holds
+    assert rows.shape == (5, ROW_LENGTH)
+    assert ids_of(rows).max() <= 2
 
 
 @pytest.fixture(scope="module")
@@ -515,7 +462,7 @@ def test_most_likely_where_rows_of_nan_and_of_equals_make_up_for_each_other(seed
     more."""
     logits = torch.randn(33, 32000, generator=torch.Generator().manual_seed(seed)).bfloat16()
     logits[4] = torch.nan
-    ids, _ = most_likely(logits)
+    ids = ids_of(most_likely(logits))
     assert 0 <= ids.min() <= ids.max() < 32000
     found = logits[5:].float().gather(1, torch.tensor(ids[5:]))
     assert torch.equal(found, logits[5:].float().topk(ROW_LENGTH).values)
@@ -536,35 +483,17 @@ def test_most_likely_again_changes_nothing_that_was_found(dtype):
 def test_suffix_matches():
     index = SuffixIndex()
     index.extend([1, 2, 3, 4, 9, 2, 3, 4, 5, 9, 9, 1, 2, 3, 4])
-    # "1 2 3 4" went on with 9 at place 4, "2 3 4" with 5 at place 8.
-    assert index.matches() == [(4, 4), (8, 3)]
+    assert index.match() == Match(4, 4)
     index.extend([6])
-    assert index.matches() == []
+    assert index.match() is None
+    index.extend([9])
+    assert index.match() == Match(11, 1)  # of short ones the latest: one token, or two
+    index.extend([2])
+    assert index.match() == Match(6, 2)
     loop = SuffixIndex()
     loop.extend([1, 2, 3] * 20)
-    assert loop.matches() == [(57, 21)]  # the latest of the longest
+    assert loop.match() == Match(57, 21)  # the latest of the longest
     assert loop.following(57, 7) == [1, 2, 3, 1, 2, 3, 1]
-
-
-def test_a_copy_is_taken_up_behind_a_difference():
-    """Where the same number of tokens was replaced, and where the last tokens are equal again."""
-    earlier = [*range(50)]
-
-    def resumed(*tokens):
-        copy = Copy(10)  # the text has copied up to the token 9
-        copy.extend(earlier, tokens)
-        return copy.resumed([*earlier, *tokens])
-
-    assert resumed(10, 11) == []  # no difference yet
-    assert resumed(10, 99) == [(12, 0)]  # 11 was replaced
-    assert resumed(10, 99, 98) == [(13, 0)]
-    assert resumed(10, 99, 12, 13) == [(14, 2)]
-    assert resumed(10, 99, 98, 12) == [(13, 1), (14, 0)]  # 11 was replaced by two
-    assert resumed(10, 99, 11) == [(12, 1), (13, 0)]  # something was inserted
-    assert resumed(10, 13, 14) == [(15, 2), (13, 0)]  # 11 and 12 are left out
-    assert resumed(*[99] * MAX_DIFFERENCE) == [(10 + MAX_DIFFERENCE, 0)]
-    assert resumed(*[99] * (MAX_DIFFERENCE + 1)) == []
-    assert Copy(49).resumed(earlier) == []
 
 
 @pytest.mark.parametrize("by_hand", [False, "shrunk", "grown"])
@@ -597,4 +526,4 @@ def test_short_calls_are_learned_from_too(model):
     with memory.active():
         model.generate(**prompt(8), max_new_tokens=4)
     fed = sum(lade.last_stats().block_tokens)
-    assert len(memory.pairs) >= min(4, fed)
+    assert len(memory.contexts) >= min(4, fed)

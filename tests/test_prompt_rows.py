@@ -17,18 +17,13 @@ from lade.compat import CACHE_NAME
 from lade.config import current_config
 from lade.drafting import DraftRequest, make_drafter, register_drafter
 from lade.drafting import tree as tree_module
-from lade.drafting import vocabulary as vocabulary_module
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
-from lade.drafting.top_k_table import KEY_SHIFT, packed
-from lade.drafting.tree import MAX_PROMPT_ROWS, TreeDrafter
+from lade.drafting.top_k_table import ids_of
+from lade.drafting.tree import MAX_PROMPT_ROWS, MAX_PROMPT_ROWS_ON_HOST, TreeDrafter
 from lade.models.base import prompt_key_mask
 
-
-@pytest.fixture
-def large(lade_on, monkeypatch):
-    """Models are too large for rows of tokens alone, and sizes do not follow costs: so prompts are learned from."""
-    monkeypatch.setattr(vocabulary_module, "CHEAP", {})
+pytestmark = pytest.mark.usefixtures("lade_on")
 
 
 @pytest.fixture
@@ -59,9 +54,7 @@ def drafter_of(model, inputs, memory, **changes):
 
 def all_rows(memory):
     """What the tables hold, in a form that can be compared."""
-    nearest = memory.nearest.as_arrays()
-    contexts = [] if nearest is None else [*nearest.table, nearest.previous, nearest.before, nearest.after]
-    return [*memory.singles.as_arrays(), *memory.pairs.as_arrays(), *contexts]
+    return [*memory.table.as_arrays(), *(memory.contexts.as_arrays() or ())]
 
 
 def same(some, others):
@@ -83,21 +76,21 @@ def logits_of(model, inputs, count):
 
 
 @pytest.mark.parametrize("inputs", [prompt(24), padded_prompt()], ids=["one", "padded"])
-def test_the_rows_are_those_of_the_text(model, large, inputs):
+def test_the_rows_are_those_of_the_text(model, inputs):
     """As if the memory had been warmed with each prompt but its last token."""
     memory, warmed = Memory(), Memory()
     drafter = drafter_of(model, inputs, memory)
     drafter.read_prompt(logits_of(model, inputs, 23))
     texts = [ids[mask.bool()][:-1] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
     warmed.warm(model, texts)
-    assert len(memory) > 60
+    assert len(memory) > 30
     assert same(all_rows(memory), all_rows(warmed))
     other = Memory()
     other.warm(model, [text.flip(0) for text in texts])
     assert not same(all_rows(memory), all_rows(other))
 
 
-def test_the_rows_are_learned_by_generate(model, large, monkeypatch):
+def test_the_rows_are_learned_by_generate(model, monkeypatch):
     """Those of the prompt's forward, each in its place."""
     read, inputs = [], prompt(24)
     monkeypatch.setattr(TreeDrafter, "read_prompt", lambda _, logits: read.append(logits.clone()))
@@ -107,7 +100,7 @@ def test_the_rows_are_learned_by_generate(model, large, monkeypatch):
 
 @pytest.mark.parametrize("count", [5, 23, 30])
 @pytest.mark.parametrize("masked", [slice(0, 0), slice(0, 6), slice(10, 14), slice(20, 24)])
-def test_each_row_is_its_tokens(model, large, count, masked):
+def test_each_row_is_its_tokens(model, count, masked):
     """Whatever is masked: the beginning, a hole, the end. More rows than tokens: an adapter adds its own."""
     inputs, memory = distinct_prompt(), Memory()
     inputs["attention_mask"][0, masked] = 0
@@ -115,21 +108,18 @@ def test_each_row_is_its_tokens(model, large, count, masked):
     drafter_of(model, inputs, memory).read_prompt(logits)
     ids, is_text = inputs["input_ids"][0].tolist(), inputs["attention_mask"][0].tolist()
     places = [place for place in range(max(0, 23 - count), 23) if is_text[place]]
-    expected = packed(*most_likely(logits[0, [place - 23 for place in places]]))
-    assert list(memory.singles.slots) == [ids[place] for place in places]
+    expected = most_likely(logits[0, [place - 23 for place in places]])
+    assert memory.table.as_arrays().keys.tolist() == [ids[place] for place in places]
     for place, row in zip(places, expected, strict=True):
-        assert np.array_equal(memory.singles.row(ids[place]), row)
-        before = [ids[earlier] for earlier in range(place) if is_text[earlier]]
-        key = (before[-1] if before else -1) << KEY_SHIFT | ids[place]
-        assert np.array_equal(memory.pairs.row(key), row)
+        assert np.array_equal(memory.table.row(ids[place]), row)
 
 
-def test_the_context_of_the_last_token_is_known(model, large):
+def test_the_context_of_the_last_token_is_known(model):
     inputs, memory = prompt(24), Memory()
     drafter = drafter_of(model, inputs, memory)
     drafter.read_prompt(logits_of(model, inputs, 23))
     [text] = drafter._texts
-    assert np.array_equal(text.context, memory.nearest._after[22])
+    assert np.array_equal(text.context, memory.contexts._after[22])
     assert np.linalg.norm(text.context) == pytest.approx(1)
     masked = prompt(24)
     masked["attention_mask"][0, -3:] = 0
@@ -138,16 +128,16 @@ def test_the_context_of_the_last_token_is_known(model, large):
     assert drafter._texts[0].context is None  # its row is not the last one
 
 
-def test_ids_without_an_embedding_are_no_guesses(model, large):
+def test_ids_without_an_embedding_are_no_guesses(model):
     memory, inputs = Memory(), prompt(24)
     logits = torch.cat([logits_of(model, inputs, 23), torch.full((1, 23, 7), 100.0)], dim=-1)
     drafter_of(model, inputs, memory).read_prompt(logits)
-    assert memory.singles.as_arrays()[1].max() < VOCAB
+    assert ids_of(memory.table.as_arrays().rows).max() < VOCAB
 
 
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_texts_stay_as_they_are(model, large, read, sampling, batch_size):
+def test_texts_stay_as_they_are(model, read, sampling, batch_size):
     inputs = padded_prompt() if batch_size == 3 else prompt(24)
     arguments = {"max_new_tokens": 40, "do_sample": sampling}
     torch.manual_seed(1)
@@ -159,7 +149,7 @@ def test_texts_stay_as_they_are(model, large, read, sampling, batch_size):
     assert lade.last_stats().steps < 40
 
 
-def test_outputs_stay_as_they_are(model, large, read):
+def test_outputs_stay_as_they_are(model, read):
     inputs = prompt(24)
     arguments = {"max_new_tokens": 12, "return_dict_in_generate": True}
     arguments |= {f"output_{name}": True for name in ("scores", "logits", "hidden_states")}
@@ -174,7 +164,7 @@ def test_outputs_stay_as_they_are(model, large, read):
     assert found.hidden_states[0][-1].shape == expected.hidden_states[0][-1].shape
 
 
-def test_the_forward_is_asked_for_so_many_rows(model, large, monkeypatch, read):
+def test_the_forward_is_asked_for_so_many_rows(model, monkeypatch, read):
     monkeypatch.setattr(tree_module, "MAX_PROMPT_ROWS", 6)
     kept, original = [], model.forward
 
@@ -191,7 +181,7 @@ def test_the_forward_is_asked_for_so_many_rows(model, large, monkeypatch, read):
     assert read == [(1, 6, VOCAB), (3, 2, VOCAB)]
 
 
-def test_rows_that_the_user_asks_for(model, large, monkeypatch, read):
+def test_rows_that_the_user_asks_for(model, monkeypatch, read):
     """All: they are there, and the last ones are learned. Some: they may be any, and none is."""
     inputs = prompt(140)
     for kept, shapes in ((0, [(1, MAX_PROMPT_ROWS, VOCAB)]), (torch.tensor([0, -1]), [])):
@@ -204,7 +194,7 @@ def test_rows_that_the_user_asks_for(model, large, monkeypatch, read):
 
 
 @pytest.mark.parametrize("chunk", [5, 23])
-def test_a_prompt_in_chunks_has_none(model, large, read, chunk):
+def test_a_prompt_in_chunks_has_none(model, read, chunk):
     """Each chunk would compute as many."""
     inputs = prompt(24, batch_size=2)
     expected = generate_plain(model, inputs, max_new_tokens=20, prefill_chunk_size=chunk)
@@ -213,7 +203,7 @@ def test_a_prompt_in_chunks_has_none(model, large, read, chunk):
     assert read == []
 
 
-def test_embeddings_in_place_of_ids(model, large, read):
+def test_embeddings_in_place_of_ids(model, read):
     """Without ids there are no rows; behind ids that only keep places nothing is learned."""
     inputs = prompt(24)
     embeddings = model.get_input_embeddings()(inputs["input_ids"]).detach()
@@ -224,10 +214,10 @@ def test_embeddings_in_place_of_ids(model, large, read):
     ids, memory = distinct_prompt()["input_ids"], Memory()
     ids[0, 10] = -1
     drafter_of(model, inputs | {"input_ids": ids}, memory).read_prompt(logits_of(model, inputs, 23))
-    assert list(memory.singles.slots) == ids[0, 11:-1].tolist()
+    assert memory.table.as_arrays().keys.tolist() == ids[0, 11:-1].tolist()
 
 
-def test_after_a_cached_prefix(model, large, read):
+def test_after_a_cached_prefix(model, read):
     inputs = prompt(24)
     expected = generate_plain(model, inputs, max_new_tokens=20)
     cache = DynamicCache(config=model.config)
@@ -238,7 +228,7 @@ def test_after_a_cached_prefix(model, large, read):
     assert read == [(1, 8, VOCAB)]
 
 
-def test_a_call_that_ends_at_once_leaves_nothing(model, large):
+def test_a_call_that_ends_at_once_leaves_nothing(model):
     class Refuses(LogitsProcessor):
         def __call__(self, input_ids, scores):
             raise ZeroDivisionError
@@ -248,7 +238,7 @@ def test_a_call_that_ends_at_once_leaves_nothing(model, large):
     assert len(memory) == 0
 
 
-def test_the_first_token_does_not_wait_for_them(model, large, monkeypatch):
+def test_the_first_token_does_not_wait_for_them(model, monkeypatch):
     order, original = [], TreeDrafter.read_prompt
 
     class Streamer(BaseStreamer):
@@ -267,7 +257,7 @@ def test_the_first_token_does_not_wait_for_them(model, large, monkeypatch):
     assert order[:4] == ["put", "put", "read", "put"]  # the prompt, its token, its rows
 
 
-def test_half_precision_gives_one_text(large, read):
+def test_half_precision_gives_one_text(lade_on, read):
     model, texts = tiny_llama(torch.bfloat16), []
     for _ in range(2):
         with Memory().active():
@@ -276,23 +266,15 @@ def test_half_precision_gives_one_text(large, read):
     assert torch.equal(*texts)
 
 
-def test_prompts_of_a_token_have_no_rows(model, large, read):
+def test_prompts_of_a_token_have_no_rows(model, read):
     inputs = prompt(1)
     expected = generate_plain(model, inputs, max_new_tokens=20)
     assert torch.equal(model.generate(**inputs, max_new_tokens=20), expected)
     assert read == []
 
 
-def test_sampling_leaves_out_what_it_cannot_choose(model, large):
-    inputs, memory = prompt(24), Memory()
-    drafter = drafter_of(model, inputs, memory, temperature=0.7, top_k=3)
-    drafter.read_prompt(logits_of(model, inputs, 23))
-    _, ids, _ = memory.singles.as_arrays()
-    assert max(len(set(row.tolist())) for row in ids) == 3
-
-
-def test_where_they_pay(lade_on, monkeypatch):
-    """On an accelerator, or where costs do not matter; not where tokens have rows of their own alone."""
+def test_where_they_pay(monkeypatch):
+    """Fewer on a CPU where costs matter; none where processes compute one forward together."""
     model, inputs = tiny_llama(), prompt(24, batch_size=2)
 
     def wanted(on_accelerator, inputs=inputs, **settings):
@@ -303,14 +285,13 @@ def test_where_they_pay(lade_on, monkeypatch):
 
     assert wanted(False, adaptive=False) == wanted(True, adaptive=False) == MAX_PROMPT_ROWS // 2
     assert wanted(True, adaptive=True) == MAX_PROMPT_ROWS // 2
-    assert wanted(False, adaptive=True) == 0
+    assert wanted(False, adaptive=True) == MAX_PROMPT_ROWS_ON_HOST // 2
     assert wanted(True, adaptive=True, max_block=4) == 4
     assert wanted(True, prompt(24, batch_size=MAX_PROMPT_ROWS + 1), adaptive=True) == 0
+    assert wanted(True, prompt(1), adaptive=True) == 0
     with monkeypatch.context() as patch:
         patch.setattr(DraftRequest, "is_split", True)
         assert wanted(True, adaptive=True) == 0
-    assert drafter_of(model, inputs, Memory(), may_measure=True).prompt_rows == 0  # makes rows of tokens alone
-    assert wanted(True, adaptive=True) == 0
 
 
 @pytest.mark.parametrize("has_prompt_rows", [False, True])

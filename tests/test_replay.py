@@ -11,7 +11,6 @@ from support import prompt, tiny_llama
 
 import lade
 from lade.config import current_config
-from lade.drafting import vocabulary
 from lade.drafting.memory import Memory
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -52,11 +51,7 @@ def steps_of_loop(model, inputs, memory, **arguments):
 
 @pytest.mark.parametrize("temperature", [None, 0.6])
 @pytest.mark.parametrize("max_block", [6, 40])
-@pytest.mark.parametrize("is_large", [False, True])
-def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, monkeypatch, temperature, max_block, is_large):
-    """Also where the model is too large for rows of tokens alone, so that the prompt's are learned."""
-    if is_large:
-        monkeypatch.setattr(vocabulary, "CHEAP", {})
+def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, temperature, max_block):
     model = tiny_llama()
     lade.config_lade(MODE="tree", MAX_BLOCK=max_block, ADAPTIVE=0)
     looped, replayed = Memory(), Memory()
@@ -67,9 +62,8 @@ def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, monkeypatch, te
         found = bench.replay(model, text, current_config(), replayed)
         assert (found.num_steps, found.sources) == (steps, sources)
         assert found.num_steps < found.num_tokens == 60
-        if is_large or seed == 0:
-            assert ("vocabulary" in sources) is not is_large
-    assert not is_large or bench.replay(model, text, current_config(), Memory(), False, 0).sources != sources
+    cold = [bench.replay(model, text, current_config(), Memory(), rows).sources for rows in (None, 0)]
+    assert cold[0] != cold[1]  # the prompt's rows count
 
 
 def test_a_replay_of_what_is_known_takes_no_model(lade_on, bench, model):
@@ -88,11 +82,13 @@ def test_logits_behind_wrong_guesses_are_the_models(bench, model):
     """Also behind guesses that the text does not go on with."""
     text = bench.record(model, prompt(20), None, 12)
     tree = bench.TokenTree([[1, 2, 3, text.tokens[5]]], [[-1, 0, 1, -1]])
-    found = bench.Oracle(model, text).logits(20 + 5, tree)[0]
+    found = bench.Oracle(model, text).rows(20 + 5, tree)
     before = text.prompt + text.tokens[:5]
     for row, more in enumerate([[], [1], [1, 2], [1, 2, 3], [text.tokens[5]]]):
         expected = model(torch.tensor([before + more])).logits[0, -1]
-        torch.testing.assert_close(found[row], expected)
+        likely, ids = expected.softmax(-1).topk(32)
+        assert found[row].likeliest[:32].tolist() == found[row].ids.tolist() == ids.tolist()
+        torch.testing.assert_close(torch.from_numpy(found[row].probabilities), likely.float())
 
 
 @pytest.mark.parametrize("temperature", [None, 0.6])
@@ -124,20 +120,20 @@ def test_command(command, tmp_path):
     assert json.loads(out.read_text())["replays"].keys() == first["replays"].keys() | new
 
 
-def test_as_large_models_begin(command):
-    """Without rows of tokens alone, and with as many of the prompt's as are asked for."""
+def test_rows_of_the_prompt(command):
+    """As many as are asked for."""
     arguments = ("--limit", "2", "--max_new_tokens", "60", "--temperatures", "0", "--sizes", "16", "--memories", "cold")
-    found = {rows: command(*arguments, "--no_vocabulary", "--prompt_rows", rows)["replays"] for rows in ("0", "32")}
+    found = {rows: command(*arguments, "--prompt_rows", rows)["replays"] for rows in ("0", "32")}
     assert found["0"].keys() == found["32"].keys()
-    steps = {rows: [figures["each"] for figures in replays.values()] for rows, replays in found.items()}
-    assert steps["0"] != steps["32"]
+    sources = {rows: [figures["sources"] for figures in replays.values()] for rows, replays in found.items()}
+    assert sources["0"] != sources["32"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--prompt_rows", "-1"), "--prompt_rows must be at least 0, got -1"),
-        (("--loop", "1", "--no_vocabulary"), "--loop has no --no_vocabulary"),
+        (("--loop", "1", "--prompt_rows", "3"), "--loop has no --prompt_rows"),
     ],
 )
 def test_wrong_arguments(command, capsys, arguments, message):

@@ -33,7 +33,7 @@ from transformers import (
 import lade
 from lade import decoding
 from lade.block import kv_cache
-from lade.drafting.nearest import CONTEXT_SIZE, projected, projection
+from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
 from lade.forward import buffer_pool as kept
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed

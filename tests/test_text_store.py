@@ -2,25 +2,18 @@
 
 import random
 import sys
-import zipfile
-from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 from support import generate_plain, prompt, tiny_llama
 
 import lade
-from lade.drafting.acceptance import (
-    MATCH_LENGTHS,
-    NEAREST,
-    NUM_KINDS,
-    RESUMED_KINDS,
-    STORE_KINDS,
-    Acceptance,
-    name_of,
-)
-from lade.drafting.suffix_index import END, MAX_MATCH, SuffixIndex
+from lade.drafting.acceptance import GREEDY
+from lade.drafting.memory_file import FORMAT
+from lade.drafting.suffix_index import END, MAX_MATCH, Match, SuffixIndex
 from lade.drafting.text_store import TextStore
 
 
@@ -100,13 +93,11 @@ def test_matches():
     store = TextStore(100)
     store.add([1, 2, 3, 4, 9, 8, 7])
     store.add([5, 2, 3, 4, 6])
-    assert [(store.following(place, 9), length) for place, length in store.matches([1, 2, 3, 4])] == [
-        ([9, 8, 7], 4),
-        ([6], 3),
-    ]
-    assert store.matches([9, 8, 7]) == []  # a text ends there
-    assert store.matches([2, 3]) == store.matches([]) == []
-    assert store.matches([8, 5, 2, 3]) == [(11, 3)]
+    assert store.match([1, 2, 3, 4]) == Match(4, 4)
+    assert store.following(4, 9) == [9, 8, 7]
+    assert store.match([9, 8, 7]) is None  # a text ends there
+    assert store.match([2, 3]) is store.match([]) is None
+    assert store.match([8, 5, 2, 3, 4]) == Match(12, 4)
 
 
 def test_what_is_found_is_what_a_search_finds():
@@ -120,23 +111,23 @@ def test_what_is_found_is_what_a_search_finds():
         assert store.as_array().tolist() == kept
         assert len(store) == len(kept) <= 200
         tail = text[: rng.randrange(3, len(text) + 1)][-MAX_MATCH:]
-        lengths = {}
+        longest = 0
         for place in range(3, len(kept)):
             length = 0
             while length < min(place, len(tail)) and kept[place - length - 1] == tail[-length - 1]:
                 length += 1
             if length >= 3 and kept[place] != END:
-                lengths[kept[place]] = max(length, lengths.get(kept[place], 0))
-        found = store.matches(tail)
-        assert bool(found) == bool(lengths)
-        for place, length in found:
-            following = store.following(place, 5)
-            assert length <= lengths[following[0]]
-            start = len(kept) - (store._end - place)
-            assert kept[start - length : start] == tail[-length:]
+                longest = max(length, longest)
+        found = store.match(tail)
+        assert (found is not None) == (longest > 0)
+        if found is not None:
+            following = store.following(found.place, 5)
+            assert found.length <= longest
+            start = len(kept) - (store._end - found.place)
+            assert kept[start - found.length : start] == tail[-found.length :]
             assert kept[start : start + len(following)] == following
-        if len(kept) < 60:  # fewer places than are looked at
-            assert found[0][1] == max(lengths.values())
+            if len(kept) < 60:  # fewer places than are looked at
+                assert found.length == longest
 
 
 def test_memory_is_bounded():
@@ -155,16 +146,16 @@ def test_a_text_longer_than_the_store_leaves_its_end():
     store = TextStore(10)
     store.add(list(range(100)))
     assert store.as_array().tolist() == [*range(91, 100), END]
-    assert store.matches([93, 94, 95])[0][1] == 3
-    assert store.matches([50, 51, 52]) == []
+    assert store.match([93, 94, 95]).length == 3
+    assert store.match([50, 51, 52]) is None
 
 
 def test_texts_are_saved_only_where_asked_for(model, tmp_path):
-    path = tmp_path / "memory.npz"
+    path = tmp_path / "memory.safetensors"
     memory = lade.Memory(path=path, texts=1000)
     call(model, memory, 0, **SAMPLED)
     memory.save()
-    assert "texts" not in np.load(path)
+    assert "texts" not in load_file(path)
     assert len(lade.Memory(path=path, texts=1000).texts) == 0
     memory.save(texts=True)
     kept = memory.texts.as_array().tolist()
@@ -176,47 +167,25 @@ def test_texts_are_saved_only_where_asked_for(model, tmp_path):
     assert lade.Memory(path=path).texts is None
     memory.clear()
     assert len(memory.texts) == 0
-    assert memory.texts.matches(kept[:5]) == []
+    assert memory.texts.match(kept[:5]) is None
 
 
 def saved(model, folder):
-    """A memory that keeps no texts and has seen a call; its file, and what is in it."""
-    memory = lade.Memory(path=folder / "memory.npz")
+    """The file of a memory that keeps no texts and has seen a call, and what is in it."""
+    memory = lade.Memory(path=folder / "memory.safetensors")
     call(model, memory, 0)
     memory.save()
-    with np.load(memory.path) as file:
-        return memory, memory.path, dict(file)
-
-
-def test_a_file_without_the_later_kinds_begins_with_their_prior(model, tmp_path):
-    memory, path, arrays = saved(model, tmp_path)
-    num_new = len(MATCH_LENGTHS) * 2 + 6
-    for name in ("chances_0", "chances_1"):
-        assert arrays[name].shape == (2, NUM_KINDS)
-        arrays[name] = arrays[name][:, :-num_new]
-    np.savez(path, **arrays)
-    loaded, learned, prior = lade.Memory(path=path).acceptance[False], memory.acceptance[False], Acceptance(False)
-    assert loaded.hits[:-num_new] == learned.hits[:-num_new] != prior.hits[:-num_new]
-    assert loaded.hits[-num_new:] == prior.hits[-num_new:]
+    with safe_open(memory.path, "numpy") as file:
+        return memory.path, load_file(memory.path), file.metadata()
 
 
 @pytest.mark.parametrize("texts", [[5, END - 1], [5, 10**6], [5.0, 6.0], [[5, 6]]])
 def test_damaged_texts_are_refused(model, tmp_path, texts):
-    _, path, arrays = saved(model, tmp_path)
-    np.savez(path, **arrays, texts=np.array(texts))
+    path, arrays, metadata = saved(model, tmp_path)
+    assert metadata["format"] == FORMAT
+    save_file(arrays | {"texts": np.array(texts)}, path, metadata)
     with pytest.raises(ValueError, match=r"path must be a memory saved by lade.*its texts"):
         lade.Memory(path=path, texts=1000)
-
-
-def test_texts_that_unpack_to_too_much_are_refused_by_their_size(tmp_path):
-    path = tmp_path / "memory.npz"
-    lade.Memory().save(path)
-    data = BytesIO()
-    np.save(data, np.zeros(10_100_000, dtype=np.int32))
-    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("texts.npy", data.getvalue())
-    with pytest.raises(ValueError, match="its texts unpack to"):
-        lade.Memory(path=path)
 
 
 @pytest.mark.parametrize("value", [-1, 10_000_001, "1", True, 1e3, None])
@@ -227,7 +196,7 @@ def test_texts_is_checked(value):
 
 def test_saving_texts_that_are_not_kept_is_refused(tmp_path):
     with pytest.raises(ValueError, match="texts must be False for a memory that keeps none, got True"):
-        lade.Memory().save(tmp_path / "memory.npz", texts=True)
+        lade.Memory().save(tmp_path / "memory.safetensors", texts=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -237,15 +206,10 @@ def test_warming_keeps_the_texts(model):
     assert memory.texts.as_array().tolist() == [5, 6, 7, 8, END]
 
 
-def test_kinds_of_long_matches():
-    """One kind for each length up to 9, then a few that count together; no kind twice."""
-    names = [name_of(STORE_KINDS[0][length]) for length in (3, 8, 9, 12, 13, 20, 21)]
+def test_sources_of_long_matches():
+    """One source for each length up to 9, then a few that count together."""
+    names = [GREEDY.earlier[length][0] for length in (3, 8, 9, 12, 13, 20, 21)]
     assert names == [f"earlier text of {length}" for length in (3, 8, 9, 9, 13, 13, 21)]
-    used = {*STORE_KINDS[0][3:], *STORE_KINDS[1][3:]}
-    assert len(used) == 2 * len(MATCH_LENGTHS)
-    assert max(used) < RESUMED_KINDS[0][0]
-    assert max(RESUMED_KINDS[0]) == NEAREST - 1
-    assert [name_of(RESUMED_KINDS[0][length]) for length in (0, 4, 21)] == [f"resumed copy of {n}" for n in (0, 3, 9)]
     index = SuffixIndex()
     index.extend([*range(40), *range(15)])
-    assert index.matches() == [(15, 15)]
+    assert index.match() == Match(15, 15)

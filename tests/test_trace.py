@@ -21,8 +21,9 @@ from lade.commands.trace import TEMPLATE, page
 from lade.commands.trace.recorder import record, warm_up
 from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN, bin_of, replay
 from lade.drafting import Draft, register_drafter
-from lade.drafting.acceptance import NUM_KINDS, name_of
+from lade.drafting.acceptance import GREEDY
 from lade.drafting.base import ROOT_ALONE
+from lade.drafting.growth import UNSEEN
 from lade.forward import packed
 from lade.stats import open_stats, tracing
 
@@ -148,7 +149,8 @@ def test_the_default_drafter_explains_itself(tree_trace):
 def test_the_page_says_what_each_source_is():
     sources = re.search(r"const SOURCES = {\n(.*?)\n};", TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)[1]
     described = set(re.findall(r"^  (\w+): \[", sources, re.MULTILINE))
-    assert described == {name_of(kind).split()[0] for kind in range(NUM_KINDS)} | {"pool"}
+    sources = {prior.source for prior in GREEDY.chances} | {source for source, _ in GREEDY.suffix + GREEDY.earlier}
+    assert described == {source.split()[0] for source in {*sources, UNSEEN}} | {"pool"}
 
 
 def test_the_warm_up_teaches_no_text(random_model, tokenizer, lade_on):

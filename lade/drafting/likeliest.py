@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lade.drafting.top_k_table import ROW_LENGTH, grades_of
+from lade.drafting.top_k_table import ROW_LENGTH, Packed, packed
 from lade.transfer import on_host
 
 MAX_SORTED = 2**14  # probabilities that torch sorts directly: for so few of them nothing is faster
@@ -20,15 +20,12 @@ LEAST_GROUPED = 16 * ROW_LENGTH  # tokens of a vocabulary in which looking for g
 # 10 % too high, at 1.5 13 % and 44 %. The error is one factor for a row: the order of its tokens stays.
 GROUPS = ((2**13, 8, 1.25), (2**16, 16, 1.5), (2**62, 32, 2.0))
 
-Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and grades, or ids and probabilities, of M rows
+Rows = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # ids and probabilities of M rows
 
 
-def most_likely(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None) -> Rows:
-    """The ROW_LENGTH most likely tokens of each row and the grades of their probabilities. logits: [M, V].
-
-    top_k, top_p: of sampling, None for all. Excluded tokens are replaced by the likeliest one, in the lowest grade.
-    """
-    return with_grades(*likeliest_on_host(logits, temperature), top_k, top_p)
+def most_likely(logits: Tensor, temperature: float = 1.0) -> Packed:
+    """The ROW_LENGTH most likely tokens of each row, with their probabilities, [M, ROW_LENGTH]. logits: [M, V]."""
+    return packed(*likeliest_on_host(logits, temperature))
 
 
 def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
@@ -52,18 +49,6 @@ def likeliest_on_host(logits: Tensor, temperature: float = 1.0) -> Rows:
         return _likeliest_by_groups(logits, temperature)
 
 
-def with_grades(found: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int | None, top_p: float | None) -> Rows:
-    """`most_likely` for known rows: their ids and probabilities, [M, K] each."""
-    if (top_k and top_k < ROW_LENGTH) or (top_p and top_p < 1.0):
-        found, chances = _cut(found, chances, top_k or ROW_LENGTH, top_p or 1.0)
-    grades = grades_of(chances)
-    missing = ROW_LENGTH - found.shape[1]
-    if missing:  # a vocabulary of fewer tokens, or all others are cut off
-        found = np.concatenate([found, np.repeat(found[:, :1], missing, axis=1)], axis=1)
-        grades = np.concatenate([grades, np.zeros((len(grades), missing), dtype=grades.dtype)], axis=1)
-    return found, grades
-
-
 def likeliest(logits: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """Probabilities and ids of the ROW_LENGTH most likely tokens of each row, or of all, by torch. logits: [M, V].
 
@@ -80,19 +65,6 @@ def likeliest(logits: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor
     ids = (best[:, None] + members).flatten(1)  # [M, group_size * ROW_LENGTH]
     values, places = groups.flatten(1).gather(1, ids).topk(ROW_LENGTH, dim=-1)
     return values, ids.gather(1, places)
-
-
-def _cut(ids: npt.NDArray[Any], chances: npt.NDArray[Any], top_k: int, top_p: float) -> Rows:
-    """What top-k and then top-p sampling leave of rows [M, K] that are sorted by probability."""
-    if top_k < ROW_LENGTH:
-        chances = chances[:, :top_k]
-        chances = chances / np.maximum(chances.sum(1, keepdims=True), np.finfo(chances.dtype).tiny)  # of NaN logits: 0
-    before = chances.cumsum(1) - chances
-    is_left = before < top_p
-    chances = np.where(is_left, chances, 0.0)
-    if top_p < 1.0:
-        chances = chances / np.maximum(chances.sum(1, keepdims=True), top_p)
-    return np.where(is_left, ids[:, :top_k], ids[:, :1]), chances
 
 
 def _grouped(chances: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""What the tree drafter remembers across calls: likely next tokens, and how often such guesses were right."""
+"""What the tree drafter remembers across calls: rows of likely next tokens, and texts where asked for."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,17 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lade.block_size.costs import SavedCosts, saved_costs
 from lade.compat import num_tokens_of
-from lade.config import current_config
-from lade.drafting.acceptance import Acceptance
-from lade.drafting.array_file import MAX_TEXTS
+from lade.drafting.contexts import BYTES_PER_RECORD, UNKNOWN, Context, ContextTable, projected, projection
 from lade.drafting.likeliest import most_likely
-from lade.drafting.memory_file import Contents, read_memory, write_memory
-from lade.drafting.nearest import BYTES_PER_RECORD, UNKNOWN, Context, NearestRows, projected, projection, uses_contexts
+from lade.drafting.memory_file import MAX_TEXTS, Contents, read_memory, write_memory
 from lade.drafting.text_store import TextStore
-from lade.drafting.top_k_table import BYTES_PER_ROW, KEY_SHIFT, Packed, TopKTable, packed, unpacked
-from lade.drafting.vocabulary import Vocabulary, keep_vocabulary, make_vocabulary, vocabulary_of
+from lade.drafting.top_k_table import BYTES_PER_ROW, Packed, TopKTable, ids_of
 from lade.state import PerModel, keeping_state
 from lade.verification.draws import keeping_generators
 
@@ -38,12 +32,12 @@ MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them; between unrelated mo
 
 
 class Memory:
-    """Rows of likely next tokens by the last token, the last two and context; the learned chances of such guesses.
+    """Rows of likely next tokens by the last token and its context.
 
     It belongs to one model, the first that uses it. Inside `with memory.active():` the calls of this thread use it
     instead of the one that all calls of the model share:
 
-        memory = lade.Memory(path="alice.npz")    # loaded where the file is there
+        memory = lade.Memory(path="alice.safetensors")    # loaded where the file is there
         with memory.active():
             model.generate(...)
         memory.save()
@@ -64,23 +58,18 @@ class Memory:
             raise ValueError(f"max_bytes must be an integer of at least {MIN_BYTES}, got {max_bytes!r}")
         if isinstance(texts, bool) or not isinstance(texts, int) or not 0 <= texts <= MAX_TEXTS:
             raise ValueError(f"texts must be an integer from 0 to {MAX_TEXTS}, got {texts!r}")
-        capacity = max_bytes // (4 * BYTES_PER_ROW)
         self.path = None if path is None else Path(path)
-        self.singles, self.pairs = TopKTable(capacity), TopKTable(capacity)
-        self.nearest = NearestRows(max_bytes // (2 * BYTES_PER_RECORD))
+        self.table = TopKTable(max_bytes // (4 * BYTES_PER_ROW))  # by token
+        self.contexts = ContextTable(3 * max_bytes // (4 * BYTES_PER_RECORD))
         self.unseen: dict[int, None] = {}  # likely tokens without a row of their own, the latest last
-        self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}  # by whether tokens are sampled
         self.identity: dict[str, Any] | None = None  # of the model
-        self.step_costs: SavedCosts = {}  # what steps of it cost, as the file said
-        self._model: weakref.ref[Any] | None = None
-        self.vocabulary: Vocabulary | None = None  # rows of tokens alone, of a file or made by `warm_vocabulary`
         self.texts = TextStore(texts) if texts else None
         if self.path is not None and self.path.exists():
             self._load(self.path, max_bytes)
 
     def __len__(self) -> int:
         """Rows."""
-        return len(self.singles) + len(self.pairs) + len(self.nearest)
+        return len(self.table) + len(self.contexts)
 
     @contextmanager
     def active(self) -> Iterator[Memory]:
@@ -93,14 +82,12 @@ class Memory:
 
     def clear(self) -> None:
         """Forget everything, the model too."""
-        self.singles.clear()
-        self.pairs.clear()
-        self.nearest.clear()
+        self.table.clear()
+        self.contexts.clear()
         self.unseen.clear()
         if self.texts is not None:
             self.texts.clear()
-        self.acceptance = {flag: Acceptance(flag) for flag in (False, True)}
-        self.identity, self.step_costs, self._model, self.vocabulary = None, {}, None, None
+        self.identity = None
 
     def belong_to(self, model: Any) -> None:
         """Raises ValueError when this memory is of another model or vocabulary."""
@@ -110,7 +97,7 @@ class Memory:
             raise ValueError(
                 f"the memory{f' in {self.path}' if self.path else ''} belongs to another model: {difference}"
             )
-        self.identity, self._model = self.identity or identity, weakref.ref(model)
+        self.identity = self.identity or identity
 
     def warm(
         self, model: Any, texts: str | Path | Sequence[str | Sequence[int] | Tensor], tokenizer: Any = None
@@ -135,54 +122,36 @@ class Memory:
             if self.texts is not None:
                 self.texts.add(ids)
 
-    def warm_vocabulary(self, model: Any, pairs: bool = False) -> None:
-        """Learn what the model predicts after each token alone, so that there are guesses from the first step on.
+    def learn(self, tokens: list[int], rows: Packed, accepted: Sequence[int]) -> None:
+        """Remember the rows after some tokens, [M, ROW_LENGTH]; of one token the last row counts.
 
-        pairs: also after the 32,768 pairs of tokens that it is likeliest to say, which costs as much as a vocabulary of
-        65,536 tokens. Costs about 2 * parameters * vocabulary floating-point operations, once per model. The rows serve
-        all memories of the model, contain nothing of any text, take at most 8 MiB, with pairs 16 MiB, in addition to
-        `max_bytes`, and are kept in the cache folder and by `save()`.
+        accepted: the indices of committed tokens. Their rows count before those of rejected guesses, and the likeliest
+        tokens of their rows are worth a row of their own.
         """
-        self.belong_to(model)
-        self.vocabulary = make_vocabulary(model, pairs)
-        keep_vocabulary(model, self.vocabulary)
-
-    def learn(self, previous: list[int], tokens: list[int], rows: Packed, num_likely: int) -> None:
-        """Remember what the model predicted after some tokens; later rows replace earlier ones.
-
-        previous, tokens: [M] the last two ids before each row. rows: [M, ROW_LENGTH], as `packed` makes them.
-        num_likely: of how many rows, from the last, the tokens are worth knowing more about.
-        """
-        pairs = [before << KEY_SHIFT | token for before, token in zip(previous, tokens, strict=True)]
-        self.pairs.put(pairs, rows)
-        self.singles.put(tokens, rows)
-        unseen, seen = self.unseen, self.singles.slots
+        is_accepted = set(accepted)
+        order = [*(i for i in range(len(tokens)) if i not in is_accepted), *accepted]
+        self.table.put([tokens[i] for i in order], rows[order])
+        unseen = self.unseen
         for token in tokens:
             unseen.pop(token, None)
-        likely, _ = unpacked(rows[len(rows) - num_likely :, :MAX_LIKELY])
-        for row in likely.tolist():
+        for row in ids_of(rows[list(accepted), :MAX_LIKELY]).tolist():
             for token in reversed(row):
-                if token not in seen:
+                if token not in self.table:
                     unseen.pop(token, None)
                     unseen[token] = None
         for token in list(unseen)[:-MAX_UNSEEN] if len(unseen) > MAX_UNSEEN else ():
             unseen.pop(token, None)
 
-    def learn_text(
-        self, before: int, ids: list[int], rows: Packed, projections: npt.NDArray[np.float32] | None
-    ) -> Context | None:
-        """Remember what the model predicted behind each token of a text. Returns the context behind the last one.
+    def learn_text(self, ids: list[int], rows: Packed, projections: npt.NDArray[np.float32]) -> Context | None:
+        """Remember the rows after each token of a text, [M, ROW_LENGTH]. projections: of the same logits.
 
-        before: the id before them, -1 for none. rows: [M, ROW_LENGTH], as `packed` makes them. projections: of the same
-        logits, [M, CONTEXT_SIZE]; None where there are no rows by context. Then, and as long as no context is known,
-        None is returned.
+        Returns the context after the last one; None as long as no context is known.
         """
-        previous = [before, *ids[:-1]]
-        self.learn(previous, ids, rows, len(ids))
-        after = None if projections is None else self.nearest.contexts(projections)
+        self.learn(ids, rows, range(len(ids)))
+        after = self.contexts.contexts(projections)
         if after is None:
             return None
-        self.nearest.put(previous, ids, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
+        self.contexts.put(ids, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
         return after[-1]
 
     def save(self, path: str | Path | None = None, texts: bool = False) -> None:
@@ -199,31 +168,22 @@ class Memory:
         target = target.resolve()  # a link stays one
         if not target.parent.is_dir():
             raise ValueError(f"path must be in a folder that exists, got {str(target)!r}")
-        model = None if self._model is None else self._model()
         contents = Contents(
             identity=self.identity,
-            step_costs=self.step_costs if model is None else self.step_costs | saved_costs(model),
-            singles=self.singles.as_arrays(),
-            pairs=self.pairs.as_arrays(),
-            nearest=self.nearest.as_arrays(),
-            counts={flag: acceptance.as_array() for flag, acceptance in self.acceptance.items()},
+            table=self.table.as_arrays(),
+            contexts=self.contexts.as_arrays(),
             texts=self.texts.as_array() if texts and self.texts is not None else None,
-            vocabulary=self.vocabulary or (None if model is None else vocabulary_of(model, may_make=False)),
         )
         write_memory(target, contents)
 
     def _load(self, path: Path, max_bytes: int) -> None:
-        max_texts = 0 if self.texts is None else self.texts.max_tokens
-        found = read_memory(path, max_bytes, self.pairs.capacity, max_texts)
-        self.identity, self.step_costs, self.vocabulary = found.identity, found.step_costs, found.vocabulary
+        found = read_memory(path, max_bytes)
+        self.identity = found.identity
         if self.texts is not None and found.texts is not None:
             self.texts.restore(found.texts)
-        for table, (keys, ids, grades) in ((self.singles, found.singles), (self.pairs, found.pairs)):
-            table.put(keys.tolist(), packed(ids, grades))
-        if found.nearest is not None:
-            self.nearest.restore(found.nearest)
-        for flag, (trials, hits) in found.counts.items():
-            self.acceptance[flag].restore(trials.tolist(), hits.tolist())
+        self.table.put(found.table.keys.tolist(), found.table.rows)
+        if found.contexts is not None:
+            self.contexts.restore(found.contexts)
 
     def _warm_on(self, model: Any, ids: list[int]) -> None:
         num_tokens = num_tokens_of(model)
@@ -233,10 +193,8 @@ class Memory:
                 logits = model(input_ids=torch.tensor([chunk], device=model.device), use_cache=False).logits[
                     0, :, :num_tokens
                 ]
-            projections = None
-            if uses_contexts(model, current_config()):
-                projections = projected(logits, projection(logits.device)).cpu().numpy()
-            self.learn_text(ids[start - 1] if start else -1, chunk, packed(*most_likely(logits)), projections)
+            projections = projected(logits, projection(logits.device)).cpu().numpy()
+            self.learn_text(chunk, most_likely(logits), projections)
 
 
 def identity_of(model: Any) -> dict[str, Any]:

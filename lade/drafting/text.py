@@ -1,33 +1,31 @@
-"""One text of a batch, for guessing: where its end has occurred before, and which passage it is copying."""
+"""One text of a batch: earlier occurrences of its end, and what the last step has shown about its root."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from lade.drafting.acceptance import RESUMED_KINDS, STORE_KINDS, SUFFIX_KINDS
-from lade.drafting.growth import Growth, Pointer, Source
-from lade.drafting.nearest import UNKNOWN, Context, Contexts
-from lade.drafting.suffix_index import MAX_MATCH, Copy, SuffixIndex
+from lade.drafting.acceptance import Priors
+from lade.drafting.contexts import UNKNOWN, Context, Contexts
+from lade.drafting.growth import Copy, Growth
+from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from lade.drafting.text_store import TextStore
-
-LONG_COPY = 13  # matches of at least so many tokens are resumed after a difference
+from lade.drafting.top_k_table import PackedRow, without
 
 
 class DraftedText:
-    """growth: the guesses after its end. sibling: the row of a wrong guess in the place of its root. context: of its
-    last token, None if it is not known."""
+    """growth: the guesses after its end. root_row: the row of logits that its last token was chosen from, without that
+    token. rejected_row: the row of the rejected guess in the last token's place. context: of the last token. None where
+    these are not known."""
 
     def __init__(self, ids: list[int]) -> None:
         """ids: of the prompt."""
         self._index = SuffixIndex()
         self._index.extend(ids)
         self._prompt_length = len(ids)
-        self._copy: Copy | None = None  # the passage that it has copied lately
         self.num_generated = 0
         self.growth = Growth()
-        self.sibling: Source | None = None
+        self.root_row: PackedRow | None = None
+        self.rejected_row: PackedRow | None = None
         self.context: Context | None = None
 
     @property
@@ -43,47 +41,27 @@ class DraftedText:
     def begin_step(self, num_generated: int) -> None:
         self.growth, self.num_generated = Growth(), num_generated
 
-    def take_contexts(self, path: list[int], after: Contexts | None) -> tuple[Contexts, Contexts] | None:
-        """Take over what a step says of contexts, before its tokens are committed. path: the accepted guesses.
-
-        after: the contexts after the root and after each guess, [1 + n, CONTEXT_SIZE], None if they are not known.
-        Returns those of the root and of each guess themselves, and `after`.
-        """
+    def contexts_before(self, after: Contexts) -> Contexts:
+        """Contexts of the root and of each guess, [1 + n, CONTEXT_SIZE]. after: those of what follows them."""
         root = UNKNOWN if self.context is None else self.context
-        self.context = None if after is None else after[path[-1] + 1 if path else 0]
-        if after is None:
-            return None
-        return np.concatenate([root[None], after[[parent + 1 for parent in self.growth.parents]]]), after
+        return np.concatenate([root[None], after[[parent + 1 for parent in self.growth.parents]]])
 
     def extend(self, committed: list[int]) -> None:
         """Append tokens to the text."""
-        if self._copy is not None:
-            self._copy.extend(self.tokens, committed)
         self._index.extend(committed)
 
-    def pointers(self, texts: TextStore | None, count: int) -> list[Pointer]:
-        """At most `count` tokens each of what followed where the text's end has occurred before. texts: of other calls.
+    def take_rows(self, root_row: PackedRow, rejected_row: PackedRow | None) -> None:
+        """Take over the rows of a step, after its tokens were committed."""
+        self.root_row = without(root_row, self.tokens[-1])
+        self.rejected_row = rejected_row
 
-        A long match is remembered as what the text copies, to be resumed after a difference.
-        """
-        own = self._index.matches()
-        found = _followed(self._index, own, SUFFIX_KINDS, count)
-        if own and own[0][1] >= LONG_COPY:
-            self._copy = Copy(own[0][0])
-        elif self._copy is not None:
-            places = [place for place, _ in own]
-            resumed = [match for match in self._copy.resumed(self.tokens) if match[0] not in places]
-            found += _followed(self._index, resumed, RESUMED_KINDS, count)
-        if texts is not None:
-            longest = own[0][1] if own else 0
-            others = _followed(texts, texts.matches(self.tokens[-MAX_MATCH:]), STORE_KINDS, count)
-            found += [pointer for pointer in others if pointer.length > longest]
+    def copies(self, texts: TextStore | None, priors: Priors, count: int) -> list[Copy]:
+        """At most `count` tokens each of what followed the longest earlier occurrence of the text's end: in the text
+        itself, and in texts of other calls where that one is longer."""
+        found, own = [], self._index.match()
+        if own is not None:
+            found.append(Copy(self._index.following(own.place, count), 0, own.length, priors.suffix))
+        other = None if texts is None else texts.match(self.tokens[-MAX_MATCH:])
+        if texts is not None and other is not None and (own is None or other.length > own.length):
+            found.append(Copy(texts.following(other.place, count), 0, other.length, priors.earlier))
         return found
-
-
-def _followed(
-    texts: SuffixIndex | TextStore, matches: list[tuple[int, int]], kinds: Sequence[tuple[int, ...]], count: int
-) -> list[Pointer]:
-    """At most `count` tokens after each match. kinds: of each match."""
-    found = zip(matches, kinds, strict=False)
-    return [Pointer(texts.following(place, count), 0, length, by_length) for (place, length), by_length in found]

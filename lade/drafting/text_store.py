@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lade.drafting.suffix_index import END, MAX_PLACES, MIN_MATCH, longest_two
+from lade.drafting.suffix_index import END, KEY_LENGTH, MAX_PLACES, Match, longest_match
 
 NOWHERE = -1
 
@@ -46,21 +46,21 @@ class TextStore:
             for number, token in enumerate([*text, END]):
                 place, at = self._end, self._end % size
                 self._tokens[at], self._before[at] = token, NOWHERE
-                if number >= MIN_MATCH:
-                    key = self._key(text[number - MIN_MATCH : number])
+                if number >= KEY_LENGTH:
+                    key = self._key(text[number - KEY_LENGTH : number])
                     self._before[at], self._latest[key] = self._latest[key], place
                 self._end = place + 1
 
-    def matches(self, text: Sequence[int]) -> list[tuple[int, int]]:
-        """Where a text's end has occurred, as `SuffixIndex.matches`; no occurrence at the end of a stored text."""
+    def match(self, text: Sequence[int]) -> Match | None:
+        """The longest occurrence of a text's end; none at the end of a stored text."""
         oldest = self._end - len(self)
-        return longest_two(text, self._tokens, self.max_tokens, self._places(text, oldest), oldest)
+        return longest_match(text, self._tokens, self.max_tokens, self._places(text, oldest), oldest)
 
     def _places(self, text: Sequence[int], oldest: int) -> Iterator[int]:
         """The latest places after the text's last trigram, or after one of the same hash."""
-        place = self._latest[self._key(text[-MIN_MATCH:])] if len(text) >= MIN_MATCH else NOWHERE
+        place = self._latest[self._key(text[-KEY_LENGTH:])] if len(text) >= KEY_LENGTH else NOWHERE
         for _ in range(MAX_PLACES):
-            if place < oldest + MIN_MATCH:
+            if place < oldest + KEY_LENGTH:
                 return
             yield place
             place = self._before[place % self.max_tokens]

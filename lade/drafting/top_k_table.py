@@ -1,141 +1,108 @@
-"""The model's likeliest tokens after a key, with their probabilities: the memory of the tree drafter."""
+"""Rows of the model's likeliest next tokens with their probabilities, and a bounded table of them by token."""
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice, pairwise
-from math import ceil, log, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-ROW_LENGTH = 32  # tokens kept per key
-BYTES_PER_ROW = ROW_LENGTH * 4 + 136  # ids with their grades, and what the index takes
-# To find its first key, a dict walks over all that were deleted before it: one by one the time would grow with the
-# table. So one in so many keys of the table is looked up at once.
-LOOKED_UP_SHARE = 64
-# Upper ends of the bins of probabilities. What guesses of each bin are worth is learned (lade/drafting/acceptance.py).
-BIN_EDGES = (0.003, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.45, 0.6, 0.75, 0.88, 0.95, 0.99)
-NUM_BINS = len(BIN_EDGES) + 1
-BIN_MIDDLES = [(low + high) / 2 for low, high in pairwise((0.0, *BIN_EDGES, 1.0))]
-# Rows keep grades, which divide each bin into parts of equal ratio: sampling compares p / e, and most tokens of a row
-# are in the bin of the rarest.
-LEAST_CHANCE = 1e-5  # below it all tokens are of one grade, and count as half as likely
-GRADE_RATIO = 1.25  # of a grade's ends, at most
+ROW_LENGTH = 32  # tokens of a row
+BYTES_PER_ROW = ROW_LENGTH * 4 + 136  # ids with their grades, and the index
+# Probabilities are rounded to powers of GRADE_RATIO, down to 8e-7. A grade and an id share one integer.
+GRADE_RATIO, GRADE_BITS = 1.25, 6
+NUM_GRADES = 1 << GRADE_BITS
+PROBABILITIES = GRADE_RATIO ** np.arange(1 - NUM_GRADES, 1, dtype=np.float32)  # [NUM_GRADES] by grade, rising to 1
 
-
-def _grades() -> list[float]:
-    edges = [LEAST_CHANCE]
-    for low, high in pairwise((LEAST_CHANCE, *BIN_EDGES, 1.0)):
-        parts = ceil(log(high / low) / log(GRADE_RATIO))
-        edges += [*(low * (high / low) ** (part / parts) for part in range(1, parts)), high]
-    return edges[:-1]
-
-
-GRADE_EDGES = _grades()  # upper ends
-GRADE_MIDDLES = [sqrt(low * high) for low, high in pairwise((LEAST_CHANCE / 4, *GRADE_EDGES, 1.0))]
-BIN_OF_GRADE = [bisect_left(BIN_EDGES, high) for high in (*GRADE_EDGES, 1.0)]
-GRADE_BITS = 6
-_EDGES = np.array(GRADE_EDGES, dtype=np.float32)
-
-Packed = npt.NDArray[np.int32]  # [R, ROW_LENGTH]: ids and grades in one number, so that one look-up finds both
-PackedRow = npt.NDArray[np.int32]  # likewise, [ROW_LENGTH], or shorter
-KEY_SHIFT = 32  # a pair of tokens as one integer: the first one shifted, and the second
+PackedRow = npt.NDArray[np.int32]  # [ROW_LENGTH] ids, likeliest first, each with the grade of its probability
+Packed = npt.NDArray[np.int32]  # [R, ROW_LENGTH]
 
 
 class TableArrays(NamedTuple):
-    """All rows of a table: keys [R], ids and grades [R, ROW_LENGTH]."""
+    """All rows of a table: keys [R], packed rows [R, ROW_LENGTH]."""
 
     keys: npt.NDArray[Any]
-    ids: npt.NDArray[Any]
-    grades: npt.NDArray[Any]
+    rows: Packed
 
 
-def grades_of(chances: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
-    """The grade of each probability, in the shape of `chances`."""
-    return _EDGES.searchsorted(chances)
+def packed(ids: npt.NDArray[Any], probabilities: npt.NDArray[Any]) -> Packed:
+    """Rows of ids [R, K], likeliest first, and their probabilities [R, K].
 
-
-def packed(ids: npt.NDArray[Any], grades: npt.NDArray[Any]) -> Packed:
-    """ids, grades: [R, K]."""
-    rows = ids.astype(np.int32)
-    rows <<= GRADE_BITS
-    rows |= grades.astype(np.int32)
+    Shorter rows repeat their first id with probability 0, which adds no guess.
+    """
+    with np.errstate(all="ignore"):  # probabilities of 0 and NaN get the lowest grade
+        grades = np.rint(np.log(probabilities) / np.float32(np.log(GRADE_RATIO))) + (NUM_GRADES - 1)
+    rows = ids.astype(np.int32) << GRADE_BITS
+    rows |= np.nan_to_num(grades, nan=0.0, neginf=0.0).clip(0, NUM_GRADES - 1).astype(np.int32)
+    missing = ROW_LENGTH - rows.shape[1]
+    if missing:
+        first = rows[:, :1] >> GRADE_BITS << GRADE_BITS
+        rows = np.concatenate([rows, first.repeat(missing, axis=1)], axis=1)
     return rows
 
 
-def unpacked(rows: Packed) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Ids and grades."""
-    return rows >> GRADE_BITS, rows & (1 << GRADE_BITS) - 1
+def ids_of(rows: Packed) -> npt.NDArray[np.int32]:
+    """The ids of packed rows, in their shape."""
+    return rows >> GRADE_BITS
+
+
+def without(row: PackedRow, token: int) -> PackedRow | None:
+    """A row without a token, of the same length; None if it has no other."""
+    others = row[row >> GRADE_BITS != token]
+    if not len(others):
+        return None
+    return np.concatenate([others, np.repeat(others[:1] >> GRADE_BITS << GRADE_BITS, len(row) - len(others))])
 
 
 class TopKTable:
-    """At most `capacity` rows by key; a full table drops the one that was written longest ago.
-
-    A row holds ROW_LENGTH ids, most probable first, and the grade of each one's probability.
-    """
+    """The latest row of each of at most `capacity` keys; a full table drops the one that was written longest ago."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.slots: dict[int, int] = {}  # key -> slot, written longest ago first
-        self._oldest: dict[int, None] = {}  # the next keys to be dropped, the first one last
+        self._slots: OrderedDict[int, int] = OrderedDict()  # key -> slot, written longest ago first
         self._rows = np.zeros((0, ROW_LENGTH), dtype=np.int32)
         self._lock = threading.Lock()  # calls in several threads may share a table
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self._slots)
 
-    @property
-    def rows(self) -> Packed:
-        """All rows by slot; a table that grows gets another array."""
-        return self._rows
+    def __contains__(self, key: int) -> bool:
+        return key in self._slots
 
     def row(self, key: int) -> PackedRow | None:
-        """The row of a key as it is stored, [ROW_LENGTH], None when there is none."""
-        slot = self.slots.get(key)
+        """The row of a key, [ROW_LENGTH]; None if there is none."""
+        slot = self._slots.get(key)
         return None if slot is None else self._rows[slot]
 
     def put(self, keys: Sequence[int], rows: Packed) -> None:
         """Write rows; of one key the last counts."""
         with self._lock:
-            found = []
-            slots, oldest = self.slots, self._oldest
-            for key in keys:
-                slot = slots.pop(key, None)
-                if slot is None:
-                    slot = self._new_slot()
-                    oldest = self._oldest
-                elif oldest:
-                    oldest.pop(key, None)
-                slots[key] = slot
-                found.append(slot)
-            self._rows[found] = rows
+            slots = [self._slot_of(key) for key in keys]  # which may replace the array
+            self._rows[slots] = rows
 
     def clear(self) -> None:
         with self._lock:
-            self.slots.clear()
-            self._oldest.clear()
+            self._slots.clear()
 
     def as_arrays(self) -> TableArrays:
         """All rows, written longest ago first."""
         with self._lock:
-            ids, grades = unpacked(self._rows[list(self.slots.values())])
-            return TableArrays(np.array(list(self.slots), dtype=np.int64), ids, grades.astype(np.int8))
+            keys = np.array(list(self._slots), dtype=np.int64)
+            return TableArrays(keys, self._rows[list(self._slots.values())])
 
-    def _new_slot(self) -> int:
-        slot = len(self.slots)
-        if slot < self.capacity:
-            if slot >= len(self._rows):
-                self._grow()
-            return slot
-        if not self._oldest:
-            found = list(islice(self.slots, self.capacity // LOOKED_UP_SHARE + 1))
-            self._oldest = dict.fromkeys(reversed(found))
-        return self.slots.pop(self._oldest.popitem()[0])
-
-    def _grow(self) -> None:
-        size = min(self.capacity, max(1024, 2 * len(self._rows)))
-        self._rows = np.resize(self._rows, (size, ROW_LENGTH))
+    def _slot_of(self, key: int) -> int:
+        """The slot of a key that is written now."""
+        slots = self._slots
+        if key in slots:
+            slots.move_to_end(key)
+        elif len(slots) < self.capacity:
+            if len(slots) == len(self._rows):
+                size = min(self.capacity, max(1024, 2 * len(slots)))
+                self._rows = np.resize(self._rows, (size, ROW_LENGTH))
+            slots[key] = len(slots)
+        else:
+            _, slots[key] = slots.popitem(last=False)
+        return slots[key]

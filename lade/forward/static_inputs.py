@@ -15,8 +15,8 @@ from transformers import Cache
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import EVERYWHERE, Block, Reach, block_mask, masks_by_layer
 from lade.compat import CacheLayer
+from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
 from lade.drafting.likeliest import likeliest
-from lade.drafting.nearest import CONTEXT_SIZE, projected, projection
 from lade.forward.race import Race, Sampling
 from lade.kernels import pack_mask
 from lade.transfer import HOST, Landing, Parcel

@@ -24,7 +24,7 @@ class LogitsDigest:
     sampled: [B, R] the tokens sampled after these rows; -1 where none was, or where a probability is NaN.
     ids:     [B, R, K] the K most likely tokens that have an embedding, in order of their probabilities.
     chances: [B, R, K] these probabilities, at the temperature of the call.
-    projections: [B, R, C] what tells apart the contexts that they are (`lade.drafting.nearest.projected`).
+    projections: [B, R, C] what tells apart the contexts that they are (`lade.drafting.contexts.projected`).
     """
 
     best: npt.NDArray[Any]

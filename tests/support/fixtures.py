@@ -12,7 +12,6 @@ import lade
 from lade import augment, eligibility
 from lade.compat import require_names
 from lade.config import MODES, temporary_settings
-from lade.drafting import vocabulary
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
 from support.processes import ROOT
@@ -44,25 +43,6 @@ def checkpoint(tmp_path_factory) -> str:
     tiny_llama(torch.float32, **sizes).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m").save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def rows_of_files():
-    """The vocabulary's rows of a model from a file are made once: they take a second, and each test forgets its
-    models'."""
-    known, make = {}, vocabulary.make_vocabulary
-
-    def remembered(model, pairs=False):
-        key = getattr(model, "name_or_path", ""), model.dtype, model.config._attn_implementation, pairs
-        if not key[0]:
-            return make(model, pairs)
-        if key not in known:
-            known[key] = make(model, pairs)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabulary, "make_vocabulary", remembered)
-        yield
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """Rows by context: the most similar one is found, within bounds, and none changes a text."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -10,23 +8,20 @@ from hypothesis import strategies as st
 from support import generate_plain, prompt, tiny_llama
 
 import lade
-from lade.config import current_config
-from lade.drafting import nearest as nearest_module
-from lade.drafting.acceptance import NEAREST, NUM_BINS, SIMILARITIES, Acceptance, nearest_kind
-from lade.drafting.growth import SIMILAR_ROWS, Grower, Growth
-from lade.drafting.memory import Memory
-from lade.drafting.nearest import (
+from lade.drafting.acceptance import GREEDY
+from lade.drafting.contexts import (
     CONTEXT_SIZE,
     LEAST_CENTRED,
     MAX_PLACES,
     UNKNOWN,
-    NearestRows,
+    ContextTable,
     projection,
-    uses_contexts,
 )
-from lade.drafting.nearest import projected as projected_by
+from lade.drafting.contexts import projected as projected_by
+from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower, Growth
+from lade.drafting.memory import Memory
 from lade.drafting.text import DraftedText
-from lade.drafting.top_k_table import GRADE_BITS, GRADE_EDGES, ROW_LENGTH, packed
+from lade.drafting.top_k_table import GRADE_BITS, ROW_LENGTH, packed
 from lade.stats import tracing
 
 
@@ -35,46 +30,51 @@ def contexts_of(numbers, count):
     return found / np.linalg.norm(found, axis=1, keepdims=True)
 
 
+def number_of(found):
+    """The number that `put` has given a row."""
+    return int(found.after[0])
+
+
 def rows_of(*ids):
     """Rows in which one id stands in all places."""
-    return packed(np.repeat(np.array(ids)[:, None], ROW_LENGTH, 1), np.full((len(ids), ROW_LENGTH), len(GRADE_EDGES)))
+    return packed(np.repeat(np.array(ids)[:, None], ROW_LENGTH, 1), np.ones((len(ids), ROW_LENGTH)))
 
 
-def put(nearest, tokens, contexts, first=0):
-    """Rows whose number stands in the row itself, before it, and after it."""
+def put(table, tokens, contexts, first=0):
+    """Rows whose number stands in the row itself and in the context after it."""
     number = list(range(first, first + len(tokens)))
-    nearest.put(number, tokens, rows_of(*number), contexts, np.repeat(np.array(number)[:, None], CONTEXT_SIZE, 1))
+    table.put(tokens, rows_of(*number), contexts, np.repeat(np.array(number)[:, None], CONTEXT_SIZE, 1))
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=30), max_size=20), st.sampled_from([1, 7, 200]))
 def test_the_most_similar_row_of_a_token_is_found(steps, capacity):
     """As by a search of the latest rows, one by one."""
     numbers = np.random.default_rng(0)
-    nearest, known = NearestRows(capacity), []
+    table, known = ContextTable(capacity), []
     for tokens in steps:
         contexts = contexts_of(numbers, len(tokens))
-        put(nearest, tokens, contexts, first=len(known))
+        put(table, tokens, contexts, first=len(known))
         known += zip(tokens, contexts, strict=True)
     asked = contexts_of(numbers, 1)[0]
-    assert len(nearest) == min(capacity, len(known))
+    assert len(table) == min(capacity, len(known))
     for token in range(6):
         places = [i for i in range(max(0, len(known) - capacity), len(known)) if known[i][0] == token][-MAX_PLACES:]
-        found = nearest.find(token, asked)
+        found = table.find(token, asked)
         if not places:
             assert found is None
             continue
         best = max(places, key=lambda i: known[i][1] @ asked)
         assert (found.row >> GRADE_BITS).tolist() == [best] * ROW_LENGTH
-        assert (found.previous, found.after.tolist()) == (best, [best] * CONTEXT_SIZE)
+        assert found.after.tolist() == [best] * CONTEXT_SIZE
         assert found.similarity == pytest.approx(known[best][1] @ asked, abs=1e-5)
-    nearest.clear()
-    assert (len(nearest), nearest.find(0, asked)) == (0, None)
+    table.clear()
+    assert (len(table), table.find(0, asked)) == (0, None)
 
 
 def test_the_latest_rows_of_a_token_are_compared():
-    contexts, nearest = contexts_of(np.random.default_rng(0), MAX_PLACES + 2), NearestRows(1000)
-    put(nearest, [3] * len(contexts), contexts)
-    assert [nearest.find(3, contexts[number]).previous == number for number in (0, 1, 2, MAX_PLACES + 1)] == [
+    contexts, table = contexts_of(np.random.default_rng(0), MAX_PLACES + 2), ContextTable(1000)
+    put(table, [3] * len(contexts), contexts)
+    assert [number_of(table.find(3, contexts[number])) == number for number in (0, 1, 2, MAX_PLACES + 1)] == [
         False,
         False,
         True,
@@ -93,11 +93,11 @@ def test_contexts_are_as_similar_as_the_logits(num_tokens, dtype):
     head, states = torch.randn(num_tokens, 16), torch.randn(40, 16)
     states[20:] = states[:20] + 0.05 * torch.randn(20, 16)
     logits = (states @ head.T + torch.randn(num_tokens)).to(dtype)
-    nearest = NearestRows(100)
-    assert nearest.contexts(projected(logits[: LEAST_CENTRED - 1])) is None
-    contexts = nearest.contexts(projected(logits[LEAST_CENTRED - 1 :]))
+    table = ContextTable(100)
+    assert table.contexts(projected(logits[: LEAST_CENTRED - 1])) is None
+    contexts = table.contexts(projected(logits[LEAST_CENTRED - 1 :]))
     assert contexts.shape == (41 - LEAST_CENTRED, CONTEXT_SIZE)
-    contexts = nearest.contexts(projected(logits))
+    contexts = table.contexts(projected(logits))
     assert np.linalg.norm(contexts, axis=1) == pytest.approx(1, abs=1e-3)
     cosines = contexts @ contexts.T - 2 * np.eye(40)
     assert cosines.argmax(1).tolist() == [*range(20, 40), *range(20)]
@@ -111,82 +111,64 @@ def test_logits_that_are_no_numbers_are_harmless(value, where):
     """Of one row, of one token, of both, of everything: nothing is raised, even where numpy is set to, and the others
     are found."""
     torch.manual_seed(0)
-    logits, nearest = torch.randn(10, 300), NearestRows(100)
+    logits, table = torch.randn(10, 300), ContextTable(100)
     logits[where] = value
     with np.errstate(all="raise"):
-        contexts = nearest.contexts(projected(logits))
+        contexts = table.contexts(projected(logits))
         assert np.isfinite(contexts).all()
-        put(nearest, [1] * 10, contexts)
-        assert nearest.find(1, contexts[5]).previous == (0 if where == (slice(None), slice(None)) else 5)
-        saved = nearest.as_arrays()
-    restored = NearestRows(100)
+        put(table, [1] * 10, contexts)
+        assert number_of(table.find(1, contexts[5])) == (0 if where == (slice(None), slice(None)) else 5)
+        saved = table.as_arrays()
+    restored = ContextTable(100)
     restored.restore(saved)
     assert restored.find(1, contexts[5]) is not None
 
 
-def test_who_has_rows_by_context(lade_on, monkeypatch):
-    lade.config_lade(MODE="tree", ADAPTIVE=1)
-    model, config = tiny_llama(), current_config()
-    assert not uses_contexts(model, config)
-    assert uses_contexts(model, replace(config, adaptive=False))
-    for more, is_used in ((0, True), (1, False)):
-        monkeypatch.setattr(nearest_module, "LEAST_PARAMETERS", model.num_parameters() + more)
-        assert uses_contexts(model, config) == is_used
-        memory = Memory()
-        with memory.active():
-            model.generate(**prompt(20), max_new_tokens=40, do_sample=False)
-        assert (len(memory.nearest) > 0) == is_used
-
-
 def test_a_file_does_not_spell_out_the_texts():
     numbers = np.random.default_rng(0)
-    tokens, nearest = numbers.integers(0, 50, 300).tolist(), NearestRows(1000)
-    put(nearest, tokens, contexts_of(numbers, 300))
-    saved = nearest.as_arrays()
-    assert saved.table.keys.tolist() == sorted(tokens)
+    tokens, table = numbers.integers(0, 50, 300).tolist(), ContextTable(1000)
+    put(table, tokens, contexts_of(numbers, 300))
+    saved = table.as_arrays()
+    assert saved.tokens.tolist() == sorted(tokens)
     for token in range(50):  # of each token the order is kept
-        order = saved.previous[saved.table.keys == token].tolist()
+        order = (saved.rows[saved.tokens == token, 0] >> GRADE_BITS).tolist()
         assert order == sorted(order)
 
 
-def test_a_texts_context_follows_the_accepted_guesses():
+def test_contexts_before_guesses():
     text, after = DraftedText([1, 2]), contexts_of(np.random.default_rng(0), 4)
     text.growth = Growth(tokens=[5, 6, 7], parents=[-1, 0, -1])
-    before, _ = text.take_contexts([0, 1], after)
+    before = text.contexts_before(after)
     assert (before[0] == 0).all()  # that of the prompt's last token is not known
     assert np.array_equal(before[1:], after[[0, 1, 0]])
-    assert np.array_equal(text.context, after[2])
-    before, _ = text.take_contexts([], after)
-    assert np.array_equal(before[0], after[2])
-    assert np.array_equal(text.context, after[0])
-    assert text.take_contexts([], None) is None
-    assert text.context is None
+    text.context = after[2]
+    assert np.array_equal(text.contexts_before(after)[0], after[2])
 
 
 def test_guesses_of_similar_contexts():
-    """Behind the root its own context is asked for, behind a guess that of the row which gave it."""
+    """After the root its own context is asked for, after a guess that of the row which gave it."""
     memory, contexts = Memory(), contexts_of(np.random.default_rng(0), 4)
-    memory.nearest.put([7, 0, 0], [8, 8, 9], rows_of(9, 10, 11), contexts[[0, 1, 2]], contexts[[2, 3, 3]])
+    memory.contexts.put([8, 8, 9], rows_of(9, 10, 11), contexts[[0, 1, 2]], contexts[[2, 3, 3]])
 
-    def guesses(before, context, chance=1.0):
-        grower = Grower(memory, Acceptance(False), None, [before, 8], context, lambda depth: None, (), ())
+    def guesses(context):
+        grower = Grower(memory, GREEDY, [5, 8], context, lambda depth: None, (), ())
         growth, _ = grower.grow(3, 8, 0.0, None)
-        return growth.tokens, growth.kinds, grower
+        return growth.tokens, growth.chances, grower
 
-    certain = nearest_kind(1.0, False) - NEAREST
-    tokens, kinds, grower = guesses(5, contexts[0])
+    certain = GREEDY.of_context(1.0).chance(1.0)
+    tokens, chances, grower = guesses(contexts[0])
     assert tokens == [9, 11]  # token 9 has one row, in the context after the first row of token 8
-    assert [(kind - NEAREST) // NUM_BINS * NUM_BINS for kind in kinds] == [certain, certain]
-    assert grower._rows(0, -2, 5, 8, 0.9 * SIMILAR_ROWS) == []
-    assert guesses(5, contexts[1])[0][0] == 10
-    # No guess is held for more similar than the row that led to it.
+    assert chances == pytest.approx([certain, certain**2])
+    assert grower._rows(0, ABOVE_ROOT, 8, 0.9 * LEAST_FOR_CONTEXT) == []
+    assert guesses(contexts[1])[0][0] == 10
+    # No guess counts as more similar than the row that led to it.
     other = contexts[3] - (contexts[3] @ contexts[0]) * contexts[0]
-    tokens, kinds, _ = guesses(5, 0.8 * contexts[0] + 0.6 * other / np.linalg.norm(other))
+    tokens, chances, _ = guesses(0.8 * contexts[0] + 0.6 * other / np.linalg.norm(other))
+    similar = GREEDY.of_context(0.8).chance(1.0)
+    assert similar < certain
     assert tokens == [9, 11]
-    assert {(kind - NEAREST) // NUM_BINS * NUM_BINS for kind in kinds} == {nearest_kind(0.8, False) - NEAREST}
-    assert (guesses(7, contexts[0])[1][0] - NEAREST) // NUM_BINS * NUM_BINS == nearest_kind(1.0, True) - NEAREST
-    assert nearest_kind(1.0, True) - nearest_kind(1.0, False) == NUM_BINS * (1 + len(SIMILARITIES))
-    assert guesses(5, None)[0] == []  # the control
+    assert chances == pytest.approx([similar, similar**2])
+    assert guesses(None)[0] == []  # the control
 
 
 @pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "temperature": 0.6}])
@@ -196,19 +178,19 @@ def test_the_text_is_plain_and_a_saved_memory_goes_on(tmp_path, lade_on, argumen
     model, inputs = tiny_llama(), prompt(20, batch_size)
     torch.manual_seed(5)
     expected = generate_plain(model, inputs, max_new_tokens=40, **arguments)
-    memory = Memory(path=tmp_path / "memory.npz")
+    memory = Memory(path=tmp_path / "memory.safetensors")
     for _ in range(2):
         with memory.active():
             torch.manual_seed(5)
             assert torch.equal(model.generate(**inputs, max_new_tokens=40, **arguments), expected)
-    assert lade.last_stats().sources["nearest"][0] > 0
+    assert lade.last_stats().sources["context"][0] > 0
     memory.save()
     loaded = Memory(path=memory.path)
-    assert len(loaded.nearest) == len(memory.nearest) > 0
-    for mine, other in zip(memory.nearest.as_arrays()[1:], loaded.nearest.as_arrays()[1:], strict=True):
+    assert len(loaded.contexts) == len(memory.contexts) > 0
+    for mine, other in zip(memory.contexts.as_arrays()[1:], loaded.contexts.as_arrays()[1:], strict=True):
         assert np.array_equal(mine, other)
     small = Memory(path=memory.path, max_bytes=2**17)
-    assert len(small.nearest) == min(len(memory.nearest), small.nearest.capacity)
+    assert len(small.contexts) == min(len(memory.contexts), small.contexts.capacity)
     memory.clear()
     assert len(memory) == 0
 
@@ -217,33 +199,31 @@ def test_each_row_of_a_batch_has_its_own_context(lade_on, monkeypatch):
     lade.config_lade(MODE="tree", MAX_BLOCK=8, ADAPTIVE=0)
     model, memory, taken, expected = tiny_llama(), Memory(), [], []
     memory.warm(model, [list(range(3, 43))])  # from here on contexts are known
-    inner = DraftedText.take_contexts
+    inner = DraftedText.contexts_before
 
-    def take(self, path, after):
+    def take(self, after):
         taken.append(after[0])
-        return inner(self, path, after)
+        return inner(self, after)
 
     def keep(step, outcome):
         for row in (0, 1):
-            assert outcome.accepted[row] is not None
-            expected.append(memory.nearest.contexts(projected(outcome.logits[row, :1]))[0])
+            if outcome.accepted[row] is not None:  # a row may be done before the other
+                expected.append(memory.contexts.contexts(projected(outcome.logits[row, :1]))[0])
 
-    monkeypatch.setattr(DraftedText, "take_contexts", take)
+    monkeypatch.setattr(DraftedText, "contexts_before", take)
     with memory.active(), tracing(keep):
         model.generate(**prompt(20, 2), max_new_tokens=20, do_sample=False)
     assert len(expected) >= 8
     np.testing.assert_allclose(taken[-len(expected) :], expected, atol=1e-4)
-    assert np.abs(np.subtract(expected[::2], expected[1::2])).max() > 0.1  # the rows differ
+    assert np.abs(np.subtract(expected[:8:2], expected[1:8:2])).max() > 0.1  # the rows differ
 
 
 def test_a_memory_is_warmed_with_contexts(lade_on):
-    lade.config_lade(ADAPTIVE=0)
     memory = Memory()
     memory.warm(tiny_llama(), [list(range(3, 43))])
-    assert len(memory.nearest) == 40
+    assert len(memory.contexts) == 40
     before = None
     for token in range(3, 43):
-        found = memory.nearest.find(token, UNKNOWN if before is None else before)
+        found = memory.contexts.find(token, UNKNOWN if before is None else before)
         assert found.similarity == pytest.approx(0 if before is None else 1, abs=1e-4)
-        assert found.previous == (token - 1 if before is not None else -1)
         before = found.after

@@ -16,16 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lade.config import LookaheadConfig
-from lade.drafting.top_k_table import ROW_LENGTH, Packed, PackedRow, TableArrays, packed, unpacked
+from lade.drafting.top_k_table import ROW_LENGTH, Packed, PackedRow
 
 CONTEXT_SIZE = 64  # numbers of a context
 NUM_COLUMNS = 256  # logits of a row that it is made of, at most, evenly spaced: more told contexts apart no better
 LARGEST_LOGIT = 1e4  # larger ones count as this: some models rule out tokens by logits of -inf
 LEAST_CENTRED = 8  # rows whose mean is taken for what all have in common
-# Learning and looking up rows by context takes 0.3 to 0.4 ms a step of 16 tokens. A model of fewer parameters takes so
-# little for a step that it does not pay. Their number decides, not a clock, which no text may follow.
-LEAST_PARAMETERS = 1e8
 MAX_PLACES = 128  # latest rows of a token that are compared
 SAVED_TOGETHER = 1024  # rows that are saved in the order of their tokens, so that a file does not spell out the texts
 BYTES_PER_RECORD = 2 * 4 * CONTEXT_SIZE + 4 * ROW_LENGTH + 160  # both contexts, ids with their grades, the index
@@ -38,29 +34,23 @@ Contexts = npt.NDArray[np.float32]  # [M, CONTEXT_SIZE]
 UNKNOWN: Context = np.zeros(CONTEXT_SIZE, dtype=np.float32)
 
 
-class Nearest(NamedTuple):
-    """A row of a token, the token before it, its context's cosine to the one asked for, and the context after it."""
+class ContextRow(NamedTuple):
+    """A row of a token, the cosine of its context to the one asked for, and the context after it."""
 
     row: PackedRow
-    previous: int
     similarity: float
     after: Context
 
 
-class NearestArrays(NamedTuple):
-    """What is saved: R rows by their tokens, the tokens before these, the contexts, and the mean that they are relative
-    to, [1, CONTEXT_SIZE]."""
+class ContextArrays(NamedTuple):
+    """What is saved: R tokens, their rows, the contexts of the tokens and of what follows them, and the mean that
+    contexts are relative to, [1, CONTEXT_SIZE]."""
 
-    table: TableArrays
-    previous: npt.NDArray[Any]
+    tokens: npt.NDArray[Any]
+    rows: Packed
     before: npt.NDArray[Any]
     after: npt.NDArray[Any]
     centre: npt.NDArray[Any]
-
-
-def uses_contexts(model: Any, config: LookaheadConfig) -> bool:
-    """Whether calls of a model have rows by context; with ADAPTIVE=0, which ignores what things cost, all do."""
-    return not config.adaptive or sum(parameter.numel() for parameter in model.parameters()) >= LEAST_PARAMETERS
 
 
 @cache
@@ -71,14 +61,14 @@ def projection(device: torch.device) -> Tensor:
 
 
 def projected(logits: Tensor, by: Tensor) -> Tensor:
-    """Of each row of logits [..., V] finite numbers, [..., CONTEXT_SIZE] float32. by: `projection`."""
+    """A finite projection of each row of logits, [..., V] to [..., CONTEXT_SIZE] float32. by: `projection`."""
     columns = logits.detach()[..., :: -(-logits.shape[-1] // NUM_COLUMNS)].float()
     columns = columns.nan_to_num(0.0).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
     return (columns @ by[: columns.shape[-1]]).float()  # autocast may have rounded the product
 
 
-class NearestRows:
-    """The latest `capacity` rows of all tokens."""
+class ContextTable:
+    """The latest `capacity` rows of all tokens, with their contexts."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -87,7 +77,6 @@ class NearestRows:
         self._places: dict[int, list[int]] = {}  # of each token's rows, the latest last
         self._next = 0  # place of the next row
         self._tokens: list[int] = []  # by place, as the others
-        self._previous: list[int] = []
         self._allocate(0)
 
     def __len__(self) -> int:
@@ -112,9 +101,8 @@ class NearestRows:
             found /= np.maximum(np.sqrt(np.einsum("mc,mc->m", found, found)), TINY)[:, None]
         return found
 
-    def put(self, previous: list[int], tokens: list[int], rows: Packed, before: Contexts, after: Contexts) -> None:
-        """Add rows. previous, tokens: [M] the last two ids before each. before, after: the contexts of the last one,
-        and of what follows it."""
+    def put(self, tokens: list[int], rows: Packed, before: Contexts, after: Contexts) -> None:
+        """Add rows [M, ROW_LENGTH] after some tokens. before, after: contexts of the tokens, and of what follows."""
         with self._lock:
             if not len(self._rows):
                 self._allocate(self.capacity)
@@ -127,12 +115,12 @@ class NearestRows:
                     del self._places[token][0]
                 for at, token in enumerate(tokens[new], place):
                     self._places.setdefault(token, []).append(at)
-                self._tokens[old], self._previous[old] = tokens[new], previous[new]
+                self._tokens[old] = tokens[new]
                 self._rows[old], self._before[old], self._after[old] = rows[new], before[new], after[new]
                 self._next, start = (place + count) % self.capacity, start + count
 
-    def find(self, token: int, context: Context) -> Nearest | None:
-        """Of a token's rows the one whose context is most like this one; None where there is none.
+    def find(self, token: int, context: Context) -> ContextRow | None:
+        """The row of a token whose context is most like this one; None where it has none.
 
         Another thread may overwrite it while it is used: then a guess is worse.
         """
@@ -142,34 +130,31 @@ class NearestRows:
                 return None
             similarities = self._before[places] @ context
             best = int(similarities.argmax())
-            place, similarity = places[best], float(similarities[best])
-            return Nearest(self._rows[place], self._previous[place], similarity, self._after[place])
+            place = places[best]
+            return ContextRow(self._rows[place], float(similarities[best]), self._after[place])
 
-    def as_arrays(self) -> NearestArrays | None:
+    def as_arrays(self) -> ContextArrays | None:
         """All rows, those of longest ago first; None without any."""
         with self._lock:
             if not self._tokens:
                 return None
-            tokens, previous = np.array(self._tokens), np.array(self._previous)
+            tokens = np.array(self._tokens, dtype=np.int64)
             by_age = np.roll(np.arange(len(tokens)), -self._next)
             order = by_age[np.lexsort((tokens[by_age], np.arange(len(tokens)) // SAVED_TOGETHER))]
-            ids, grades = unpacked(self._rows[order])
             with np.errstate(all="ignore"):  # even if numpy is set to raise
                 before, after = (contexts[order].astype(np.float16) for contexts in (self._before, self._after))
-            table = TableArrays(tokens[order], ids, grades.astype(np.int8))
-            return NearestArrays(table, previous[order], before, after, self._centre[None])
+            return ContextArrays(tokens[order], self._rows[order], before, after, self._centre[None])
 
-    def restore(self, arrays: NearestArrays) -> None:
+    def restore(self, arrays: ContextArrays) -> None:
         """Continue from saved rows."""
-        tokens, ids, grades = arrays.table
         with self._lock:
             self._centre, self._num_centred = arrays.centre[0], LEAST_CENTRED
-        self.put(arrays.previous.tolist(), tokens.tolist(), packed(ids, grades), arrays.before, arrays.after)
+        self.put(arrays.tokens.tolist(), *arrays[1:4])
 
     def clear(self) -> None:
         with self._lock:
-            for of in (self._places, self._tokens, self._previous):
-                of.clear()
+            self._places.clear()
+            self._tokens.clear()
             self._centre, self._num_centred, self._next = UNKNOWN, 0, 0
 
     def _allocate(self, size: int) -> None:

@@ -1,0 +1,119 @@
+"""The likeliest tree: what a search of all guesses finds, from rows whose probabilities are rounded to grades."""
+
+import heapq
+
+import numpy as np
+import pytest
+import torch
+from support import VOCAB
+
+from lade.drafting import growth as growth_module
+from lade.drafting.acceptance import GREEDY, LENGTHS, SAMPLED, SIMILARITIES, RowPrior
+from lade.drafting.coming_draws import races
+from lade.drafting.growth import GREEDY_LENGTH, LEAST_FOR_BOTH, Grower
+from lade.drafting.likeliest import most_likely
+from lade.drafting.memory import Memory
+from lade.drafting.top_k_table import GRADE_BITS, GRADE_RATIO, NUM_GRADES, PROBABILITIES, ROW_LENGTH, packed, without
+
+
+def grower_of(memory, text, draws_at=lambda depth: None, priors=GREEDY, context=None, rows=(), copies=()):
+    return Grower(memory, priors, text, context, draws_at, rows, copies)
+
+
+def test_a_grade_is_within_its_ratio():
+    probabilities = np.geomspace(1e-6, 1.0, 4000, dtype=np.float32).reshape(-1, 1)
+    rows = packed(np.full(probabilities.shape, 7), probabilities)
+    found = PROBABILITIES[rows[:, :1] & NUM_GRADES - 1]
+    assert np.abs(np.log(found / probabilities)).max() <= np.log(GRADE_RATIO) / 2 + 1e-4
+    assert (rows >> GRADE_BITS == 7).all()
+    with np.errstate(all="raise"):
+        assert (packed(np.array([[3, 4]]), np.array([[np.nan, 0.0]])) & NUM_GRADES - 1 == 0).all()
+
+
+@pytest.mark.parametrize("draws", [None, np.random.default_rng(0).exponential(size=24).astype(np.float32)])
+def test_short_rows_hold_each_guess_once(draws):
+    """A vocabulary of fewer tokens than a row holds."""
+    memory = Memory()
+    memory.table.put([1], packed(np.arange(8)[None], np.full((1, 8), 0.1)))
+    grown, _ = grower_of(memory, [1], lambda depth: draws).grow(1, ROW_LENGTH, 0.0, None)
+    assert sorted(grown.tokens) == list(range(8))
+
+
+def test_a_row_without_a_token():
+    row = packed(np.arange(8)[None], np.full((1, 8), 0.1))[0]
+    assert {*(without(row, 3) >> GRADE_BITS).tolist()} == {0, 1, 2, 4, 5, 6, 7}
+    assert len(without(row, 3)) == ROW_LENGTH
+    assert without(packed(np.array([[3]]), np.array([[1.0]]))[0], 3) is None
+
+
+def test_what_is_no_number_has_no_rows():
+    """Logits of NaN give rows without probability."""
+    assert not (most_likely(torch.full((2, VOCAB), torch.nan)) & NUM_GRADES - 1).any()
+
+
+def test_priors():
+    """Chances rise with the probability, the similarity and the number of equal tokens, and are below 1."""
+    for priors in (GREEDY, SAMPLED):
+        for prior in (priors.token, *priors.context, priors.rejected, priors.root):
+            chances = priors.chances[prior]
+            assert chances == sorted(chances)
+            assert 0 < chances[0] < chances[-1] < 1
+            assert chances[40] == prior.chance(float(PROBABILITIES[40]))
+        assert [priors.of_context(cosine) for cosine in (-1.0, 1.0)] == [priors.context[0], priors.context[-1]]
+        assert len(priors.context) == 1 + len(SIMILARITIES)
+        assert len({source for source, _ in priors.suffix}) == len(LENGTHS)
+        assert [chance for _, chance in priors.suffix] == sorted(chance for _, chance in priors.suffix)
+
+
+def test_the_latest_row_is_looked_up_beside_the_one_of_the_context_where_it_may_count():
+    memory, context = Memory(), np.eye(64, dtype=np.float32)[0]
+    rows = packed(np.array([[5, 6], [7, 8]]), np.array([[0.5, 0.2]] * 2))
+    memory.table.put([10, 11], rows)
+    memory.contexts.put([10], rows[:1], context[None], context[None])
+    grower = grower_of(memory, [1], context=context)
+
+    def found(token, chance):
+        return [prior.source for _, prior in grower._rows(0, growth_module.ABOVE_ROOT, token, chance)]
+
+    assert found(10, LEAST_FOR_BOTH) == ["context", "token"]
+    assert found(10, 0.9 * LEAST_FOR_BOTH) == ["context"]
+    assert found(11, 0.01) == ["token"]
+    assert found(12, 1.0) == []
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+@pytest.mark.parametrize("max_depth", [2, 32])
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkeypatch):
+    """As a heap of all guesses finds them, each row looked at by itself."""
+    numbers = np.random.default_rng(size)
+    memory, prior = Memory(), RowPrior("token", 0.8, 1.3, 0.7)
+    rows = np.stack([numbers.permutation(VOCAB)[:ROW_LENGTH] for _ in range(VOCAB)])
+    probabilities = -np.sort(-numbers.dirichlet(np.full(ROW_LENGTH, 0.3), VOCAB))  # the likeliest first
+    table = packed(rows, probabilities)
+    memory.table.put(list(range(VOCAB)), table)
+    monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
+    monkeypatch.setattr(SAMPLED, "token", prior)
+    monkeypatch.setitem(SAMPLED.chances, prior, prior.by_grade())
+    draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
+    grower = grower_of(memory, [5, 6], lambda depth: draws[depth] if is_drawn else None, SAMPLED)
+
+    def guesses(token, depth):
+        ids, chances = table[token] >> GRADE_BITS, PROBABILITIES[table[token] & NUM_GRADES - 1]
+        if not is_drawn:
+            return [(token, prior.chance(float(p))) for token, p in zip(ids, chances, strict=True)][:GREEDY_LENGTH]
+        times, total, known = races(chances[None], draws[depth].take(ids)[None], np.array([[prior.sharpness]]))
+        wins = times[0] ** -prior.sharpness / total[0] * np.exp(-times[0] * max(0, 1 - known[0]))
+        return [(token, prior.chance(float(p))) for token, p in zip(ids, wins, strict=True)]
+
+    grown, _ = grower.grow(max_depth, size, 0.0, None)
+    frontier, expected = [(-1.0, 6, 0)], []
+    while len(expected) <= size:
+        negative, token, depth = heapq.heappop(frontier)
+        expected.append(-negative)
+        if depth < max_depth:
+            for guess, chance in guesses(token, depth + 1):
+                heapq.heappush(frontier, (negative * chance, int(guess), depth + 1))
+    assert grown.chances == pytest.approx(expected[1:], rel=1e-3)
+    assert all(parent < node for node, parent in enumerate(grown.parents))
+    assert max(grown.depths) <= max_depth
