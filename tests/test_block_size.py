@@ -385,13 +385,13 @@ def test_a_dear_machine_gets_plain_steps(priced, settings):
 @pytest.mark.parametrize("slope", [1.0], indirect=True)
 def test_where_no_block_pays_no_tree_is_grown(priced, monkeypatch):
     """What may follow is looked up behind the root alone, not behind guesses that will not be laid out."""
-    looked_up, inner = [], Grower._look_behind
+    looked_up, inner = [], Grower._expand
 
     def look(self, nodes, *args):
         looked_up.extend(nodes)
         inner(self, nodes, *args)
 
-    monkeypatch.setattr(Grower, "_look_behind", look)
+    monkeypatch.setattr(Grower, "_expand", look)
     model, steps = tiny_llama(), {}
     for adaptive in (1, 0):  # the last is the control
         looked_up.clear()

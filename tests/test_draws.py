@@ -17,7 +17,6 @@ from lade.drafting import DraftRequest, Outcome
 from lade.drafting.coming_draws import ComingDraws, races
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
-from lade.drafting.top_k_table import packed
 from lade.drafting.tree import TreeDrafter
 from lade.forward.race import RacedSelection
 from lade.verification import draws as noise_module
@@ -259,7 +258,7 @@ def first_guess_is_right(seed, probabilities, reads_noise):
     """Whether the first guess behind a token whose row is known is the token that sampling then puts there."""
     prompt_ids = torch.tensor([[7, 9]])
     memory = Memory()
-    memory.learn([9], [5], packed(*most_likely(probabilities.log())), 1)
+    memory.learn([5], most_likely(probabilities.log()), [0])
     model = tiny_llama(num_hidden_layers=1)
     torch.manual_seed(seed)
     noise = ExponentialDraws(CPU, 1) if reads_noise else None

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from lade.drafting.suffix_index import MAX_MATCH
 from lade.drafting.top_k_table import PROBABILITIES
 
-RATIO_WEIGHT = 1.0  # expected and accepted guesses that the ratio starts with and slowly returns to
-RATIO_MEMORY = 0.9  # share of the past that is left after each step
+RATIO_WEIGHT = 0.5  # expected and accepted guesses that the ratio starts with and slowly returns to
+RATIO_MEMORY = 0.95  # share of the past that is left after each step
 MAX_CHANCE = 0.99
 
 

@@ -147,7 +147,7 @@ class TreeDrafter:
         costs.observe(num_tokens, seconds, search_seconds)
         if self._has_searched and self._reason != SCHEDULED:
             lost = costs.cost(num_tokens) / costs.plain_cost - 1 + costs.search_cost(search_seconds)
-            self._backoff.learn(self._mean_accepted - lost, 1.0)
+            self._backoff.learn(self._mean_accepted - lost, self.ratio.value)
 
     def explain(self, row: int) -> Explanation:
         """For `Draft.explain`."""
