@@ -16,6 +16,7 @@ from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.base import prompt_key_mask
 from lade.models.self_check import self_check_reason
 from lade.request import Request
+from lade.verification.bypassed import CACHE_METHODS, replaced_function
 
 # No limit of lade, so without a warning.
 TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"
@@ -59,6 +60,8 @@ def unsupported_call(request: Request) -> str | None:
     config, model_kwargs = request.generation_config, request.model_kwargs
     if not isinstance(request.model, PreTrainedModel):
         return f"{type(model).__name__} is not a transformers model"
+    if (replaced := replaced_function()) is not None:
+        return f"{replaced} has been replaced, and lookahead would go past what stands there now"
     if not model_kwargs.get("use_cache", True):
         return "use_cache=False leaves nothing to write guesses to"
     if config.is_assistant:
@@ -90,6 +93,9 @@ def unsupported_cache(request: Request) -> str | None:
         if setting:
             return f"cache_implementation={setting!r} saves memory that lade's own cache would take"
         return f"{CACHE_NAME} of type {type(cache).__name__} is not known to keep every key"
+    for part in (cache, *cache.layers):
+        if not CACHE_METHODS.isdisjoint(vars(part)):
+            return f"{CACHE_NAME} has an {min(CACHE_METHODS & vars(part).keys())} of its own"
     if request.callers_cache is None and cache.get_seq_length() == 0:
         return None  # generate() made it for this call, and nothing else reads it
     for layer in cache.layers:

@@ -295,7 +295,7 @@ def deaf_attention(self, hidden_states, attention_mask, **arguments):
 def test_a_verdict_does_not_outlive_the_forward_it_was_about(model, trials):
     """The next bound method comes to lie at the first one's address."""
     attention = model.model.layers[0].self_attn
-    attention.forward = types.MethodType(good_attention, attention)
+    attention.forward = lade.allow_hook(types.MethodType(good_attention, attention))
     address = id(attention.forward)
     check(model)
     del attention.forward
@@ -305,6 +305,8 @@ def test_a_verdict_does_not_outlive_the_forward_it_was_about(model, trials):
         if id(others[-1]) == address:
             break
     attention.forward = others[-1]
+    check(model, "guesses that are rejected")
+    lade.allow_hook(attention.forward)
     check(model, "ignore the mask")
     attention.forward = types.MethodType(good_attention, attention)
     check(model)
@@ -318,9 +320,11 @@ def test_code_that_is_reloaded_into_the_same_function(model, trials):
         return LlamaAttention.forward(self, hidden_states, attention_mask=attention_mask, **arguments)
 
     attention = model.model.layers[0].self_attn
-    attention.forward = types.MethodType(patched, attention)
+    attention.forward = lade.allow_hook(types.MethodType(patched, attention))
     check(model)
     patched.__code__ = deaf_attention.__code__
+    check(model, "guesses that are rejected")
+    lade.allow_hook(attention.forward)
     check(model, "ignore the mask")
     assert len(trials) == 2
 
@@ -341,6 +345,7 @@ def test_missing_memory_is_no_verdict(model, error):
     attention.forward = types.MethodType(
         lambda self, hidden_states, **kwargs: forward(self, hidden_states, **kwargs), attention
     )
+    lade.allow_hook(attention.forward)
     check(model, "no room")
     is_full = False
     check(model)
@@ -498,6 +503,8 @@ def test_what_accelerate_wraps_is_looked_at(model):
     attention = model.model.layers[0].self_attn
     attention.forward = types.MethodType(deaf_attention, attention)
     add_hook_to_module(attention, ModelHook())
+    check(model, "guesses that are rejected")
+    lade.allow_hook(attention.forward)
     check(model, "ignore the mask")
 
 
@@ -558,7 +565,7 @@ def test_logits_of_minus_infinity(trials):
         output.logits = output.logits.index_fill(-1, torch.tensor([5]), -torch.inf)
         return output
 
-    model.forward = forbidding
+    model.forward = lade.allow_hook(forbidding)
     check(model)
     assert trials
 

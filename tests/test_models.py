@@ -160,7 +160,7 @@ def test_changed_parts_of_a_known_model_are_noticed():
     model = tiny_llama()
     assert_same(model, prompt(), None, max_new_tokens=20)
     attention = model.model.layers[0].self_attn
-    attention.forward = types.MethodType(deaf_attention, attention)
+    attention.forward = lade.allow_hook(types.MethodType(deaf_attention, attention))
     assert_same(model, prompt(), "ignore the mask", max_new_tokens=20)
     del attention.forward
     assert_same(model, prompt(), None, max_new_tokens=20)

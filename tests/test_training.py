@@ -208,7 +208,7 @@ def test_a_forward_put_in_place_of_a_modules_own(asks):
     def with_dropout(x):
         return nn.functional.dropout(stock(x), 0.5, mlp.training)
 
-    mlp.forward = with_dropout if asks else lambda x: stock(x)
+    mlp.forward = lade.allow_hook(with_dropout if asks else lambda x: stock(x))
     stats = both(model)
     if asks:
         assert "LlamaMLP is in training mode" in stats.fallback_reason

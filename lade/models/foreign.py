@@ -1,8 +1,9 @@
 """Foreign code: code in a model's forward that does not come from torch, transformers, accelerate or lade.
 
 It may be a module class, a replaced forward or attention function, or a hook. Callables are judged by the package that
-their code is defined in, not by their names. Foreign code must pass a self-check (`self_check.py`). A hook may also
-retain its inputs, which no self-check can detect, so it sees neither self-checks nor guesses until the user allows it.
+their code is defined in, not by their names. Foreign code must pass a self-check (`self_check.py`). A hook, or a
+forward put on one module, may also retain its inputs, change them on purpose or count its calls, which no self-check
+can detect: it sees neither self-checks nor guesses until the user allows it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Code:
     functions: tuple[Hashable, ...]  # foreign replacements of a forward or an attention
     hooks: tuple[Hashable, ...]  # foreign hooks
     names: tuple[str, ...]  # of these functions and hooks, for messages
-    refused_hook: str | None  # the name of a hook that needs permission and has none
+    refused_hook: str | None  # a hook or a forward on a module that needs permission and has none, for a message
     is_patched: bool  # some module's forward is replaced (patched or dispatched)
     is_hooked: bool  # there are hooks besides transformers' own, which only record requested outputs
     has_plain_weights: bool  # all are plain `nn.Parameter`: none quantized or distributed
@@ -60,7 +61,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     blocks.
     """
     classes: list[Hashable] = []
-    functions: list[tuple[Any, ...]] = []  # (place, function)
+    forwards: list[tuple[Any, ...]] = []  # (place, function put on a module)
     hooks: list[tuple[Any, ...]] = []  # (place, kind, hook)
     known: dict[type[nn.Module], tuple[Hashable, ...] | None] = {}  # each class is examined once: its key if foreign
     is_patched, has_plain_weights = False, True
@@ -72,7 +73,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         if (key := known[kind]) is not None:
             classes.append((place, *key))
         if "forward" in own:
-            functions.append((place, own["forward"]))
+            forwards.append((place, own["forward"]))
             if "_hf_hook" in own:  # accelerate's wrapper of a forward runs it
                 hooks.extend((place, "", hook) for hook in _single_hooks(own["_hf_hook"]))
         if "forward" in own or own.get("_compiled_call_impl") is not None:
@@ -86,20 +87,26 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
         hooks.extend((None, name, hook) for hook in getattr(nn_module, name).values())
 
-    functions = [each for each in functions if not is_written_by(AUTHORS, each[-1])]
-    functions.extend(_foreign_attention(known, attentions))
+    forwards = [each for each in forwards if not is_written_by(AUTHORS, each[-1])]
+    functions = [*forwards, *_foreign_attention(known, attentions)]
     foreign = [each for each in hooks if not is_written_by(AUTHORS, each[-1])]
-    refused = (hook for *_, hook in foreign if not (key_of(hook) in _allowed or is_written_by(RETAINS_NOTHING, hook)))
+    refused = [f"the hook {name_of(hook)}" for *_, hook in foreign if not _may_run(hook)]
+    refused += [f"{name_of(each)}, put in place of a forward," for _, each in forwards if not _may_run(each)]
     return Code(
         classes=tuple(classes),
-        functions=tuple((*where, key_of(function)) for *where, function in functions),
+        functions=tuple((*where, key_of(each), _allowed.get(key_of(each))) for *where, each in functions),
         hooks=tuple((*where, key_of(hook), _allowed.get(key_of(hook))) for *where, hook in foreign),
         names=tuple(dict.fromkeys(name_of(each[-1]) for each in (*functions, *foreign))),
-        refused_hook=next(map(name_of, refused), None),
+        refused_hook=refused[0] if refused else None,
         is_patched=is_patched,
         is_hooked=not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
     )
+
+
+def _may_run(hook: Any) -> bool:
+    """Whether a hook, or a forward put on a module, may see guesses."""
+    return key_of(hook) in _allowed or is_written_by(RETAINS_NOTHING, hook)
 
 
 def _code_of_class(kind: type[nn.Module]) -> Iterator[Any]:
@@ -220,10 +227,11 @@ def is_gone(key: Hashable) -> bool:
 def allow_hook(hook: T) -> T:
     """Allow a hook to run on blocks, which contain rejected guesses; otherwise its models use plain generate().
 
-    hook: the function passed to `register_forward_hook`, `register_forward_pre_hook` and the like. A self-check on
-    random tokens runs it first. What it does must depend neither on the number of tokens in a forward nor on the
-    number of earlier forwards. Call this again after changing what the hook does. Returns the hook, so this works as a
-    decorator. Raises TypeError if the hook is not callable and is no hook of accelerate.
+    hook: the function passed to `register_forward_hook`, `register_forward_pre_hook` and the like, or a forward that
+    was put on a module (`lade.allow_hook(module.forward)`). A self-check on random tokens runs it first. What it does
+    must depend neither on the number of tokens in a forward nor on the number of earlier forwards. Call this again
+    after changing what the hook does. Returns the hook, so this works as a decorator. Raises TypeError if the hook is
+    not callable and is no hook of accelerate.
     """
     if not callable(hook) and not hasattr(hook, "pre_forward"):  # hooks of accelerate are objects
         raise TypeError(f"hook must be callable, got {hook!r}")

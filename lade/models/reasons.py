@@ -58,5 +58,5 @@ def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
 
 
 def hook_reason(name: str | None) -> str | None:
-    """Why a hook rules out blocks, as a sentence. name: of a hook without permission; None if there is none."""
-    return name and f"the hook {name} would see guesses that are rejected; lade.allow_hook(hook) lets it"
+    """Why a hook rules out blocks, as a sentence. name: `Code.refused_hook`."""
+    return name and f"{name} would see guesses that are rejected; lade.allow_hook() lets it"

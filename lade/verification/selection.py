@@ -32,6 +32,7 @@ from lade.compat import logits_processors
 from lade.request import Request
 from lade.spoiled import SpoiledGuesses
 from lade.transfer import on_host
+from lade.verification.bypassed import is_as_written
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
 from lade.verification.outputs import OutputRecorder
@@ -328,6 +329,8 @@ def rows_end_independently(criteria: StoppingCriteriaList, is_batch: bool) -> bo
 
 def is_row_wise(processor: Callable[..., Tensor]) -> bool:
     """Whether one row's scores depend on that row alone, and calls leave no state behind."""
+    if not is_as_written(type(processor), "__call__"):
+        return False
     if type(processor) is RepetitionPenaltyLogitsProcessor:
         return not isinstance(processor.prompt_ignore_length, Tensor)
     return type(processor) in ROW_WISE_PROCESSORS

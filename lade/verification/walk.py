@@ -21,9 +21,9 @@ def walk(
 
     choose: (each row's node, -1 = root; each row's accepted nodes so far) -> the token chosen after each node, None if
     a guess has spoiled any of their logits. commit: (a token of each row; whether all were guessed) stores the tokens,
-    returns True when all rows are finished or the tokens have been replaced by others. Returns the accepted nodes of each row without the root, the same number
-    for all; one more token than that has been committed. None if a root's logits are spoiled; then nothing has been
-    committed.
+    returns True when all rows are finished or the tokens have been replaced by others. Returns the accepted nodes of
+    each row without the root, the same number for all; one more token than that has been committed. None if a root's
+    logits are spoiled; then nothing has been committed.
 
     Source: arXiv:2402.02057, verification branch.
     """

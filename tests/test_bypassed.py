@@ -1,0 +1,246 @@
+"""What plain generate() calls and lade does not: where others have replaced it, lookahead does not run."""
+
+import collections
+import functools
+import inspect
+import os
+import pkgutil
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+from support import TOKENIZER, generate_plain, prompt, tiny_llama
+from transformers import DynamicCache, GenerationMixin, cache_utils, masking_utils
+from transformers.generation import utils
+
+import lade
+from lade.decoding import lookahead_decode
+from lade.verification.bypassed import CALLED, is_as_written, replaced_function
+from lade.verification.selection import ROW_WISE_PROCESSORS
+
+SITE = os.path.dirname(os.path.dirname(transformers.__file__)) + os.sep
+LOOP = ("transformers/generation/", "transformers/cache_utils", "transformers/masking_utils")
+PATHS = [f"{path}.{name}" for path, names in CALLED.items() for name in names.split()]
+# They make tensors or belong to processors and criteria that lade calls, too. Some libraries replace them for a device.
+TENSORS = {"amax", "arange", "clamp", "embedding", "empty", "flip", "full", "ones", "topk", "zeros"}
+SETTINGS = [
+    {},
+    {"do_sample": True, "top_k": 5, "eos_token_id": [2, 5]},
+    {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": 3},
+    {"cache_implementation": "static"},
+    {"stop_strings": ["ab"], "tokenizer": TOKENIZER},
+]
+
+
+@pytest.fixture(autouse=True)
+def small_block(lade_on):
+    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+
+
+def called_in(loop, run):
+    """How often the functions of the decoding loop are called, by code, and those of torch that they call.
+
+    loop: the function inside of which calls count.
+    """
+    found, own, depth = collections.Counter(), inspect.unwrap(loop).__code__, 0
+
+    def is_in(code, *parts):
+        return code.co_filename.removeprefix(SITE).replace(os.sep, "/").startswith(parts)
+
+    def profile(frame, event, function):
+        nonlocal depth
+        code = frame.f_code
+        if code is own:
+            depth += (event == "call") - (event == "return")
+        if event == "call" and depth and code is not own and not code.co_flags & inspect.CO_NESTED:
+            of_torch = is_in(code, "torch/nn/functional") and is_in(frame.f_back.f_code, LOOP[0])
+            if "<" not in code.co_name and (of_torch or is_in(code, *LOOP)):
+                found[code] += 1
+        if event == "c_call" and depth and is_in(code, LOOP[0]) and vars(torch).get(function.__name__) is function:
+            found[function] += 1
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def code_of(path):
+    """The code of a function of Python; the function if it is one of C."""
+    function = pkgutil.resolve_name(path)
+    return getattr(inspect.unwrap(getattr(function, "fget", function)), "__code__", function)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: next(iter(settings), "greedy"))
+def test_the_list_is_what_a_trace_finds(settings):
+    """What plain generate() calls more often than lade, whose steps are fewer and whose code is another."""
+    listed = {code_of(path) for path in PATHS} | {kind.__call__.__code__ for kind in ROW_WISE_PROCESSORS}
+    call = {"max_new_tokens": 12, "do_sample": False} | settings
+    model = tiny_llama()
+    plain = called_in(GenerationMixin._sample, lambda: generate_plain(model, prompt(12), **call))
+    own = called_in(lookahead_decode, lambda: model.generate(**prompt(12), **call))
+    assert lade.last_stats().fallback_reason is None
+    missing = [getattr(code, "co_name", None) or code.__name__ for code in plain - own if code not in listed]
+    # Called by lade, too, before the loop and once per step.
+    assert set(missing) <= TENSORS | {"_has_unfinished_sequences", "_valid_auto_compile_criteria"}
+    assert len(plain - own) > 20
+
+
+def test_nothing_is_replaced_here():
+    assert replaced_function() is None
+
+
+def forwarding(function):
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_function_on_the_list(monkeypatch, path):
+    """Even by a wrapper that has taken over its name, and put there before lade was."""
+    owner, name = pkgutil.resolve_name(path.rpartition(".")[0]), path.rpartition(".")[2]
+    function = getattr(owner, name)
+    changed = property(forwarding(function.fget)) if isinstance(function, property) else forwarding(function)
+    lade.restore_all()
+    monkeypatch.setattr(owner, name, changed)
+    lade.augment_all()
+    found = replaced_function()
+    assert found is not None
+    assert found.rpartition(".")[2] == name
+    monkeypatch.undo()
+    assert replaced_function() is None
+
+
+def test_another_function_of_the_package(monkeypatch):
+    monkeypatch.setattr(cache_utils.DynamicLayer, "update", cache_utils.StaticLayer.update)
+    assert not is_as_written(cache_utils.DynamicLayer, "update")
+    monkeypatch.setattr(torch, "argmax", torch.argmin)
+    assert replaced_function() == "torch.argmax"
+
+
+def test_code_that_is_exchanged(monkeypatch):
+    def update(self, key_states, value_states, *args, **kwargs):
+        return key_states, value_states
+
+    before = cache_utils.DynamicLayer.update.__code__
+    try:
+        cache_utils.DynamicLayer.update.__code__ = update.__code__
+        assert replaced_function() == "transformers.cache_utils.DynamicLayer.update"
+    finally:
+        cache_utils.DynamicLayer.update.__code__ = before
+    assert replaced_function() is None
+
+
+def both(model, reason, inputs=None, **arguments):
+    """Plain generate()'s text, and why lookahead did not run (None: it did)."""
+    arguments = {"max_new_tokens": 20, "do_sample": False} | arguments
+    texts = []
+    for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
+        torch.manual_seed(5)
+        caches = {name: make() for name, make in arguments.items() if name == "past_key_values"}
+        texts.append(run(model, inputs or prompt(16), **arguments | caches))
+    assert torch.equal(*texts)
+    found = lade.last_stats().fallback_reason
+    assert found is None if reason is None else reason in found
+    return texts[0]
+
+
+def rounded(update):
+    """A quantized cache, as people make it."""
+
+    def method(self, keys, values, *args, **kwargs):
+        return update(self, (keys * 4).round() / 4, (values * 4).round() / 4, *args, **kwargs)
+
+    return method
+
+
+@pytest.mark.parametrize("kind", [cache_utils.Cache, cache_utils.DynamicCache, cache_utils.DynamicLayer])
+def test_a_cache_that_is_quantized(monkeypatch, kind):
+    model = tiny_llama()
+    ordinary = both(model, None)
+    monkeypatch.setattr(kind, "update", rounded(kind.update), raising=False)
+    assert not torch.equal(both(model, "update has been replaced"), ordinary)
+
+
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_one_cache_that_is_quantized(is_layer):
+    def cache():
+        made = DynamicCache(config=model.config)
+        for part in made.layers if is_layer else [made]:
+            part.update = types.MethodType(rounded(type(part).update), part)
+        return made
+
+    model = tiny_llama()
+    both(model, "update of its own", past_key_values=cache)
+    both(model, None, past_key_values=lambda: DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("name", ["prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
+def test_methods_of_another_accelerator(monkeypatch, name):
+    original = getattr(GenerationMixin, name)
+
+    def shifted(self, *args, **kwargs):
+        arguments = original(self, *args, **kwargs)
+        positions = arguments.get("position_ids")
+        return arguments if positions is None else arguments | {"position_ids": positions * 2}
+
+    monkeypatch.setattr(GenerationMixin, name, shifted)
+    both(tiny_llama(), f"{name} has been replaced")
+
+
+def test_a_choice_of_ones_own(monkeypatch):
+    """Watermarks and recorders do that."""
+    model = tiny_llama()
+    multinomial = torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda p, *args, **kwargs: multinomial(p.roll(1, -1), *args, **kwargs))
+    both(model, "torch.multinomial has been replaced", do_sample=True)
+
+
+def test_a_criterion_that_is_patched(monkeypatch):
+    model = tiny_llama()
+    monkeypatch.setattr(
+        transformers.EosTokenCriteria, "__call__", lambda self, ids, scores, **kw: torch.ones(len(ids)).bool()
+    )
+    assert both(model, "EosTokenCriteria.__call__ has been replaced", eos_token_id=2).shape[1] == 17
+
+
+def test_a_processor_that_is_patched(monkeypatch):
+    """Then it is a processor like any other of the user's, which sees the whole batch."""
+    seen, kind = [], transformers.TopKLogitsWarper
+    original = kind.__call__
+    monkeypatch.setattr(
+        kind, "__call__", lambda self, ids, scores: (seen.append(ids.shape), original(self, ids, scores))[1]
+    )
+    both(tiny_llama(), None, prompt(12, batch_size=3), do_sample=True, top_k=5)
+    assert seen[:20] == seen[20:]
+
+
+def test_masks_and_stop_checks(monkeypatch):
+    monkeypatch.setattr(masking_utils, "sdpa_mask", forwarding(masking_utils.sdpa_mask))
+    monkeypatch.setattr(utils, "StopCheck", type("StopCheck", (utils.StopCheck,), {}))
+    assert replaced_function() == "transformers.masking_utils.sdpa_mask"
+
+
+# Forwards that somebody else has put on a module.
+
+
+def test_a_forward_on_a_module_meets_no_guesses():
+    """A controller that changes activations at its third call: no self-check tells it, and it sees no trial blocks."""
+    model, trace = tiny_llama(), []
+    mlp = model.model.layers[0].mlp
+    stock = mlp.forward
+
+    def controlled(x):
+        trace.append(x.shape[1])
+        return stock(x) * (-9.0 if len(trace) % 22 == 3 else 1.0)
+
+    ordinary = both(model, None, max_new_tokens=22)
+    mlp.forward = controlled
+    assert not torch.equal(both(model, "controlled, put in place of a forward,", max_new_tokens=22), ordinary)
+    assert trace == [16, *[1] * 21] * 2
+    recorder = lambda x: stock(x)  # noqa: E731
+    mlp.forward = lade.allow_hook(recorder)
+    assert torch.equal(both(model, None, max_new_tokens=22), ordinary)
