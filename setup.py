@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "lade/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
 
-TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "accelerate>=1.0"]
+TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "accelerate>=1.0", "prompt_toolkit"]
 # What tests/test_clients.py tries; with constraints for torch and transformers, or some of these choose others.
 CLIENTS = [
     "accelerate",
@@ -58,6 +58,7 @@ setup(
     entry_points={"console_scripts": ["lade = lade.commands:main"]},
     install_requires=["torch>=2.6", "transformers>=5.8,<6", "numpy", "packaging", "safetensors"],
     extras_require={
+        "chat": ["prompt_toolkit"],
         "triton": ["triton"],
         "plots": ["matplotlib"],
         "test": TEST,

@@ -18,7 +18,7 @@ from lade import commands
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
 from lade.commands.trace import TEMPLATE, page
-from lade.commands.trace.recorder import record, warm_up
+from lade.commands.trace.recorder import record, speed_line, warm_up
 from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN, bin_of, replay
 from lade.drafting import Draft, register_drafter
 from lade.drafting.acceptance import GREEDY
@@ -195,6 +195,7 @@ def test_a_new_drafter_has_a_trace(echo_trace):
     shown = []
     replay(echo_trace, shown.append, speed=0)
     assert "20 tokens in" in "".join(shown)
+    assert "plain generate()" in "".join(shown)
 
 
 def test_what_falls_back_has_no_trace(random_model, tokenizer, lade_on, capsys):
@@ -212,6 +213,11 @@ def test_in_the_terminal(trace):
     assert guessed == sum(len(step["accepted"]) for step in trace["steps"]) > 3
     bars = re.findall(r"(\d+) tokens? +█* (\d+)\n", text)
     assert sum(int(size) * int(count) for size, count in bars) == 80
+
+
+def test_whether_it_was_faster_is_said():
+    assert speed_line(2.0, 5.0) == "It took 2.00 s, plain generate() 5.00 s: 2.50 times as fast (one run of each)."
+    assert "slower, 0.50 times its speed" in speed_line(2.0, 1.0)
 
 
 def test_bins():
@@ -247,7 +253,9 @@ def test_the_command(tmp_path, capsys, lade_on):
     out = tmp_path / "t.html"
     question = ["--question", "What does os.path.join do?", "--max_new_tokens", "12", "--dtype", "float32"]
     assert commands.main(["trace", "--out", str(out), *question]) == 0
-    assert re.search(r"t\.html: \d+ forward passes instead of 12\n", capsys.readouterr().out)
+    assert re.search(
+        r"t\.html: \d+ forward passes instead of 12\. It took .* plain generate\(\)", capsys.readouterr().out
+    )
     data = json.loads(re.search(r"const trace = (.*);\n", out.read_text(encoding="utf-8"))[1])
     assert "os.path.join" in "".join(data["prompt"])
     assert data["model"] == "stdlib-9m"
@@ -268,9 +276,10 @@ def dump(folder: Path, address: str, theme: str = "light") -> str:
 def test_in_a_browser(trace, tmp_path, theme):
     (tmp_path / "t.html").write_text(page(trace), encoding="utf-8")
     number = next(index for index, step in enumerate(trace["steps"], 1) if step["accepted"])
-    dom = dump(tmp_path, f"t.html#pass={number}", theme)
+    dom = dump(tmp_path, f"t.html#pass={number + 1}", theme)
     assert f'data-theme="{theme}"' in dom
-    assert f"pass {number} of {len(trace['steps'])}" in dom
+    assert f"pass {number + 1} of {len(trace['steps']) + 1}" in dom
+    assert trace["speed"] in dom
     assert f">{trace['headline']}</h1>" in dom
     step = trace["steps"][number - 1]
     assert f"Out: {len(step['committed'])} tokens" in dom
@@ -280,6 +289,13 @@ def test_in_a_browser(trace, tmp_path, theme):
     later = sum(len(later["committed"]) for later in trace["steps"][number:])
     assert len(re.findall(r'class="(?:own|guess) later"', dom)) == later
     assert dom.count('class="bar"') == len(trace["steps"]) + 1
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+def test_the_page_opens_on_the_richest_pass(trace, tmp_path):
+    (tmp_path / "t.html").write_text(page(trace), encoding="utf-8")
+    ranks = [(len(step["accepted"]), len(step["tokens"])) for step in trace["steps"]]
+    assert f"pass {ranks.index(max(ranks)) + 2} of {len(ranks) + 1}" in dump(tmp_path, "t.html")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")

@@ -6,17 +6,11 @@ import argparse
 import os
 import sys
 
-from lade.commands.model import add_model_arguments, how_to_choose, load, parse
+from lade.commands.model import Parser, add_model_arguments, how_to_choose, load, parse
 from lade.config import ON_VALUES
 
 SAMPLE_QUESTION = "What are the arguments of shutil.copytree?"
-# Flags of the original chatbot that mean nothing here -> why.
-WITHOUT_MEANING = {
-    "model_type": "the model's own configuration says it",
-    "quant": "load a checkpoint that is quantised already",
-    "use_ds": "generate() runs without DeepSpeed",
-    "local_rank": "the chatbot is one process; --device chooses the device",
-}
+WITHOUT_MEANING = ("model_type", "quant", "use_ds", "local_rank")  # flags of the original chatbot
 
 
 def main(arguments: list[str]) -> int:
@@ -28,12 +22,11 @@ def main(arguments: list[str]) -> int:
 def chatbot(arguments: list[str], program: str) -> int:
     """The chatbot with these command-line arguments. Returns the exit status."""
     args = parse(make_parser(program), arguments)
-    for flag, reason in WITHOUT_MEANING.items():
+    for flag in WITHOUT_MEANING:
         if getattr(args, flag) not in (None, False):
-            sys.stderr.write(f"note: --{flag} is ignored: {reason}\n")
+            sys.stderr.write(f"note: --{flag} is ignored\n")
     from lade.commands.chat.conversation import Conversation  # these import torch and transformers
-    from lade.commands.chat.line_reader import history_file
-    from lade.commands.chat.terminal import Terminal
+    from lade.commands.chat.terminal import Terminal, line_reader
 
     model, tokenizer = load(args)
     try:
@@ -41,9 +34,7 @@ def chatbot(arguments: list[str], program: str) -> int:
     except ValueError as error:
         sys.stderr.write(f"{program}: {error}\n")
         return 2
-    color = args.color and sys.stdout.isatty()
-    history = None if args.no_history else history_file()
-    terminal = Terminal(conversation, show, how_to_choose(args), color, args.debug, history)
+    terminal = Terminal(conversation, show, how_to_choose(args), args.color and sys.stdout.isatty(), args.debug)
     if not tokenizer.chat_template:
         terminal.note("the tokenizer has no chat template; 'User:' and 'Assistant:' stand in")
     question = args.question or (None if args.chat else SAMPLE_QUESTION)
@@ -51,26 +42,25 @@ def chatbot(arguments: list[str], program: str) -> int:
         terminal.write(f"{question}\n\n")
         terminal.answer(question)
     if args.chat:
-        terminal.run()
+        terminal.run(line_reader(terminal.note, args.no_history))
     return 0
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        program,
-        description="Chat with a model, with lookahead decoding where USE_LADE=1. /help in the chat lists its commands.",
+    parser = Parser(
+        program, "Chat with a model, with lookahead decoding where USE_LADE=1. /help in the chat lists its commands."
     )
-    parser.add_argument("--chat", action="store_true", help="talk; without it one question is answered")
-    parser.add_argument("--question", help=f"asked first; default without --chat: {SAMPLE_QUESTION}")
-    parser.add_argument("--system", help="a system message")
-    parser.add_argument("--debug", action="store_true", help="figures after each answer")
-    color = os.environ.get("COLOR_PRINT", "").lower() in ON_VALUES
-    parser.add_argument("--color", action="store_true", default=color, help="guesses in green; or COLOR_PRINT=1")
-    parser.add_argument("--no_history", action="store_true", help="keep no messages from one start to the next")
+    add, color = parser.add_argument, os.environ.get("COLOR_PRINT", "").lower() in ON_VALUES
+    add("--chat", action="store_true", help="talk; without it one question is answered")
+    add("--question", help=f"asked first; default without --chat: {SAMPLE_QUESTION}")
+    add("--system", help="a system message")
+    add("--debug", action="store_true", help="figures after each answer")
+    add("--color", action="store_true", default=color, help="accepted guesses in green; or COLOR_PRINT=1")
+    add("--no_history", action="store_true", help="keep no messages from one start to the next")
     add_model_arguments(parser, max_new_tokens=256)
     for flag in ("model_type", "quant", "local_rank"):
-        parser.add_argument(f"--{flag}", help="ignored")
-    parser.add_argument("--use_ds", action="store_true", help="ignored")
+        add(f"--{flag}", help="ignored")
+    add("--use_ds", action="store_true", help="ignored")
     return parser
 
 

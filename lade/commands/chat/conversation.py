@@ -6,8 +6,7 @@ Knows nothing about terminals.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from transformers import DynamicCache, StoppingCriteriaList
 import lade
 from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
 from lade.compat import CACHE_NAME, DynamicLayer
-from lade.config import is_enabled
 
 # Entries of a configuration's `layer_types` whose layers keep keys and values and nothing else.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -34,9 +32,9 @@ class Answer:
     reused_tokens: int  # of the prompt: their keys and values were in the cache
     new_tokens: int
     seconds: float
+    is_cut: bool  # by the limit on new tokens
     tokens_per_step: float  # 1.0 for plain generate()
     fallback_reason: str | None  # as in GenerationStats
-    is_repeated: bool = False  # lade's memory has seen an answer to the same question
 
 
 class DoesNotFit(ValueError):
@@ -46,42 +44,24 @@ class DoesNotFit(ValueError):
 class Conversation:
     """Questions and answers, one after the other."""
 
-    messages: list[Message]
-    template: str | None  # None: the tokenizer's own
-    stop_string: str | None
-    _cache: DynamicCache | None  # keys and values of `_cached_ids`, a beginning of the text so far
-    _cached_ids: list[int]
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        max_new_tokens: int = 256,
-        system: str | None = None,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """system: the system message, which stays when old turns are cut. note: called with messages for the user."""
-        self.model, self.tokenizer, self.note = model, tokenizer, note
-        self.template, self.stop_string = (
-            (None, None) if tokenizer.chat_template else (FALLBACK_TEMPLATE, FALLBACK_STOP)
-        )
+    def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int = 256, system: str | None = None) -> None:
+        """system: the system message, which stays when old turns are cut."""
+        self.model, self.tokenizer = model, tokenizer
+        self.note: Callable[[str], None] = lambda text: None  # called with messages for the user
+        has_template = bool(tokenizer.chat_template)
+        self.template: str | None = None if has_template else FALLBACK_TEMPLATE  # None: the tokenizer's own
+        self.stop_string: str | None = None if has_template else FALLBACK_STOP
         self.set_max_new_tokens(max_new_tokens)
-        self._seen: set[str] = set()  # questions that lade's memory has seen an answer to
-        self.messages = []
+        self.messages: list[Message] = []
         self.set_system(system)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all turns."""
-        self.messages = [*self._system]
+        self._cached_ids: list[int] = []
         self._start_cache()
 
     def set_max_new_tokens(self, count: int) -> None:
         """How long later answers may be. Raises ValueError where that leaves no room for a question."""
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if count < 1 or (context and count >= context):
-            limit = f"below the model's {context} positions" if context and count >= context else "1 or more"
-            raise ValueError(f"max_new_tokens must be {limit}, got {count}")
+        if context and count >= context:
+            raise ValueError(f"max_new_tokens must be below the model's {context} positions, got {count}")
         self.max_new_tokens = count
         self.max_prompt_tokens = context - count if context else None
 
@@ -95,27 +75,24 @@ class Conversation:
         self._system: list[Message] = [{"role": "system", "content": text}] if text else []
         self.messages = self._system + [message for message in self.messages if message["role"] != "system"]
 
-    def undo(self) -> str | None:
-        """Take back the latest question and its answer. Returns the question, None where there is none."""
+    def undo(self, everything: bool = False) -> str | None:
+        """Take back the latest question and its answer, or all. Returns the first of them, None where there is none."""
         places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
         if not places:
             return None
-        question = self.messages[places[-1]]["content"]
-        self.messages = self.messages[: places[-1]]
+        first = places[0 if everything else -1]
+        question, self.messages = self.messages[first]["content"], self.messages[:first]
         return question
 
     def restore(self, messages: list[Message]) -> None:
         """Go on with a conversation that was saved. Raises ValueError for what is none."""
-        is_system = bool(messages) and messages[0].get("role") == "system"
-        roles = [message.get("role") for message in messages[is_system:]]
+        is_system = bool(messages) and messages[0]["role"] == "system"
+        roles = [message["role"] for message in messages[is_system:]]
         if roles != ["user", "assistant"] * (len(roles) // 2):
-            raise ValueError(
-                f"messages must be of user and assistant in turn, got {', '.join(map(str, roles)) or 'nothing'}"
-            )
-        if not all(isinstance(message.get("content"), str) for message in messages):
+            raise ValueError("messages must be of user and assistant in turn")
+        if not all(isinstance(message["content"], str) for message in messages):
             raise ValueError("messages must have a text as content")
-        self._system = [dict(messages[0])] if is_system else []
-        self.messages = [dict(message) for message in messages]
+        self._system, self.messages = messages[:is_system], messages
 
     @property
     def num_turns(self) -> int:
@@ -133,7 +110,6 @@ class Conversation:
         inputs = torch.tensor([ids], device=self.model.device)
         if self.stop_string:
             choice |= {"stop_strings": [self.stop_string], "tokenizer": self.tokenizer}
-        is_repeated = self._is_seen(question)
         started = time.perf_counter()
         try:
             output = self.model.generate(
@@ -148,61 +124,47 @@ class Conversation:
         except BaseException:
             self._trim_cache(reused)
             raise
-        seconds = time.perf_counter() - started
+        seconds, new = time.perf_counter() - started, output[len(ids) :]
         if self._cache is not None:
             self._cached_ids = output[: int(self._cache.get_seq_length())]
-        text = self._text_of(output[len(ids) :])
+        text: str = self.tokenizer.decode(new, skip_special_tokens=True)
+        text, stop, _ = text.partition(self.stop_string) if self.stop_string else (text, "", "")
+        text = text.strip()
         self.messages = [*messages, {"role": "assistant", "content": text}]
-        stats = lade.last_stats()
+        stats, ends = lade.last_stats(), torch.tensor(self.model.generation_config.eos_token_id or []).view(-1).tolist()
         return Answer(
             text,
             prompt_tokens=len(ids),
             reused_tokens=reused,
-            new_tokens=len(output) - len(ids),
+            new_tokens=len(new),
             seconds=seconds,
+            is_cut=len(new) == self.max_new_tokens and new[-1] not in ends and not stop,
             tokens_per_step=stats.tokens_per_step if stats and stats.fallback_reason is None else 1.0,
             fallback_reason=stats.fallback_reason if stats else "lade is not loaded",
-            is_repeated=is_repeated,
         )
 
-    def _is_seen(self, question: str) -> bool:
-        """Whether lade's memory has an answer to this question already; records that it has one now."""
-        config = lade.current_config()
-        if not is_enabled() or not config.share or config.uses_window:
-            return False
-        is_seen = question in self._seen
-        self._seen.add(question)
-        return is_seen
-
-    def _text_of(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return (text.split(self.stop_string)[0] if self.stop_string else text).strip()
-
     def _ids_of(self, messages: list[Message]) -> list[int]:
-        with without_length_warning(self.tokenizer):
-            encoded = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.template, add_generation_prompt=True, return_dict=True
-            )
+        # The tokenizer would warn of texts longer than the context; `DoesNotFit` reports them.
+        before, self.tokenizer.model_max_length = self.tokenizer.model_max_length, int(1e30)
+        encoded = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.template, add_generation_prompt=True, return_dict=True
+        )
+        self.tokenizer.model_max_length = before
         return list(encoded["input_ids"])
 
     def _fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The latest turns for which there is room, and their ids."""
-        ids = self._ids_of(messages)
-        dropped = 0
+        ids, begin, dropped = self._ids_of(messages), len(self._system), 0
         while self.max_prompt_tokens is not None and len(ids) > self.max_prompt_tokens:
-            begin = len(self._system)
-            turns = [index for index, message in enumerate(messages) if message["role"] == "user"]
-            if len(turns) == 1:
+            if len(messages) == begin + 1:
                 raise DoesNotFit(
                     f"the question takes {len(ids)} tokens; the model has room for {self.max_prompt_tokens} "
                     f"beside an answer of {self.max_new_tokens}"
                 )
-            messages = messages[:begin] + messages[turns[1] :]
-            ids = self._ids_of(messages)
-            dropped += 1
+            messages = messages[:begin] + messages[begin + 2 :]
+            ids, dropped = self._ids_of(messages), dropped + 1
         if dropped:
-            what = "oldest turn was" if dropped == 1 else f"{dropped} oldest turns were"
-            self.note(f"The conversation no longer fits the model; the {what} cut off.")
+            self.note(f"the conversation no longer fits the model; its {dropped} oldest turns were cut off")
         return messages, ids
 
     def _start_cache(self) -> None:
@@ -215,10 +177,8 @@ class Conversation:
 
         Usually all of the cache; less when an answer's text is tokenized otherwise than the model generated it.
         """
-        pairs = zip(self._cached_ids, ids[:-1], strict=False)  # at least one token must be left to feed
-        common = next((index for index, (cached, wanted) in enumerate(pairs) if cached != wanted), None)
-        if common is None:
-            common = min(len(self._cached_ids), len(ids) - 1)
+        pairs = list(zip(self._cached_ids, ids[:-1], strict=False))  # at least one token must be left to feed
+        common = next((index for index, (cached, wanted) in enumerate(pairs) if cached != wanted), len(pairs))
         self._trim_cache(common)
         return common
 
@@ -233,18 +193,7 @@ class Conversation:
         self._cached_ids = self._cached_ids[:length]
 
 
-@contextmanager
-def without_length_warning(tokenizer: Any) -> Iterator[None]:
-    """Silence the tokenizer's warning about texts longer than the context: `DoesNotFit` reports them."""
-    before, tokenizer.model_max_length = tokenizer.model_max_length, int(1e30)
-    try:
-        yield
-    finally:
-        tokenizer.model_max_length = before
-
-
 def keeps_keys_only(model: Any) -> bool:
     """Whether keys and values are the model's only state, so that its cache can be cut anywhere."""
-    config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     return not model._is_stateful and kinds <= ATTENTION_KINDS

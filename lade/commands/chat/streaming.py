@@ -22,7 +22,7 @@ class AnswerStreamer(BaseStreamer):
         self._text, self._write, self._color, self._stop = Detokenizer(tokenizer), write, color, stop_string
         self._is_prompt = True  # generate() puts the prompt first
         self._held = ""  # may be the beginning of the stop string
-        self._is_begun = self._is_over = False
+        self.is_begun = self._is_over = False
 
     def put(self, value: Any) -> None:
         """value: the prompt at first, [1, P]; then one token, [1]."""
@@ -53,9 +53,9 @@ class AnswerStreamer(BaseStreamer):
 
     def _paint(self, text: str, is_guess: bool) -> None:
         text = for_terminal(text)
-        text = text if self._is_begun else text.lstrip()  # an answer's leading blanks are left out
+        text = text if self.is_begun else text.lstrip()  # an answer's leading blanks are left out
         if text:
-            self._is_begun = True
+            self.is_begun = True
             self._write(f"{GUESSED}{text}{ORDINARY}" if is_guess and self._color else text)
 
 

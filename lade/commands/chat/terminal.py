@@ -4,23 +4,85 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria
 
 from lade.commands.chat.conversation import Answer, Conversation, DoesNotFit
-from lade.commands.chat.interrupt import StopOnInterrupt
-from lade.commands.chat.line_reader import EDIT, LineReader, edited
 from lade.commands.chat.streaming import AnswerStreamer
 from lade.commands.detokenize import for_terminal
-from lade.config import ON_VALUES, current_config, is_enabled
+from lade.config import current_config, is_enabled
 
 PROMPT = "You: "
-# Names that ollama and llama.cpp have for a command -> its name here.
-ALIASES = {"/clear": "/reset", "/?": "/help", "/regen": "/retry", "/bye": "/quit", "/exit": "/quit"}
-KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-X Ctrl-E opens an editor, Ctrl-C stops an answer, Ctrl-D leaves"
+ALIASES = {"/clear": "/reset", "/bye": "/quit", "/exit": "/quit"}  # of ollama and llama.cpp
+# What /set changes -> its type, the rule, and the check.
+SETTINGS: dict[str, tuple[type, str, Callable[[float], bool]]] = {
+    "temperature": (float, "0, which is greedy, or above", lambda value: 0 <= value < float("inf")),
+    "top_p": (float, "above 0 and at most 1", lambda value: 0 < value <= 1),
+    "top_k": (int, "an integer of 1 or more", lambda value: value >= 1),
+    "seed": (int, "an integer of 0 or more", lambda value: 0 <= value < 2**63),
+    "max_new_tokens": (int, "an integer of 1 or more", lambda value: value >= 1),
+}
+
+
+def line_reader(note: Callable[[str], None], no_history: bool = False) -> Callable[[str], str]:
+    """Reads a message: prompt_toolkit's line editor at a terminal where it is installed, else input()."""
+    if not sys.stdin.isatty():
+        return input
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.key_binding import KeyBindings
+    except ImportError:
+        note("pip install prompt_toolkit for a history, pasted lines and messages of several lines")
+        return input
+    keys, history = KeyBindings(), None
+    keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    if not no_history:
+        path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "lade", "chat_history")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            history = FileHistory(path)
+        except OSError:  # the chat works without a history
+            pass
+    note("Enter sends, Alt-Enter begins a new line")
+    reader: Callable[[str], str] = PromptSession(history=history, key_bindings=keys, multiline=True).prompt
+    return reader
+
+
+class StopOnInterrupt(StoppingCriteria):
+    """While entered, the first SIGINT ends generate() after the token under way; a second one raises KeyboardInterrupt.
+
+    Must be entered in the main thread, the only one that may handle signals.
+    """
+
+    def __init__(self, heard: Callable[[], None]) -> None:
+        """heard: called at the first SIGINT."""
+        self.is_set, self._heard = False, heard
+
+    def __enter__(self) -> StopOnInterrupt:
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        """input_ids: [B, length]. Returns [B] bool."""
+        return torch.full((len(input_ids),), self.is_set, dtype=torch.bool, device=input_ids.device)
+
+    def _on_signal(self, *_: Any) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+        self._heard()
 
 
 class Terminal:
@@ -33,43 +95,37 @@ class Terminal:
         choice: dict[str, Any] | None = None,
         color: bool = False,
         debug: bool = False,
-        history: Path | None = None,
     ) -> None:
         """write: shows text at once. choice: arguments of generate() that say how tokens are chosen.
 
-        color: guesses in green, for a terminal only. history: a file of earlier messages, None for none.
+        color: guesses in green, for a terminal only. debug: figures after each answer.
         """
         self.conversation, self.write = conversation, write
         self.choice, self.color, self.debug = choice or {}, color, debug
-        self.answers: list[Answer] = []
         conversation.note = self.note
-        self._interrupt, self._history = StopOnInterrupt(), history
         # Command -> what it does with the words after it, and what /help says. None ends the program.
         self._commands: dict[str, tuple[Callable[[str], None] | None, str]] = {
             "/retry": (self._retry, "answer the latest question once more"),
             "/undo": (self._undo, "take back the latest question and its answer"),
-            "/reset": (self._reset, "forget the conversation and begin a new one; also /clear"),
+            "/reset": (self._reset, "forget the conversation and begin a new one"),
             "/system": (self._system, "'/system TEXT' sets the system message, '/system -' removes it"),
-            "/set": (self._set, f"'/set NAME VALUE' changes a setting: {', '.join(SETTINGS)}"),
+            "/set": (self._set, f"'/set NAME VALUE' changes one of {', '.join(SETTINGS)}"),
             "/save": (self._save, "'/save FILE' writes the conversation to a file"),
             "/load": (self._load, "'/load FILE' goes on with one that was saved"),
-            EDIT: (self._edit, "write a message of several lines in $VISUAL or $EDITOR"),
-            "/stats": (self._stats, "tokens, time and tokens per step of the latest answer and of all"),
-            "/lade": (self._lade, "'/lade on' and '/lade off' switch lookahead decoding"),
             "/help": (self._help, "show this list"),
-            "/quit": (None, "leave; also /bye, /exit and Ctrl-D"),
+            "/quit": (None, "leave, as Ctrl-D does; Ctrl-C stops an answer"),
         }
 
     def note(self, text: str) -> None:
         self.write(f"[{text}]\n")
 
-    def run(self) -> None:
+    def run(self, read: Callable[[str], str]) -> None:
         """Read and answer messages until /quit or the end of the input."""
-        reader = LineReader(self._history)
-        self.note(f"lookahead decoding is {state()}; /help lists the commands, Ctrl-C stops an answer")
+        state = f"on ({current_config().description})" if is_enabled() else "off (USE_LADE is not 1)"
+        self.note(f"lookahead decoding is {state}; /help lists the commands, Ctrl-C stops an answer")
         while True:
             try:
-                message = reader.read(PROMPT)
+                message = read(PROMPT).strip()
             except KeyboardInterrupt:
                 self.write("\n")
                 continue
@@ -84,19 +140,31 @@ class Terminal:
 
         What begins with a slash is a command, but for pasted lines that begin with a name that is none.
         """
-        name = message.split(maxsplit=1)[0]
-        is_known = ALIASES.get(name, name) in self._commands
-        if message.startswith("/") and (is_known or "\n" not in message):
-            return self.obey(message)
-        self.answer(message)
+        name, *rest = message.split(maxsplit=1)
+        command = ALIASES.get(name, name)
+        if command in self._commands:
+            action, _ = self._commands[command]
+            if action is not None:
+                action(rest[0].strip() if rest else "")
+            return action is None
+        if message.startswith("/") and "\n" not in message:
+            self.note(f"unknown command {for_terminal(name)}; there are {', '.join(self._commands)}")
+        else:
+            self.answer(message)
         return False
 
     def answer(self, question: str) -> Answer | None:
         """Show the model's answer while it is generated; None when there is none."""
         streamer = AnswerStreamer(self.conversation.tokenizer, self.write, self.color, self.conversation.stop_string)
+
+        def heard() -> None:
+            if not streamer.is_begun:
+                self.note("stopping as soon as the prompt is read; Ctrl-C again takes the question back")
+
+        interrupt = StopOnInterrupt(heard)
         try:
-            with self._interrupt:
-                answer = self.conversation.ask(question, streamer, [self._interrupt], **self.choice)
+            with interrupt:
+                answer = self.conversation.ask(question, streamer, [interrupt], **self.choice)
         except DoesNotFit as error:
             self.note(f"not asked: {error}")
             return None
@@ -104,30 +172,16 @@ class Terminal:
             self.write("\n")
             self.note("interrupted; the question is forgotten")
             return None
-        self.answers.append(answer)
         self.write("\n")
-        if self._interrupt.is_set:
+        if interrupt.is_set:
             self.note("stopped")
+        elif answer.is_cut:
+            self.note(f"cut off after {answer.new_tokens} tokens; /set max_new_tokens allows more")
         if self.debug:
             self.note(summary(answer))
         return answer
 
-    def obey(self, line: str) -> bool:
-        """Do what a line that begins with a slash says. Returns whether it ends the program."""
-        name, *rest = line.split(maxsplit=1)
-        name = ALIASES.get(name, name)
-        if name not in self._commands:
-            self.note(f"unknown command {for_terminal(name)}; there are {', '.join(self._commands)}")
-            return False
-        action, _ = self._commands[name]
-        if action is not None:
-            action(rest[0].strip() if rest else "")
-        return action is None
-
     def _retry(self, words: str) -> None:
-        if words:
-            self.note(f"/retry takes nothing, got {words!r}")
-            return
         before = self.conversation.messages
         question = self.conversation.undo()
         if question is None:
@@ -137,10 +191,10 @@ class Terminal:
 
     def _undo(self, words: str) -> None:
         question = self.conversation.undo()
-        self.note("nothing was asked yet" if question is None else f"taken back: {for_terminal(shortened(question))}")
+        self.note("nothing was asked yet" if question is None else f"taken back: {for_terminal(question)[:60]}")
 
     def _reset(self, words: str) -> None:
-        self.conversation.reset()
+        self.conversation.undo(everything=True)
         self.note("a new conversation")
 
     def _system(self, words: str) -> None:
@@ -150,170 +204,66 @@ class Terminal:
         self.note(f"system message: {for_terminal(system)}" if system else "no system message")
 
     def _set(self, words: str) -> None:
-        name, _, value = words.partition(" ")
-        if name and name not in SETTINGS:
-            self.note(f"/set must be followed by one of {', '.join(SETTINGS)}, got {name!r}")
+        name, _, text = words.partition(" ")
+        try:
+            if words:
+                self._change(name, text.strip())
+        except ValueError as error:
+            self.note(str(error))
             return
-        if value.strip():
-            try:
-                SETTINGS[name](self, value.strip())
-            except ValueError as error:
-                self.note(str(error))
-                return
-        shown = {
-            "temperature": self.choice.get(
-                "temperature", 0 if self.choice.get("do_sample") is False else "the model's"
-            ),
-            "top_p": self.choice.get("top_p", "the model's"),
-            "top_k": self.choice.get("top_k", "the model's"),
-            "seed": torch.initial_seed(),
-            "max_new_tokens": self.conversation.max_new_tokens,
-            "color": "on" if self.color else "off",
-            "debug": "on" if self.debug else "off",
-        }
-        self.note(", ".join(f"{key} {value}" for key, value in shown.items() if name in ("", key)))
+        shown = {"max_new_tokens": self.conversation.max_new_tokens, "seed": torch.initial_seed()} | self.choice
+        self.note(", ".join(f"{key} {value}" for key, value in shown.items()))
+
+    def _change(self, name: str, text: str) -> None:
+        """Raises ValueError naming the setting, the rule and the text."""
+        if name not in SETTINGS:
+            raise ValueError(f"/set must be followed by one of {', '.join(SETTINGS)}, got {name!r}")
+        kind, rule, is_allowed = SETTINGS[name]
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not is_allowed(value):
+            raise ValueError(f"{name} must be {rule}, got {text!r}")
+        if name == "seed":
+            torch.manual_seed(value)
+        elif name == "max_new_tokens":
+            self.conversation.set_max_new_tokens(value)
+        elif name == "temperature" and not value:
+            self.choice = {"do_sample": False}  # transformers warns of top_p and top_k where nothing is sampled
+        else:
+            self.choice |= {"do_sample": True, name: value}
 
     def _save(self, words: str) -> None:
-        if not words:
-            self.note("/save must be followed by the name of a file")
-            return
         content = {"model": str(self.conversation.model.config.name_or_path), "messages": self.conversation.messages}
         try:
             Path(words).expanduser().write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            self.note(f"{words} cannot be written: {error.strerror}")
+            self.note(f"{words or '/save FILE'} cannot be written: {error.strerror}")
             return
         self.note(f"{turns(self.conversation)} saved in {words}")
 
     def _load(self, words: str) -> None:
-        if not words:
-            self.note("/load must be followed by the name of a file")
-            return
         try:
-            content = json.loads(Path(words).expanduser().read_text(encoding="utf-8"))
-            self.conversation.restore(content["messages"])
+            self.conversation.restore(json.loads(Path(words).expanduser().read_text(encoding="utf-8"))["messages"])
         except OSError as error:
-            self.note(f"{words} cannot be read: {error.strerror}")
-            return
+            self.note(f"{words or '/load FILE'} cannot be read: {error.strerror}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self.note(f"{words} holds no conversation: {error}")
-            return
-        self.note(f"{turns(self.conversation)} loaded from {words}")
-
-    def _edit(self, words: str) -> None:
-        try:
-            message = edited(words)
-        except OSError as error:
-            self.note(f"no editor could be started ({error.strerror}); $VISUAL or $EDITOR names one")
-            return
-        if message:
-            self.write(f"{for_terminal(message)}\n\n")
-            self.answer(message)
-
-    def _stats(self, words: str) -> None:
-        if not self.answers:
-            self.note("no answer yet")
-            return
-        self.note(f"latest answer: {summary(self.answers[-1])}")
-        tokens, seconds = sum(a.new_tokens for a in self.answers), sum(a.seconds for a in self.answers)
-        self.note(
-            f"all {len(self.answers)} answers: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
-        )
-        self.note(f"in the conversation: {turns(self.conversation)}; lookahead decoding is {state()}")
-
-    def _lade(self, words: str) -> None:
-        if words in ("on", "off"):
-            os.environ["USE_LADE"] = "1" if words == "on" else "0"
-        elif words:
-            self.note(f"/lade must be followed by on or off, got {words!r}")
-            return
-        self.note(f"lookahead decoding is {state()}")
+        else:
+            self.note(f"{turns(self.conversation)} loaded from {words}")
 
     def _help(self, words: str) -> None:
         self.write("".join(f"  {name:<8} {text}\n" for name, (_, text) in self._commands.items()))
-        self.write(f"  {KEYS}\n")
-
-
-def number(name: str, rule: str, text: str, is_allowed: Callable[[float], bool], kind: type = float) -> Any:
-    """A number that /set is given. Raises ValueError naming the setting, the rule and the text."""
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not is_allowed(value):
-        raise ValueError(f"{name} must be {rule}, got {text!r}")
-    return value
-
-
-def set_temperature(terminal: Terminal, text: str) -> None:
-    value = number("temperature", "0, which is greedy, or above", text, lambda value: 0 <= value < float("inf"))
-    for name in ("temperature", "do_sample"):
-        terminal.choice.pop(name, None)
-    terminal.choice |= {"do_sample": True, "temperature": value} if value else {"do_sample": False}
-    if not value:
-        for name in ("top_p", "top_k"):  # which transformers warns of where nothing is sampled
-            terminal.choice.pop(name, None)
-
-
-def set_top_p(terminal: Terminal, text: str) -> None:
-    value = number("top_p", "above 0 and at most 1", text, lambda value: 0 < value <= 1)
-    terminal.choice |= {"do_sample": True, "top_p": value}
-
-
-def set_top_k(terminal: Terminal, text: str) -> None:
-    value = number("top_k", "an integer of 1 or more", text, lambda value: value >= 1, int)
-    terminal.choice |= {"do_sample": True, "top_k": value}
-
-
-def set_seed(terminal: Terminal, text: str) -> None:
-    torch.manual_seed(number("seed", "an integer of 0 or more", text, lambda value: 0 <= value < 2**63, int))
-
-
-def set_max_new_tokens(terminal: Terminal, text: str) -> None:
-    value = number("max_new_tokens", "an integer of 1 or more", text, lambda value: value >= 1, int)
-    terminal.conversation.set_max_new_tokens(value)
-
-
-def set_flag(name: str) -> Callable[[Terminal, str], None]:
-    def change(terminal: Terminal, text: str) -> None:
-        if text.lower() not in (*ON_VALUES, "off", "0", "no", "false"):
-            raise ValueError(f"{name} must be on or off, got {text!r}")
-        setattr(terminal, name, text.lower() in ON_VALUES)
-
-    return change
-
-
-# What /set changes, and how.
-SETTINGS: dict[str, Callable[[Terminal, str], None]] = {
-    "temperature": set_temperature,
-    "top_p": set_top_p,
-    "top_k": set_top_k,
-    "seed": set_seed,
-    "max_new_tokens": set_max_new_tokens,
-    "color": set_flag("color"),
-    "debug": set_flag("debug"),
-}
 
 
 def turns(conversation: Conversation) -> str:
     return f"{conversation.num_turns} turn{'' if conversation.num_turns == 1 else 's'}"
 
 
-def shortened(text: str, length: int = 60) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= length else line[: length - 2] + " …"
-
-
-def state() -> str:
-    """Whether lookahead decoding is on, and with what settings."""
-    return f"on ({current_config().description})" if is_enabled() else "off (USE_LADE is not 1)"
-
-
 def summary(answer: Answer) -> str:
     """The figures of one answer in a line."""
     how = f"plain: {answer.fallback_reason}" if answer.fallback_reason else "lookahead"
-    if answer.is_repeated and not answer.fallback_reason:
-        how += ", which remembers an answer to the same question"
     return (
         f"{answer.new_tokens} tokens in {answer.seconds:.2f} s, {answer.new_tokens / answer.seconds:.1f} tokens/s, "
         f"{answer.tokens_per_step:.2f} tokens per step ({how}); "

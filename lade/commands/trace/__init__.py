@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         replay(trace, show, args.speed)
     else:
         args.out.write_text(page(trace), encoding="utf-8")
-        show(f"{args.out}: {trace['headline']}\n")
+        show(f"{args.out}: {trace['headline']}. {trace['speed']}\n")
     return 0
 
 

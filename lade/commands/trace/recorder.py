@@ -14,7 +14,7 @@ import torch
 
 import lade
 from lade.commands.detokenize import Detokenizer
-from lade.commands.measure import Method, is_looping, settle
+from lade.commands.measure import Method, Run, is_looping, run_once, settle
 from lade.decoding import Step
 from lade.drafting import Explanation, Outcome
 from lade.stats import open_stats, tracing
@@ -92,16 +92,21 @@ def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) 
 
     Raises RuntimeError when lookahead did not run.
     """
-    inputs = torch.tensor([prompt_ids], device=model.device)
+    inputs, plain = torch.tensor([prompt_ids], device=model.device), Run()
+    mask = torch.ones_like(inputs)
+    with torch.random.fork_rng():
+        run_once(model, {"input_ids": inputs, "attention_mask": mask}, Method(), plain, arguments)
     recorder = StepRecorder()
     started = time.perf_counter()
     with tracing(recorder.on_step):
-        output = model.generate(inputs, attention_mask=torch.ones_like(inputs), **arguments)[0].tolist()
+        output = model.generate(inputs, attention_mask=mask, **arguments)[0].tolist()
     ended = time.perf_counter()
     found, config = lade.last_stats(), lade.current_config()
     if found is None or found.fallback_reason is not None:
         raise RuntimeError(f"lookahead did not run: {found and found.fallback_reason}")
     new = output[len(prompt_ids) :]
+    prefill = (recorder.first_step_began or ended) - started
+    seconds = prefill + sum(step["forward"] + step["rest"] for step in recorder.steps)  # without the recorder's own
     pieces = pieces_of(tokenizer, output)
     named = {token for step in recorder.steps for row in step["window"] for token in row} | {*output}
     named |= {token for step in recorder.steps for token in (*step["tokens"], *step["guesses"])}
@@ -113,8 +118,9 @@ def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) 
         "version": lade.__version__,
         "mode": config.mode,
         "settings": config.description,
+        "speed": speed_line(seconds, plain.seconds[0] * len(new) / len(plain.outputs[0])),
         "seconds": ended - started,
-        "prefill": (recorder.first_step_began or ended) - started,  # the prompt, and setting the call up
+        "prefill": prefill,  # the prompt, and setting the call up
         "tokens_per_step": found.tokens_per_step,
         "looping": is_looping(new),
         "prompt": pieces[: len(prompt_ids)],
@@ -129,6 +135,13 @@ def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) 
 def headline(num_tokens: int, num_steps: int) -> str:
     """The result in a line; plain generate() takes one forward pass per token, the prompt's included."""
     return f"{num_steps} forward pass{'' if num_steps == 1 else 'es'} instead of {num_tokens}"
+
+
+def speed_line(seconds: float, plain: float) -> str:
+    """Whether it was faster than plain generate(). plain: its seconds for as many tokens."""
+    ratio = plain / seconds
+    how = f"{ratio:.2f} times as fast" if ratio >= 1 else f"slower, {ratio:.2f} times its speed"
+    return f"It took {seconds:.2f} s, plain generate() {plain:.2f} s: {how} (one run of each)."
 
 
 def pieces_of(tokenizer: Any, tokens: list[int]) -> list[str]:

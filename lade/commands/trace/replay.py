@@ -34,7 +34,7 @@ def histogram(trace: dict[str, Any]) -> str:
     counts = Counter(map(bin_of, sizes))
     widest = max(counts.values())
     lines = [
-        f"{len(trace['ids'])} tokens in {len(sizes)} steps, {trace['tokens_per_step']:.2f} per step: {trace['headline']}\n"
+        f"{len(trace['ids'])} tokens in {len(sizes)} steps, {trace['tokens_per_step']:.2f} per step: {trace['headline']}\n{trace['speed']}\n"
     ]
     bins = sorted({*counts, *map(bin_of, range(1, max(sizes)))})
     labels = [f"{low}" if low == high else f"{low} to {high}" for low, high in bins]
