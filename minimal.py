@@ -12,6 +12,9 @@ import statistics
 import time
 from pathlib import Path
 
+if __name__ == "__main__":
+    print("Importing torch and transformers, which takes some seconds ...", flush=True)
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,10 +60,15 @@ def synchronize(model):
 
 def run(model, tokenizer, inputs, arguments):
     for mode, choice in MODES.items():
-        timed_generate(model, inputs, arguments | choice)  # warm-up
+        say(f"Running {mode}: a warm-up, then the timed call ...")
+        timed_generate(model, inputs, arguments | choice)
         tokens, seconds = timed_generate(model, inputs, arguments | choice)
         print(f"\n----- {mode}: {len(tokens)} tokens, {len(tokens) / seconds:.1f} tokens/s{how()} -----")
         print(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def say(text):
+    print(f"\n{text}", flush=True)
 
 
 def how():
@@ -79,6 +87,7 @@ def compare(model, tokenizer, inputs, arguments):
     for mode, choice in MODES.items():
         speeds = {"0": [], "1": []}
         outputs = {}
+        say(f"Running {mode}: a warm-up, then {TRIALS} times plain generate() and lookahead in turn ...")
         for trial in range(TRIALS + 1):
             for use_lade, speed in speeds.items():
                 os.environ["USE_LADE"] = use_lade
@@ -133,6 +142,7 @@ def main():
     parser.add_argument("--compare", action="store_true", help="plain and lookahead in one process")
     args = parser.parse_args()
 
+    say(f"Loading {args.model_path} to {args.device} ...")
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=args.dtype).to(args.device)
     inputs = tokenizer(args.prompt, return_tensors="pt").to(args.device)
@@ -140,8 +150,7 @@ def main():
     if os.environ.get("LOAD_LADE", "0").lower() in ("1", "true", "yes", "on"):
         load_lade()
 
-    print(args.prompt)
-    print("(timed after a warm-up; each call starts with an empty memory)")
+    say("The prompt (each call starts with an empty memory):\n\n" + args.prompt)
     (compare if args.compare else run)(model, tokenizer, inputs, arguments)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 import sys
 
 import pytest
@@ -42,13 +43,22 @@ def run(lade_on, monkeypatch, capsys):
 
 def test_plain_and_lookahead_print_the_same_text(plain, run):
     assert plain.returncode == 0, plain.stderr
-    ahead, alone = run("--dtype", "float32"), plain.stdout
+    first, alone = plain.stdout.split("\n", 1)
+    assert first.startswith("Importing torch")
+    ahead = run("--dtype", "float32")
     for mode in ("greedy", "sampled"):
         assert re.search(rf"{mode}: \d+ tokens, [\d.]+ tokens/s -----", alone)
         assert re.search(rf"{mode}: \d+ tokens, [\d.]+ tokens/s, [\d.]+ tokens/step -----", ahead)
     assert max(float(rate) for rate in re.findall(r"([\d.]+) tokens/step", ahead)) > 1
     heading = re.compile(r"^-----.*$", re.MULTILINE)
     assert heading.sub("", alone) == heading.sub("", ahead)
+
+
+def test_something_is_printed_before_torch_is_imported():
+    code = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_path({str(ROOT / 'minimal.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("Importing torch and transformers")
+    assert "ModuleNotFoundError" in done.stderr
 
 
 def test_the_timed_call_has_not_seen_its_prompt(run):
