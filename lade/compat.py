@@ -63,13 +63,24 @@ class Name:
         """What is wrong, as a sentence; None if nothing is."""
         try:
             found = None if self.path.endswith("()") else resolve(self.path)
-        except (AttributeError, ImportError):
-            return f"{self.path} is missing, and {self.used_in} needs it"
+        except (AttributeError, ImportError) as error:
+            return f"{self.path} is missing, and {self.used_in} needs it{origin_of(error)}"
         try:
             wrong = self.check(found)
         except Exception as error:  # a name with another meaning may raise anything
             wrong = f"is not what it was ({type(error).__name__}: {error})"
         return None if wrong is None else f"{self.path.removesuffix('()')} {wrong}, and {self.used_in} needs it"
+
+
+def origin_of(error: BaseException) -> str:
+    """What failed to import first, in parentheses; empty if nothing did.
+
+    Where a package does not fit, such as torchvision, transformers reports that a name of its own cannot be imported.
+    """
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    return "" if first is error else f" ({type(first).__name__}: {first})"
 
 
 def resolve(path: str) -> Any:

@@ -189,6 +189,24 @@ def test_several_problems_are_named_together(rename):
     )
 
 
+def test_a_package_that_does_not_fit_is_named(monkeypatch):
+    """Transformers says that a name of its own cannot be imported, whatever the reason is."""
+    names = compat.resolve("transformers")
+
+    class Module(types.ModuleType):
+        def __getattr__(self, name):
+            try:
+                raise RuntimeError("operator torchvision::nms does not exist")
+            except RuntimeError as error:
+                raise ModuleNotFoundError(f"Could not import module '{name}'.") from error
+
+    broken = Module("transformers")
+    broken.__version__ = names.__version__
+    monkeypatch.setitem(sys.modules, "transformers", broken)
+    with pytest.raises(ImportError, match="RuntimeError: operator torchvision::nms does not exist"):
+        compat.require_names()
+
+
 def test_a_new_abstract_method_of_cache_layers_is_refused(monkeypatch):
     mixin = transformers.cache_utils.CacheLayerMixin
     monkeypatch.setattr(mixin, "__abstractmethods__", mixin.__abstractmethods__ | {"rewind"})
