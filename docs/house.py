@@ -21,10 +21,10 @@ FLOORS: tuple[dict[str, str], ...] = (
         "tolerance": "bounds of self-checks",
         "transfer": "host to device",
         "compat": "private names",
+        "common": "what all parts use",
     },
     {
         "block": "tree, layout, mask, cache",
-        "block_size": "how many tokens pay",
         "kernels": "attention of a block",
         "request": "one call of generate()",
     },

@@ -17,8 +17,10 @@ from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
 from lade.block.token_tree import TokenTree
 from lade.compat import CACHE_NAME
+from lade.config import LookaheadConfig
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
+from lade.drafting.step_costs import SIZES, StepCosts
 from lade.forward.choice import choose_forward
 from lade.forward.race import RacedSelection
 from lade.forward.runner import BlockRunner
@@ -112,6 +114,7 @@ class DecodingCall:
         num_slots = prompt_length + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
         wanted = self.selection.recorder.model_arguments
         choose_forward(self.runner, config, stats, self.key_mask, num_new, wanted, batch_size, num_slots)
+        self.costs = self._step_costs(config, batch_size)
         self.drafter: Drafter = make_drafter(
             DraftRequest(
                 config=config,
@@ -123,15 +126,28 @@ class DecodingCall:
                 top_k=generation_config.top_k if do_sample else None,
                 top_p=generation_config.top_p if do_sample else None,
                 draws=self.selection.draws,
-                forward_kind=self.runner.kind,
+                costs=self.costs,
                 is_exact=adapter.is_exact,
-                block_sizes=self.runner.block_sizes(config),
-                may_measure=not request.synced_gpus,  # other processes' waits distort the times
             )
         )
         most = prompt_length + num_new + config.max_block_tokens
         self.cache = self.runner.take_cache(num_slots, most, batch_size)
         self.cache.most_slots = slots_of_static(self.callers_cache)
+
+    def _step_costs(self, config: LookaheadConfig, batch_size: int) -> StepCosts | None:
+        """What this call's steps cost; None where no size follows costs."""
+        is_exact = self.adapter.is_exact
+        is_split = (self.adapter.model.tp_size or 1) > 1  # its processes must lay out the same block
+        if not config.adaptive or is_split:
+            return None
+        return StepCosts(
+            self.adapter.model,
+            batch_size,
+            self.runner.block_sizes(config) or SIZES,
+            follows_clock=is_exact,
+            uses_stored=is_exact or not (config.deterministic or torch.are_deterministic_algorithms_enabled()),
+            may_measure=not self.request.synced_gpus,  # other processes' waits distort the times
+        )
 
     def prefill(self) -> Any:
         """Run the prompt's forward. Returns the model's output."""
@@ -176,6 +192,8 @@ class DecodingCall:
         """The drafter's guesses after each row's root."""
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
         max_offset = 0 if self.spoiled.next_is_plain else self.cache.max_guess_offset(allowed)
+        if self.costs is not None:
+            self.costs.at(self.runner.kind, max(self.cache.lengths))
         return self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
 
     def lay_out(self, draft: Draft) -> Step:
@@ -240,6 +258,8 @@ class DecodingCall:
             selection.streamer.end()
         self.group.end(selection.do_sample, self.device)
         self.drafter.finish()
+        if self.costs is not None:
+            self.costs.store()
         if self.callers_cache is not None:
             self.cache.hand_over(self.callers_cache)
         self.runner.finish(self.stats)
@@ -280,5 +300,6 @@ class StepTimer:
         call, runner = self._call, self._call.runner
         # What took no time counts for nothing.
         cost = forward - runner.preparing_seconds + learn if runner.is_typical else 0.0
-        call.drafter.spent(max(self._selection.sequences.lengths), num_tokens, cost, draft)
+        if call.costs is not None:
+            call.costs.observe(num_tokens, cost, draft)
         call.stats.add_times(draft + learn, forward, verify + self._selection.drawing_seconds - self._drawn)

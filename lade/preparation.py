@@ -111,7 +111,7 @@ class _EverySize(Drafter):
     """Proposes a tree of every size, as often as a graph is checked. The guesses are arbitrary."""
 
     def __init__(self, request: DraftRequest) -> None:
-        sizes = request.block_sizes or ()
+        sizes = () if request.costs is None else request.costs.sizes
         self._num_nodes = [min(size, request.num_tokens) - 1 for size in sizes for _ in range(NUM_CHECKS)]  # to come
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
 

@@ -15,10 +15,9 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import lade
 from lade import decoding, kernels
-from lade.block_size.costs import LiveCosts
 from lade.commands.env import lade_lines
 from lade.config import LookaheadConfig, current_config
-from lade.drafting import make_drafter
+from lade.drafting.step_costs import StepCosts
 from lade.forward import buffer_pool as kept
 from lade.forward import choice as forward_choice
 from lade.forward import static_inputs as fixed_inputs
@@ -45,8 +44,8 @@ def model():
 
 @pytest.fixture(autouse=True)
 def automatic(lade_on, monkeypatch):
-    observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
-    monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.2 * q))
+    observe = StepCosts.observe  # steps have set costs, whatever this machine is doing
+    monkeypatch.setattr(StepCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.2 * q, 0.0))
     monkeypatch.setattr(fixed, "MIN_NEW_TOKENS", 32)  # so that calls of these tests are long ones
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
     yield
@@ -265,16 +264,7 @@ def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
 @pytest.mark.parametrize("fails", [False, True], ids=["captured", "fails-later"])
 def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeypatch):
     seen = []
-
-    class Spy:
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-        def spent(self, num_slots, num_tokens, seconds, search_seconds):
-            seen.append(seconds)
+    monkeypatch.setattr(StepCosts, "observe", lambda self, q, seconds, search_seconds: seen.append(seconds))
 
     def slow(forward, capture=fixed.capture):
         now[0] += 5
@@ -293,7 +283,6 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
     monkeypatch.setattr(fixed, "capture", slow)
     for module in (fixed, lade.decoding):
         monkeypatch.setattr(module, "perf_counter", clock)
-    monkeypatch.setattr(lade.decoding, "make_drafter", lambda request: Spy(make_drafter(request)))
     stats = run(tiny_llama(num_hidden_layers=1))
     assert stats.forward_seconds == now[0] >= 5
     assert set(seen) == ({0.0, 5.0} if fails else {0.0})
@@ -301,23 +290,18 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
 
 
 def test_what_a_step_costs_depends_on_the_way(on_cuda, kernel, monkeypatch):
-    requests, model = [], tiny_llama(num_key_value_heads=4)  # one each, or blocks without the kernel are "grouped"
-
-    def spy(request):
-        requests.append(request)
-        return make_drafter(request)
-
-    monkeypatch.setattr(lade.decoding, "make_drafter", spy)
-    for settings in ({}, {"USE_FLASH": 0}, {"CUDA_GRAPH": 0}, {"USE_FLASH": 1}):
+    kinds, at, model = [], StepCosts.at, tiny_llama(num_key_value_heads=4)  # one each, or some blocks are "grouped"
+    monkeypatch.setattr(StepCosts, "at", lambda self, kind, *args: kinds.append(kind) or at(self, kind, *args))
+    for settings, kind in (
+        ({}, ("kernel", "graph")),
+        ({"USE_FLASH": 0}, ("graph",)),
+        ({"CUDA_GRAPH": 0}, ()),
+        ({"USE_FLASH": 1}, ("kernel",)),
+    ):
+        kinds.clear()
         lade.config_lade(**settings)
         run(model)
-    assert [request.forward_kind for request in requests] == [
-        ("kernel", "graph"),
-        ("graph",),
-        (),
-        ("kernel",),
-    ]
-    assert len({id(make_drafter(request).costs.at(100)) for request in requests}) == len(requests)
+        assert set(kinds) == {(), kind}
 
 
 @pytest.mark.parametrize("share", [1 / 2, 1e-9], ids=["room", "no-room"])

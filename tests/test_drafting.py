@@ -7,9 +7,9 @@ from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.layout import BlockLayout
-from lade.block_size.costs import LiveCosts
-from lade.block_size.policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
 from lade.drafting.acceptance import AcceptanceRatio
+from lade.drafting.block_policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
+from lade.drafting.step_costs import StepCosts
 from lade.drafting.tree import LONG_MATCH, TreeDrafter
 from lade.stats import tracing
 
@@ -264,8 +264,8 @@ def test_the_document_says_when_guessing_rests():
 def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     """While guessing rests, a tree is grown only behind what has been said before; the text stays the same."""
     monkeypatch.setattr(SpeculationBackoff, "begin_step", lambda self: True)
-    observe = LiveCosts.observe  # steps have set costs, whatever this machine is doing
-    monkeypatch.setattr(LiveCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q))
+    observe = StepCosts.observe  # steps have set costs, whatever this machine is doing
+    monkeypatch.setattr(StepCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q, 0.0))
     grown, inner = [], TreeDrafter._grow_all
 
     def grow(self, rows, *others):

@@ -264,7 +264,7 @@ def first_guess_is_right(seed, probabilities, reads_noise):
     noise = ExponentialDraws(CPU, 1) if reads_noise else None
     request = DraftRequest(
         config=LookaheadConfig(mode="tree", max_block=8, adaptive=False), model=model,
-        num_tokens=VOCAB_SIZE, prompt_ids=prompt_ids, key_mask=None, temperature=1.0, draws=noise, may_measure=False,
+        num_tokens=VOCAB_SIZE, prompt_ids=prompt_ids, key_mask=None, temperature=1.0, draws=noise,
     )  # fmt: skip
     with memory.active():
         drafter = TreeDrafter(request)

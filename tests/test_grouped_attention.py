@@ -10,9 +10,8 @@ from torch.nn import functional
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lade
-from lade import decoding
 from lade.compat import sdpa_attention_forward
-from lade.drafting import make_drafter
+from lade.drafting.step_costs import StepCosts
 from lade.forward import grouped_attention, packed, runner, static_shapes
 from lade.forward.grouped_attention import NAME, can_group, grouped_attention_forward, has_same_bits
 from lade.forward.packed import packed_weights
@@ -278,10 +277,10 @@ def test_compiled(lade_on, monkeypatch):
 @needs_kernel
 def test_costs_are_counted_apart(lade_on, monkeypatch):
     """A table measured with repeated keys and values says nothing about blocks without."""
-    kinds = []
-    monkeypatch.setattr(
-        decoding, "make_drafter", lambda request: kinds.append(request.forward_kind) or make_drafter(request)
-    )
-    for model in (tiny_llama(), tiny_llama(num_key_value_heads=4)):
+    kinds, at = set(), StepCosts.at
+    monkeypatch.setattr(StepCosts, "at", lambda self, kind, *args: kinds.add(kind) or at(self, kind, *args))
+    lade.config_lade(ADAPTIVE=1)
+    for model, kind in ((tiny_llama(), "grouped"), (tiny_llama(num_key_value_heads=4), None)):
+        kinds.clear()
         model.generate(**prompt(), max_new_tokens=4)
-    assert kinds == [("grouped",), ()]
+        assert kinds == {(), (kind,) if kind else ()}

@@ -15,7 +15,6 @@ from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForC
 
 import lade
 from lade import state
-from lade.block_size import tables
 from lade.commands.env import lade_lines
 from lade.forward import free_memory, packed
 from lade.forward.packed import PackedLinear, checksums, identity, is_current, packed_weights
@@ -99,7 +98,6 @@ def test_float32_texts_are_plain_ones(lade_on, products, mode, sampled):
 def test_half_precision_texts_do_not_change_by_it(lade_on, products, batch_size, monkeypatch):
     """Bit for bit, and in blocks of the same sizes: what memory happens to be free cannot be seen in a text."""
     model = tiny_llama(torch.bfloat16, vocab_size=256, hidden_size=64, intermediate_size=160)
-    monkeypatch.setattr(tables, "folder", lambda: None)  # no table of costs that the first call stores for the second
     lade.config_lade(ADAPTIVE=1, SHARE=0)
     inputs, found = prompt(batch_size=batch_size), []
     for free in (0, 1 << 40):

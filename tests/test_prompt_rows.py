@@ -281,7 +281,7 @@ def test_where_they_pay(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(tree_module, "on_host", lambda _: not on_accelerator)
             config = replace(current_config(), **settings)
-            return drafter_of(model, inputs, Memory(), config=config, may_measure=False).prompt_rows
+            return drafter_of(model, inputs, Memory(), config=config).prompt_rows
 
     assert wanted(False, adaptive=False) == wanted(True, adaptive=False) == MAX_PROMPT_ROWS // 2
     assert wanted(True, adaptive=True) == MAX_PROMPT_ROWS // 2
@@ -302,9 +302,7 @@ def test_drafters_of_users(model, lade_on, has_prompt_rows):
     class Mine(SimpleNamespace):
         def __init__(self, request):
             tree = TreeDrafter(request)
-            super().__init__(
-                propose=tree.propose, learn=tree.learn, finish=tree.finish, spent=tree.spent, sources=tree.sources
-            )
+            super().__init__(propose=tree.propose, learn=tree.learn, finish=tree.finish, sources=tree.sources)
             if has_prompt_rows:
                 self.prompt_rows, self.read_prompt = 4, got.append
 
@@ -329,7 +327,7 @@ def test_wrong_drafters_of_users(model, lade_on, rows, has_method, error, messag
     class Mine(SimpleNamespace):
         def __init__(self, request):
             tree = TreeDrafter(request)
-            methods = ["propose", "learn", "finish", "spent", "sources"] + ["read_prompt"] * has_method
+            methods = ["propose", "learn", "finish", "sources"] + ["read_prompt"] * has_method
             super().__init__(prompt_rows=rows, **{name: getattr(tree, name) for name in methods})
 
     register_drafter("mine", Mine)

@@ -177,9 +177,6 @@ class Echo:
 
     finish = sources = lambda self: {}
 
-    def spent(self, *costs):
-        pass
-
 
 @pytest.fixture
 def echo_trace(random_model, tokenizer, lade_on):

@@ -61,7 +61,7 @@ def report() -> str:
 
 
 def lade_lines() -> Iterable[str]:
-    from lade.block_size.tables import can_store, folder, stored
+    from lade.common.cache_folder import can_store, folder, stored_files
 
     yield f"version: {lade.__version__}"
     yield f"python: {platform.python_version()} ({platform.python_implementation()}), {platform.platform()}"
@@ -73,7 +73,9 @@ def lade_lines() -> Iterable[str]:
     settings = {keyword: getattr(config, field.name) for keyword, field in SETTINGS.items()}
     yield "settings: " + ", ".join(f"{name}={'auto' if value is None else value}" for name, value in settings.items())
     yield f"packed weights: {packing_line()}"
-    where = f"{len(stored())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
+    where = (
+        f"{len(stored_files())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
+    )
     yield f"step costs in half precision: {where}"
 
 
@@ -98,7 +100,7 @@ def package_lines() -> Iterable[str]:
 def device_lines() -> Iterable[str]:
     import torch
 
-    from lade.block_size.tables import cpu_name
+    from lade.common.cache_folder import cpu_name
 
     capability = torch.backends.cpu.get_cpu_capability()
     yield f"cpu: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"

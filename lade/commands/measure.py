@@ -206,7 +206,7 @@ def machine(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     import torch
     import transformers
 
-    from lade.block_size.tables import cpu_name
+    from lade.common.cache_folder import cpu_name
 
     is_cuda = device.type == "cuda"
     return {

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.block_size.costs import SIZES, SavedCosts, StepCostsByLength
 from lade.config import LookaheadConfig
+from lade.drafting.step_costs import StepCosts
 from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences
@@ -83,9 +82,8 @@ class DraftRequest:
     num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or
     more] bool, False for padding; None without. temperature, top_k, top_p: of sampling, None for greedy, or where
     nothing is cut off. draws: what sampling draws; None for greedy.
-    forward_kind: what else changes a step's cost. is_exact: no block's size can change a text, so that sizes may follow
-    live costs. may_measure: step costs may be measured on this machine. block_sizes: to which blocks of trees are
-    padded, None where they are not.
+    costs: of steps, at each step of the kind that it will have; None where no size follows costs. is_exact: no block's
+    size can change a text.
     """
 
     config: LookaheadConfig
@@ -97,10 +95,8 @@ class DraftRequest:
     top_k: int | None = None
     top_p: float | None = None
     draws: ExponentialDraws | None = None
-    forward_kind: tuple[str, ...] = ()
+    costs: StepCosts | None = None
     is_exact: bool = True
-    may_measure: bool = True
-    block_sizes: tuple[int, ...] | None = None
 
     def prompts(self) -> list[Tensor]:
         """Each row's ids without padding, [length]; FOREIGN for placeholders, which may stand beside inputs_embeds."""
@@ -117,30 +113,6 @@ class DraftRequest:
     def is_split(self) -> bool:
         """Whether processes compute one forward together: they must lay out the same block, whatever a clock says."""
         return (self.model.tp_size or 1) > 1
-
-    @property
-    def cost_source(self) -> str:
-        """Where the costs that choose a block's size come from: "live", "measured" once and stored, or "assumed"."""
-        if self.is_exact:
-            return "live"
-        is_fixed = self.config.deterministic or torch.are_deterministic_algorithms_enabled() or not self.config.adaptive
-        return "assumed" if is_fixed or not self.may_measure else "measured"
-
-    def step_costs(self, *kind: str, saved: SavedCosts | None = None) -> StepCostsByLength | None:
-        """What blocks cost; None where no size follows costs. kind: of the drafter. saved: of an earlier process."""
-        if not self.config.adaptive or self.is_split:
-            return None
-        batch_size = len(self.prompt_ids)
-        key = (self.model.dtype, self.model.device, torch.get_num_threads(), batch_size, self.config.compile)
-        return StepCostsByLength(
-            self.model,
-            (*key, *self.forward_kind, *kind),
-            saved,
-            self.cost_source,
-            batch_size,
-            self.config.max_block_tokens,
-            self.block_sizes or SIZES,
-        )
 
 
 class Drafter(Protocol):
@@ -172,13 +144,6 @@ class Drafter(Protocol):
 
     def finish(self) -> None:
         """The call is over: what has waited is learned from."""
-        return
-
-    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
-        """What a step has cost. num_slots: tokens of the longest row. num_tokens: q.
-
-        seconds: of all but `propose` and the user's own code. search_seconds: of `propose`, without sampling's draws.
-        """
         return
 
     def sources(self) -> dict[str, list[int]]:

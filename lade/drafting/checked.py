@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lade.drafting.base import Draft, Drafter, DraftRequest
 from lade.verification.sequences import TokenSequences
 
-METHODS = ("propose", "learn", "finish", "spent", "sources")
+METHODS = ("propose", "learn", "finish", "sources")
 
 
 class CheckedDrafter(Drafter):
@@ -23,7 +23,7 @@ class CheckedDrafter(Drafter):
                 f"or have {', '.join(METHODS)}"
             )
         self._num_tokens, self._most = request.num_tokens, request.config.max_block_tokens
-        self.learn, self.spent = drafter.learn, drafter.spent  # type: ignore[method-assign]
+        self.learn = drafter.learn  # type: ignore[method-assign]
         self.finish, self.sources = drafter.finish, drafter.sources  # type: ignore[method-assign]
         self.prompt_rows = getattr(drafter, "prompt_rows", 0)
         if isinstance(self.prompt_rows, bool) or not isinstance(self.prompt_rows, int) or self.prompt_rows < 0:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lade.block_size.policy import EarlyStop
 from lade.drafting.acceptance import Priors, RowPrior
 from lade.drafting.base import FOREIGN
+from lade.drafting.block_policy import EarlyStop
 from lade.drafting.coming_draws import Draws, races
 from lade.drafting.contexts import Context
 from lade.drafting.memory import Memory

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree, merge_candidates
-from lade.block_size.policy import BlockMode, BlockModePolicy
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter, DraftRequest, Explanation, Outcome
+from lade.drafting.block_policy import BlockMode, BlockModePolicy
 from lade.drafting.ngram_pool import Pool, pool_for
 from lade.drafting.window import JacobiWindow
 from lade.state import PerModel
@@ -30,11 +30,11 @@ class LookaheadDrafter(Drafter):
 
     def __init__(self, request: DraftRequest) -> None:
         config, prompts = request.config, request.prompts()
-        self.config, self.costs = config, request.step_costs("window")  # the search counts as part of a step's cost
+        self.config, self.costs = config, request.costs
         self.policy: BlockModePolicy | None = None  # None to lay out the whole block in every step
         if self.costs is not None:
             policies = _mode_policies.of(request.model) if config.share else {}
-            key = (*self.costs.kind, config.ngram_size, config.window_size, config.num_guesses)
+            key = (request.is_exact, config.ngram_size, config.window_size, config.num_guesses)
             self.policy = policies.setdefault(key, BlockModePolicy())
         self._mode = BlockMode.WINDOW
         self._num_nodes = [0] * len(prompts)  # of the latest tree, by row
@@ -55,7 +55,7 @@ class LookaheadDrafter(Drafter):
         roots = torch.tensor(sequences.roots(), device=sequences.device)
         self.window.set_root(roots)
         max_depth = self.config.ngram_size - 1
-        self._mode = self._choose_mode(max(sequences.lengths))
+        self._mode = self._choose_mode()
         if self._mode == BlockMode.PLAIN:
             max_depth = 0
         shape, cells = (self.config.ngram_size, self.config.window_size), self.window.cells()
@@ -93,10 +93,6 @@ class LookaheadDrafter(Drafter):
             self.window.roll(chosen, None if self.config.always_forward_one else [max(0, n - 1) for n in num_committed])
         self._remember(found)
 
-    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
-        if self.costs is not None:
-            self.costs.at(num_slots).observe(num_tokens, seconds + search_seconds)
-
     def sources(self) -> dict[str, list[int]]:
         return {"pool": [self._num_proposed, self._num_accepted]}
 
@@ -104,21 +100,14 @@ class LookaheadDrafter(Drafter):
         """For `Draft.explain`."""
         return Explanation(sources=("pool",) * self._num_nodes[row], reason=REASONS[self._mode])
 
-    def take_over(self, levels: Tensor, num_updates: int, num_proposed: int, num_accepted: int) -> None:
-        """Continue after steps that ran elsewhere. levels: [B, N-1, W]. num_updates: such steps. The pool is shared."""
-        self.window.levels = levels
-        self.window.num_updates += num_updates
-        self._num_proposed += num_proposed
-        self._num_accepted += num_accepted
-
-    def _choose_mode(self, num_slots: int) -> BlockMode:
+    def _choose_mode(self) -> BlockMode:
         """Which parts of the block pay."""
         if self.policy is None or self.costs is None:
             return BlockMode.WINDOW
         num_cells = self.window.levels[0].numel()
         num_nodes = self.config.max_block_tokens - num_cells
         sizes = {BlockMode.PLAIN: 1, BlockMode.CANDIDATES: 1 + num_nodes, BlockMode.WINDOW: num_cells + num_nodes}
-        return self.policy.choose(self.costs.at(num_slots), sizes)
+        return self.policy.choose(self.costs, sizes)
 
     def _remember(self, found: list[Tensor]) -> None:
         """Put n-grams into the pool, oldest first. found: [M, N] ids each."""

@@ -225,14 +225,14 @@ def _difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:
     return None
 
 
-_shared: PerModel[dict[tuple[int, str], Memory]] = PerModel(dict)  # by size of the vocabulary and source of step costs
+_shared: PerModel[dict[tuple[int, bool], Memory]] = PerModel(dict)  # by size of the vocabulary and `is_exact`
 _active: ContextVar[Memory | None] = ContextVar("memory", default=None)
 
 
-def memory_for(model: Any, share: bool, cost_source: str) -> Memory:
+def memory_for(model: Any, share: bool, is_exact: bool) -> Memory:
     """The active memory if there is one; else the one that calls of the model share, or an empty one.
 
-    cost_source: as in `DraftRequest`. What was learned in blocks whose sizes followed a clock depends on it, so that it
+    is_exact: as in `DraftRequest`. What was learned in blocks whose sizes followed a clock depends on it, so that it
     must not reach calls whose text could follow. Raises ValueError when the active one belongs to another model.
     """
     active = _active.get()
@@ -245,6 +245,6 @@ def memory_for(model: Any, share: bool, cost_source: str) -> Memory:
     shared = _shared.of(model)
     for key in [key for key in shared if key[0] != num_tokens]:  # embeddings may be resized
         del shared[key]
-    if (num_tokens, cost_source) not in shared:
-        shared[num_tokens, cost_source] = Memory()
-    return shared[num_tokens, cost_source]
+    if (num_tokens, is_exact) not in shared:
+        shared[num_tokens, is_exact] = Memory()
+    return shared[num_tokens, is_exact]

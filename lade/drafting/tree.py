@@ -18,15 +18,15 @@ import numpy.typing as npt
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.block_size.costs import Offers
-from lade.block_size.policy import EarlyStop, SpeculationBackoff, choose_size, compared_sizes
 from lade.drafting.acceptance import GREEDY, SAMPLED, AcceptanceRatio
 from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
+from lade.drafting.block_policy import EarlyStop, SpeculationBackoff, choose_size, compared_sizes
 from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.contexts import projected, projection
 from lade.drafting.growth import UNSEEN, Grower, Growth
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import memory_for
+from lade.drafting.step_costs import Offers
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import Packed, packed
 from lade.transfer import on_host
@@ -42,9 +42,8 @@ MAX_PROMPT_ROWS_ON_HOST = 32  # the same on a CPU, where a row's product with th
 RESTS = "No guesses: they have cost more than they gained lately, so a few steps have none."
 NO_ROOM = "No guesses: there is no room for them after the root."
 WHOLE = "As many guesses as there is room for: sizes do not follow costs (ADAPTIVE=0)."
-SCHEDULED = "A size from a schedule: block costs on this machine are being measured."
+PLAIN = "No guesses: a plain step, with which the cost of larger ones is compared."
 BEST = "The size that is expected to commit most tokens per unit of time."
-COMPARED = "Not the best known size: it is tried now and then to keep its cost up to date."
 BLIND_BLOCK = 16  # tokens of a block of unknown cost: so many pay on most devices
 
 
@@ -53,8 +52,8 @@ class TreeDrafter:
 
     def __init__(self, request: DraftRequest) -> None:
         config, temperature = request.config, request.temperature
-        self.memory = memory_for(request.model, config.share, request.cost_source)
-        self.costs = request.step_costs()
+        self.memory = memory_for(request.model, config.share, request.is_exact)
+        self.costs = request.costs
         is_blind = config.adaptive and request.is_split
         self.max_block = min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block
         self.num_tokens = request.num_tokens
@@ -69,9 +68,8 @@ class TreeDrafter:
         self._backoff = SpeculationBackoff()
         self._has_searched = False  # for guesses of this step
         self._reason = ""  # for the size of its block
-        # The offers of this step, what is expected of k guesses per row at index k, the number of rows, and the size.
-        self._compared: tuple[Offers, list[float], int, int] | None = None
-        self._mean_accepted = 0.0  # guesses per row of the last step
+        # The offers of this step, what is expected of k guesses per row at index k, and the number of rows.
+        self._compared: tuple[Offers, list[float], int] | None = None
         self._proposed: Counter[str] = Counter()  # by source
         self._accepted: Counter[str] = Counter()
 
@@ -100,8 +98,10 @@ class TreeDrafter:
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
         self._reason, self._compared = RESTS if max_depth > 0 else NO_ROOM, None
         self._has_searched = max_depth > 0 and not self._takes_rest(unfinished)
+        if self._has_searched and self.costs is not None and self.costs.wants_plain_step:
+            self._has_searched, self._reason = False, PLAIN
         if self._has_searched:
-            self._grow_all(unfinished, max_depth, max(sequences.lengths))
+            self._grow_all(unfinished, max_depth)
         growths = [text.growth for text in self._texts]
         tree = TokenTree([growth.tokens for growth in growths], [growth.parents for growth in growths])
         depth = max((max(growth.depths, default=0) for growth in growths), default=0)
@@ -131,7 +131,7 @@ class TreeDrafter:
             expected += sum(chance for source, chance in guesses if source != UNSEEN)
             accepted.append(len(path))
             hits += len(right)
-        self._mean_accepted = sum(accepted) / max(1, len(accepted))
+        self._weigh(1 + outcome.tree.num_nodes, sum(accepted) / max(1, len(accepted)))
         self.ratio.learn(expected, hits)
 
     def finish(self) -> None:
@@ -139,32 +139,27 @@ class TreeDrafter:
             for text in self._texts:
                 self.memory.texts.add(text.to_keep)
 
-    def spent(self, num_slots: int, num_tokens: int, seconds: float, search_seconds: float) -> None:
-        if self.costs is None:
-            return
-        # A step's cost excludes the search for guesses, which ends before a size is chosen.
-        costs = self.costs.at(num_slots)
-        costs.observe(num_tokens, seconds, search_seconds)
-        if self._has_searched and self._reason != SCHEDULED:
-            lost = costs.cost(num_tokens) / costs.plain_cost - 1 + costs.search_cost(search_seconds)
-            self._backoff.learn(self._mean_accepted - lost, self.ratio.value)
-
     def explain(self, row: int) -> Explanation:
         """For `Draft.explain`."""
         growth, reason = self._texts[row].growth, self._reason
         compared: list[tuple[int, float, float]] = []
         if self._compared is not None:
-            offers, expected, num_rows, chosen = self._compared
+            offers, expected, num_rows = self._compared
             compared = [
                 (size, num_tokens / num_rows, cost / offers.costs[0])
                 for size, num_tokens, cost in compared_sizes(offers, expected, num_rows)
             ]
-            best, *_ = max(compared, key=lambda offer: offer[1] / offer[2])
-            reason = BEST if chosen == best else COMPARED
+            reason = BEST
         return Explanation(tuple(growth.sources), tuple(growth.chances), reason, tuple(compared))
 
     def sources(self) -> dict[str, list[int]]:
         return {source: [self._proposed[source], self._accepted[source]] for source in sorted(self._proposed)}
+
+    def _weigh(self, num_tokens: int, num_accepted: float) -> None:
+        """Let the back-off know what a step with guesses has gained. num_tokens: q. num_accepted: guesses per row."""
+        if self.costs is not None and self._has_searched:
+            lost = self.costs.cost(num_tokens) / self.costs.plain_cost - 1 + self.costs.search_cost
+            self._backoff.learn(num_accepted - lost, self.ratio.value)
 
     def _takes_rest(self, rows: list[int]) -> bool:
         """Whether to propose nothing, because guesses have not paid lately and the text does not repeat itself."""
@@ -173,21 +168,18 @@ class TreeDrafter:
         copies = (copy for row in rows for copy in self._texts[row].copies(self.memory.texts, self.priors, 1))
         return all(copy.length < LONG_MATCH for copy in copies)
 
-    def _grow_all(self, rows: list[int], max_depth: int, num_slots: int) -> None:
+    def _grow_all(self, rows: list[int], max_depth: int) -> None:
         """Trees for some rows, all of the size that pays most."""
-        costs = None if self.costs is None else self.costs.at(num_slots)
-        scheduled = None if costs is None else costs.scheduled_size(self.max_block)
-        if costs is None or scheduled is not None:
-            self._reason = WHOLE if scheduled is None else SCHEDULED
+        costs = self.costs
+        if costs is None:
+            self._reason = WHOLE
             for row in rows:
-                growth = self._texts[row].growth = self._grow(row, max_depth, (scheduled or self.max_block) - 1)
-                if scheduled is not None:  # any tokens will do: the step must have the scheduled size to be timed
-                    self._add_unseen(growth, range(self.num_tokens), scheduled - 1)
+                self._texts[row].growth = self._grow(row, max_depth, self.max_block - 1)
             return
         offers, ratio = costs.offers(self.max_block), self.ratio.value
-        room, least = offers.sizes[-1] - 1, offers.least_chance / ratio
+        room, least = offers.sizes[-1] - 1, offers.least_probability / ratio
         for row in rows:
-            stop = EarlyStop(offers, ratio, self.priors.unseen, spare=int(costs.may_explore_next))
+            stop = EarlyStop(offers, ratio, self.priors.unseen)
             self._texts[row].growth = self._grow(row, max_depth, room, least, stop)
         grown = [self._texts[row].growth for row in rows]
         expected = [
@@ -195,7 +187,7 @@ class TreeDrafter:
             for total in accumulate(map(sum, zip_longest(*(g.chances for g in grown), fillvalue=0.0)), initial=0.0)
         ]
         size = choose_size(costs, expected, len(rows), self.max_block)
-        self._compared = offers, expected, len(rows), size
+        self._compared = offers, expected, len(rows)
         for growth in grown:
             growth.cut(size - 1)
 

@@ -1,6 +1,6 @@
 """The block policy: the size of a tree, the mode of the paper's block, and when to stop guessing for a while.
 
-Every decision compares tokens per unit of cost. Costs come from `lade.block_size.costs`; the rest counts tokens and
+Every decision compares tokens per unit of cost. Costs come from `lade.drafting.step_costs`; the rest counts tokens and
 steps, never seconds.
 """
 
@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import lru_cache
 from math import sqrt
 
-from lade.block_size.costs import Offers, StepCosts
+from lade.drafting.step_costs import Offers, StepCosts
 
 
 def compared_sizes(offers: Offers, expected: Sequence[float], num_rows: int) -> list[tuple[int, float, float]]:
@@ -28,14 +28,13 @@ def compared_sizes(offers: Offers, expected: Sequence[float], num_rows: int) -> 
 
 
 def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limit: int) -> int:
-    """The block size that commits most tokens per second; occasionally another one, where costs are measured live.
+    """The block size that commits most tokens per unit of cost.
 
     expected, num_rows: as for `compared_sizes`. limit: the largest block allowed. Returns q, 1 for a plain step.
     """
     compared = compared_sizes(costs.offers(limit), expected, num_rows)
-    sizes = [size for size, _, _ in compared]
-    rates = [num_tokens / cost for _, num_tokens, cost in compared]
-    return sizes[costs.next_place(sizes, rates.index(max(rates)))]
+    size, *_ = max(compared, key=lambda offer: offer[1] / offer[2])
+    return size
 
 
 @lru_cache(maxsize=256)
@@ -52,12 +51,9 @@ def _expected_gains(sizes: tuple[int, ...], place: int) -> list[float]:
 class EarlyStop:
     """Stops the best-first growth of a tree once no larger block can pay better."""
 
-    def __init__(self, offers: Offers, trust: float, probe: float, spare: int) -> None:
-        """trust: accepted guesses per expected one. probe: chance of a guess that can be had without growing the tree.
-
-        spare: sizes to grow beyond the stopping point.
-        """
-        self._offers, self._trust, self._probe, self._spare = offers, trust, probe, spare
+    def __init__(self, offers: Offers, trust: float, probe: float) -> None:
+        """trust: accepted guesses per expected one. probe: chance of a guess that can be had without growing the tree."""
+        self._offers, self._trust, self._probe = offers, trust, probe
         self._place = 0  # index of the smallest size that the tree has not reached yet
         self._best = 0.0  # most tokens per cost among the sizes reached
 
@@ -76,14 +72,11 @@ class EarlyStop:
         gain = 1 + self._trust * expected
         self._best = max(self._best, gain / costs[place])
         promise = self._trust * max(chance, self._probe)
-        for more, cost in zip(_expected_gains(sizes, place), costs[place + 1 :], strict=True):
-            if gain + promise * more > self._best * cost:
-                return False
-        self._spare -= 1
-        return self._spare < 0
+        larger = zip(_expected_gains(sizes, place), costs[place + 1 :], strict=True)
+        return all(gain + promise * more <= self._best * cost for more, cost in larger)
 
 
-PATIENCE = 2.5  # plain steps that guessing may lose on a fully predictable text before the first pause
+PATIENCE = 1.5  # plain steps that guessing may lose on a fully predictable text before the first pause
 MAX_CREDIT = 0.5  # most plain steps kept of earlier gains, so that a harder passage is noticed soon
 TRIAL = 0.15  # plain steps that guessing may lose in a trial after a pause
 MIN_REST, MAX_REST = 8, 64  # steps without guesses
@@ -150,10 +143,7 @@ class BlockModePolicy:
     def choose(self, costs: StepCosts, sizes: dict[BlockMode, int]) -> BlockMode:
         """The next step's mode. sizes: tokens of a step by mode, for modes without an observed mean."""
         self._num_steps += 1
-        wanted = costs.scheduled_size(sizes[BlockMode.WINDOW])
-        if wanted is not None:
-            return next(mode for mode in BlockMode if sizes[mode] >= wanted)
-        if self._num_steps <= PLAIN_STEPS:
+        if self._num_steps <= PLAIN_STEPS or costs.wants_plain_step:
             return BlockMode.PLAIN
         rates = {
             mode: (1 + self._accepted[mode]) / costs.cost(round(self._sizes.get(mode, sizes[mode])))

@@ -1,1 +1,0 @@
-"""The size of a step's block: what blocks cost on this machine, and which size pays."""
