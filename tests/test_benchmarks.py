@@ -309,6 +309,14 @@ def test_the_chance_of_a_guess(module):
     assert abs(sum(chance**i for i in range(4)) - 2) < 1e-9
 
 
+@pytest.mark.parametrize("extra", [(), ("--temperature", "0.7")], ids=["greedy", "sampled"])
+def test_half_precision(command, extra):
+    figures = command("half_precision", *SMALL, "--dtype", "bfloat16", "--methods", "plain,lade", *extra)
+    assert list(figures["methods"]) == ["plain", "lade"]
+    assert figures["methods"]["plain"]["identical"] == 2
+    assert all(row["same_in_every_trial"] for row in figures["methods"].values())
+
+
 def test_memory(command):
     figures = command("memory", "--max_bytes", str(2**20), "--writes", "64", "--rows", "2000", "--trials", "1")
     assert figures["capacity"] == 2**20 // 4 // 264
