@@ -227,7 +227,7 @@ def test_the_ratio_follows_the_latest_steps():
     for _ in range(40):
         ratio.learn(2.0, 1)
     assert ratio.value == pytest.approx(0.5, abs=0.03)
-    for _ in range(40):
+    for _ in range(200):
         ratio.learn(0.0, 0)
     assert ratio.value > 0.85
     for _ in range(40):

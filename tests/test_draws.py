@@ -14,7 +14,7 @@ from lade import transfer
 from lade.block.token_tree import TokenTree
 from lade.config import LookaheadConfig
 from lade.drafting import DraftRequest, Outcome
-from lade.drafting.coming_draws import ComingDraws, races
+from lade.drafting.coming_draws import ComingDraws, wins
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.tree import TreeDrafter
@@ -233,8 +233,8 @@ def test_a_call_in_another_thread(lade_on, waits, streams, monkeypatch):
 def win_chances(ids, chances, draws):
     """As guesses of a row are judged whose probabilities are exact: only the first of them has a chance."""
     sharpness = 40.0
-    times, total, known = races(np.asarray([chances]), draws.take(ids)[None], np.array([[sharpness]]))
-    return (times**-sharpness / total * np.exp(-times * (1 - known)))[0]
+    _, found = wins(np.asarray([chances]), draws.take(ids)[None], np.array([[sharpness]]))
+    return found[0]
 
 
 def test_chances_add_up_to_what_happens():

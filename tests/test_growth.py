@@ -9,7 +9,7 @@ from support import VOCAB
 
 from lade.drafting import growth as growth_module
 from lade.drafting.acceptance import GREEDY, LENGTHS, SAMPLED, SIMILARITIES, RowPrior
-from lade.drafting.coming_draws import races
+from lade.drafting.coming_draws import wins
 from lade.drafting.growth import GREEDY_LENGTH, LEAST_FOR_BOTH, Grower
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
@@ -102,9 +102,8 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
         ids, chances = table[token] >> GRADE_BITS, PROBABILITIES[table[token] & NUM_GRADES - 1]
         if not is_drawn:
             return [(token, prior.chance(float(p))) for token, p in zip(ids, chances, strict=True)][:GREEDY_LENGTH]
-        times, total, known = races(chances[None], draws[depth].take(ids)[None], np.array([[prior.sharpness]]))
-        wins = times[0] ** -prior.sharpness / total[0] * np.exp(-times[0] * max(0, 1 - known[0]))
-        return [(token, prior.chance(float(p))) for token, p in zip(ids, wins, strict=True)]
+        _, found = wins(chances[None], draws[depth].take(ids)[None], np.array([[prior.sharpness]]))
+        return [(token, prior.chance(float(p))) for token, p in zip(ids, found[0], strict=True)]
 
     grown, _ = grower.grow(max_depth, size, 0.0, None)
     frontier, expected = [(-1.0, 6, 0)], []

@@ -17,7 +17,7 @@ class RowPrior(NamedTuple):
     """Acceptance of guesses from rows: scale * p ** power, where p is a guess's probability in its row.
 
     In sampling with known draws p is the probability to have the largest p / e of its row. sharpness: exponent of the
-    Gumbel score, the larger the better the row's probabilities are (`lade.drafting.coming_draws.races`).
+    Gumbel score, the larger the better the row's probabilities are (`lade.drafting.coming_draws.wins`).
     """
 
     source: str

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from lade.transfer import on_host
-from lade.verification.draws import ExponentialDraws
+from lade.verification.draws import ExponentialDraws, gumbel_scores
 
 Draws = npt.NDArray[Any]  # [V]
 
@@ -53,16 +53,20 @@ class ComingDraws:
         self._on_host.update(enumerate(found.cpu().numpy().reshape(len(draws), *draws[0].shape), index))
 
 
-def races(
-    chances: npt.NDArray[Any], drawn: npt.NDArray[Any], sharpness: npt.NDArray[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Which of some tokens will be sampled, given the draws: the one with the least time e / p.
+def wins(
+    probabilities: npt.NDArray[Any], draws: npt.NDArray[Any], sharpness: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Estimated probability of each of some tokens to be sampled, given its draw.
 
-    chances: [R, K] estimated probabilities p of some tokens. drawn: [R, K] their draws e. sharpness: [R, 1], the larger
-    the better the estimates; if they were exact, the least time would win for certain. Returns times [R, K], the sum of
-    all time**-sharpness [R], and of all chances [R]: a token wins with a probability of about time**-sharpness / sum *
-    exp(-time * (1 - sum of chances)), where the other tokens share the rest.
+    probabilities: [R, K] estimates p of some tokens of each row. draws: [R, K] e. sharpness: [R, 1], the larger the
+    better the estimates; if they were exact, the largest Gumbel score p / e would win for certain. A token wins with a
+    probability of about score**sharpness / sum * exp(-rest / score), where all tokens that are not listed share the
+    rest. Returns the order of the tokens, likeliest first, and these probabilities in the order of `probabilities`,
+    [R, K] each.
     """
-    times = np.maximum(drawn, TINY)
-    times /= chances
-    return times, np.add.reduce(times**-sharpness, axis=-1), np.add.reduce(chances, axis=-1)
+    scores = gumbel_scores(probabilities, np.maximum(draws, TINY))
+    rest = np.maximum(0.0, 1.0 - np.add.reduce(probabilities, axis=-1, keepdims=True))
+    with np.errstate(under="ignore"):  # even if numpy is set to raise
+        weights = scores**sharpness
+        found = weights / np.add.reduce(weights, axis=-1, keepdims=True) * np.exp(-rest / scores)
+    return (-scores).argsort(axis=1, kind="stable"), found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from lade.drafting.acceptance import Priors, RowPrior
 from lade.drafting.base import FOREIGN
 from lade.drafting.block_policy import EarlyStop
-from lade.drafting.coming_draws import Draws, races
+from lade.drafting.coming_draws import Draws, wins
 from lade.drafting.contexts import Context
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import MAX_MATCH
@@ -221,21 +220,14 @@ class Grower:
         for i, numbers in enumerate(draws):
             numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first
         sharpness = np.array([[found.prior.sharpness] for found in rows], dtype=np.float32)
-        times, totals, sums = races(probabilities, drawn, sharpness)
-        arrays = packed, times, times.argsort(axis=1, kind="stable"), totals, sums
-        columns = zip(rows, *(array.tolist() for array in arrays), strict=True)
-        for found, tokens, when, order, total, known in columns:
-            self._push_next(self._winners(found, tokens, when, order, total, known), found.node, least)
+        order, chances = wins(probabilities, drawn, sharpness)
+        for found, *columns in zip(rows, packed.tolist(), order.tolist(), chances.tolist(), strict=True):
+            self._push_next(self._winners(found, *columns), found.node, least)
 
-    def _winners(
-        self, found: NodeRow, tokens: list[int], times: list[float], order: list[int], total: float, known: float
-    ) -> Iterator[Guess]:
-        """A row's guesses by the draws, the likeliest first. total, known: sums, as `races` says."""
-        prior, scale, rest = found.prior, 1.0 / total, min(0.0, known - 1.0)
+    def _winners(self, found: NodeRow, tokens: list[int], order: list[int], chances: list[float]) -> Iterator[Guess]:
+        """A row's guesses by the draws, the likeliest first."""
         for place in order:
-            time = times[place]
-            probability = time**-prior.sharpness * scale * exp(rest * time)
-            yield found.chance * prior.chance(probability), tokens[place], prior.source
+            yield found.chance * found.prior.chance(chances[place]), tokens[place], found.prior.source
 
     def _rows(self, node: int, parent: int, token: int, chance: float) -> list[SourceRow]:
         """The rows of guesses after a node. token, chance: of the node."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree
 from lade.compat import logits_processors
 from lade.transfer import HOST, on_host, to_device
+from lade.verification.draws import gumbel_scores
 from lade.verification.logits import BlockLogits
 from lade.verification.selection import Accepted, PerRowSelection
 
@@ -91,9 +92,9 @@ def winners(sampling: Sampling, logits: Tensor, draws: Tensor, index: Tensor) ->
     logits: [B, R, V]. draws: [D, V]. index: [B, R] rows of the draws.
     """
     probabilities = sampling.probabilities(logits)
-    ratios = probabilities / draws.index_select(0, index.flatten()).view(logits.shape)
+    scores = gumbel_scores(probabilities, draws.index_select(0, index.flatten()).view(logits.shape))
     is_nan = probabilities[..., 0].isnan()  # softmax makes the whole row NaN
-    return ratios.argmax(dim=-1).masked_fill_(is_nan, -1)
+    return scores.argmax(dim=-1).masked_fill_(is_nan, -1)
 
 
 class RacedSelection(PerRowSelection):

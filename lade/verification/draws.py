@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any, TypeVar
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,14 @@ READABLE = ("cpu", "cuda")  # devices whose generators can be copied
 # Threads share a device's generator, whose state `ExponentialDraws` and `DrawRing` read and set later. Without this
 # lock, two calls could get the same draws.
 drawing = threading.RLock()
+
+
+Numbers = TypeVar("Numbers", Tensor, npt.NDArray[Any])
+
+
+def gumbel_scores(probabilities: Numbers, draws: Numbers) -> Numbers:
+    """Scores p / e of tokens; sampling takes the token with the largest one (the Gumbel-max trick)."""
+    return probabilities / draws
 
 
 class ExponentialDraws:

@@ -33,7 +33,7 @@ from lade.request import Request
 from lade.spoiled import SpoiledGuesses
 from lade.transfer import on_host
 from lade.verification.bypassed import is_as_written
-from lade.verification.draws import ExponentialDraws, drawing
+from lade.verification.draws import ExponentialDraws, drawing, gumbel_scores
 from lade.verification.logits import BlockLogits
 from lade.verification.outputs import OutputRecorder
 from lade.verification.sequences import TokenSequences
@@ -220,9 +220,9 @@ class Selection:
             return sampled
         index = len(self.sequences.generated[rows.start])
         draws = self.draws.draw(index, probabilities.shape[1])
-        ratios = probabilities / draws[rows]  # by torch: numpy may be set to raise on underflow
+        scores = gumbel_scores(probabilities, draws[rows])  # by torch: numpy may be set to raise on underflow
         # numpy's argmax takes a fifth of torch's time.
-        chosen = ratios.numpy().argmax(axis=-1) if on_host(ratios) else ratios.argmax(dim=-1)
+        chosen = scores.numpy().argmax(axis=-1) if on_host(scores) else scores.argmax(dim=-1)
         tokens: list[int] = chosen.tolist()
         return tokens
 
