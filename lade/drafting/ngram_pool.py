@@ -42,14 +42,6 @@ class HostPool:
         """Tails of each key, most recently seen first, at most G of N-1 ids each. keys: [B] ids."""
         return [[list(tail) for tail in reversed(self._tails.get(key, {}))] for key in keys.tolist()]
 
-    def everything(self) -> Tensor:
-        """All n-grams, of each key the oldest first. Returns [M, N]."""
-        ngrams = [[key, *tail] for key, tails in self._tails.items() for tail in tails]
-        return torch.tensor(ngrams, dtype=torch.long, device="cpu").view(-1, self.ngram_size)
-
-    def clear(self) -> None:
-        self._tails.clear()
-
 
 class NGramPool:
     """At most G n-grams of N tokens per key; a full row drops its least recently seen one.
@@ -66,7 +58,7 @@ class NGramPool:
         # The extra last row takes the writes that are to have no effect, so that every shape stays fixed.
         self.ngrams = torch.full((self.num_rows + 1, num_guesses, ngram_size), -1, device=device)  # [rows, G, N]
         self.seen = torch.zeros(self.num_rows + 1, num_guesses, dtype=torch.long, device=device)  # 0 = empty slot
-        self.clock: int | Tensor = 1
+        self.clock = 1
 
     def insert(self, ngrams: Tensor) -> None:
         """Remember n-grams, oldest first. ngrams: [M, N] ids; one whose key is negative leaves no trace."""
@@ -76,33 +68,18 @@ class NGramPool:
 
     def lookup(self, keys: Tensor) -> Tails:
         """Tails of each key, most recently seen first, at most G of N-1 ids each. keys: [B] ids."""
-        tails, is_any = self.newest(keys)
-        slots = torch.cat([is_any[..., None], tails], dim=-1).tolist()  # together: one copy to the host
-        return [[tail for is_one, *tail in row if is_one] for row in slots]
-
-    def newest(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """`lookup` without a copy to the host. Returns tails [B, G, N-1] and which of them are any, [B, G]."""
         row = keys % self.num_rows
         ngrams = self.ngrams[row]  # [B, G, N]
         seen = self.seen[row] * (ngrams[..., 0] == keys[:, None])  # [B, G]
         order = seen.argsort(dim=1, descending=True)
         tails = ngrams[..., 1:].gather(1, order[..., None].expand(-1, -1, ngrams.shape[2] - 1))
-        return tails, seen.gather(1, order) > 0
-
-    def everything(self) -> Tensor:
-        """All n-grams, oldest first. Returns [M, N]."""
-        seen = self.seen[:-1].flatten()
-        order = seen.argsort()[(seen == 0).sum() :]
-        return self.ngrams[:-1].flatten(0, 1)[order]
-
-    def clear(self) -> None:
-        self.seen.zero_()
-        self.ngrams.fill_(-1)
+        is_any = seen.gather(1, order) > 0
+        slots = torch.cat([is_any[..., None], tails], dim=-1).tolist()  # together: one copy to the host
+        return [[tail for is_one, *tail in row if is_one] for row in slots]
 
     def _insert(self, new: Tensor) -> None:
         """new: [M, N]. Everything below is [M], or [M, M] for pairs, or [M, G] for the slots of each one's row."""
         nowhere = self.num_rows
-        # Made anew each time: a CUDA graph could not tell when a cache lets go of them.
         order = torch.arange(len(new), device=self.ngrams.device)
         is_later = order > order[:, None]
         times = order + self.clock
@@ -136,17 +113,3 @@ def pool_for(device: torch.device, ngram_size: int, num_guesses: int, vocab_size
     if device.type == "cpu":
         return HostPool(ngram_size, num_guesses, vocab_size)
     return NGramPool(ngram_size, num_guesses, vocab_size, device)
-
-
-def copy_pool(source: Pool, target: Pool) -> None:
-    """Make `target` know what `source` knows. Both: of the same N, G and V."""
-    if isinstance(source, NGramPool) and isinstance(target, NGramPool):
-        target.ngrams.copy_(source.ngrams)
-        target.seen.copy_(source.seen)
-        if isinstance(target.clock, Tensor):
-            target.clock.fill_(source.clock)
-        else:
-            target.clock = int(source.clock)
-    else:
-        target.clear()
-        target.insert(source.everything())

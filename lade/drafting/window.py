@@ -53,17 +53,11 @@ class JacobiWindow:
         chosen: [B, W] ids. shifts: columns per row. The columns that a shift leaves empty keep their tokens: any token
         is a valid guess.
         """
-        is_moved = shifts is not None and any(shifts)
-        self.levels = rolled(self.levels, chosen, torch.tensor(shifts, device=chosen.device) if is_moved else None)
+        levels = torch.cat([self.levels[:, 1:], chosen[:, None]], dim=1)
         self.num_updates += 1
-
-
-def rolled(levels: Tensor, chosen: Tensor, shifts: Tensor | None) -> Tensor:
-    """`JacobiWindow.roll` without a copy to the host. shifts: [B]. Returns the new levels [B, N-1, W]."""
-    levels = torch.cat([levels[:, 1:], chosen[:, None]], dim=1)
-    if shifts is None:
-        return levels
-    columns = torch.arange(chosen.shape[1], device=chosen.device)
-    moved = columns + shifts[:, None]  # [B, W]
-    source = torch.where(moved < chosen.shape[1], moved, columns)
-    return levels.gather(2, source[:, None].expand_as(levels))
+        if shifts is not None and any(shifts):
+            columns = torch.arange(chosen.shape[1], device=chosen.device)
+            moved = columns + torch.tensor(shifts, device=chosen.device)[:, None]  # [B, W]
+            source = torch.where(moved < chosen.shape[1], moved, columns)
+            levels = levels.gather(2, source[:, None].expand_as(levels))
+        self.levels = levels
