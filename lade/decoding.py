@@ -123,8 +123,6 @@ class DecodingCall:
                 prompt_ids=input_ids,
                 key_mask=self.key_mask,
                 temperature=self.temperature if do_sample else None,
-                top_k=generation_config.top_k if do_sample else None,
-                top_p=generation_config.top_p if do_sample else None,
                 draws=self.selection.draws,
                 costs=self.costs,
                 is_exact=adapter.is_exact,

@@ -1,4 +1,4 @@
-"""The contract between the loop and whoever proposes guesses."""
+"""The interface of drafters: what they are given, and what they return."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FOREIGN = -1  # in place of an id that no embedding exists for
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why the guesses for one row are what they are, for tools such as `lade trace`. What is not known stays empty.
+    """The origin of one row's guesses and of the block's size, for tools such as `lade trace`. Unknown parts stay empty.
 
-    sources, chances: of each node of the tree, where the guess came from, and its estimated probability of being
+    sources, chances: of each node of the tree, its source, and its estimated probability of being
     accepted together with all its ancestors. reason: why the block has its size, as a sentence. offers: the sizes that
     were compared, each as tokens of the block, tokens that the step is expected to commit, and cost in plain steps.
     """
@@ -38,7 +38,7 @@ class Explanation:
 class Draft:
     """The guesses of one step.
 
-    explain: row -> why they are what they are, to be asked before the next `propose`; None where that is not said.
+    explain: row -> Explanation, until the next `propose`; None if the drafter has none.
     """
 
     tree: TokenTree
@@ -54,12 +54,12 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one step, or the prompt's forward, has shown.
+    """The result of one step, or of the prompt's forward.
 
-    tree: the guesses as they were laid out. logits: [B, 1 + n, V] behind the root and behind each node. accepted: the
+    tree: the guesses as they were laid out. logits: [B, 1 + n, V] after the root and after each node. accepted: the
     accepted nodes of each row, None for a row to which nothing was committed. choices: [B, W] the model's choices
-    behind the window's last level; None without a window. sequences: the committed text. digest: what the host already
-    has of these logits, and of padding behind them; None if nothing.
+    after the window's last level; None without a window. sequences: the committed text. digest: what the host already
+    has of these logits, and of padding after them; None if nothing.
     """
 
     tree: TokenTree
@@ -80,8 +80,8 @@ class DraftRequest:
     """The call that a drafter is made for.
 
     num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or
-    more] bool, False for padding; None without. temperature, top_k, top_p: of sampling, None for greedy, or where
-    nothing is cut off. draws: what sampling draws; None for greedy.
+    more] bool, False for padding; None without. temperature: of sampling, None for greedy. draws: what
+    sampling draws; None for greedy.
     costs: of steps, at each step of the kind that it will have; None where no size follows costs. is_exact: no block's
     size can change a text.
     """
@@ -92,8 +92,6 @@ class DraftRequest:
     prompt_ids: Tensor
     key_mask: Tensor | None
     temperature: float | None
-    top_k: int | None = None
-    top_p: float | None = None
     draws: ExponentialDraws | None = None
     costs: StepCosts | None = None
     is_exact: bool = True
@@ -111,15 +109,15 @@ class DraftRequest:
 
     @property
     def is_split(self) -> bool:
-        """Whether processes compute one forward together: they must lay out the same block, whatever a clock says."""
+        """Whether processes compute one forward together, so that all must lay out the same block."""
         return (self.model.tp_size or 1) > 1
 
 
 class Drafter(Protocol):
-    """Proposes guesses behind each row's root. Any tokens are valid guesses; good ones are accepted.
+    """Proposes guesses after each row's root. Any tokens are valid guesses; good ones are accepted.
 
-    A class that inherits from it needs only `propose`. prompt_rows: behind how many of each prompt's tokens, before the
-    last one, it wants the logits; each costs a product with the model's head.
+    A class that inherits from it needs only `propose`. prompt_rows: number of each prompt's tokens, up to the one
+    before the last, after which it wants the logits; each costs a product with the model's head.
     """
 
     prompt_rows: int = 0
@@ -127,7 +125,7 @@ class Drafter(Protocol):
     def read_prompt(self, logits: Tensor) -> None:
         """Called once, before the first `learn`, if `prompt_rows` is not 0 and the prompt's forward gave such rows.
 
-        logits: [B, R, V] behind the last R tokens of each row before its last one, padding included. R is `prompt_rows`
+        logits: [B, R, V] after the last R tokens of each row before its last one, padding included. R is `prompt_rows`
         or, where the prompt's forward gave fewer, less.
         """
         return
