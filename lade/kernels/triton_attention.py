@@ -1,4 +1,4 @@
-"""Block attention as a Triton kernel; see docs/kernel.md.
+"""Block attention as a Triton kernel; see docs/gpu.md.
 
 The only module that imports triton; import it after `lade.kernels.is_available()`. Tested in Triton's interpreter and
 compiled for sm_80 and sm_90; not run on a GPU yet.
