@@ -165,7 +165,8 @@ def test_outputs_stay_as_they_are(model, read):
 
 
 def test_the_forward_is_asked_for_so_many_rows(model, monkeypatch, read):
-    monkeypatch.setattr(tree_module, "MAX_PROMPT_ROWS", 6)
+    for name in ("MAX_PROMPT_ROWS", "MAX_PROMPT_ROWS_ON_HOST"):
+        monkeypatch.setattr(tree_module, name, 6)
     kept, original = [], model.forward
 
     @wraps(original)
@@ -173,7 +174,7 @@ def test_the_forward_is_asked_for_so_many_rows(model, monkeypatch, read):
         kept.append(kwargs.get("logits_to_keep"))
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(model, "forward", lade.allow_hook(forward))
     for batch_size in (1, 3):
         del kept[:]
         model.generate(**prompt(24, batch_size), max_new_tokens=8)
