@@ -51,9 +51,9 @@ def _expected_gains(sizes: tuple[int, ...], place: int) -> list[float]:
 class EarlyStop:
     """Stops the best-first growth of a tree once no larger block can pay better."""
 
-    def __init__(self, offers: Offers, trust: float, probe: float) -> None:
-        """trust: accepted guesses per expected one. probe: chance of a guess that can be had without growing the tree."""
-        self._offers, self._trust, self._probe = offers, trust, probe
+    def __init__(self, offers: Offers, ratio: float, unseen: float) -> None:
+        """ratio: accepted guesses per expected one. unseen: chance of a guess that needs no growth of the tree."""
+        self._offers, self._ratio, self._unseen = offers, ratio, unseen
         self._place = 0  # index of the smallest size that the tree has not reached yet
         self._best = 0.0  # most tokens per cost among the sizes reached
 
@@ -69,11 +69,11 @@ class EarlyStop:
         if num_nodes + 1 < sizes[place]:
             return False
         self._place += 1
-        gain = 1 + self._trust * expected
+        gain = 1 + self._ratio * expected
         self._best = max(self._best, gain / costs[place])
-        promise = self._trust * max(chance, self._probe)
+        next_gain = self._ratio * max(chance, self._unseen)
         larger = zip(_expected_gains(sizes, place), costs[place + 1 :], strict=True)
-        return all(gain + promise * more <= self._best * cost for more, cost in larger)
+        return all(gain + next_gain * more <= self._best * cost for more, cost in larger)
 
 
 PATIENCE = 1.5  # plain steps that guessing may lose on a fully predictable text before the first pause
