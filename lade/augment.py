@@ -19,7 +19,7 @@ from transformers import Cache, GenerationMixin, TextStreamer
 from lade.compat import CACHE_NAMES, CALLERS_CACHE_MARK, require_names, warn_if_newer
 from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
-from lade.eligibility import TOO_SHORT, adapter_or_reason, is_short
+from lade.eligibility import QUIET, TOO_SHORT, adapter_or_reason, is_short
 from lade.parallel.communicator import is_leader
 from lade.parallel.group import SingleProcess, process_group_for
 from lade.request import Request
@@ -171,7 +171,7 @@ def _wrap_other(original: Callable[..., Any], reason: str) -> Callable[..., Any]
 def _fall_back(stats: GenerationStats, reason: str) -> None:
     """Record why the original runs, and say it once per reason if it is a limit of lade."""
     stats.fallback_reason = reason
-    if reason != TOO_SHORT and reason not in _warned:
+    if reason not in QUIET and reason not in _warned:
         _warned.add(reason)
         logger.warning("lade: plain generate() runs instead of lookahead decoding: %s.", reason)
 

@@ -14,12 +14,12 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from lade.compat import CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer, StaticLayer
 from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.base import prompt_key_mask
-from lade.models.self_check import self_check_reason
+from lade.models.self_check import WAITS, self_check_reason
 from lade.request import Request
 from lade.verification.bypassed import CACHE_METHODS, replaced_function
 
-# No limit of lade, so without a warning.
 TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"
+QUIET = (TOO_SHORT, WAITS)  # no limits of lade, so without a warning
 LEAST_TOKENS = 3  # with fewer new tokens no guess can save a forward pass
 
 # Model arguments that generate() passes to `_sample` and the loop passes on or handles.
@@ -122,4 +122,5 @@ def failed_self_check(request: Request, adapter: ModelAdapter) -> str | None:
     if not needs_self_check(adapter):
         return None
     key_mask = prompt_key_mask(request.attention_mask)
-    return self_check_reason(adapter, request.generation_config.max_length, len(request.input_ids), key_mask)
+    length = request.generation_config.max_length
+    return self_check_reason(adapter, length, request.num_new, len(request.input_ids), key_mask)

@@ -105,6 +105,29 @@ def test_the_trial_happens_once_and_leaves_no_trace(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_the_trial_waits_until_it_pays(monkeypatch, caplog):
+    """It costs as much as some tens of tokens. What passed for a long text need not be tried out for a shorter one."""
+    monkeypatch.setattr(models.self_check, "PAYS", 2)
+    model, lengths = build(Obedient), []
+    original = models.self_check.probe
+    monkeypatch.setattr(models.self_check, "probe", lambda *args: lengths.append(args[1]) or original(*args))
+    for num_new, reason, tried in (
+        (8, models.self_check.WAITS, []),
+        (8, models.self_check.WAITS, []),
+        (30, None, [64]),
+        (8, None, [64]),
+        (50, None, [64, 128]),
+        (8, None, [64, 128]),
+    ):
+        assert_same(model, prompt(), reason, max_new_tokens=num_new, eos_token_id=None)
+        assert lengths == tried
+    model, lengths[:] = build(Obedient), []
+    assert_same(model, prompt(), None, max_new_tokens=200, eos_token_id=None)
+    assert_same(model, prompt(), None, max_new_tokens=8, eos_token_id=None)
+    assert lengths == [256]
+    assert not [record for record in caplog.records if "plain generate()" in record.message]
+
+
 def test_a_trial_that_raises_is_a_reason(monkeypatch):
     model = build(Obedient)
 

@@ -19,31 +19,35 @@ from lade.state import PerModel, keeping_state
 from lade.tolerance import MASK_EFFECT_RATIO, largest_difference
 from lade.verification.draws import keeping_generators
 
-# The check's prompt is as long as the call's text, up to this many tokens. What changes beyond that many only the
-# configuration tells.
-LONGEST_CHECK = 2048
-SHORTEST_CHECK = 64
+# The check's prompt is as long as the call's text, up to the last of these. What changes beyond that many tokens only
+# the configuration tells.
+LENGTHS = (64, 128, 256, 512, 1024, 2048)
+SHORTEST_CHECK, LONGEST_CHECK = LENGTHS[0], LENGTHS[-1]
+# A check of L tokens takes about as long as 10 + L/10 one-token forwards (9M parameters, float32, one core), and
+# lookahead saves about half of a call's: a check waits until calls have asked for PAYS times as many tokens.
+FIXED_COST, COST_PER_TOKEN, PAYS = 10, 0.1, 2
+WAITS = "code that is not transformers' own is tried out first, which pays when calls have asked for some more tokens"
 
 # Results by code and by the sizes checked. Entries whose code no longer exists are removed.
 _verdicts: PerModel[dict[Hashable, str | None]] = PerModel(dict)
 MOST_VERDICTS = 64  # per model: hooks may have different arguments in each call
+_asked: PerModel[list[int]] = PerModel(list)  # tokens that calls without a verdict have asked for
 
 
 def self_check_reason(
-    adapter: ModelAdapter, max_length: int, num_rows: int = 1, key_mask: Tensor | None = None
+    adapter: ModelAdapter, max_length: int, num_new: int, num_rows: int = 1, key_mask: Tensor | None = None
 ) -> str | None:
     """Why a model failed its self-check, as a sentence; None if it passed. Runs once per model, code and size of call.
 
-    max_length: the largest length of the text in tokens. num_rows: B. key_mask: [B, P] of the prompts, None if it
-    hides nothing. A mask needs a check of its own: some models derive positions from it and some ignore it.
+    max_length: the largest length of the text in tokens. num_new: the most tokens that the call may generate.
+    num_rows: B. key_mask: [B, P] of the prompts, None if it hides nothing. A mask needs a check of its own: some models
+    derive positions from it and some ignore it. Returns `WAITS` as long as a check would not pay.
     """
     code = adapter.code
-    length = SHORTEST_CHECK
-    while length < min(max_length, LONGEST_CHECK):
-        length *= 2
+    length = next(length for length in LENGTHS if length >= min(max_length, LONGEST_CHECK))
     # A hook's effect may depend on the number of rows.
-    sizes = (length, current_config().max_block_tokens, num_rows if code.hooks else 1, key_mask is not None)
-    key = (
+    sizes = (current_config().max_block_tokens, num_rows if code.hooks else 1, key_mask is not None)
+    kind = (
         code.classes,
         code.functions,
         code.hooks,
@@ -52,14 +56,20 @@ def self_check_reason(
         sizes,
         any(part.training for part in adapter.unusual_parts),
     )
-    verdicts = _verdicts.of(adapter.model)
+    key, verdicts = (length, *kind), _verdicts.of(adapter.model)
+    if any(verdicts.get((longer, *kind), "unknown") is None for longer in LENGTHS if longer > length):
+        return None
     if key not in verdicts:
+        asked = _asked.of(adapter.model)
+        asked.append(num_new)
+        if sum(asked) < PAYS * (FIXED_COST + COST_PER_TOKEN * length):
+            return WAITS
         names = ", ".join(code.names[:3])
         subject = f"this {adapter.model.config.model_type!r} model" + (f" with {names}" if names else "")
         try:
             with keeping_generators(adapter.model), keeping_state(adapter.model):
                 # A fresh adapter, since it keeps state of the check.
-                error, effect = probe(type(adapter)(adapter.model), *sizes)
+                error, effect = probe(type(adapter)(adapter.model), length, *sizes)
         except Exception as problem:  # foreign code may raise anything
             if is_out_of_memory(problem):
                 return "there was no room for a trial block"  # not stored: the next call may have room

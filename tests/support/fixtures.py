@@ -12,6 +12,7 @@ import lade
 from lade import augment, eligibility
 from lade.compat import require_names
 from lade.config import MODES, temporary_settings
+from lade.models import self_check
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
 from support.processes import ROOT
@@ -56,6 +57,7 @@ def lade_on(monkeypatch):
     """lade patched in and switched on; everything is put back afterwards."""
     monkeypatch.setenv("USE_LADE", "1")
     monkeypatch.setattr(eligibility, "LEAST_TOKENS", 1)  # the loop must be right at any length
+    monkeypatch.setattr(self_check, "PAYS", 0)  # and unknown code is tried out at once
     with temporary_settings():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(augment, "require_names", names_are_there)
