@@ -187,7 +187,13 @@ def test_every_registered_family_is_in_the_table():
 
 
 def write_table(path):
-    """The results of this run as Markdown."""
+    """The results of this run as Markdown: a list of the families of which there is nothing to say, a table of the
+    others."""
+    plain = [
+        f"`{name}`" + " (eager)" * (attention == "eager")
+        for name, note, attention, what in rows
+        if is_plain(note, what)
+    ]
     lines = [
         "# Models",
         "",
@@ -195,10 +201,16 @@ def write_table(path):
         f"(transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, CPU, float64 where the family allows it). *lookahead*: greedy and sampled text equal plain",
         "`generate()`'s, token for token, alone and in a batch with padding on the left, on the right and in between, over two turns; caches that a call",
         "returns: [compatibility.md](compatibility.md). Otherwise the original code runs, for the reason given. A family that is",
-        "not listed is tried out first ([adding-a-model.md](adding-a-model.md)).",
+        "not listed is tried out first ([adding-a-model.md](adding-a-model.md)). Attention is sdpa where eager is not named.",
+        "",
+        f"Lookahead: {', '.join(plain)}.",
         "",
         "| family | of interest | attention | what runs |",
         "|---|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows),
+        *(f"| {' | '.join(row)} |" for row in rows if not is_plain(row[1], row[3])),
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def is_plain(note, what):
+    return not note and what == "lookahead"
