@@ -6,6 +6,7 @@ With LADE_MODELS_TABLE=docs/models.md the results of the run are written to that
 
 import copy
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -187,30 +188,33 @@ def test_every_registered_family_is_in_the_table():
 
 
 def write_table(path):
-    """The results of this run as Markdown: a list of the families of which there is nothing to say, a table of the
-    others."""
+    """The results of this run as Markdown: the families that run with lookahead, and the others by reason."""
+    served = {(name, note): attention for name, note, attention, what in rows if what == "lookahead"}
     plain = [
-        f"`{name}`" + " (eager)" * (attention == "eager")
-        for name, note, attention, what in rows
-        if is_plain(note, what)
+        f"`{name}`" + " (eager)" * (attention == "eager") for (name, note), attention in served.items() if not note
     ]
+    refused = {}
+    for name, note, _, what in rows:
+        if what != "lookahead":
+            reason = re.sub(r"this '\w+' model", "this model", what)
+            refused.setdefault(reason, []).append(f"`{name}`" + (f" ({note})" if note else ""))
     lines = [
         "# Models",
         "",
         "Written by `LADE_MODELS_TABLE=docs/models.md pytest tests/test_families.py` from its results: random tiny models of each family",
-        f"(transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, CPU, float64 where the family allows it). *lookahead*: greedy and sampled text equal plain",
+        f"(transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, CPU, float64 where the family allows it). Lookahead: greedy and sampled text equal plain",
         "`generate()`'s, token for token, alone and in a batch with padding on the left, on the right and in between, over two turns; caches that a call",
         "returns: [compatibility.md](compatibility.md). Otherwise the original code runs, for the reason given. A family that is",
         "not listed is tried out first ([adding-a-model.md](adding-a-model.md)). Attention is sdpa where eager is not named.",
         "",
         f"Lookahead: {', '.join(plain)}.",
         "",
-        "| family | of interest | attention | what runs |",
-        "|---|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows if not is_plain(row[1], row[3])),
+        "| lookahead | of interest |",
+        "|---|---|",
+        *(f"| `{name}` | {note} |" for name, note in served if note),
+        "",
+        "| why the original code runs | families |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(names)} |" for reason, names in refused.items()),
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def is_plain(note, what):
-    return not note and what == "lookahead"
