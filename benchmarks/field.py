@@ -30,7 +30,7 @@ _states: WeakKeyDictionary[Memory, dict[str, Any]] = WeakKeyDictionary()
 
 def state_of(request: DraftRequest, name: str, make: Callable[[], State]) -> State:
     """What a method keeps from call to call beside the memory that is active."""
-    memory = memory_for(request.model, request.config.share, request.cost_source)
+    memory = memory_for(request.model, request.config.share, request.is_exact)
     state: State = _states.setdefault(memory, {}).setdefault(name, make())
     return state
 

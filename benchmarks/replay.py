@@ -272,7 +272,6 @@ def replay(
                 key_mask=None,
                 temperature=recording.temperature,
                 draws=draws,
-                may_measure=False,
             )
         )
     prompt_rows = drafter.prompt_rows if prompt_rows is None else prompt_rows

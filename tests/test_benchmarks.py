@@ -65,8 +65,8 @@ def test_decode(command, tmp_path):
 @pytest.mark.parametrize("trace", ["retries", "sessions"])
 def test_repeated(command, trace):
     """A replay takes the steps of generate(), also with texts of earlier calls."""
-    arguments = ("--trace", trace, "--limit", "1", "--max_new_tokens", "20", "--sizes", "6", "--loop")
-    figures = command("repeated", *arguments, "--temperature", "0")["replays"]["q=6"]
+    arguments = ("--trace", trace, "--limit", "1", "--max_new_tokens", "20", "--sizes", "64", "--loop")
+    figures = command("repeated", *arguments, "--temperature", "0")["replays"]["q=64"]
     assert figures["steps"] == figures["steps_of_loop"]
     assert figures["texts"]["prompts"] == (3 if trace == "retries" else 4)
     assert figures["steps"]["texts"] <= figures["steps"]["warm"] < figures["steps"]["cold"]
@@ -255,7 +255,7 @@ def test_step_cost(command, module, monkeypatch):
     with WorkClock() as clock:
         monkeypatch.setattr(module("parts"), "time", clock)
         figures = command(
-            *("step_cost", "--shape", "tiny", *SMALL, "--trials", "2", "--tokens", "1,4", "--contexts", "20,40"),
+            *("step_cost", "--shape", "tiny", *SMALL, "--mode", "lookahead", "--trials", "2", "--tokens", "1,4", "--contexts", "20,40"),
             *("--level", "4", "--guess", "3"),
         )
     assert [(row["context"], row["tokens"]) for row in figures["forward"]] == [(20, 1), (20, 4), (40, 1), (40, 4)]
@@ -283,7 +283,7 @@ def test_watching_a_step_changes_no_token_and_is_undone(module, lade_on):
     parts = module("parts")
     before = {(owner, name): vars(owner).get(name) for owner, name, _ in parts.functions_of_parts()}
     model, ids = tiny_llama(), torch.arange(3, 30)[None]
-    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 80}
     expected = model.generate(ids, **arguments)
     timer = parts.PartTimer(lambda: None)
     with timer.running():
