@@ -72,7 +72,7 @@ def say(text):
 
 
 def how():
-    """What lade reports about the latest call; empty if it is not loaded."""
+    """Report of lade on the latest call; empty if it is not loaded."""
     stats = lade.last_stats()
     if stats is None:
         return ""
@@ -111,7 +111,7 @@ def compare(model, tokenizer, inputs, arguments):
 
 
 def difference(model, tokenizer, inputs, plain, ahead, is_sampled):
-    """Where two outputs diverge, and why. plain, ahead: new tokens [T]."""
+    """A sentence on the place and cause of the divergence of two outputs. plain, ahead: new tokens [T]."""
     dtype = str(model.dtype).removeprefix("torch.")
     place = next((i for i, (one, other) in enumerate(zip(plain, ahead, strict=False)) if one != other), None)
     if dtype not in ("bfloat16", "float16") or place is None:

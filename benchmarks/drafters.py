@@ -65,7 +65,7 @@ def slowest_prompt(model, prompts, runs, args, common) -> tuple[float, float]:
 
 
 def ratio_of(runs, plain, i: int) -> float:
-    """Of one prompt, the median over the trials."""
+    """Ratio to plain generate() on one prompt, the median over the trials."""
     return median(run.speed([i]) / base.speed([i]) for run, base in zip(runs, plain, strict=True))
 
 

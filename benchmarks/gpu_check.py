@@ -88,7 +88,7 @@ def run_stage(stage: str, args: argparse.Namespace, seconds: float) -> dict[str,
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Also what it has started, in the same session."""
+    """End the stage and its own child processes, which are in the same session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -100,7 +100,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_right(stages: dict[str, Any], *names: str, proof: str | None = None) -> bool | None:
-    """Whether these stages passed. proof: what a row must say for the result to mean something."""
+    """True if these stages passed, None if they have not all run. proof: a figure that one row must have."""
     found = [stages[name] for name in names if name in stages]
     if any(stage["status"] == "failed" for stage in found):
         return False
@@ -110,7 +110,7 @@ def is_right(stages: dict[str, Any], *names: str, proof: str | None = None) -> b
 
 
 def is_faster(stages: dict[str, Any], stage: str, name: str, other: str, figure: str) -> bool | None:
-    """Whether a method has the lower median of a figure. Not known where only one was measured."""
+    """True if a method has the lower median of a figure, None if only one was measured."""
     rows = stages.get(stage, {}).get("rows", {})
     medians = [rows.get(key, {}).get(figure, {}).get("median") for key in (name, other)]
     return None if None in medians else medians[0] < medians[1]

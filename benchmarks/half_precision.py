@@ -1,4 +1,4 @@
-"""How often outputs in 16 bits part from plain generate()'s, where, and by how little.
+"""Differences of outputs in 16 bits from plain generate()'s: how often, where, and by how little.
 
     python benchmarks/half_precision.py --dtype bfloat16 --limit 37
     python benchmarks/half_precision.py --dtype bfloat16 --limit 37 --temperature 0.7
@@ -58,7 +58,7 @@ def teacher_forced(model: Any, inputs: dict[str, Tensor], tokens: list[int]) -> 
 
 
 def shortfall(logits: Tensor, tokens: list[int]) -> float:
-    """How far the worst token's logit is below the best one, in units of rounding; 0 = every token is the argmax."""
+    """Distance of the worst token's logit from the best one, in units of rounding; 0 = every token is the argmax."""
     best = logits.float().max(dim=1).values
     chosen = logits.float().gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     return float(((best - chosen) / spacing(best, logits.dtype)).max())
@@ -82,7 +82,7 @@ def first_difference(one: list[int], other: list[int]) -> int:
 def row_of(
     model: Any, prompts: list[Any], runs: list[Run], plain: list[Run], temperature: float | None
 ) -> dict[str, Any]:
-    """What is reported of one method."""
+    """Figures of one method."""
     positions, margins, worst = [], [], []
     for inputs, answer, expected in zip(prompts, runs[0].outputs, plain[0].outputs, strict=True):
         if temperature is None:

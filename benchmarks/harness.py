@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, prompts, and the closing JSON line; the timing is that of `lade bench`.
+"""Shared by the benchmarks: arguments, prompts, and the closing JSON line; the timing is that of `lade bench`.
 
 Every figure is taken in one process, the methods in turn on the same prompts, after a warm-up that does not count.
 """

@@ -1,4 +1,4 @@
-"""How much faster generate() becomes where so many tokens per step are accepted, on a model of any shape.
+"""Speed of generate() at given tokens per step, on a model of any shape.
 
     python benchmarks/known_acceptance.py --shape 1b --dtype bfloat16
     python benchmarks/known_acceptance.py --shape 1b --dtype float32 --tokens_per_step 2 --block 8

@@ -1,4 +1,4 @@
-"""What lade's memory costs by itself, without a model: rows per microsecond while it is empty, half full and full;
+"""The cost of lade's memory by itself, without a model: rows per microsecond while it is empty, half full and full;
 loading and saving.
 
     python benchmarks/memory.py

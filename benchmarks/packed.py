@@ -1,5 +1,4 @@
-"""What packed weights bring on a CPU (PACK): the forward over q tokens, and single products, with them and without, in
-turn.
+"""Packed weights on a CPU (PACK): the forward over q tokens, and single products, with them and without, in turn.
 
     python benchmarks/packed.py --dtype float32
     python benchmarks/packed.py --shape 1b --seconds 120
@@ -37,7 +36,7 @@ WAYS = ("plain", "packed")
 
 
 def random_model(name: str, dtype: torch.dtype, max_positions: int) -> Any:
-    """As `shapes.random_model`, whose weights repeat 4 million drawn numbers: drawing all takes minutes on a CPU."""
+    """A model of that shape whose weights repeat 4 million drawn numbers: drawing all takes minutes on a CPU."""
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(shapes.shape_config(name, max_positions), dtype=dtype)
     model = model.to_empty(device="cpu").eval()

@@ -156,7 +156,7 @@ DRAWINGS: dict[str, list[tuple[str, Callable[[Any, Figures], None]]]] = {
 
 
 def caption(figures: Figures) -> str:
-    """What a picture needs to say for itself."""
+    """Conditions that a picture states."""
     machine = figures["environment"]
     words = [machine["device"], f"{machine['threads']} threads", machine["dtype"]]
     if "parameters" in machine:

@@ -1,4 +1,4 @@
-"""What a decoding step costs: the forward over q tokens behind L committed ones, and the share of each part of a step.
+"""The cost of a decoding step: the forward over q tokens behind L committed ones, and the share of each part of a step.
 
     python benchmarks/step_cost.py
     python benchmarks/step_cost.py --shape 7b --contexts 1000,4000,16000 --mode lookahead --level 5 --window 7 --guess 7

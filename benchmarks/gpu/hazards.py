@@ -1,4 +1,4 @@
-"""What may go wrong under a captured graph, each in a process of its own: other recordings, eviction, threads, missing
+"""Hazards of captured graphs, each in a process of its own: other recordings, eviction, threads, missing
 memory."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def figures() -> Row:
-    """Of the latest call."""
+    """Statistics of the latest call."""
     stats = lade.last_stats()
     assert stats is not None
     names = ("steps", "captured_steps", "used_kernel", "fallback_reason", "kernel_reason", "cuda_graph_reason")
@@ -103,7 +103,7 @@ def after_its_thread(model: Any) -> Row:
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each returns, all at once. The first exception is raised here."""
+    """The results of calls that run at once, each in a thread. Raises the first exception."""
     results: dict[int, Any] = {}
 
     def work(place: int, call: Callable[[], Any]) -> None:

@@ -160,7 +160,7 @@ def _row(runs: list[Run], plain: list[Run]) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """What is printed of `benchmark`'s result: medians, and the 20th to 80th percentile over the trials."""
+    """`benchmark`'s result as text: medians, and the 20th to 80th percentile over the trials."""
     lines = [
         f"{'method':<14} {'tokens/s':>9} {'p20':>8} {'p80':>8} {'ratio':>7} {'tokens/step':>12} {'identical':>10}  "
         "no loops: ratio, tokens/step"

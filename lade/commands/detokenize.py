@@ -38,7 +38,7 @@ class Detokenizer:
         return new
 
     def rest(self) -> str:
-        """What is left at the end: the bytes of a character that was never finished."""
+        """The rest of the text at its end: the bytes of an unfinished character."""
         return self._decode()[len(self._given) :]
 
     def _decode(self) -> str:

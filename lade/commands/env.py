@@ -80,7 +80,7 @@ def lade_lines() -> Iterable[str]:
 
 
 def packing_line() -> str:
-    """What blocks on a CPU have to do with: oneDNN, free memory, and what this process has packed."""
+    """Packed weights on a CPU: oneDNN, free memory, and the weights packed in this process."""
     import torch
 
     free, packed = free_bytes(), sys.modules.get("lade.forward.packed")
@@ -114,7 +114,7 @@ def device_lines() -> Iterable[str]:
 
 
 def patch_lines() -> Iterable[str]:
-    """Whether lade fits the installed transformers, by its source, and whether it is patched in this process."""
+    """Compatibility with the installed transformers, by its source, and the state of the patch in this process."""
     version = installed_version("transformers")
     if version is None:
         yield "transformers is not installed"

@@ -173,7 +173,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def is_looping(tokens: list[int], last: int = 64, share: float = 0.3) -> bool:
-    """Whether more than 30 % of the last 64 tokens are one repeated n-gram of at least three tokens."""
+    """True if more than 30 % of the last 64 tokens are one repeated n-gram of at least three tokens."""
     tail = tokens[-last:]
     for size in range(3, len(tail) // 2 + 1):
         ngrams = Counter(tuple(tail[i : i + size]) for i in range(len(tail) - size + 1))

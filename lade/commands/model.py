@@ -1,4 +1,4 @@
-"""What commands that load a model share: arguments, the settings of lade, and the bundled checkpoint.
+"""Shared by commands that load a model: arguments, the settings of lade, and the bundled checkpoint.
 
 Imports torch and transformers only to load a model, so that `--help` and wrong arguments are answered at once.
 """

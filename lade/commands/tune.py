@@ -37,7 +37,7 @@ def tune(
     progress: Progress,
     candidates: Iterable[Settings] = CANDIDATES,
 ) -> dict[str, Any]:
-    """What `config_lade(CONFIG=...)` reads: the recommended settings, or a note and no settings, and what was measured.
+    """Content for `config_lade(CONFIG=...)`: the recommended settings, or a note in their place, and the measurements.
 
     common: arguments of `generate_timed`. trials: of the second round. Raises RuntimeError, with the reason, when
     lookahead cannot run on the model, and ValueError for fewer than two prompts.
@@ -78,7 +78,7 @@ def check_prompts(prompts: list[Any]) -> None:
 
 
 def is_worth_it(measured: dict[str, Any]) -> bool:
-    """Whether the winner beat plain generate() and the default in four of five trials, the default by enough.
+    """True if the winner beat plain generate() and the default in four of five trials, the default by enough.
 
     One that takes the default's steps gains nothing, however much luck it has with the clock.
     """
@@ -92,7 +92,7 @@ def ratios(runs: list[Run], base: list[Run]) -> list[float]:
 
 
 def is_same(runs: list[Run], others: list[Run]) -> bool:
-    """Whether both took the same steps, with blocks of the same sizes."""
+    """True if both took the same steps, with blocks of the same sizes."""
     return [(run.steps, run.block_tokens) for run in runs] == [(run.steps, run.block_tokens) for run in others]
 
 
@@ -101,7 +101,7 @@ def describe(settings: Settings) -> str:
 
 
 def report(found: dict[str, Any], path: str) -> str:
-    """What is printed of `tune`'s result. path: the file that it is written to."""
+    """`tune`'s result as text. path: the file that it is written to."""
     measured = found["measured"]
     winner = measured["winner"]
     lines = ["on the prompts that the winner is chosen by, relative to the default: median (20th to 80th percentile)"]

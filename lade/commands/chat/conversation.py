@@ -58,7 +58,7 @@ class Conversation:
         self._start_cache()
 
     def set_max_new_tokens(self, count: int) -> None:
-        """How long later answers may be. Raises ValueError where that leaves no room for a question."""
+        """Limit the length of later answers. Raises ValueError if that leaves no room for a question."""
         context = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if context and count >= context:
             raise ValueError(f"max_new_tokens must be below the model's {context} positions, got {count}")
@@ -194,6 +194,6 @@ class Conversation:
 
 
 def keeps_keys_only(model: Any) -> bool:
-    """Whether keys and values are the model's only state, so that its cache can be cut anywhere."""
+    """True if keys and values are the model's only state, so that its cache can be cut anywhere."""
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     return not model._is_stateful and kinds <= ATTENTION_KINDS

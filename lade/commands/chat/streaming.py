@@ -60,5 +60,5 @@ class AnswerStreamer(BaseStreamer):
 
 
 def overlap(text: str, stop: str) -> int:
-    """How many of the last characters of `text` are the beginning of `stop`, without being all of it."""
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

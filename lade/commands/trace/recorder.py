@@ -138,7 +138,7 @@ def headline(num_tokens: int, num_steps: int) -> str:
 
 
 def speed_line(seconds: float, plain: float) -> str:
-    """Whether it was faster than plain generate(). plain: its seconds for as many tokens."""
+    """A sentence that compares the time with plain generate()'s. plain: its seconds for as many tokens."""
     ratio = plain / seconds
     how = f"{ratio:.2f} times as fast" if ratio >= 1 else f"slower, {ratio:.2f} times its speed"
     return f"It took {seconds:.2f} s, plain generate() {plain:.2f} s: {how} (one run of each)."

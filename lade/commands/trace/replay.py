@@ -29,7 +29,7 @@ def replay(trace: dict[str, Any], write: Callable[[str], Any], speed: float = 1.
 
 
 def histogram(trace: dict[str, Any]) -> str:
-    """How many steps committed how many tokens, the prompt's own step included."""
+    """A bar chart of steps by the number of tokens they committed, the prompt's own step included."""
     sizes = [1, *(len(step["committed"]) for step in trace["steps"])]
     counts = Counter(map(bin_of, sizes))
     widest = max(counts.values())
