@@ -255,7 +255,20 @@ def test_step_cost(command, module, monkeypatch):
     with WorkClock() as clock:
         monkeypatch.setattr(module("parts"), "time", clock)
         figures = command(
-            *("step_cost", "--shape", "tiny", *SMALL, "--mode", "lookahead", "--trials", "2", "--tokens", "1,4", "--contexts", "20,40"),
+            *(
+                "step_cost",
+                "--shape",
+                "tiny",
+                *SMALL,
+                "--mode",
+                "lookahead",
+                "--trials",
+                "2",
+                "--tokens",
+                "1,4",
+                "--contexts",
+                "20,40",
+            ),
             *("--level", "4", "--guess", "3"),
         )
     assert [(row["context"], row["tokens"]) for row in figures["forward"]] == [(20, 1), (20, 4), (40, 1), (40, 4)]

@@ -70,13 +70,19 @@ def lade_lines() -> Iterable[str]:
     except ValueError as error:
         yield f"WRONG: {error}"
     config = current_config()
-    settings = {keyword: getattr(config, field.name) for keyword, field in SETTINGS.items()}
-    yield "settings: " + ", ".join(f"{name}={'auto' if value is None else value}" for name, value in settings.items())
+    for_processes = ("DIST_WORKERS", "backend") if config.dist_workers is None else ()
+    settings = {name: getattr(config, field.name) for name, field in SETTINGS.items() if name not in for_processes}
+    yield "settings: " + ", ".join(f"{name}={public(value)}" for name, value in settings.items())
     yield f"packed weights: {packing_line()}"
     where = (
         f"{len(stored_files())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
     )
     yield f"step costs in half precision: {where}"
+
+
+def public(value: object) -> object:
+    """The value as `config_lade` takes it."""
+    return "auto" if value is None else int(value) if isinstance(value, bool) else value
 
 
 def packing_line() -> str:
