@@ -30,7 +30,7 @@ from lade.block.mask import Block
 from lade.config import current_config
 from lade.forward.choice import choose_forward
 from lade.forward.runner import BlockRunner
-from lade.kernels import kernel_problem
+from lade.forward.cuda.kernel import kernel_problem
 from lade.models import ModelAdapter, adapter_for
 from lade.stats import GenerationStats
 from lade.transfer import HOST

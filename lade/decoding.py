@@ -17,13 +17,10 @@ from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
 from lade.block.token_tree import TokenTree
 from lade.compat import CACHE_NAME
-from lade.config import LookaheadConfig
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
-from lade.drafting.step_costs import SIZES, StepCosts
-from lade.forward.choice import choose_forward
-from lade.forward.race import RacedSelection
-from lade.forward.runner import BlockRunner
+from lade.drafting.step_costs import StepCosts
+from lade.forward.base import BlockCall, path_for
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.parallel.group import SingleProcess
 from lade.parallel.partition import BlockPart
@@ -32,6 +29,7 @@ from lade.spoiled import find_nan_column
 from lade.stats import GenerationStats
 from lade.transfer import HOST, to_device, wait_for
 from lade.verification.logits import BlockLogits, best_tokens
+from lade.verification.race import RacedSelection
 from lade.verification.selection import Accepted, PerRowSelection, selection_for
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
@@ -85,67 +83,44 @@ class Step:
 
 
 class DecodingCall:
-    """The state of one call: token selection, drafter, runner and key/value cache."""
+    """The state of one call: token selection, forward path, step costs, drafter and key/value cache."""
 
     cache: LookaheadCache
 
     def __init__(self, request: Request, adapter: ModelAdapter, stats: GenerationStats, group: SingleProcess) -> None:
         """Arguments as for `lookahead_decode`."""
-        input_ids, generation_config, config = request.input_ids, request.generation_config, group.config
+        config = group.config
         self.request, self.adapter, self.stats, self.group = request, adapter, stats, group
-        self.model, self.device = adapter.prompt_model, input_ids.device
-        self.num_tokens = adapter.num_tokens
+        self.model, self.device = adapter.prompt_model, request.input_ids.device
         self.callers_cache = request.callers_cache  # must hold the whole sequence afterwards
-        self.runner = BlockRunner(adapter, self.device)
-        self.key_mask = prompt_key_mask(request.attention_mask)
-        # [B or 1, P], or [k, B or 1, P]; None if the model takes none.
-        self.positions = request.position_ids
+        self.key_mask, self.positions = prompt_key_mask(request.attention_mask), request.position_ids
         adapter.carry(request.model_kwargs)
 
-        needs_equal_lengths = self.callers_cache is not None or adapter.needs_equal_lengths
-        kind = selection_for(request, needs_equal_lengths)
+        kind = selection_for(request, self.callers_cache is not None or adapter.needs_equal_lengths)
         is_raced = kind is PerRowSelection and type(group) is SingleProcess
         self.selection = group.selection(RacedSelection if is_raced else kind, request)
-        self.spoiled, do_sample = self.selection.spoiled, self.selection.do_sample
-        self.temperature = (generation_config.temperature or 1.0) if do_sample else 1.0
+        self.spoiled = self.selection.spoiled
 
-        batch_size, prompt_length = input_ids.shape
+        batch_size, prompt_length = request.input_ids.shape
         num_new = max(1, (request.stopping_criteria.max_length or 0) - prompt_length)
-        num_slots = prompt_length + min(num_new, FIRST_CAPACITY) + config.max_block_tokens
-        wanted = self.selection.recorder.model_arguments
-        choose_forward(self.runner, config, stats, self.key_mask, num_new, wanted, batch_size, num_slots)
-        self.costs = self._step_costs(config, batch_size)
+        call = BlockCall(
+            adapter=adapter,
+            config=config,
+            stats=stats,
+            device=self.device,
+            key_mask=self.key_mask,
+            wanted=self.selection.recorder.model_arguments,
+            num_rows=batch_size,
+            num_new=num_new,
+            num_slots=prompt_length + min(num_new, FIRST_CAPACITY) + config.max_block_tokens,
+        )
+        self.path = path_for(call)
+        self.costs = StepCosts.of_call(adapter, config, batch_size, self.path.sizes, not request.synced_gpus)
         self.drafter: Drafter = make_drafter(
-            DraftRequest(
-                config=config,
-                model=adapter.model,
-                num_tokens=self.num_tokens,
-                prompt_ids=input_ids,
-                key_mask=self.key_mask,
-                temperature=self.temperature if do_sample else None,
-                draws=self.selection.draws,
-                costs=self.costs,
-                is_exact=adapter.is_exact,
-            )
+            DraftRequest.of_call(request, config, adapter, self.key_mask, self.selection.draws, self.costs)
         )
-        most = prompt_length + num_new + config.max_block_tokens
-        self.cache = self.runner.take_cache(num_slots, most, batch_size)
+        self.cache = self.path.take_cache(prompt_length + num_new + config.max_block_tokens)
         self.cache.most_slots = slots_of_static(self.callers_cache)
-
-    def _step_costs(self, config: LookaheadConfig, batch_size: int) -> StepCosts | None:
-        """What this call's steps cost; None where no size follows costs."""
-        is_exact = self.adapter.is_exact
-        is_split = (self.adapter.model.tp_size or 1) > 1  # its processes must lay out the same block
-        if not config.adaptive or is_split:
-            return None
-        return StepCosts(
-            self.adapter.model,
-            batch_size,
-            self.runner.block_sizes(config) or SIZES,
-            follows_clock=is_exact,
-            uses_stored=is_exact or not (config.deterministic or torch.are_deterministic_algorithms_enabled()),
-            may_measure=not self.request.synced_gpus,  # other processes' waits distort the times
-        )
 
     def prefill(self) -> Any:
         """Run the prompt's forward. Returns the model's output."""
@@ -159,7 +134,7 @@ class DecodingCall:
             model_kwargs["logits_to_keep"] = 1 + self.prompt_rows
         outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)
         if (returned := getattr(outputs, CACHE_NAME)) is not self.cache:  # the model replaced it during the prompt
-            most_slots, self.cache = self.cache.most_slots, self.runner.make_cache(self.cache.capacity)
+            most_slots, self.cache = self.cache.most_slots, self.path.replacement_cache(self.cache.capacity)
             self.cache.most_slots = most_slots
             self.cache.adopt(returned)
         self.cache.end_prefill(len(request.input_ids))
@@ -184,14 +159,14 @@ class DecodingCall:
         if self.prompt_rows and outputs.logits.shape[1] > 1:
             self.drafter.read_prompt(outputs.logits[:, -1 - self.prompt_rows : -1])
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
-        self.runner.use_digests(self.nan_column, self.temperature)
+        self.path.use_digests(self.nan_column, self.selection.temperature)
 
     def propose(self) -> Draft:
         """The drafter's guesses after each row's root."""
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
         max_offset = 0 if self.spoiled.next_is_plain else self.cache.max_guess_offset(allowed)
         if self.costs is not None:
-            self.costs.at(self.runner.kind, max(self.cache.lengths))
+            self.costs.at(self.path.kind, max(self.cache.lengths))
         return self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
 
     def lay_out(self, draft: Draft) -> Step:
@@ -199,7 +174,7 @@ class DecodingCall:
         selection, lengths, roots = self.selection, self.cache.lengths, self.selection.sequences.roots()
         tree = selection.without_finished(draft.tree, draft.max_depth)
         part = self.group.partition(tree, draft.window_shape)
-        num_nodes = self.runner.padded_nodes(part.tree.num_nodes)
+        num_nodes = self.path.padded_nodes(part.tree.num_nodes)
         device = self.device if draft.has_window else HOST  # where the window's cells lie
         layout = block_layout(*draft.window_shape, num_nodes, device, part.columns)
         starts: int | Tensor = lengths[0]
@@ -223,8 +198,8 @@ class DecodingCall:
     def forward(self, step: Step) -> Any:
         """Run the model over the block. Returns the model's output."""
         selection = self.selection
-        race = selection.begin_race(step.tree, self.vocab_size) if self.runner.samples else None
-        outputs = self.runner.forward(step.block, self.cache, race, **selection.recorder.model_arguments)
+        race = selection.begin_race(step.tree, self.vocab_size) if self.path.samples else None
+        outputs = self.path.forward(step.block, self.cache, race)
         wait_for(self.device)
         self.stats.steps += 1
         self.stats.block_tokens.append(step.layout.num_tokens)
@@ -234,9 +209,9 @@ class DecodingCall:
         """Choose and commit tokens along the tree."""
         self.selection.recorder.begin_step(outputs, self.cache.lengths[0])
         logits, behind_window = step.layout.split(outputs.logits, step.part.tree)
-        choices, digest = None, self.runner.digest
+        choices, digest = None, self.path.digest
         if step.draft.has_window:
-            choices = best_tokens(behind_window[..., : self.num_tokens]).to(self.device)
+            choices = best_tokens(behind_window[..., : self.adapter.num_tokens]).to(self.device)
         own = BlockLogits(logits, self.nan_column, digest)
         block_logits, choices = self.group.exchange(step.part, own, choices)
         accepted = self.selection.verify(step.tree, block_logits)
@@ -260,7 +235,7 @@ class DecodingCall:
             self.costs.store()
         if self.callers_cache is not None:
             self.cache.hand_over(self.callers_cache)
-        self.runner.finish(self.stats)
+        self.path.close(selection.num_generated)
         return selection.recorder.result(selection.sequences.padded(selection.pad_token), self.callers_cache)
 
     @contextmanager
@@ -295,9 +270,10 @@ class StepTimer:
         """Ends learning and the step. num_tokens: q."""
         self.lap()
         draft, forward, verify, learn = (end - start for start, end in pairwise(self._laps))
-        call, runner = self._call, self._call.runner
-        # What took no time counts for nothing.
-        cost = forward - runner.preparing_seconds + learn if runner.is_typical else 0.0
+        call, path = self._call, self._call.path
+        cost = (
+            forward - path.preparing_seconds + learn if path.is_typical else 0.0
+        )  # 0 s: the cost model skips this step
         if call.costs is not None:
             call.costs.observe(num_tokens, cost, draft)
         call.stats.add_times(draft + learn, forward, verify + self._selection.drawing_seconds - self._drawn)

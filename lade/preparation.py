@@ -2,7 +2,7 @@
 
 Runs a short call of `generate()` with a block of every size that later calls may use, so that these find everything
 compiled and captured. Kernels compiled by Triton and Inductor are cached on disk and serve later processes as well;
-CUDA graphs serve this process only.
+CUDA graphs serve this process only. What blocks of each size cost is stored for later ones.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from lade.config import current_config, is_enabled, off_reason, switched
 from lade.decoding import FIRST_CAPACITY
 from lade.drafting import Draft, Drafter, DraftRequest, drafts_from
 from lade.drafting.base import ROOT_ALONE
-from lade.forward.packed import packed_weights
-from lade.forward.static_inputs import NUM_CHECKS
-from lade.forward.static_shapes import can_capture
+from lade.drafting.step_costs import SIZES
+from lade.forward.cpu.packed import copies_of
+from lade.forward.cuda.proof import is_proven
+from lade.forward.cuda.static_shapes import can_capture
 from lade.state import keeping_state
 from lade.stats import GenerationStats, last_stats
 from lade.verification.draws import keeping_generators
 from lade.verification.sequences import TokenSequences
 
 NEVER_CHOSEN = 2**31 - 1  # an id in no vocabulary
+ROUNDS = 3  # comparisons of each size, which settle its cost and check its graph
 WINDOW_TOKENS = 8  # new tokens in lookahead mode, whose steps all have one shape
 
 
@@ -65,20 +67,22 @@ def warmup(
     if not is_enabled() and arguments.get("custom_generate") is None:  # lade.generate does not read USE_LADE
         raise RuntimeError(f"lade does not run: {off_reason()}")
     config, began = current_config(), perf_counter()
-    # By default short calls capture nothing.
-    settings = {"CUDA_GRAPH": 1} if config.cuda_graph is None and can_capture(model.device) else {}
-    packed_weights(model).expect(max_new_tokens)
+    is_automatic = config.cuda_graph is None and can_capture(model.device) and is_proven(model.device, "graph")
+    settings = {"CUDA_GRAPH": 1} if is_automatic else {}  # by default short calls capture nothing
+    copies_of(model).num_generated += max_new_tokens  # pack as if they had been generated
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
     with switched(True, **settings):
         if config.uses_window:
             stats = _generate(model, num_slots, min(WINDOW_TOKENS, num_slots - 1), batch_size, arguments)
         else:
             arguments = {"eos_token_id": NEVER_CHOSEN} | arguments  # a random prompt's text may end at once
-            with drafts_from(_EverySize):
+            made: list[_EverySize] = []
+            with drafts_from(lambda request: made.append(_EverySize(request)) or made[-1]):  # type: ignore[func-returns-value]
                 # Each step commits one token, or two if a guess happens to be right.
-                most = 2 * NUM_CHECKS * config.max_block.bit_length() + 2
+                most = 4 * ROUNDS * len(SIZES) + 2
                 stats = _generate(model, num_slots, min(most, num_slots - 1), batch_size, arguments)
-    reasons = {stats.kernel_reason, stats.compile_reason, stats.cuda_graph_reason} - {None}
+            for drafter in made:
+                drafter.store_costs()
     done = stats.captured_steps or stats.compiled_steps
     return Warmup(
         seconds=perf_counter() - began,
@@ -86,7 +90,7 @@ def warmup(
         captured_steps=stats.captured_steps,
         compiled_steps=stats.compiled_steps,
         used_kernel=stats.used_kernel,
-        reasons=tuple(sorted(map(str, reasons))),
+        reasons=tuple(sorted({reason for way, reason in stats.reasons.items() if way != "packed"})),
     )
 
 
@@ -108,15 +112,22 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
 
 
 class _EverySize(Drafter):
-    """Proposes a tree of every size, as often as a graph is checked. The guesses are arbitrary."""
+    """Proposes a tree of every size in turn with plain steps. The guesses are arbitrary."""
 
     def __init__(self, request: DraftRequest) -> None:
-        sizes = () if request.costs is None else request.costs.sizes
-        self._num_nodes = [min(size, request.num_tokens) - 1 for size in sizes for _ in range(NUM_CHECKS)]  # to come
+        self._costs, most = request.costs, min(request.config.max_block, request.num_tokens)
+        sizes = (request.costs.sizes if request.costs else SIZES)[1:]
+        rounds = [size for _ in range(ROUNDS) for chosen in sizes if chosen <= most for size in (chosen, 1)]
+        self._sizes = rounds  # to come
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """Nodes that are all children of the root."""
-        num_nodes = self._num_nodes.pop(0) if self._num_nodes and max_offset != 0 else 0
+        num_nodes = self._sizes.pop(0) - 1 if self._sizes and max_offset != 0 else 0
         tree = TokenTree([[*range(num_nodes)] for _ in is_finished], [[-1] * num_nodes for _ in is_finished])
         return Draft(tree, min(1, num_nodes), ROOT_ALONE, self._cells)
+
+    def store_costs(self) -> None:
+        """Keep what the steps have cost for later processes."""
+        if self._costs is not None:
+            self._costs.store(is_asked=True)

@@ -25,8 +25,9 @@ class GenerationStats:
     block_tokens: list[int] = field(default_factory=list)  # query tokens (q) of each step after the prefill
     accepted_lengths: Counter[int] = field(default_factory=Counter)  # accepted guesses of a step -> number of steps
     fallback_reason: str | None = None  # why the original path ran; None when lookahead did
+    # Why a faster way was asked for and not used, or not by all steps: "compile", "graph", "kernel", "packed".
+    reasons: dict[str, str] = field(default_factory=dict)
     used_kernel: bool = False  # blocks used lade's own attention (USE_FLASH)
-    kernel_reason: str | None = None  # why the kernel was requested but not used, or failed its self-check
     sources: dict[str, list[int]] = field(default_factory=dict)  # source of guesses -> [proposed, accepted]
     draft_seconds: float = 0.0  # proposing and learning, without drawing random numbers
     forward_seconds: float = 0.0  # laying out and running the blocks, without the prefill
@@ -34,12 +35,9 @@ class GenerationStats:
     num_workers: int = 1  # processes that shared each step; block_tokens are this one's
     sent_bytes: Counter[str] = field(default_factory=Counter)  # from this process to the others, by kind of data
     compiled_steps: int = 0  # steps whose forward was compiled (COMPILE=1)
-    compile_reason: str | None = None  # why compilation was requested but not used
     captured_steps: int = 0  # steps that replayed a CUDA graph (CUDA_GRAPH)
-    cuda_graph_reason: str | None = None  # why a CUDA graph was requested but not used
     packed_weights: int = 0  # weights whose packed copy the blocks used (PACK)
     packed_bytes: int = 0  # of these copies, which stay with the model
-    packing_reason: str | None = None  # why some weights or all of them were not packed, or some products not used
     on_step: Callable[..., None] | None = field(default=None, repr=False, compare=False)  # see tracing()
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
 from lade.forward.choice import largest_head_dim, slow_kernel_reason
 from lade.forward.runner import BlockRunner
-from lade.kernels import reference_block_attention, self_check
+from lade.forward.cuda.kernel import reference_block_attention, self_check
 from lade.models import base
 from lade.state import forget_all
 from lade.stats import GenerationStats

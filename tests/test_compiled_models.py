@@ -171,7 +171,7 @@ def test_compiled_together_with_other_code_falls_back():
 
 def test_compiled_blocks_of_a_compiled_model(monkeypatch):
     """COMPILE=1 compiles blocks in lade's own way."""
-    monkeypatch.setattr(lade.forward.static_shapes, "BACKEND", "eager")
+    monkeypatch.setattr(lade.forward.cuda.static_shapes, "BACKEND", "eager")
     lade.config_lade(COMPILE=1)
     model = tiny_llama(num_hidden_layers=1)
     expected = generate_plain(model, prompt(), max_new_tokens=24)

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade
 from lade.forward import graphs as ours
-from lade.forward.graphs import NotCompiled, capture, free_generator, refuse_waiting, repaired, waits
+from lade.forward.cuda.graphs import NotCompiled, capture, free_generator, refuse_waiting, repaired, waits
 
 pytestmark = pytest.mark.usefixtures("static_blocks")
 CPU = torch.device("cpu")

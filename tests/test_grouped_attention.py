@@ -13,8 +13,8 @@ import lade
 from lade.compat import sdpa_attention_forward
 from lade.drafting.step_costs import StepCosts
 from lade.forward import grouped_attention, packed, runner, static_shapes
-from lade.forward.grouped_attention import NAME, can_group, grouped_attention_forward, has_same_bits
-from lade.forward.packed import packed_weights
+from lade.forward.cpu.grouped_attention import NAME, can_group, grouped_attention_forward, has_same_bits
+from lade.forward.cpu.packed import packed_weights
 from lade.forward.runner import BlockRunner
 from lade.models import adapter_for
 

@@ -24,9 +24,9 @@ from transformers.masking_utils import eager_mask
 import lade
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask
-from lade.forward.static_inputs import packed_block_mask
-from lade.kernels import interface as ours
-from lade.kernels import left_padding, pack_mask
+from lade.forward.cuda.static_inputs import packed_block_mask
+from lade.forward.cuda.kernel import interface as ours
+from lade.forward.cuda.kernel import left_padding, pack_mask
 from lade.models.shadow import shadow_model
 
 WINDOW = 9

@@ -21,7 +21,7 @@ import torch
 from support import beside, forked, python
 
 from lade import kernels
-from lade.kernels import self_check
+from lade.forward.cuda.kernel import self_check
 
 LONG = os.environ.get("LADE_LONG_TESTS") == "1"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -167,7 +167,7 @@ def test_reference_is_the_definition(case, is_double):
 @runs_kernel
 @pytest.mark.parametrize("case", CASES + GRID * LONG, ids=str)
 def test_kernel_is_the_definition(case):
-    from lade.kernels.triton_attention import triton_block_attention
+    from lade.forward.cuda.kernel.triton_attention import triton_block_attention
 
     arguments, expected = make(case, unused=float("nan"))  # what nobody sees is not even read
     assert_close(triton_block_attention(**arguments, num_splits=case.splits), expected, case.dtype)
@@ -177,7 +177,7 @@ def test_kernel_is_the_definition(case):
 @pytest.mark.parametrize("dtype", TRIED, ids=str)
 def test_kernel_passes_its_self_check(dtype, monkeypatch):
     """Which comes before its use; with another scale it would not."""
-    from lade.kernels.triton_attention import triton_block_attention
+    from lade.forward.cuda.kernel.triton_attention import triton_block_attention
 
     monkeypatch.setattr(self_check, "_problems", {})
     case = Case(7, (65, 3), heads=8, kv_heads=2, window=20, softcap=3.0, has_sinks=True, padding=2, dtype=dtype)
@@ -191,7 +191,7 @@ def test_kernel_passes_its_self_check(dtype, monkeypatch):
 @runs_kernel
 def test_kernel_on_hidden_tokens_and_small_scores():
     """A token that sees nothing gets zeros; the soft cap keeps float32's digits near zero."""
-    from lade.kernels.triton_attention import triton_block_attention
+    from lade.forward.cuda.kernel.triton_attention import triton_block_attention
 
     case = Case(4, (20,), softcap=50.0)
     arguments, _ = make(case, unused=0.0)
@@ -206,7 +206,7 @@ def test_kernel_on_hidden_tokens_and_small_scores():
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 def test_one_captured_graph_serves_all_lengths():
-    from lade.kernels.triton_attention import triton_block_attention
+    from lade.forward.cuda.kernel.triton_attention import triton_block_attention
 
     case = Case(8, (900,), heads=4, dim=128, dtype=F16)
     arguments, _ = make(case, unused=0.0)
@@ -301,7 +301,7 @@ def test_compiles_for_gpus_that_are_not_there(compiled_kernel):
 def test_few_kernels_for_one_model():
     """Of a 7B model, with and without grouped heads, on 132 multiprocessors: what Triton compiles for blocks of 1 to
     128 tokens."""
-    from lade.kernels import triton_attention as ours
+    from lade.forward.cuda.kernel import triton_attention as ours
 
     for heads, kv_heads in ((32, 32), (32, 8)):
         splits, merges = set(), set()
@@ -373,16 +373,16 @@ def test_says_why_there_is_no_kernel():
 def without_triton():
     return forked("""
 import sys
-for name in [name for name in sys.modules if name.split(".")[0] == "triton" or name.startswith("lade.kernels")]:
+for name in [name for name in sys.modules if name.split(".")[0] == "triton" or name.startswith("lade.forward.cuda.kernel")]:
     del sys.modules[name]
 sys.modules["triton"] = None  # an import of it now raises ImportError
-import torch, lade.kernels.interface
+import torch, lade.forward.cuda.kernel.interface
 from lade import kernels
 assert kernels.unavailable_reason().startswith("triton is not installed"), kernels.unavailable_reason()
 x = torch.ones(1, 1, 2, 8)
 packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]))
 assert torch.equal(kernels.block_attention(x, x, x, packed, scale=1.0), x.transpose(1, 2))
-assert "lade.kernels.triton_attention" not in sys.modules
+assert "lade.forward.cuda.kernel.triton_attention" not in sys.modules
 """)
 
 

@@ -17,7 +17,7 @@ import lade
 from lade import state
 from lade.commands.env import lade_lines
 from lade.forward import free_memory, packed
-from lade.forward.packed import PackedLinear, checksums, identity, is_current, packed_weights
+from lade.forward.cpu.packed import PackedLinear, checksums, identity, is_current, packed_weights
 from lade.forward.runner import BlockRunner
 from lade.models import adapter_for
 
@@ -439,7 +439,7 @@ def test_a_processor_without_products_of_a_dtype(lade_on, products, monkeypatch)
 
 @pytest.mark.parametrize("settings", [{"PACK": 0}, {"PACK": 1, "COMPILE": 1}], ids=str)
 def test_settings_that_rule_it_out(lade_on, products, settings, monkeypatch):
-    monkeypatch.setattr("lade.forward.static_shapes.BACKEND", "eager")
+    monkeypatch.setattr("lade.forward.cuda.static_shapes.BACKEND", "eager")
     lade.config_lade(**settings)
     _, stats = generate(tiny_llama(torch.float32), prompt())
     assert (stats.packed_weights, products) == (0, [])

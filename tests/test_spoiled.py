@@ -174,7 +174,7 @@ def test_prompts_that_are_no_numbers(settings, clearings):
 
 def test_blocks_of_fixed_shapes(lade_on, clearings, monkeypatch):
     """A small tree is padded with token 0, which is one of those."""
-    monkeypatch.setattr("lade.forward.static_shapes.BACKEND", "eager")
+    monkeypatch.setattr("lade.forward.cuda.static_shapes.BACKEND", "eager")
     lade.config_lade(**MODES["tree"], COMPILE=1)
     model, inputs, arguments = tiny_llama(), prompt(24), {"suppress_tokens": [0]}
     expected = seeded(generate_plain, model, inputs, **arguments)

@@ -9,8 +9,8 @@ from support.graphs import kept_buffers
 import lade
 from lade.forward import buffer_pool, static_choice
 from lade.forward import static_shapes as fixed
-from lade.forward.race import RacedSelection
-from lade.forward.static_choice import StaticChoice
+from lade.verification.race import RacedSelection
+from lade.forward.cuda.static_choice import StaticChoice
 from lade.verification import draws as noise
 from lade.verification.selection import PerRowSelection
 

@@ -37,8 +37,8 @@ from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
 from lade.forward import buffer_pool as kept
 from lade.forward import static_inputs as fixed_inputs
 from lade.forward import static_shapes as fixed
-from lade.forward.fingerprint import fingerprint
-from lade.forward.static_inputs import same_digest
+from lade.forward.cuda.fingerprint import fingerprint
+from lade.forward.cuda.static_inputs import same_digest
 from lade.models import ModelAdapter
 from lade.state import forget_all
 from lade.stats import tracing

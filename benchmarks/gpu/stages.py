@@ -26,8 +26,8 @@ from gpu import hazards, stand_in
 from gpu.hazards import SIZES, figures
 from lade import kernels
 from lade.config import temporary_settings
-from lade.forward.graphs import capture
-from lade.kernels.packed_mask import FIRST, LENGTH
+from lade.forward.cuda.graphs import capture
+from lade.forward.cuda.kernel.packed_mask import FIRST, LENGTH
 from lade.tolerance import TOLERANCE
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"

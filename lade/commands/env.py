@@ -15,7 +15,7 @@ import lade
 from lade.commands.model import Parser
 from lade.compat import TESTED, is_newer_than_tested, version_problem
 from lade.config import SETTINGS, apply_environment, current_config
-from lade.forward.free_memory import free_bytes
+from lade.forward.cpu.free_memory import free_bytes
 
 PACKAGES = (
     "torch",
@@ -89,7 +89,7 @@ def packing_line() -> str:
     """Packed weights on a CPU: oneDNN, free memory, and the weights packed in this process."""
     import torch
 
-    free, packed = free_bytes(), sys.modules.get("lade.forward.packed")
+    free, packed = free_bytes(), sys.modules.get("lade.forward.cpu.packed")
     held = packed.held_bytes() if packed else (0, 0)
     return (
         f"oneDNN {'is' if torch.backends.mkldnn.is_available() else 'is not'} in this build of torch, "

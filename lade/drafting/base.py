@@ -11,6 +11,8 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree
 from lade.config import LookaheadConfig
 from lade.drafting.step_costs import StepCosts
+from lade.models.base import ModelAdapter
+from lade.request import Request
 from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences
@@ -95,6 +97,31 @@ class DraftRequest:
     draws: ExponentialDraws | None = None
     costs: StepCosts | None = None
     is_exact: bool = True
+
+    @classmethod
+    def of_call(
+        cls,
+        request: Request,
+        config: LookaheadConfig,
+        adapter: ModelAdapter,
+        key_mask: Tensor | None,
+        draws: ExponentialDraws | None,
+        costs: StepCosts | None,
+    ) -> DraftRequest:
+        """What a call of generate() asks of its drafter. Arguments as the fields."""
+        settings = request.generation_config
+        is_sampled = bool(settings.do_sample)
+        return cls(
+            config=config,
+            model=adapter.model,
+            num_tokens=adapter.num_tokens,
+            prompt_ids=request.input_ids,
+            key_mask=key_mask,
+            temperature=(settings.temperature or 1.0) if is_sampled else None,
+            draws=draws,
+            costs=costs,
+            is_exact=adapter.is_exact,
+        )
 
     def prompts(self) -> list[Tensor]:
         """Each row's ids without padding, [length]; FOREIGN for placeholders, which may stand beside inputs_embeds."""

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from lade.common.cache_folder import load_table, store_table
+from lade.config import LookaheadConfig
+from lade.models.base import ModelAdapter
 from lade.state import PerModel
 
 # The sizes to choose from: few, so that each is well measured and kernels see few shapes.
@@ -250,6 +252,29 @@ class StepCosts:
         self._uses_stored, self._may_measure = uses_stored, may_measure
         self._offers: dict[int, Offers] = {}  # by limit; dropped when costs change
         self.at((), 0)
+
+    @classmethod
+    def of_call(
+        cls,
+        adapter: ModelAdapter,
+        config: LookaheadConfig,
+        batch_size: int,
+        sizes: tuple[int, ...] | None,
+        may_measure: bool = True,
+    ) -> StepCosts | None:
+        """The costs of a call; None where no size follows costs. sizes: those that blocks are padded to, if any."""
+        is_split = (adapter.model.tp_size or 1) > 1  # its processes must lay out the same block
+        if not config.adaptive or is_split:
+            return None
+        is_fixed = config.deterministic or torch.are_deterministic_algorithms_enabled()
+        return cls(
+            adapter.model,
+            batch_size,
+            sizes or SIZES,
+            follows_clock=adapter.is_exact,
+            uses_stored=adapter.is_exact or not is_fixed,
+            may_measure=may_measure,
+        )
 
     def at(self, kind: tuple[str, ...], num_slots: int) -> None:
         """Take the costs of steps of one kind. kind: how blocks run. num_slots: tokens of the context."""

@@ -79,6 +79,7 @@ class Selection:
         self.processor, self.criteria = request.logits_processor, request.stopping_criteria
         self.streamer, self.recorder = request.streamer, OutputRecorder(request.generation_config)
         self.do_sample = bool(request.generation_config.do_sample)
+        self.temperature = (request.generation_config.temperature or 1.0) if self.do_sample else 1.0
         self.sequences = TokenSequences(request.input_ids, self.criteria.max_length or 0)
         self.is_finished = [False] * batch_size
         self.num_generated = 0  # over all rows, without padding
@@ -115,7 +116,7 @@ class Selection:
         raise NotImplementedError
 
     def begin_race(self, tree: TokenTree, vocab_size: int) -> Any:
-        """A `lade.forward.race.Race`, which decides the tokens after all nodes of a step; None to choose one by one."""
+        """A `lade.verification.race.Race`, which decides the tokens after all nodes of a step; None to choose one by one."""
         return None
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:

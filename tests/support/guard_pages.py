@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lade import kernels
-from lade.kernels import triton_attention as ours
-from lade.kernels.packed_mask import FIRST, LENGTH
+from lade.forward.cuda.kernel import triton_attention as ours
+from lade.forward.cuda.kernel.packed_mask import FIRST, LENGTH
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 TOLERANCE = {F16: 2e-2, BF16: 1e-1, F32: 1e-4}

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lade import decoding, transfer
-from lade.forward.static_choice import StaticChoice
-from lade.forward.static_shapes import StaticForward
+from lade.forward.cuda.static_choice import StaticChoice
+from lade.forward.cuda.static_shapes import StaticForward
 from lade.models.base import ModelAdapter
 from lade.transfer import HOST, to_device
 

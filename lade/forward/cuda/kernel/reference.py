@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lade.kernels.packed_mask import unpack_mask
+from lade.forward.cuda.kernel.packed_mask import unpack_mask
 
 
 def reference_block_attention(
@@ -22,7 +22,7 @@ def reference_block_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `lade.kernels.block_attention`; computes in float64 for float64 inputs, else in float32.
+    """As `lade.forward.cuda.kernel.block_attention`; computes in float64 for float64 inputs, else in float32.
 
     Reads all C slots of the cache, so pass a view that ends with the longest row.
     """

@@ -1,6 +1,6 @@
 """Block attention as a Triton kernel; see docs/gpu.md.
 
-The only module that imports triton; import it after `lade.kernels.is_available()`. Tested in Triton's interpreter and
+The only module that imports triton; import it after `lade.forward.cuda.kernel.is_available()`. Tested in Triton's interpreter and
 compiled for sm_80 and sm_90; not run on a GPU yet.
 """
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lade.kernels.packed_mask import FIRST, WORD_BITS, WORDS
+from lade.forward.cuda.kernel.packed_mask import FIRST, WORD_BITS, WORDS
 
 LOG2_E = 1.4426950408889634
 # Globals that kernels can read.
@@ -297,7 +297,7 @@ def triton_block_attention(
     sinks: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """As `lade.kernels.block_attention`, without float64. num_splits: None for `choose_splits`."""
+    """As `lade.forward.cuda.kernel.block_attention`, without float64. num_splits: None for `choose_splits`."""
     query, keys, values, packed = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values, packed))
     batch_size, num_heads, num_queries, key_dim = query.shape
     num_kv_heads, value_dim = keys.shape[1], values.shape[3]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.forward.buffer_pool import padded_capacity
-from lade.forward.graphs import NotCompiled
-from lade.forward.race import Race, winners
-from lade.forward.static_inputs import NUM_CHECKS, SAMPLED, Outputs
+from lade.common.trial import Trial
+from lade.forward.cuda.buffer_pool import padded_capacity
+from lade.forward.cuda.static_inputs import NUM_CHECKS, SAMPLED, Outputs
+from lade.verification.race import Race, winners
 
 LEAST_PLACES = 16  # tokens that a graph has room for the draws of; the next power of two where a step needs more
 
@@ -33,7 +33,7 @@ class StaticChoice:
         self.draws = torch.ones(shape, dtype=torch.float32, device=logits.device)
         self._sampled, self._parts = packed[..., SAMPLED], (race.sampling, logits, self.draws, draw_rows)
         self.graph: Callable[[], Any] | None = None
-        self.checks_left = NUM_CHECKS
+        self.trial = Trial(NUM_CHECKS)
 
     @property
     def num_bytes(self) -> int:
@@ -54,9 +54,8 @@ class StaticChoice:
         assert self.graph is not None
         self.graph()
 
-    def check(self) -> None:
-        """Compare one replay with the ordinary computation. Raises NotCompiled if they differ."""
+    def difference(self) -> str | None:
+        """How a replay differs from the ordinary computation, as a sentence; None if it does not."""
         self.replay()
-        if not torch.equal(self._sampled, winners(*self._parts).to(torch.int32)):
-            raise NotCompiled("the captured choice is not that of the captured logits")
-        self.checks_left -= 1
+        is_same = torch.equal(self._sampled, winners(*self._parts).to(torch.int32))
+        return None if is_same else "the captured choice is not that of the captured logits"

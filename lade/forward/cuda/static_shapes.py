@@ -22,14 +22,15 @@ from transformers import PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
-from lade.compat import is_out_of_memory
+from lade.common.trial import NotUsed, Trial
 from lade.config import LookaheadConfig
-from lade.forward.buffer_pool import Lease, PooledBuffers, has_captured
-from lade.forward.fingerprint import fingerprint, numerics
-from lade.forward.graphs import NotCompiled, capture, refuse_waiting
-from lade.forward.race import Race
-from lade.forward.static_choice import StaticChoice
-from lade.forward.static_inputs import (
+from lade.forward.base import BlockCall
+from lade.forward.cuda.buffer_pool import Lease, PooledBuffers, has_captured
+from lade.forward.cuda.fingerprint import fingerprint, numerics
+from lade.forward.cuda.graphs import capture, refuse_waiting
+from lade.forward.cuda.proof import UNPROVEN, is_proven
+from lade.forward.cuda.static_choice import StaticChoice
+from lade.forward.cuda.static_inputs import (
     NO_DIGEST,
     Forward,
     Outputs,
@@ -38,11 +39,10 @@ from lade.forward.static_inputs import (
     plain_forward,
     same_digest,
 )
-from lade.models.base import ModelAdapter
 from lade.state import PerModel
-from lade.stats import GenerationStats
 from lade.tolerance import logits_error
 from lade.verification.logits import LogitsDigest
+from lade.verification.race import Race
 
 BACKEND: Any = "inductor"  # backend of torch.compile
 GRAPH_DEVICES = ("cuda",)  # device types whose forwards can be captured
@@ -60,11 +60,18 @@ KEPT_CHOICES = 4  # the most recently used kinds of sampling after one of these 
 KEPT_SHAPES = 8  # the most recently used graphs of one cache that are kept in the pool
 SMALLEST_TREE = 8  # nodes with the root; larger trees are padded to the next power of two
 
-# Per model and shape: the compiled forward or step, or a sentence why compilation failed.
-_compiled: PerModel[dict[Hashable, Any]] = PerModel(dict)
-compiling = threading.Lock()  # torch.compile is not thread-safe
-# Why a model's forwards ("forward") or steps ("step") could not be captured; automatic settings do not retry.
-_not_capturable: PerModel[dict[str, str]] = PerModel(dict)
+
+@dataclass
+class ModelTrials:
+    """What was tried on a model: compiled forwards by shape, and whether it can be captured, "forward" and "choice"."""
+
+    forwards: dict[Hashable, Forward] = field(default_factory=dict)
+    compiled: Trial = field(default_factory=Trial)
+    captured: Trial = field(default_factory=Trial)
+    compiling: threading.Lock = field(default_factory=threading.Lock)  # torch.compile is not thread-safe
+
+
+_trials: PerModel[ModelTrials] = PerModel(ModelTrials)
 
 
 def padded_nodes(num_nodes: int, full: int) -> int:
@@ -79,13 +86,8 @@ def can_capture(device: torch.device) -> bool:
     return device.type in GRAPH_DEVICES
 
 
-def asks_for_graphs(config: LookaheadConfig, device: torch.device) -> bool:
-    """Whether the settings want blocks captured; if not, the statistics give no reason about graphs."""
-    return can_capture(device) if config.cuda_graph is None else config.cuda_graph
-
-
 def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int, num_rows: int = 1) -> str | None:
-    """Why forwards for which `asks_for_graphs` holds are not captured, as a sentence; None if they are.
+    """Why forwards that the settings want captured are not, as a sentence; None if they are.
 
     num_new: the most tokens that the call may generate. num_rows: B. Does not check whether blocks can have static
     shapes.
@@ -94,46 +96,20 @@ def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int,
         return "CUDA graphs need a model on a CUDA device"
     if config.cuda_graph:
         return None
+    if not is_proven(model.device, "graph"):
+        return UNPROVEN
     # With DETERMINISTIC=1 a text must not depend on earlier calls.
     is_cold = config.deterministic or not has_captured(model, num_rows)
     if num_new < MIN_NEW_TOKENS and is_cold:
         return f"a call for fewer than {MIN_NEW_TOKENS} tokens does not pay for capturing (CUDA_GRAPH=1 captures all the same)"
     if (model.tp_size or 1) > 1:
         return "the model is split over several processes, one of which might fail to capture (CUDA_GRAPH=1 tries it)"
-    return capture_failure(model, "forward")
-
-
-def capture_failure(model: PreTrainedModel, what: str) -> str | None:
-    """Why an earlier capture of the model failed in this process, or None. what: "forward", "choice" or "step"."""
-    return _not_capturable.of(model).get(what)
-
-
-def remember_failure(model: PreTrainedModel, what: str, problem: Exception) -> str:
-    """Store why a capture failed, unless memory ran out, which may pass. Returns the reason as a sentence."""
-    reason = in_short(problem)
-    if not is_out_of_memory(problem):
-        _not_capturable.of(model)[what] = reason
-    return reason
+    return _trials.of(model).captured.reasons.get("forward")
 
 
 def most_captured_slots(config: LookaheadConfig, uses_kernel: bool) -> float:
     """The most cache slots for which blocks are captured."""
     return inf if uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
-
-
-def compiled_once(model: PreTrainedModel, key: Hashable, make: Callable[[], Any]) -> Any:
-    """What `make` compiles, once per model and key. Raises NotCompiled where that failed, and does not retry."""
-    with compiling:
-        known = _compiled.of(model)
-        if key not in known:
-            try:
-                known[key] = make()
-            except Exception as problem:  # compilers raise anything; the model's own errors recur in the eager forward
-                known[key] = in_short(problem)
-        found = known[key]
-    if isinstance(found, str):
-        raise NotCompiled(found)
-    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -172,27 +148,26 @@ class StaticForward:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        call: BlockCall,
         model: Any,
-        config: LookaheadConfig,
-        stats: GenerationStats,
         *,
         uses_kernel: bool,
         captures: bool,
     ) -> None:
-        """adapter: of the user's model. model: runs the blocks, the same or a shadow model.
+        """model: runs the blocks, the user's or a shadow model. uses_kernel: whether its attention is lade's kernel.
 
-        stats: receives counts and reasons. uses_kernel: whether the model's attention is lade's kernel. captures:
-        whether blocks are captured.
+        captures: whether blocks are captured.
         """
-        self.adapter, self.owner, self.model, self.stats = adapter, adapter.model, model, stats
+        adapter, config = call.adapter, call.config
+        self.adapter, self.owner, self.model, self.stats = adapter, adapter.model, model, call.stats
+        self.trials = _trials.of(self.owner)
         self.uses_kernel, self.compiles, self.captures = uses_kernel, config.compile, captures
         # The usual largest number of tree nodes.
         self.full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
         # Ids that have an embedding, for a captured forward to compute the digest of its logits; None for logits alone.
         self.num_tokens = None if config.uses_window else adapter.num_tokens
         self.most_slots = most_captured_slots(config, uses_kernel)
-        self.samples = captures and self.num_tokens is not None and capture_failure(self.owner, "choice") is None
+        self.samples = captures and self.num_tokens is not None and "choice" not in self.trials.captured.reasons
         self.digest_settings = NO_DIGEST
         self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
         self._lease = Lease(Buffers, self.owner, uses_kernel)
@@ -213,14 +188,14 @@ class StaticForward:
     def turn_off(self, reason: str) -> None:
         """Use the eager forward for the rest of the call. reason: a sentence."""
         if self.compiles:
-            self.stats.compile_reason = reason
+            self.stats.reasons["compile"] = reason
         if self.captures:
-            self.stats.cuda_graph_reason = reason
+            self.stats.reasons["graph"] = reason
         self.compiles = self.captures = False
         self._digest_at = self._digest = None  # of a block before
 
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
-        """As `BlockRunner.take_cache`."""
+        """As `ForwardPath.take_cache`."""
         adapter, model, device = self.adapter, self.model, self.owner.device
         key = None
         if self.captures:
@@ -249,7 +224,7 @@ class StaticForward:
         cache.check_room(max(cache.lengths) + 1)
         buffers = self._lease.with_room(cache, max(cache.lengths) + block.tokens.shape[1])
         if self.captures and cache.capacity > self.most_slots:
-            self.captures, self.stats.cuda_graph_reason = False, TOO_MANY_SLOTS
+            self.captures, self.stats.reasons["graph"] = False, TOO_MANY_SLOTS
         if not self.is_on:
             return None
         inputs = self._fixed_inputs(buffers, block, padding, race)
@@ -294,29 +269,29 @@ class StaticForward:
         return (*shape_of(block), block.capacity, self.model.dtype, block.tokens.device, attention)
 
     def _compiled(self, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> Forward:
-        """The forward compiled for this shape and checked against the eager one; the eager one after a failure."""
-        try:
-            found: Forward = compiled_once(self.owner, self._key(inputs), partial(self._compile, inputs, ordinary))
-            return found
-        except NotCompiled as problem:
-            self.compiles, self.stats.compile_reason = False, str(problem)
-            return plain_forward
+        """The forward compiled for this shape and compared with the eager one; that one after a failure."""
+        key, trials = self._key(inputs), self.trials
+        with trials.compiling:
+            problem = trials.compiled.reason(key, partial(self._compile, key, inputs, ordinary))
+        if problem is None:
+            return trials.forwards[key]
+        self.compiles, self.stats.reasons["compile"] = False, problem
+        return plain_forward
 
     def _run_compiled(self, inputs: StaticInputs, forward: Forward) -> Tensor | None:
         try:
             return self.call(inputs, forward)
-        except Exception as problem:  # stored, so that no later call retries
-            self.stats.compile_reason = _compiled.of(self.owner)[self._key(inputs)] = in_short(problem)
+        except Exception as error:  # remembered, so that no later call retries
+            self.stats.reasons["compile"] = self.trials.compiled.refuse(self._key(inputs), error)
             self.compiles = False
             return None
 
-    def _compile(self, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> Forward:
+    def _compile(self, key: Hashable, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> str | None:
         """Compile by running once. The cache ends as the eager forward leaves it, up to rounding."""
         forward: Forward = compile_copy(plain_forward)
         error = logits_error(self.call(inputs, forward), ordinary())
-        if error is not None:
-            raise NotCompiled(f"the compiled forward was off by {error:.2g} of the largest logit")
-        return forward
+        self.trials.forwards[key] = forward
+        return None if error is None else f"the compiled forward was off by {error:.2g} of the largest logit"
 
     def _captured(
         self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor], race: Race | None
@@ -328,10 +303,11 @@ class StaticForward:
         in the same slots.
         """
         try:
-            if inputs.checks_left:
-                began = perf_counter()
-                self._check_graph(inputs, forward, ordinary)
-                self.preparing_seconds = perf_counter() - began
+            began = perf_counter()
+            problem = inputs.trial.reason("graph", partial(self._check_graph, inputs, forward, ordinary))
+            self.preparing_seconds = perf_counter() - began
+            if problem is not None:
+                raise NotUsed(problem)
             choice = None if race is None else self._choice(inputs, race)
             logits, *digest = self.replay(inputs)
             if choice is not None:
@@ -340,14 +316,14 @@ class StaticForward:
                 inputs.start_digest(*digest)
                 self._digest_at = inputs
             return logits
-        except Exception as problem:
-            self.stats.cuda_graph_reason = remember_failure(self.owner, "forward", problem)
+        except Exception as error:
+            self.stats.reasons["graph"] = self.trials.captured.refuse("forward", error)
             self.captures = False
             self._lease.drop()
             return None
 
-    def _check_graph(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> None:
-        """Capture the forward if needed and compare it with the eager one. Raises NotCompiled if they differ."""
+    def _check_graph(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> str | None:
+        """Capture the forward if needed and compare it with the eager one. Returns how they differ, or None."""
         if inputs.replay is None:
             run = partial(self.with_digest, inputs, forward)
             if forward is plain_forward:
@@ -357,10 +333,10 @@ class StaticForward:
         logits, *digest = self.replay(inputs)
         error = logits_error(logits, ordinary())
         if error is not None:
-            raise NotCompiled(f"the captured forward was off by {error:.2g} of the largest logit")
+            return f"the captured forward was off by {error:.2g} of the largest logit"
         if digest and not same_digest(digest[0], inputs.packed_digest(logits, self.num_tokens)):
-            raise NotCompiled("the captured digest is not that of the captured logits")
-        inputs.checks_left -= 1
+            return "the captured digest is not that of the captured logits"
+        return None
 
     def _choice(self, inputs: StaticInputs, race: Race) -> StaticChoice | None:
         """What samples after the graph of this shape, filled with the draws of this block; None if that fails.
@@ -375,36 +351,30 @@ class StaticForward:
             if choice is None or not choice.has_room(race):
                 choice = StaticChoice(self.replay(inputs), inputs.draw_rows, race)
             choice.fill(race)
-            if choice.checks_left:
-                self._check_choice(inputs, choice)
-                self.preparing_seconds += perf_counter() - began
+            problem = choice.trial.reason("choice", partial(self._check_choice, inputs, choice))
+            self.preparing_seconds += perf_counter() - began
+            if problem is not None:
+                raise NotUsed(problem)
             inputs.choices[race.sampling] = choice
             if len(inputs.choices) > KEPT_CHOICES:
                 del inputs.choices[next(iter(inputs.choices))]
             return choice
-        except Exception as problem:
-            self.stats.cuda_graph_reason = remember_failure(self.owner, "choice", problem)
+        except Exception as error:
+            self.stats.reasons["graph"] = self.trials.captured.refuse("choice", error)
             self.samples = False
             return None
 
-    def _check_choice(self, inputs: StaticInputs, choice: StaticChoice) -> None:
-        """Capture the choice if needed and check it. Raises NotCompiled if it is wrong."""
+    def _check_choice(self, inputs: StaticInputs, choice: StaticChoice) -> str | None:
+        """Capture the choice if needed and compare it. Returns how it differs, or None."""
         if choice.graph is None:
             with torch.cuda.device_of(choice.draws):
                 choice.graph = capture(choice.call)
         self.replay(inputs)  # which leaves nothing of what the capture has written
-        choice.check()
+        return choice.difference()
 
 
 def shape_of(block: Block) -> tuple[torch.Size, ...]:
     return block.positions.shape, block.logit_rows.shape
-
-
-def in_short(problem: Exception) -> str:
-    """One line for the statistics: the first two lines of an error; torch's often give the cause in the second."""
-    if isinstance(problem, NotCompiled):
-        return str(problem)
-    return f"{type(problem).__name__}: {' '.join(str(problem).split(chr(10))[:2]).strip()}"[:300]
 
 
 def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.common.trial import NotUsed
 from lade.compat import TorchDispatchMode, tree_leaves
-from lade.kernels.self_check import is_checking
+from lade.forward.cuda.kernel.self_check import is_checking
 from lade.verification.draws import drawing
 
 ATEN = torch.ops.aten
@@ -35,12 +36,8 @@ LEAST_FREE = 1 / 32  # share of device memory below which torch's cached memory 
 COPYING, INDEXING = (ATEN._to_copy, ATEN.copy_), (ATEN.index, ATEN.index_put, ATEN.index_put_)
 
 
-class NotCompiled(RuntimeError):
-    """Raised for a forward that lade rejects. The message is a sentence for the user."""
-
-
 def refuse_waiting(forward: Callable[[], Any], device: torch.device) -> None:
-    """Run a forward once. Raises NotCompiled if it synchronises with the device, as some mixtures of experts do.
+    """Run a forward once. Raises NotUsed if it synchronises with the device, as some mixtures of experts do.
 
     A capture would detect that as well, but up to torch 2.11 a failed one leaves the allocator and the generator
     unusable.
@@ -64,7 +61,7 @@ class _Watch(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if waits(function.overloadpacket, args, kwargs, self._device_type):
-            raise NotCompiled(f"the model's forward makes the host wait for the device ({function})")
+            raise NotUsed(f"the model's forward makes the host wait for the device ({function})")
         return function(*args, **kwargs)
 
 
@@ -106,12 +103,10 @@ def capture(forward: Callable[[], Any]) -> CapturedGraph:
 
     The `drawing` lock keeps other lade threads from drawing random numbers, which torch's generator refuses during a
     capture. Otherwise they continue: unlike `torch.cuda.graph`, this does not synchronise the device, and it frees
-    torch's cached memory only if little is left. Raises NotCompiled under autocast, and whatever the capture raises.
+    torch's cached memory only if little is left. Raises NotUsed under autocast, and whatever the capture raises.
     """
     if torch.is_autocast_enabled("cuda"):
-        raise NotCompiled(
-            "autocast drops its casts of the weights when it ends, and a CUDA graph would go on reading them"
-        )
+        raise NotUsed("autocast drops its casts of the weights when it ends, and a CUDA graph would go on reading them")
     device, current = torch.cuda.current_device(), torch.cuda.current_stream()
     graph, stream, pool = torch.cuda.CUDAGraph(), capture_stream(device), torch.cuda.graph_pool_handle()
     try:

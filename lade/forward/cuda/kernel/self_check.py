@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.kernels.reference import reference_block_attention
+from lade.common.trial import NotUsed, Trial, in_short
+from lade.forward.cuda.kernel.reference import reference_block_attention
 from lade.tolerance import excess, largest_difference, largest_value
 
 MOST_ROWS, LEAST_ROWS = 128, 16  # query rows of a tile
 
-_problems: dict[tuple[torch.device, torch.dtype, Hashable], str | None] = {}  # None: passed
+_trial = Trial()  # by device, dtype and variant
 
 
 class _PerThread(threading.local):
@@ -35,8 +36,8 @@ def is_checking() -> bool:
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """What was wrong with the kernel in this process, as a sentence; None if nothing was."""
-    found = list(_problems.items())
-    return next((problem for key, problem in found if problem and key[:2] == (device, dtype)), None)
+    found: list[Any] = list(_trial.reasons.items())
+    return next((problem for (*place, _), problem in found if place == [device, dtype]), None)
 
 
 def checked(
@@ -46,22 +47,22 @@ def checked(
 
     Arguments as for `block_attention`.
     """
-    key = (query.device, query.dtype, variant_of(query, keys, values, **named))
-    if key not in _problems:
-        if is_capturing(query.device):  # nothing can be compared during capture
-            return reference_block_attention(query, keys, values, packed, **named)
+    inputs = (query, keys, values, packed)
+    kind = (query.device, query.dtype, variant_of(query, keys, values, **named))
+    if not _trial.is_over(kind) and is_capturing(query.device):  # nothing can be compared during capture
+        return reference_block_attention(*inputs, **named)
+
+    def compare() -> str | None:
         _per_thread.is_checking = True
         try:
-            _problems[key] = problem_of(
-                kernel(query, keys, values, packed, **named), query, keys, values, packed, **named
-            )
-        except Exception as problem:  # Triton raises many kinds
-            first_line = str(problem).partition("\n")[0]
-            _problems[key] = f"the kernel failed: {type(problem).__name__}: {first_line}"[:300]
+            return problem_of(kernel(*inputs, **named), *inputs, **named)
+        except Exception as error:  # Triton raises many kinds
+            raise NotUsed(f"the kernel failed: {in_short(error)}") from error
         finally:
             _per_thread.is_checking = False
-    serves = reference_block_attention if _problems[key] else kernel
-    return serves(query, keys, values, packed, **named)
+
+    is_wrong = _trial.reason(kind, compare) is not None
+    return (reference_block_attention if is_wrong else kernel)(*inputs, **named)
 
 
 def variant_of(

@@ -14,13 +14,14 @@ from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import EVERYWHERE, Block, Reach, block_mask, masks_by_layer
+from lade.common.trial import Trial
 from lade.compat import CacheLayer
 from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
 from lade.drafting.likeliest import likeliest
-from lade.forward.race import Race, Sampling
-from lade.kernels import pack_mask
+from lade.forward.cuda.kernel import pack_mask
 from lade.transfer import HOST, Landing, Parcel
 from lade.verification.logits import LogitsDigest, best_on_device
+from lade.verification.race import Race, Sampling
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
@@ -102,7 +103,7 @@ def masks_of(
 
 
 def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERYWHERE) -> Tensor:
-    """The mask in the packed form of `lade.kernels.packed_mask`.
+    """The mask in the packed form of `lade.forward.cuda.kernel.packed_mask`.
 
     padding: [B] padding slots before each row's first token, None when there are none.
     """
@@ -155,7 +156,7 @@ class StaticInputs:
         self._has_begun = False  # whether the padding is the present call's
         self.cache = static_view(cache, self.slots)
         self.replay: Callable[[], Outputs] | None = None  # replays the CUDA graph that reads these inputs
-        self.checks_left = NUM_CHECKS  # replays of that graph still to be compared
+        self.trial = Trial(NUM_CHECKS)  # of that graph
         self.choices: dict[Sampling, Any] = {}  # a `StaticChoice` for each kind of sampling, most recently used last
         self._landing: Landing | None = None
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.kernels.packed_mask import is_packed, left_padding, pack_mask, unpack_mask
-from lade.kernels.reference import reference_block_attention
-from lade.kernels.self_check import checked, kernel_problem
+from lade.forward.cuda.kernel.packed_mask import is_packed, left_padding, pack_mask, unpack_mask
+from lade.forward.cuda.kernel.reference import reference_block_attention
+from lade.forward.cuda.kernel.self_check import checked, kernel_problem
 
 __all__ = [
     "block_attention",
@@ -107,7 +107,7 @@ def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Te
     has_kernel = has_kernel and max(keys.shape[3], values.shape[3]) <= MAX_HEAD_DIM
     if not (query.is_cuda and has_kernel and is_available()):
         return None
-    from lade.kernels.triton_attention import triton_block_attention
+    from lade.forward.cuda.kernel.triton_attention import triton_block_attention
 
     return triton_block_attention
 

@@ -1,0 +1,1 @@
+"""Blocks on a CPU: packed weights, and attention without repeated keys and values."""

@@ -1,0 +1,464 @@
+"""Linear layers that multiply with weights laid out once for oneDNN, on a CPU.
+
+torch's own product of a few rows reorders the weight in each call, or multiplies in an unsuitable layout. With weights
+reordered once, a block of guesses costs little more than reading them. The user's model is not changed: blocks run on a
+weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, and the prompt runs on the model itself.
+
+A model is packed while it decodes, a share of its weights before each step, once calls are long enough to pay for it.
+The copies are shared by its calls and freed with it. Before each call that uses them, checksums show whether the
+weights have changed since: a write through `weight.data`, such as merging an adapter, changes neither the address nor
+the version counter of a parameter.
+
+Source: the operators that torch.compile's freezing uses, `mkldnn::_reorder_linear_weight` and
+`mkldnn::_linear_pointwise`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from math import gcd, inf
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from lade.common.notices import notify
+from lade.common.trial import Trial
+from lade.compat import HOOKS
+from lade.forward.base import BlockCall
+from lade.forward.cpu.free_memory import free_bytes
+from lade.models.base import ModelAdapter
+from lade.state import PerModel
+from lade.tolerance import largest_difference, largest_value
+
+# The fewest elements of a weight that pay by dtype, and the fewest rows of an input. In float32 torch's product of
+# one row is as fast as a packed one, and it depends on the machine whether weights below two million elements gain.
+LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
+SMALL_ELEMENTS = 3 << 15  # if they do: below this, calling oneDNN costs more than it gains
+LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 2}
+MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would need a comparison
+PACKED_FOR = 16  # rows that the layout is chosen for
+# New tokens that calls must have generated or asked for before their model is packed, which costs about ten plain
+# steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
+TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
+FIRST_STEPS = 8  # generated before: an answer that ends at once does not pay for packing
+PORTIONS = 8  # steps over which packing is spread
+LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
+LARGE_BYTES = 1 << 29  # of copies whose making is said
+# The share of free memory that the copies may take.
+COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
+# A product is compared on random inputs until so many elements have been seen, but not more often than this. In
+# float32 so many of its columns are enough.
+COMPARED_ELEMENTS, MOST_COMPARISONS, COMPARED_COLUMNS = 1 << 15, 64, 512
+# Relative to the largest element. A bfloat16 product without widening must have the same bits.
+PRODUCT_TOLERANCE, WIDENED_TOLERANCE = 1e-5, 1e-2
+MOST_SUMMED = 511  # words of 8 bytes that go into one checksum
+
+
+def multiply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """input @ weight.T + bias. input: [..., K]. packed: of `pack`. Returns [..., N]."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+    return product
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight [N, K] in oneDNN's opaque layout."""
+    with torch.inference_mode(False), torch.no_grad():  # other calls may be in another mode
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR)
+    return packed
+
+
+@dataclass(slots=True)
+class PackedWeight:
+    """The packed copy of a weight, and what reveals a change of it.
+
+    Without references to the weight, even weak ones, with which `torch.utils.swap_tensors` refuses to work.
+    """
+
+    identity: Hashable = None
+    checksums: Tensor | None = None
+    packed: Tensor | None = None  # None if it was not made yet, or memory was short
+    num_bytes: int = 0  # of the copy
+
+    def fill(self, weight: Tensor, widens: bool) -> None:
+        """Copy a weight. widens: in float32."""
+        self.identity, self.checksums = identity(weight), checksums(weight)
+        self.packed = pack(weight.detach().float() if widens else weight)
+        self.num_bytes = weight.nbytes * (2 if widens else 1)
+
+    def is_current(self, weight: Tensor) -> bool:
+        """Whether a weight is unchanged since it was packed; also True if it was not packed."""
+        if self.packed is None or self.checksums is None:
+            return True
+        return identity(weight) == self.identity and torch.equal(checksums(weight), self.checksums)
+
+
+Copies = dict[int, PackedWeight]  # by the weights' ids
+
+
+@dataclass
+class ModelCopies:
+    """What the calls of a model share."""
+
+    copies: Copies = field(default_factory=dict)
+    trial: Trial = field(default_factory=Trial)
+    num_generated: int = 0  # tokens since the weights last changed
+    num_changes: int = 0  # times that weights were found changed
+    is_planned: bool = False  # whether calls have gone through all weights
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def drop(self) -> None:
+        """Free the copies once no call uses them."""
+        with self.lock:
+            self.copies, self.is_planned = {}, False
+
+    def drop_changed(self, weights: Sequence[nn.Parameter]) -> None:
+        """Keep the copies of these weights in their present state, and places for those that are missing."""
+        with self.lock:
+            known = {id(weight): self.copies[id(weight)] for weight in weights if id(weight) in self.copies}
+            kept = {
+                id(weight): copy for weight in weights if (copy := known.get(id(weight))) and copy.is_current(weight)
+            }
+            if len(kept) < len(known):
+                self.num_changes, self.num_generated, self.is_planned = self.num_changes + 1, 0, False
+            self.copies = {id(weight): kept.get(id(weight)) or PackedWeight() for weight in weights}
+
+
+_copies: PerModel[ModelCopies] = PerModel(ModelCopies)
+
+
+def copies_of(model: Any) -> ModelCopies:
+    return _copies.of(model)
+
+
+def held_bytes() -> tuple[int, int]:
+    """The number of weights that this process has packed, over all models, and the bytes of their copies."""
+    copies = [copy for shared in _copies.all() for copy in list(shared.copies.values()) if copy.packed is not None]
+    return len(copies), sum(copy.num_bytes for copy in copies)
+
+
+class Packing:
+    """The packed weights of one call."""
+
+    def __init__(self, call: BlockCall, weights: list[nn.Parameter], is_asked: bool, widens: bool) -> None:
+        """weights: to pack, largest first. is_asked: at once, whatever the call's length. widens: copies in float32."""
+        self.call, self.weights, self.is_asked, self.widens = call, weights, is_asked, widens
+        self.is_exact, self.dtype = call.adapter.is_exact, call.adapter.dtype
+        self.shared = copies_of(call.adapter.model)
+        self.seconds = 0.0  # spent on packing and comparing in the latest step
+        self._num_steps, self._num_done = 0, 0
+        self._room: float | None = None  # bytes that the copies may still take; None if not asked yet
+        self._num_refused = 0
+        self.shared.drop_changed(weights)
+        self.copies = dict(self.shared.copies)
+        if is_asked or self.shared.is_planned:
+            self._pack(inf)
+
+    @property
+    def counts_as_packed(self) -> bool:
+        """Whether steps cost what they do with packed weights.
+
+        In half precision the text must not depend on the free memory, so nor may the costs.
+        """
+        return self.shared.is_planned and (
+            not self.is_exact or any(copy.packed is not None for copy in self.copies.values())
+        )
+
+    @property
+    def is_typical(self) -> bool:
+        """Whether the latest step's time may be learned as that of its kind."""
+        return self.is_exact or not self._num_refused
+
+    def begin_step(self) -> None:
+        """Pack a share of the weights before a step, if calls are long enough to pay for it.
+
+        How many depends on the number of steps alone, not on a clock.
+        """
+        self.seconds, self._num_steps = 0.0, self._num_steps + 1
+        shared = self.shared
+        least = TOKENS_BEFORE_PACKING << min(shared.num_changes, MOST_DOUBLINGS)
+        num_generated = shared.num_generated + self._num_steps
+        is_due = num_generated > FIRST_STEPS and shared.num_generated + self.call.num_new >= least
+        if is_due and self._num_done < len(self.weights):
+            self._pack(sum(weight.nbytes for weight in self.weights) // PORTIONS)
+
+    def _pack(self, portion: float) -> None:
+        """Pack the next weights, of `portion` bytes or a little more, as far as memory allows."""
+        began = perf_counter()
+        while portion > 0 and self._num_done < len(self.weights):
+            weight = self.weights[self._num_done]
+            copy, num_bytes = self.copies[id(weight)], weight.nbytes * (2 if self.widens else 1)
+            portion, self._num_done = portion - weight.nbytes, self._num_done + 1
+            if copy.packed is not None:
+                continue
+            if self._room is None:
+                self._room = self._free_room()
+            if num_bytes > self._room:
+                self._num_refused += 1
+                continue
+            with self.shared.lock:
+                copy.fill(weight, self.widens)
+            self._room -= num_bytes
+        if self._num_done == len(self.weights):
+            self.shared.is_planned = True
+        self.seconds += perf_counter() - began
+
+    def _free_room(self) -> float:
+        """Bytes that the copies may take."""
+        free = free_bytes()
+        missing = sum(weight.nbytes for weight in self.weights if self.copies[id(weight)].packed is None)
+        room = inf if free is None else free * (LARGEST_SHARE if self.is_asked else COMFORTABLE_SHARE)
+        if free is None and not self.is_asked and missing:
+            self._note("how much memory is free is not known (PACK=1 packs all the same)")
+            return 0.0
+        missing *= 2 if self.widens else 1
+        if LARGE_BYTES <= missing <= room:
+            size = f"{missing / 1e9:.1f} GB of weights{' in float32' if self.widens else ''}"
+            notify("packing %s, once per model (PACK=0 switches it off, LADE_QUIET=1 this line)", size)
+        return room
+
+    def _note(self, reason: str) -> None:
+        self.call.stats.reasons.setdefault("packed", reason)
+
+    def close(self, num_generated: int) -> None:
+        """Record what was packed and why not more. num_generated: tokens of the call."""
+        shared, stats = self.shared, self.call.stats
+        with shared.lock:
+            shared.num_generated += num_generated
+        used = [copy for copy in self.copies.values() if copy.packed is not None]
+        stats.packed_weights, stats.packed_bytes = len(used), sum(copy.num_bytes for copy in used)
+        if self._num_refused:
+            free = (free_bytes() or 0) >> 20
+            self._note(
+                f"{self._num_refused} weights are not packed: too little of the {free} MiB of free memory would be left"
+            )
+        if not shared.is_planned:
+            self._note(f"packing pays from {TOKENS_BEFORE_PACKING} generated tokens on, and takes some steps")
+        if shared.trial.refusal:
+            self._note(shared.trial.refusal)
+
+    def is_same(self, found: Tensor, expected: Tensor) -> bool:
+        """Bit for bit in half precision, within rounding in float32, or where products are widened.
+
+        So in half precision no text depends on whether there was memory to pack.
+        """
+        if self.is_exact or self.widens:
+            bound = PRODUCT_TOLERANCE if self.is_exact else WIDENED_TOLERANCE
+            return largest_difference(found.float(), expected.float()) <= bound * largest_value(expected.float())
+        return torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+class PackedLinear(nn.Linear):
+    """Replaces an `nn.Linear` in a shadow model."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., K]. Returns [..., N]."""
+        packing: Packing = self.__dict__["packing"]
+        copy: PackedWeight = self.__dict__["copy"]
+        if copy.packed is None or not self._is_served(input, packing, copy.packed):
+            return linear(input, self.weight, self.bias)
+        return self._product(input, packing, copy.packed)
+
+    def _product(self, input: Tensor, packing: Packing, packed: Tensor) -> Tensor:
+        if not packing.widens:
+            return multiply(input, packed, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return multiply(input.float(), packed, bias).to(input.dtype)
+
+    def _is_served(self, input: Tensor, packing: Packing, packed: Tensor) -> bool:
+        """Whether the packed product of such an input may replace torch's. Compared at the first use of a shape."""
+        num_rows = input.numel() // max(1, self.in_features)
+        least = 1 if packing.widens else LEAST_ROWS[packing.dtype]
+        if not least <= num_rows <= MOST_ROWS or input.dtype != packing.dtype or input.shape[-1] != self.in_features:
+            return False
+        if not input.is_contiguous():  # torch then rounds before it adds a bias
+            return False
+        settings = (packing.dtype, packing.is_exact, torch.get_num_threads())
+        kind = (num_rows, self.in_features, self.out_features, self.bias is not None, input.dim(), *settings)
+        trial = packing.shared.trial
+        if not trial.is_over(kind) and kind not in trial.reasons:
+            began = perf_counter()
+            trial.reason(kind, functools.partial(self._difference, input.shape, packing, packed))
+            packing.seconds += perf_counter() - began
+        return kind not in trial.reasons
+
+    def _difference(self, shape: torch.Size, packing: Packing, packed: Tensor) -> str | None:
+        """How the packed product of random inputs differs from torch's, as a sentence; None if it does not."""
+        numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
+        columns = COMPARED_COLUMNS if packing.is_exact or packing.widens else self.out_features
+        bias = None if self.bias is None else self.bias[:columns]
+        num_elements = shape[:-1].numel() * min(columns, self.out_features)
+        for _ in range(min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
+            input = torch.randn(shape, generator=numbers).to(packing.dtype)
+            found = self._product(input, packing, packed)[..., :columns]
+            if not packing.is_same(found.contiguous(), linear(input, self.weight[:columns], bias)):
+                sizes = f"{shape[:-1].numel()} x {shape[-1]} by {shape[-1]} x {self.out_features}"
+                how = "is not within rounding of" if packing.is_exact or packing.widens else "differs in its bits from"
+                return f"the packed product of {sizes} in {str(packing.dtype)[6:]} {how} torch's own, which ran instead"
+        return None
+
+
+def identity(weight: Tensor) -> Hashable:
+    """A value that changes when a weight is replaced, moved, or written to in a way that autograd notices."""
+    version = None if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.shape, weight.stride()
+
+
+def checksums(weight: Tensor) -> Tensor:
+    """Sums of a weight's bits, [n]: a change of one element always shows, and rows or columns that change places do."""
+    flat = weight.detach().flatten()
+    row_bytes = weight.shape[1] * weight.element_size()
+    start = weight.storage_offset() * weight.element_size()
+    kinds = (torch.int64, torch.int32, torch.int16)
+    words = flat.view(next(kind for kind in kinds if row_bytes % kind.itemsize == start % kind.itemsize == 0))
+    # Pieces shorter than a row that end elsewhere in each row: whole rows would not show exchanged columns.
+    row_words = len(words) // len(weight)
+    # With no more words than the weight has rows, some piece ends at each place of a row.
+    most = max(1, min(row_words - 1, MOST_SUMMED, len(weight)))
+    length = next(n for n in range(most, 0, -1) if gcd(n, row_words) == 1)
+    end = len(words) // length * length
+    sums = words[:end].view(-1, length).sum(1, dtype=torch.int64)
+    return torch.cat([sums, words[end:].sum(0, keepdim=True, dtype=torch.int64)])
+
+
+def begin_packing(call: BlockCall) -> Packing | None:
+    """The packed weights of a call if PACK asks for them or, on a CPU, is automatic; None with the reason recorded."""
+    config, adapter = call.config, call.adapter
+    is_asked = config.pack is True
+    if config.pack is False:
+        return None
+    reason = packing_reason(adapter)
+    if reason is not None:
+        copies_of(adapter.model).drop()
+    elif config.num_workers > 1 and not is_asked:
+        reason = "each of several processes would keep a copy (PACK=1 does)"
+    elif call.num_new < LEAST_NEW_TOKENS and not is_asked:
+        reason = f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights"
+    weights = weights_to_pack(adapter) if reason is None else []
+    if not weights:
+        call.stats.reasons["packed"] = reason or "the model has no linear layers that gain by it"
+        return None
+    return Packing(call, weights, is_asked, widens=needs_widening(adapter.dtype))
+
+
+def packing_reason(adapter: ModelAdapter) -> str | None:
+    """Why no weights of a model can be packed, as a sentence; None if some can.
+
+    Does not depend on how busy the machine is.
+    """
+    code, dtype = adapter.code, adapter.dtype
+    if any(part.device.type != "cpu" for part in adapter.model.parameters()):
+        return "weights are packed for a CPU, and this model is not on one"
+    if dtype not in LEAST_ELEMENTS:
+        return f"weights are packed in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
+    error = packing_error(torch.float32 if needs_widening(dtype) else dtype)
+    if error is not None:
+        return error
+    if dtype == torch.float32 and not adapter.is_exact:
+        return "float32 products are computed in less than float32"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast chooses the dtype of each product"
+    if code.is_patched or code.is_hooked:
+        return "packed weights need changed modules of the model, which is dispatched, patched or has hooks"
+    if code.classes or code.functions or not code.has_plain_weights:
+        return "the model has code or weights that are not torch's and transformers' own"
+    if (adapter.model.tp_size or 1) > 1:
+        return "the model is split over several processes"
+    return None
+
+
+def needs_widening(dtype: torch.dtype) -> bool:
+    """Whether packed products of a dtype are computed in float32 and rounded once: where oneDNN has none for bfloat16.
+
+    torch's own products of several rows are slow there, too: 16 rows take as long as 9 single ones.
+    """
+    return dtype == torch.bfloat16 and packing_error(dtype) is not None and packing_error(torch.float32) is None
+
+
+def packing_error(dtype: torch.dtype) -> str | None:
+    """Why oneDNN cannot multiply packed weights of a dtype here, as a sentence; None if it can."""
+    operators = ("_linear_pointwise", "_reorder_linear_weight")
+    is_there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
+    if not is_there or not torch._C._get_mkldnn_enabled():
+        return "oneDNN is not in this build of torch, or is switched off"
+    return _error_of_product(dtype)
+
+
+@functools.cache
+def _error_of_product(dtype: torch.dtype) -> str | None:
+    """`packing_error`, tried out: in half precision it depends on the processor, and by which rule on torch."""
+    with torch.inference_mode():
+        weight = torch.zeros((PACKED_FOR, PACKED_FOR), dtype=dtype, device="cpu")
+        try:
+            multiply(weight, pack(weight), None)
+        except RuntimeError as error:
+            name = str(dtype).removeprefix("torch.")
+            return f"oneDNN does not multiply packed {name} weights on this processor ({str(error).splitlines()[0]})"
+    return None
+
+
+@functools.cache
+def small_products_pay() -> bool:
+    """Whether packed products of a few rows with small float32 weights are faster here than torch's own, by a tenth.
+
+    Timed once per process, on weights that do not stay in a core's own caches, as those of a model do not: torch uses
+    another library than oneDNN, which is slow on some processors.
+    """
+    with torch.inference_mode():
+        input = torch.full((8, 512), 0.5, dtype=torch.float32, device="cpu")
+        weights = [torch.full((1536, 512), 0.5, dtype=torch.float32, device="cpu") for _ in range(4)]
+        copies = [pack(weight) for weight in weights]
+        seconds: dict[str, list[float]] = {"torch": [], "packed": []}
+        for _ in range(5):
+            began = perf_counter()
+            for weight in weights:
+                linear(input, weight)
+            between = perf_counter()
+            for copy in copies:
+                multiply(input, copy, None)
+            seconds["torch"].append(between - began)
+            seconds["packed"].append(perf_counter() - between)
+    return min(seconds["packed"]) < 0.9 * min(seconds["torch"])
+
+
+def least_elements(dtype: torch.dtype) -> int:
+    """The fewest elements of a weight that pays."""
+    if dtype == torch.float32 and small_products_pay():
+        return SMALL_ELEMENTS
+    return LEAST_ELEMENTS[dtype]
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is an unchanged torch Linear with a weight that pays."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer) or any(vars(layer)[name] for name in HOOKS):
+        return False
+    weight, bias = layer.weight, layer.bias
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype in LEAST_ELEMENTS
+        and weight.numel() >= least_elements(weight.dtype)
+        and weight.is_contiguous()
+        and (bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))
+    )
+
+
+def weights_to_pack(adapter: ModelAdapter) -> list[nn.Parameter]:
+    """The weights of layers that blocks use, largest first, without those for images."""
+    roots = (adapter.model.get_decoder(), adapter.model.get_output_embeddings())
+    layers: Any = [part for root in roots if root is not None for part in root.modules() if is_plain(part)]
+    weights = {id(layer.weight): layer.weight for layer in layers}
+    return sorted(weights.values(), key=lambda weight: -weight.nbytes)
+
+
+def pack_layers(shadow: nn.Module, packing: Packing) -> None:
+    """Let the layers of a shadow model multiply with a call's copies, once they are made."""
+    for layer in shadow.modules():
+        copy = packing.copies.get(id(layer.weight)) if is_plain(layer) else None
+        if copy is not None:
+            layer.__class__ = PackedLinear
+            vars(layer).update(packing=packing, copy=copy)

@@ -1,0 +1,46 @@
+"""What a GPU has shown: until `benchmarks/gpu_check.py` has passed on a machine, "auto" uses neither graphs nor kernel.
+
+The check stores its result in the cache folder, for this GPU and these versions of torch and lade.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from lade.common.cache_folder import folder
+
+UNPROVEN = "it has not been checked on this GPU: python benchmarks/gpu_check.py does so, and switches it on"
+
+
+def is_proven(device: torch.device, what: str) -> bool:
+    """Whether the check has passed on this GPU with these versions. what: "graph" or "kernel"."""
+    path = path_of(device)
+    try:
+        return path is not None and json.loads(path.read_text(encoding="utf-8"))[what] is True
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def store_proof(device: torch.device, has_passed: dict[str, bool]) -> Path | None:
+    """Record what has passed, by "graph" and "kernel". Returns the file; None where none can be written."""
+    path = path_of(device)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"gpu": name_of(device)} | has_passed), encoding="utf-8")
+    return path
+
+
+def name_of(device: torch.device) -> str:
+    from lade import __version__
+
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{gpu}; torch {torch.__version__}; lade {__version__}"
+
+
+def path_of(device: torch.device) -> Path | None:
+    found = folder()
+    return None if found is None else found / f"gpu-{hashlib.sha256(name_of(device).encode()).hexdigest()[:24]}.json"
