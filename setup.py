@@ -4,7 +4,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "lade/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
+VERSION = re.search(r'^VERSION = "(.+)"$', (ROOT / "lade/common/version.py").read_text(encoding="utf-8"), re.MULTILINE)[
+    1
+]
 
 TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "accelerate>=1.0", "prompt_toolkit"]
 # What tests/test_clients.py tries; with constraints for torch and transformers, or some of these choose others.

@@ -25,8 +25,8 @@ import lade
 from lade import decoding, stats
 from lade.block import kv_cache, layout
 from lade.config import current_config
-from lade.forward import runner
-from lade.forward import static_shapes as fixed
+from lade.forward import base as forward
+from lade.forward.cuda import static_shapes as fixed
 from lade.models import base
 from lade.verification import selection as rules
 
@@ -44,7 +44,7 @@ def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
     for name in ("tokens", "offsets_and_visibility"):
         yield layout.BlockLayout, name, "lay out"
     # What it does around the model's own forward: masks, slots.
-    yield runner.BlockRunner, "forward", "lay out"
+    yield forward.ForwardPath, "forward", "lay out"
     yield base.ModelAdapter, "ordinary_forward", "forward"
     yield fixed.StaticForward, "call", "forward"
     yield fixed.StaticForward, "replay", "forward"
@@ -153,21 +153,15 @@ def set_up_forward(args: argparse.Namespace) -> None:
 
 def reasons(found: stats.GenerationStats) -> set[str]:
     """Why blocks did not go through the forward that was asked for, or that lade would have chosen."""
-    reasons = (
-        found.kernel_reason,
-        found.compile_reason,
-        found.cuda_graph_reason,
-        found.packing_reason,
-    )
-    return {reason for reason in reasons if reason}
+    return set(found.reasons.values())
 
 
 def broken_wishes(found: stats.GenerationStats) -> set[str]:
     """The same without what was left to lade, and without single products of packed weights that were torch's own."""
     config = current_config()
-    left = {found.kernel_reason} if config.use_flash is None else set()
-    left |= {found.cuda_graph_reason} if config.cuda_graph is None else set()
-    left |= {found.packing_reason} if config.pack is None or found.packed_weights else set()
+    left = {found.reasons.get("kernel")} if config.use_flash is None else set()
+    left |= {found.reasons.get("graph")} if config.cuda_graph is None else set()
+    left |= {found.reasons.get("packed")} if config.pack is None or found.packed_weights else set()
     return reasons(found) - left
 
 

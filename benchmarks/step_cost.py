@@ -28,9 +28,7 @@ import lade
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block
 from lade.config import current_config
-from lade.forward.choice import choose_forward
-from lade.forward.runner import BlockRunner
-from lade.forward.cuda.kernel import kernel_problem
+from lade.forward.base import BlockCall, ForwardPath, path_for
 from lade.models import ModelAdapter, adapter_for
 from lade.stats import GenerationStats
 from lade.transfer import HOST
@@ -61,10 +59,10 @@ def make_block(adapter: ModelAdapter, cache: LookaheadCache, num_tokens: int, ba
     )
 
 
-def filled_cache(runner: BlockRunner, context: int, room: int, batch_size: int) -> LookaheadCache:
+def filled_cache(path: ForwardPath, context: int, room: int, batch_size: int) -> LookaheadCache:
     """A cache with `context` committed random tokens in each row, and room for a block."""
-    adapter = runner.adapter
-    cache, device = runner.make_cache(context + room), adapter.model.device
+    adapter = path.adapter
+    cache, device = path.replacement_cache(context + room), adapter.model.device
     numbers = torch.Generator().manual_seed(1)
     ids = torch.randint(3, adapter.num_tokens, (batch_size, context), generator=numbers).to(device)
     for start in range(0, context, PREFILL_CHUNK):
@@ -109,22 +107,25 @@ def forward_costs(
     print(f"{'context':>8} {'q':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'to q=1':>8} {'to plain':>9}")
     for context in args.contexts:
         adapter = adapter_for(model)
-        runner, told = BlockRunner(adapter), GenerationStats()
-        choose_forward(runner, current_config(), told, None, args.max_new_tokens, ())
-        cache = filled_cache(runner, context, max(args.tokens), args.batch)
+        told, num_slots = GenerationStats(), context + max(args.tokens)
+        call = BlockCall(
+            adapter=adapter, config=current_config(), stats=told, device=model.device, num_rows=args.batch,
+            num_new=args.max_new_tokens, num_slots=num_slots,
+        )  # fmt: skip
+        path = path_for(call)
+        cache = filled_cache(path, context, max(args.tokens), args.batch)
         first = None
         for num_tokens in args.tokens:
             block = make_block(adapter, cache, num_tokens, args.batch)
             started = time.perf_counter()
-            runner.forward(block, cache)
+            path.forward(block, cache)
             synchronize()
             first_call = time.perf_counter() - started  # compiles, captures and compares, where that is due
             # One token on the model as it is, as plain generate() computes it, measured next to the block.
             one = make_block(adapter, cache, 1, args.batch).to(model.device)
-            forwards = partial(runner.forward, block, cache), partial(adapter.forward_block, one, cache)
+            forwards = partial(path.forward, block, cache), partial(adapter.forward_block, one, cache)
             times, plain = milliseconds(forwards, synchronize, args.trials)
-            if runner.uses_kernel:  # it fails in its first call, and plain torch serves in its place
-                told.kernel_reason = kernel_problem(model.device, adapter.dtype)
+            path.close(0)  # the kernel may have failed in its first call, and plain torch served in its place
             to_plain = round(times["median"] / plain["median"], 3)
             if parts.broken_wishes(told):
                 raise SystemExit(f"blocks cannot go through the model as asked for: {min(parts.broken_wishes(told))}")

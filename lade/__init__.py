@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lade.common.version import VERSION
 from lade.compat import require_names
 from lade.config import LookaheadConfig, config_lade, current_config
 from lade.stats import GenerationStats, last_stats, log_history, save_log
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from lade.preparation import warmup
     from lade.switch import enabled, generate
 
-__version__ = "0.2.0"
+__version__ = VERSION
 
 __all__ = [
     "GenerationStats",

@@ -20,11 +20,10 @@ from lade.compat import CACHE_NAMES, CALLERS_CACHE_MARK, require_names, warn_if_
 from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
 from lade.eligibility import QUIET, TOO_SHORT, adapter_or_reason, is_short
-from lade.parallel.communicator import is_leader
-from lade.parallel.group import SingleProcess, process_group_for
 from lade.request import Request
 from lade.state import forget_all
 from lade.stats import GenerationStats, open_stats, recording
+from lade.verification.single_process import SingleProcess, is_leader, process_group_for
 
 logger = logging.getLogger("lade")
 

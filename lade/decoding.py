@@ -15,15 +15,13 @@ from torch import Tensor
 from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
-from lade.block.token_tree import TokenTree
+from lade.block.token_tree import BlockPart, TokenTree
 from lade.compat import CACHE_NAME
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.drafting.step_costs import StepCosts
 from lade.forward.base import BlockCall, path_for
 from lade.models.base import ModelAdapter, prompt_key_mask
-from lade.parallel.group import SingleProcess
-from lade.parallel.partition import BlockPart
 from lade.request import Request
 from lade.spoiled import find_nan_column
 from lade.stats import GenerationStats
@@ -31,6 +29,7 @@ from lade.transfer import HOST, to_device, wait_for
 from lade.verification.logits import BlockLogits, best_tokens
 from lade.verification.race import RacedSelection
 from lade.verification.selection import Accepted, PerRowSelection, selection_for
+from lade.verification.single_process import SingleProcess
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
 

@@ -19,9 +19,9 @@ from lade.decoding import FIRST_CAPACITY
 from lade.drafting import Draft, Drafter, DraftRequest, drafts_from
 from lade.drafting.base import ROOT_ALONE
 from lade.drafting.step_costs import SIZES
+from lade.forward.base import can_capture
 from lade.forward.cpu.packed import copies_of
 from lade.forward.cuda.proof import is_proven
-from lade.forward.cuda.static_shapes import can_capture
 from lade.state import keeping_state
 from lade.stats import GenerationStats, last_stats
 from lade.verification.draws import keeping_generators

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -20,7 +21,6 @@ from lade.compat import (
     require_names,
 )
 from lade.config import apply_environment, current_config, switched
-from lade.parallel.communicator import num_processes
 from lade.stats import has_open_stats, recording
 
 INSTEAD = "call generate() inside `with lade.enabled():` instead"
@@ -108,7 +108,8 @@ def _refuse(model: PreTrainedModel, generation_config: Any, call: dict[str, Any]
         raise ValueError(f"custom_generate=lade.generate is for greedy decoding and sampling, got a request for {mode}")
     dropped = [name for name in ("streamer", "synced_gpus") if call and call[name]]
     is_divided = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-    if is_divided and num_processes() > 1:  # generate() sets synced_gpus itself then
+    is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if is_divided and is_shared and torch.distributed.get_world_size() > 1:  # generate() sets synced_gpus itself then
         dropped.append("synced_gpus")
     if dropped:
         raise ValueError(f"custom_generate=lade.generate is given no {dropped[0]} by transformers: {INSTEAD}")

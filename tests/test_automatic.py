@@ -14,17 +14,20 @@ from torch.utils._pytree import tree_map
 from transformers import BloomConfig, BloomForCausalLM
 
 import lade
-from lade import decoding, kernels
+from lade import decoding
 from lade.commands.env import lade_lines
 from lade.config import LookaheadConfig, current_config
 from lade.drafting.step_costs import StepCosts
-from lade.forward import buffer_pool as kept
-from lade.forward import choice as forward_choice
-from lade.forward import static_inputs as fixed_inputs
-from lade.forward import static_shapes as fixed
-from lade.forward.choice import largest_head_dim, slow_kernel_reason
-from lade.forward.runner import BlockRunner
+from lade.forward import base as forward_base
+from lade.forward.base import BlockCall, path_for
+from lade.forward.cuda import buffer_pool as kept
+from lade.forward.cuda import kernel as kernels
+from lade.forward.cuda import path as cuda_path
+from lade.forward.cuda import proof
+from lade.forward.cuda import static_inputs as fixed_inputs
+from lade.forward.cuda import static_shapes as fixed
 from lade.forward.cuda.kernel import reference_block_attention, self_check
+from lade.forward.cuda.path import largest_head_dim, slow_kernel_reason
 from lade.models import base
 from lade.state import forget_all
 from lade.stats import GenerationStats
@@ -50,7 +53,7 @@ def automatic(lade_on, monkeypatch):
     lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
     yield
     forget_all()
-    self_check._problems.clear()
+    self_check._trial.__init__()
 
 
 @pytest.fixture
@@ -65,8 +68,8 @@ def kernel(monkeypatch):
 
     served.error = error
     monkeypatch.setattr(kernels, "_kernel_for", lambda *_: served)
-    monkeypatch.setattr(forward_choice, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(forward_choice, "FAST_KERNEL_DTYPES", (F64,))
+    monkeypatch.setattr(cuda_path, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(cuda_path, "FAST_KERNEL_DTYPES", (F64,))
     served.calls = calls
     return served
 
@@ -111,8 +114,8 @@ def test_nothing_changes_on_a_cpu(model, kernel):
     for settings in ({}, {"MODE": "tree"}):
         lade.config_lade(**settings)
         stats = run(model)
-        assert (stats.captured_steps, stats.cuda_graph_reason) == (0, None)
-        assert (stats.used_kernel, stats.kernel_reason) == (False, None)
+        assert (stats.captured_steps, stats.reasons.get("graph")) == (0, None)
+        assert (stats.used_kernel, stats.reasons.get("kernel")) == (False, None)
     assert not kernel.calls
     assert not kept_buffers(model)
 
@@ -125,19 +128,41 @@ def test_captures_by_itself(settings, model, on_cuda):
     lade.config_lade(**settings)
     stats = run(model)
     assert stats.captured_steps == stats.steps - 1
-    assert stats.cuda_graph_reason is None
+    assert stats.reasons.get("graph") is None
     assert len(on_cuda) == 1
     run(model)
     assert len(on_cuda) == 1
     lade.config_lade(CUDA_GRAPH=0)
     stats = run(model)
-    assert (stats.captured_steps, stats.cuda_graph_reason) == (0, None)
+    assert (stats.captured_steps, stats.reasons.get("graph")) == (0, None)
+
+
+def test_nothing_runs_untried_on_a_gpu(model, on_cuda, kernel, tmp_path, monkeypatch):
+    """Neither graphs nor the kernel before a check has passed on this GPU with these versions; both if asked for."""
+    monkeypatch.setenv("LADE_CACHE", str(tmp_path))
+    for module in (fixed, cuda_path):
+        monkeypatch.setattr(module, "is_proven", proof.is_proven)
+    stats = run(model)
+    assert (stats.captured_steps, stats.used_kernel) == (0, False)
+    assert (stats.reasons["graph"], stats.reasons["kernel"]) == (proof.UNPROVEN, proof.UNPROVEN)
+    path = proof.store_proof(CPU, {"graph": True, "kernel": False})
+    stats = run(model)
+    assert (stats.captured_steps, stats.used_kernel) == (stats.steps - 1, False)
+    path.write_text("damaged")
+    assert run(model).captured_steps == 0
+    proof.store_proof(CPU, {"graph": True, "kernel": True})
+    assert run(model).used_kernel
+    monkeypatch.setattr(proof, "VERSION", "another")
+    assert not run(model).used_kernel
+    lade.config_lade(CUDA_GRAPH=1, USE_FLASH=1)
+    stats = run(model)
+    assert (stats.captured_steps, stats.used_kernel) == (stats.steps - 1, True)
 
 
 def test_not_for_a_short_call(model, on_cuda):
     stats = run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1)
     assert (stats.captured_steps, len(on_cuda)) == (0, 0)
-    assert stats.cuda_graph_reason.startswith("a call for fewer than ")
+    assert stats.reasons.get("graph").startswith("a call for fewer than ")
     lade.config_lade(CUDA_GRAPH=1)
     assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1).captured_steps > 0
 
@@ -160,10 +185,10 @@ def test_not_in_a_long_cache_without_the_kernel(settings, model, on_cuda, kernel
     monkeypatch.setattr(fixed, "MOST_SLOTS_WITHOUT_KERNEL", 256)
     lade.config_lade(**settings, USE_FLASH=0)
     stats = run(model, prompt(300))
-    assert (stats.captured_steps, stats.cuda_graph_reason) == (0, fixed.TOO_MANY_SLOTS)
+    assert (stats.captured_steps, stats.reasons.get("graph")) == (0, fixed.TOO_MANY_SLOTS)
     monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
     stats = run(model, prompt(150), max_new_tokens=150)
-    assert stats.cuda_graph_reason == fixed.TOO_MANY_SLOTS
+    assert stats.reasons.get("graph") == fixed.TOO_MANY_SLOTS
     assert 0 < stats.captured_steps < stats.steps - 1
     lade.config_lade(CUDA_GRAPH=1)
     stats = run(model, prompt(300))
@@ -176,7 +201,7 @@ def test_not_in_a_long_cache_without_the_kernel(settings, model, on_cuda, kernel
 def test_not_where_blocks_have_no_fixed_shapes(on_cuda):
     stats = run(tiny(BloomForCausalLM, BloomConfig))
     assert stats.captured_steps == 0
-    assert stats.cuda_graph_reason == "this family's blocks run on changed modules of the model"
+    assert stats.reasons.get("graph") == "this family's blocks run on changed modules of the model"
 
 
 def test_not_where_another_process_might_fail(on_cuda, monkeypatch):
@@ -185,11 +210,8 @@ def test_not_where_another_process_might_fail(on_cuda, monkeypatch):
     model._tp_size = 2
     assert "several processes" in fixed.graph_refusal(AUTOMATIC, model, 100)
     assert fixed.graph_refusal(replace(AUTOMATIC, cuda_graph=True), model, 100) is None
-    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cuda",))
+    monkeypatch.setattr(forward_base, "GRAPH_DEVICES", ("cuda",))
     assert fixed.graph_refusal(replace(AUTOMATIC, cuda_graph=True), model, 100) == NOT_HERE
-    assert not fixed.asks_for_graphs(AUTOMATIC, CPU)
-    assert fixed.asks_for_graphs(AUTOMATIC, CUDA)
-    assert not fixed.asks_for_graphs(replace(AUTOMATIC, cuda_graph=False), CUDA)
 
 
 def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
@@ -205,7 +227,7 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
     for _ in range(2):
         stats = run(model)
         assert stats.captured_steps == 0
-        assert stats.cuda_graph_reason == "RuntimeError: operation not permitted"
+        assert stats.reasons.get("graph") == "RuntimeError: operation not permitted"
         assert len(tried) == 1
     lade.config_lade(CUDA_GRAPH=1)
     run(model)
@@ -220,7 +242,7 @@ def test_memory_may_be_there_again(on_cuda, monkeypatch):
     model = tiny_llama(num_hidden_layers=1)
     with monkeypatch.context() as patch:
         patch.setattr(fixed, "capture", refuse)
-        assert "out of memory" in run(model).cuda_graph_reason
+        assert "out of memory" in run(model).reasons.get("graph")
     assert run(model).captured_steps > 0
 
 
@@ -245,9 +267,9 @@ def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch
     if good_uses == 1:
         assert torch.equal(found, expected)
         assert stats.captured_steps == 1
-        assert stats.cuda_graph_reason.startswith("the captured forward was off by ")
+        assert stats.reasons.get("graph").startswith("the captured forward was off by ")
     else:  # the control: nobody looks any more, and such a graph would be seen in the text
-        assert stats.cuda_graph_reason is None
+        assert stats.reasons.get("graph") is None
         assert not torch.equal(found, expected)
 
 
@@ -330,14 +352,15 @@ def test_bytes_of_a_cache():
 
 def test_the_kernel_by_itself(model, on_cuda, kernel):
     stats = run(model)
-    assert (stats.used_kernel, stats.kernel_reason) == (True, None)
+    assert (stats.used_kernel, stats.reasons.get("kernel")) == (True, None)
     assert stats.captured_steps == stats.steps - 1
     assert kernel.calls
-    assert set(self_check._problems.values()) == {None}
+    assert self_check._trial._num_passed
+    assert not self_check._trial.reasons
     kernel.calls.clear()
     lade.config_lade(USE_FLASH=0)
     stats = run(model)
-    assert (stats.used_kernel, stats.kernel_reason) == (False, None)
+    assert (stats.used_kernel, stats.reasons.get("kernel")) == (False, None)
     assert not kernel.calls
 
 
@@ -362,24 +385,28 @@ def test_not_the_kernel_by_itself(settings, arguments, reason, on_cuda, kernel):
     stats = lade.last_stats()
     assert stats.fallback_reason is None
     assert not stats.used_kernel
-    assert stats.kernel_reason.startswith(reason)
+    assert stats.reasons.get("kernel").startswith(reason)
     assert not kernel.calls
 
 
-def test_reasons_against_the_kernel(model, kernel, monkeypatch):
+def test_reasons_against_the_kernel(model, kernel, monkeypatch, tmp_path):
     adapter = base.ModelAdapter(model)
+    monkeypatch.setenv("LADE_CACHE", str(tmp_path))
+    assert slow_kernel_reason(adapter, True) == proof.UNPROVEN
+    proof.store_proof(CPU, {"kernel": True, "graph": False})
     assert slow_kernel_reason(adapter, True) is None
     with monkeypatch.context() as patch:
-        patch.setattr(forward_choice, "unavailable_reason", lambda: "triton is not installed")
+        patch.setattr(cuda_path, "unavailable_reason", lambda: "triton is not installed")
         assert slow_kernel_reason(adapter, True) == "triton is not installed"
     with monkeypatch.context() as patch:
-        patch.setattr(forward_choice, "MAX_HEAD_DIM", 8)
+        patch.setattr(cuda_path, "MAX_HEAD_DIM", 8)
         assert slow_kernel_reason(adapter, True) == "the kernel takes heads of up to 8, this model has some of 12"
-    self_check._problems[CPU, F32, ()] = "of another dtype"
+    self_check._trial.reasons[CPU, F32, ()] = "of another dtype"
     assert slow_kernel_reason(adapter, True) is None
-    self_check._problems[CPU, F64, ()] = "of this one"
+    self_check._trial.reasons[CPU, F64, ()] = "of this one"
     assert slow_kernel_reason(adapter, True) == "of this one"
     monkeypatch.undo()
+    monkeypatch.setattr(cuda_path, "is_proven", lambda *_: True)
     assert slow_kernel_reason(adapter, True) == "the kernel is not known to pay in float64"
     assert largest_head_dim(BloomConfig(hidden_size=48, n_head=4)) == 12
     assert largest_head_dim(SimpleNamespace(num_attention_heads=[4, 8])) == 0
@@ -399,13 +426,13 @@ def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monke
         reason = "the kernel was off by " if wrong == wrong else "the kernel returned NaN or infinity"
     stats = run(model)
     assert not stats.used_kernel
-    assert stats.kernel_reason.startswith(reason)
+    assert stats.reasons.get("kernel").startswith(reason)
     assert stats.captured_steps > 0
     num_tried = len(kernel.calls)
-    assert num_tried <= len(self_check._problems)  # once for each kind of call
+    assert num_tried <= num_kinds()  # once for each kind of call
     stats = run(model)
     assert (stats.used_kernel, len(kernel.calls)) == (False, num_tried)
-    assert stats.kernel_reason.startswith(reason)
+    assert stats.reasons.get("kernel").startswith(reason)
     assert stats.captured_steps == stats.steps - 1
 
 
@@ -415,6 +442,11 @@ def test_a_wrong_kernel_would_be_seen(model, on_cuda, kernel, monkeypatch):
     kernel.error.append(1.0)
     expected = generate_plain(model, prompt(), **NEW)
     assert not torch.equal(model.generate(**prompt(), **NEW), expected)
+
+
+def num_kinds():
+    """Kinds of calls of the kernel that were tried."""
+    return len(self_check._trial._num_passed) + len(self_check._trial.reasons)
 
 
 def attention_inputs(dtype=F32, q=5, group=2, dim=16):
@@ -450,7 +482,7 @@ def test_the_capacity_of_a_cache_makes_no_other_kind(kernel):
     for capacity in (64, 50, 35):
         self_check.checked(kernel, query, keys[:, :, :capacity], values[:, :, :capacity], packed, **NAMED)
     self_check.checked(kernel, query, keys.repeat(1, 1, 8, 1), values.repeat(1, 1, 8, 1), packed, **NAMED)
-    assert len(self_check._problems) == 1
+    assert num_kinds() == 1
 
 
 def test_each_kind_of_call_is_tried(kernel):
@@ -467,8 +499,8 @@ def test_each_kind_of_call_is_tried(kernel):
     ]
     for inputs, named in calls * 2:
         assert self_check.checked(kernel, *inputs, **named).isfinite().all()
-    assert len(self_check._problems) == len(calls) - 1
-    assert len(kernel.calls) == 2 * len(calls) + len(self_check._problems)  # and the self-checks
+    assert num_kinds() == len(calls) - 1
+    assert len(kernel.calls) == 2 * len(calls) + num_kinds()  # and the self-checks
 
 
 def test_nothing_is_tried_during_a_capture(kernel, monkeypatch):
@@ -490,12 +522,12 @@ def test_nothing_is_tried_during_a_capture(kernel, monkeypatch):
 
 def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
     """A problem that an earlier call had says nothing about one without the kernel."""
-    self_check._problems[CPU, F64, ()] = "wrong"
+    self_check._trial.reasons[CPU, F64, ()] = "wrong"
     stats = GenerationStats()
-    BlockRunner(base.ModelAdapter(model)).finish(stats)
-    assert stats.kernel_reason is None
+    path_for(BlockCall(adapter=base.ModelAdapter(model), stats=stats, device=CPU)).close(0)
+    assert stats.reasons.get("kernel") is None
     lade.config_lade(USE_FLASH=1)
-    assert run(model).kernel_reason == "wrong"
+    assert run(model).reasons.get("kernel") == "wrong"
 
 
 @pytest.mark.gpu
@@ -507,11 +539,11 @@ def test_on_cuda(mode):
     model = tiny_llama(F32).cuda()
     for seed in range(3):
         stats = run(model, {name: tensor.cuda() for name, tensor in prompt(seed=seed).items()})
-        assert (stats.captured_steps, stats.cuda_graph_reason) == (stats.steps - 1, None)
-        assert stats.kernel_reason == "the kernel is not known to pay in float32"
+        assert (stats.captured_steps, stats.reasons.get("graph")) == (stats.steps - 1, None)
+        assert stats.reasons.get("kernel") == "the kernel is not known to pay in float32"
     model = tiny_llama(BF16).cuda()
     model.generate(**{name: tensor.cuda() for name, tensor in prompt().items()}, **NEW)
     stats = lade.last_stats()
-    assert (stats.captured_steps, stats.cuda_graph_reason) == (stats.steps - 1, None)
-    assert stats.kernel_reason == kernels.unavailable_reason()
+    assert (stats.captured_steps, stats.reasons.get("graph")) == (stats.steps - 1, None)
+    assert stats.reasons.get("kernel") == kernels.unavailable_reason()
     assert stats.used_kernel == kernels.is_available()

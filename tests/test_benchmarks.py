@@ -123,7 +123,7 @@ def test_the_forward_that_is_asked_for(module, monkeypatch):
     parts = module("parts")
     parser = argparse.ArgumentParser()
     parts.add_forward_arguments(parser)
-    found = GenerationStats(kernel_reason="no kernel", cuda_graph_reason="no graph")
+    found = GenerationStats(reasons={"kernel": "no kernel", "graph": "no graph"})
     settings = {
         "": {"USE_FLASH": "auto", "COMPILE": 0, "CUDA_GRAPH": "auto", "PACK": "auto"},
         "--use_flash 0 --cuda_graph 1 --pack 0": {"USE_FLASH": 0, "COMPILE": 0, "CUDA_GRAPH": 1, "PACK": 0},
@@ -146,7 +146,7 @@ def test_the_forward_that_is_asked_for(module, monkeypatch):
 
 @pytest.mark.parametrize(("num_packed", "is_broken"), [(0, True), (43, False)])
 def test_one_product_of_torchs_own_breaks_no_wish_for_packed_weights(num_packed, is_broken, module):
-    found = GenerationStats(packing_reason="a product differs", packed_weights=num_packed)
+    found = GenerationStats(reasons={"packed": "a product differs"}, packed_weights=num_packed)
     with config.temporary_settings(PACK=1):
         assert bool(module("parts").broken_wishes(found)) == is_broken
 

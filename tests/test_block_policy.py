@@ -13,7 +13,7 @@ from lade.drafting.block_policy import BlockMode, BlockModePolicy, EarlyStop, ch
 from lade.drafting.growth import Grower
 from lade.drafting.step_costs import SIZES, StepCosts
 from lade.drafting.tree import TreeDrafter
-from lade.forward.runner import BlockRunner
+from lade.forward.base import ForwardPath
 from lade.verification import draws as noise
 
 
@@ -191,7 +191,7 @@ def clock(monkeypatch, lade_on):
     Returns a list with an entry per search.
     """
     now, searched = [0.0], []
-    forward, search, exponential = BlockRunner.forward, TreeDrafter._grow_all, torch.Tensor.exponential_
+    forward, search, exponential = ForwardPath.forward, TreeDrafter._grow_all, torch.Tensor.exponential_
 
     def slow_exponential(*args, **named):
         now[0] += 0.25
@@ -206,7 +206,7 @@ def clock(monkeypatch, lade_on):
         searched.append(args)
         search(self, *args)
 
-    monkeypatch.setattr(BlockRunner, "forward", slow_forward)
+    monkeypatch.setattr(ForwardPath, "forward", slow_forward)
     monkeypatch.setattr(TreeDrafter, "_grow_all", slow_search)
     monkeypatch.setattr(torch.Tensor, "exponential_", slow_exponential)
     monkeypatch.setattr(recycling, "LONG_MATCH", 100)  # nothing ends a rest early

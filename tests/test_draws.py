@@ -18,9 +18,9 @@ from lade.drafting.coming_draws import ComingDraws, wins
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.tree import TreeDrafter
-from lade.verification.race import RacedSelection
 from lade.verification import draws as noise_module
 from lade.verification.draws import ExponentialDraws
+from lade.verification.race import RacedSelection
 from lade.verification.sequences import TokenSequences
 
 CPU = torch.device("cpu")

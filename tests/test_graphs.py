@@ -10,8 +10,9 @@ from support.static_shapes import both, check
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade
-from lade.forward import graphs as ours
-from lade.forward.cuda.graphs import NotCompiled, capture, free_generator, refuse_waiting, repaired, waits
+from lade.common.trial import NotUsed
+from lade.forward.cuda import graphs as ours
+from lade.forward.cuda.graphs import capture, free_generator, refuse_waiting, repaired, waits
 
 pytestmark = pytest.mark.usefixtures("static_blocks")
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ GOING_ON = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("forward", WAITING.values(), ids=WAITING)
 def test_waiting_is_noticed(forward, mode):
-    with mode(), pytest.raises(NotCompiled, match="makes the host wait for the device"):
+    with mode(), pytest.raises(NotUsed, match="makes the host wait for the device"):
         refuse_waiting(forward, CPU)
 
 
@@ -55,7 +56,7 @@ def test_what_goes_on_without_is_not(forward, mode):
 
 @pytest.mark.parametrize("copy", [lambda: ROW.to("meta"), lambda: torch.empty(4, device="meta").copy_(ROW)])
 def test_copies_from_the_host_are_noticed(copy):
-    with pytest.raises(NotCompiled):
+    with pytest.raises(NotUsed):
         refuse_waiting(copy, torch.device("meta"))
     refuse_waiting(copy, torch.device("xpu"))  # which has no part in it
 
@@ -77,7 +78,7 @@ def test_a_model_that_waits_is_not_captured(graphs):
     model = tiny_llama(num_hidden_layers=1)
     model.model.layers[0].mlp.__class__ = WaitingMLP
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert "makes the host wait" in stats.cuda_graph_reason
+    assert "makes the host wait" in stats.reasons.get("graph")
     assert graphs == []
     model.model.layers[0].mlp.__class__ = LlamaMLP
     check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
@@ -86,7 +87,7 @@ def test_a_model_that_waits_is_not_captured(graphs):
 
 def test_autocast_is_not_captured(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
-    with pytest.raises(NotCompiled, match="autocast"):
+    with pytest.raises(NotUsed, match="autocast"):
         capture(lambda: ROW)
 
 

@@ -12,10 +12,10 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2Fo
 import lade
 from lade.compat import sdpa_attention_forward
 from lade.drafting.step_costs import StepCosts
-from lade.forward import grouped_attention, packed, runner, static_shapes
+from lade.forward.base import BlockCall, path_for
+from lade.forward.cpu import grouped_attention, packed, path
 from lade.forward.cpu.grouped_attention import NAME, can_group, grouped_attention_forward, has_same_bits
-from lade.forward.cpu.packed import packed_weights
-from lade.forward.runner import BlockRunner
+from lade.forward.cpu.packed import copies_of
 from lade.models import adapter_for
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -115,20 +115,18 @@ def test_a_torch_that_rounds_otherwise_is_noticed(monkeypatch):
         assert has_same_bits.__wrapped__(torch.float32) is expected
 
 
-# The runner.
+# The path.
 
 
-def runner_of(model):
-    found = BlockRunner(adapter_for(model))
-    found.use_grouped_attention()
-    return found
+def path_of(model):
+    return path_for(BlockCall(adapter=adapter_for(model), device=torch.device("cpu")))
 
 
 @needs_kernel
 def test_the_users_model_is_unchanged():
     model = tiny_llama()
     before, configs = vars(model).copy(), copy.deepcopy(model.config)
-    blocks = runner_of(model)
+    blocks = path_of(model)
     assert blocks.kind == ("grouped",)
     shadow = blocks.model
     assert {part.config._attn_implementation for part in shadow.modules() if hasattr(part, "config")} == {NAME}
@@ -178,7 +176,7 @@ REFUSED = {
 @needs_kernel
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_models_keep_their_attention(name):
-    blocks = runner_of(REFUSED[name]())
+    blocks = path_of(REFUSED[name]())
     assert blocks.kind == ()
     assert blocks.model is blocks.adapter.model
 
@@ -242,7 +240,7 @@ def test_a_wrong_attention_would_be_seen(lade_on, monkeypatch):
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_with_packed_weights(lade_on, calls, monkeypatch, dtype):
+def test_with_copies_of(lade_on, calls, monkeypatch, dtype):
     """In bfloat16, too, texts and sizes of blocks are those with repeated keys and values."""
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
     torch.manual_seed(0)
@@ -252,26 +250,14 @@ def test_with_packed_weights(lade_on, calls, monkeypatch, dtype):
     lade.config_lade(PACK=1, DETERMINISTIC=1, SHARE=0)
     found = []
     for groups in (False, True):
-        monkeypatch.setattr(runner, "can_group", lambda adapter, groups=groups: groups)
+        monkeypatch.setattr(path, "can_group", lambda adapter, groups=groups: groups)
         text = model.generate(**prompt(), max_new_tokens=NEW, do_sample=False)
         stats = lade.last_stats()
         assert stats.packed_weights == (15 if packed.packing_error(dtype) is None else 0)
         assert bool(calls) == groups
         found.append((text.tolist(), stats.block_tokens))
     assert found[0] == found[1]
-    packed_weights(model).drop()
-
-
-@needs_kernel
-def test_compiled(lade_on, monkeypatch):
-    monkeypatch.setattr(static_shapes, "BACKEND", "eager")
-    model, inputs = tiny_llama(), prompt()
-    expected = generate_plain(model, inputs, max_new_tokens=NEW)
-    lade.config_lade(COMPILE=1)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=NEW), expected)
-    assert lade.last_stats().compile_reason is None
-    assert lade.last_stats().compiled_steps > 0
-    assert {key[-1] for key in static_shapes._compiled.of(model)} == {NAME}
+    copies_of(model).drop()
 
 
 @needs_kernel

@@ -44,6 +44,24 @@ def test_imports_go_down():
                 assert floors[other] < floors[part], f"{name} imports {other}, which is not below it"
 
 
+WINGS = ("forward.cpu", "forward.cuda", "parallel", "commands")
+# What is on top of them, and may know them: where a wing is chosen or prepared.
+ABOVE = ("__init__", "__main__", "preparation")
+
+
+def test_the_spine_imports_no_wing():
+    """Not even for type checkers. A wing is named where it is chosen, and imported when it is used."""
+    for path in ROOT.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if name.startswith(WINGS) or name in ABOVE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            wings = [other for other in found if other.removeprefix("lade.").startswith(WINGS)]
+            assert not wings, f"{name} imports {wings}"
+
+
 def test_no_circles():
     """Within a part, too."""
     found = imports()
@@ -69,7 +87,9 @@ def test_no_print_outside_of_the_summary():
 def test_nothing_else_is_imported():
     """What makes `import lade` cost next to nothing beside transformers; what a function imports does not count."""
     allowed = {"torch", "transformers", "numpy", "packaging", "safetensors", "lade", *sys.stdlib_module_names}
-    for path in set(ROOT.rglob("*.py")) - {ROOT / "kernels" / "triton_attention.py"}:  # imported where triton is there
+    for path in set(ROOT.rglob("*.py")) - {
+        ROOT / "forward" / "cuda" / "kernel" / "triton_attention.py"
+    }:  # imported where triton is there
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -93,6 +113,9 @@ TESTED_IN = {
     "__main__": "launcher",
     "block.mask": "layout",
     "common.cache_folder": "step_costs",
+    "common.notices": "packed",
+    "common.trial": "forward_paths",
+    "common.version": "packaging",
     "commands": "launcher",
     "commands.chat": "chat",
     "commands.detokenize": "chat",
@@ -113,17 +136,17 @@ TESTED_IN = {
     "drafting.top_k_table": "memory",
     "drafting.tree": "drafting",
     "drafting.text": "drafting",
-    "forward.buffer_pool": "static_shapes",
-    "forward.choice": "automatic",
-    "forward.fingerprint": "static_shapes",
-    "forward.free_memory": "packed",
-    "forward.runner": "kernel_interface",
-    "forward.static_inputs": "static_shapes",
-    "kernels.interface": "kernel_interface",
-    "kernels.packed_mask": "kernels",
-    "kernels.reference": "kernels",
-    "kernels.self_check": "automatic",
-    "kernels.triton_attention": "kernels",
+    "forward.base": "forward_paths",
+    "forward.cpu.free_memory": "packed",
+    "forward.cpu.path": "forward_paths",
+    "forward.cuda.buffer_pool": "static_shapes",
+    "forward.cuda.fingerprint": "static_shapes",
+    "forward.cuda.kernel": "kernels",
+    "forward.cuda.kernel.interface": "kernel_interface",
+    "forward.cuda.kernel.self_check": "automatic",
+    "forward.cuda.path": "automatic",
+    "forward.cuda.proof": "automatic",
+    "forward.cuda.static_inputs": "static_shapes",
     "models": "families",
     "models.base": "models",
     "models.compiled": "compiled_models",
@@ -139,8 +162,9 @@ TESTED_IN = {
     "eligibility": "contract",
     "verification.logits": "spoiled",
     "verification.outputs": "contract",
-    "forward.race": "draws",
+    "verification.race": "draws",
     "verification.selection": "contract",
+    "verification.single_process": "parallel",
 }
 
 
@@ -160,6 +184,8 @@ def test_every_module_has_a_test_file():
         "common",
         "drafting",
         "forward",
+        "forward.cpu",
+        "forward.cuda",
         "parallel",
         "verification",
     }

@@ -24,9 +24,9 @@ from transformers.masking_utils import eager_mask
 import lade
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask
-from lade.forward.cuda.static_inputs import packed_block_mask
 from lade.forward.cuda.kernel import interface as ours
 from lade.forward.cuda.kernel import left_padding, pack_mask
+from lade.forward.cuda.static_inputs import packed_block_mask
 from lade.models.shadow import shadow_model
 
 WINDOW = 9
@@ -228,6 +228,6 @@ def test_generate_without_it_where_it_cannot(arguments, reason, lade_on, calls):
     plain = generate_plain(model, inputs, max_new_tokens=12, **arguments)
     found = model.generate(**inputs, max_new_tokens=12, **arguments)
     assert torch.equal(getattr(found, "sequences", found), getattr(plain, "sequences", plain))
-    assert reason in lade.last_stats().kernel_reason
+    assert reason in lade.last_stats().reasons.get("kernel")
     assert lade.last_stats().fallback_reason is None
     assert not calls

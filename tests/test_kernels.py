@@ -20,7 +20,8 @@ import pytest
 import torch
 from support import beside, forked, python
 
-from lade import kernels
+from lade.common.trial import Trial
+from lade.forward.cuda import kernel as kernels
 from lade.forward.cuda.kernel import self_check
 
 LONG = os.environ.get("LADE_LONG_TESTS") == "1"
@@ -179,11 +180,11 @@ def test_kernel_passes_its_self_check(dtype, monkeypatch):
     """Which comes before its use; with another scale it would not."""
     from lade.forward.cuda.kernel.triton_attention import triton_block_attention
 
-    monkeypatch.setattr(self_check, "_problems", {})
+    monkeypatch.setattr(self_check, "_trial", Trial())
     case = Case(7, (65, 3), heads=8, kv_heads=2, window=20, softcap=3.0, has_sinks=True, padding=2, dtype=dtype)
     arguments, expected = make(case, unused=1e3)
     assert_close(self_check.checked(triton_block_attention, **arguments), expected, dtype)
-    assert list(self_check._problems.values()) == [None]
+    assert list(self_check._trial._num_passed.values()) == [1]
     wrong = triton_block_attention(**arguments | {"scale": 1 / 5})
     assert "off by" in self_check.problem_of(wrong, **arguments)
 
@@ -377,7 +378,7 @@ for name in [name for name in sys.modules if name.split(".")[0] == "triton" or n
     del sys.modules[name]
 sys.modules["triton"] = None  # an import of it now raises ImportError
 import torch, lade.forward.cuda.kernel.interface
-from lade import kernels
+from lade.forward.cuda import kernel as kernels
 assert kernels.unavailable_reason().startswith("triton is not installed"), kernels.unavailable_reason()
 x = torch.ones(1, 1, 2, 8)
 packed = kernels.pack_mask(torch.eye(2).bool()[None], torch.tensor([0]))

@@ -17,9 +17,10 @@ from transformers.generation.streamers import BaseStreamer
 import lade
 from lade import decoding
 from lade.block.layout import block_layout
-from lade.drafting import nearest
+from lade.drafting import contexts
 from lade.drafting.coming_draws import ComingDraws
-from lade.forward import static_shapes as fixed
+from lade.forward import base as forward_base
+from lade.forward.cuda import static_shapes as fixed
 from lade.models import base
 from lade.transfer import Landing
 from lade.verification import draws as draws_module
@@ -154,13 +155,13 @@ def test_decoding_in_lockstep(settings, arguments, model, other_device):
 @pytest.mark.parametrize("uses_kernel", [0, 1])
 def test_blocks_of_fixed_shapes(uses_kernel, model, other_device, monkeypatch):
     """What a CUDA graph would capture: the host must not wait in it."""
-    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("meta",))
+    monkeypatch.setattr(forward_base, "GRAPH_DEVICES", ("meta",))
     monkeypatch.setattr(fixed, "capture", lambda forward: forward)
     monkeypatch.setattr(fixed, "numerics", lambda device: ())  # torch knows no autocast for that device
     lade.config_lade(CUDA_GRAPH=1, USE_FLASH=uses_kernel, **LOOKAHEAD)
     for arguments in ({}, {"batch_size": 2, "padding": 5}):
         _, stats = generate(model, do_sample=False, **arguments)
-        assert (stats.cuda_graph_reason, stats.used_kernel) == (None, bool(uses_kernel))
+        assert (stats.reasons.get("graph"), stats.used_kernel) == (None, bool(uses_kernel))
         assert stats.captured_steps == stats.steps - 1
 
 
@@ -195,15 +196,15 @@ def test_a_mask_left_on_the_cpu_is_noticed(model, other_device, monkeypatch):
 
 def test_sampled_behind_a_captured_tree(model, other_device, monkeypatch):
     """By tensors of that device alone. Comparisons need values, which there are none of."""
-    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("meta",))
+    monkeypatch.setattr(forward_base, "GRAPH_DEVICES", ("meta",))
     monkeypatch.setattr(fixed, "capture", lambda forward: forward)
     monkeypatch.setattr(fixed, "numerics", lambda device: ())
     monkeypatch.setattr(fixed, "same_digest", lambda *digests: True)
     monkeypatch.setattr(torch, "equal", lambda *tensors: True)
     monkeypatch.setattr(Landing, "start", lambda self, tensor: self._host.zero_())
     lade.config_lade(MODE="tree", CUDA_GRAPH=1, ADAPTIVE=1)  # no rows by context in so small a model
-    nearest.projection.cache_clear()  # as in a new process: a capture must not wait for the copy to the device
+    contexts.projection.cache_clear()  # as in a new process: a capture must not wait for the copy to the device
     for arguments in ({}, {"batch_size": 2, "padding": 5}):
         _, stats = generate(model, do_sample=True, temperature=0.8, top_k=20, **arguments)
-        assert stats.cuda_graph_reason is None
+        assert stats.reasons.get("graph") is None
         assert stats.captured_steps == stats.steps - 1

@@ -16,10 +16,13 @@ from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForC
 import lade
 from lade import state
 from lade.commands.env import lade_lines
-from lade.forward import free_memory, packed
-from lade.forward.cpu.packed import PackedLinear, checksums, identity, is_current, packed_weights
-from lade.forward.runner import BlockRunner
+from lade.config import LookaheadConfig
+from lade.drafting.step_costs import StepCosts
+from lade.forward.base import BlockCall, path_for
+from lade.forward.cpu import free_memory, packed
+from lade.forward.cpu.packed import PackedLinear, PackedWeight, Packing, checksums, copies_of, identity
 from lade.models import adapter_for
+from lade.models.shadow import shadow_model
 
 pytestmark = pytest.mark.skipif(packed.packing_error(torch.float32) is not None, reason="oneDNN packs nothing here")
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if packed.packing_error(dtype) is None]
@@ -36,9 +39,9 @@ def small(monkeypatch):
 
 @pytest.fixture
 def products(small, monkeypatch):
-    """Packs in every call, and notes (rows, bytes of the result) of each packed product of a model's layers."""
+    """Notes (rows, elements of the result) of each packed product of a model's layers, without those of comparisons."""
     found, inside = [], threading.local()
-    multiply, compare = packed.multiply, packed.Product._compare
+    multiply, compare = packed.multiply, PackedLinear._difference
 
     def watch(input, weight, bias):
         result = multiply(input, weight, bias)
@@ -54,7 +57,7 @@ def products(small, monkeypatch):
             inside.comparing = False
 
     monkeypatch.setattr(packed, "multiply", watch)
-    monkeypatch.setattr(packed.Product, "_compare", watch_compare)
+    monkeypatch.setattr(PackedLinear, "_difference", watch_compare)
     return found
 
 
@@ -75,7 +78,6 @@ def generate(model, inputs, **arguments):
 def test_float32_texts_are_plain_ones(lade_on, products, mode, sampled):
     model = tiny_llama(torch.float32)
     lade.config_lade(MODE=mode, PACK=1)
-    num_saved = 0
     for seed in range(3):
         inputs = prompt(seed=seed)
         torch.manual_seed(seed)
@@ -85,9 +87,7 @@ def test_float32_texts_are_plain_ones(lade_on, products, mode, sampled):
         assert torch.equal(found, expected)
         assert stats.packed_weights == 15  # seven of each of two layers, and the head
         assert stats.packed_bytes == sum(p.numel() * 4 for p in model.parameters() if p.dim() == 2) - 61 * 48 * 4
-        assert stats.packing_reason is None
-        num_saved += stats.generated_tokens - stats.steps
-    assert num_saved or sampled["do_sample"]
+        assert stats.reasons.get("packed") is None
     rows = {rows for rows, _ in products}
     assert max(rows) > 1
     assert 1 not in rows  # in float32 a single row is torch's own product: as fast, and with plain generate()'s bits
@@ -102,7 +102,7 @@ def test_half_precision_texts_do_not_change_by_it(lade_on, products, batch_size,
     inputs, found = prompt(batch_size=batch_size), []
     for free in (0, 1 << 40):
         monkeypatch.setattr(packed, "free_bytes", lambda free=free: free)
-        packed_weights(model).num_asked = packed.TOKENS_BEFORE_PACKING
+        copies_of(model).num_generated = packed.TOKENS_BEFORE_PACKING
         text, stats = generate(model, inputs, do_sample=False)
         assert bool(products) == bool(stats.packed_weights) == bool(free)
         found.append((text.tolist(), stats.block_tokens))
@@ -116,7 +116,7 @@ def test_wrong_products_would_be_seen(lade_on, products, monkeypatch):
     lade.config_lade(PACK=1)
     expected = generate_plain(model, prompt(), max_new_tokens=NEW)
     multiply = packed.multiply
-    monkeypatch.setattr(packed.Product, "_compare", lambda *_: None)
+    monkeypatch.setattr(PackedLinear, "_difference", lambda *_: None)
     monkeypatch.setattr(packed, "multiply", lambda *arguments: -multiply(*arguments))
     found, _ = generate(model, prompt())
     assert not torch.equal(found, expected)
@@ -132,9 +132,9 @@ def test_products_that_differ_are_not_used(lade_on, products, monkeypatch, dtype
     lade.config_lade(PACK=1)
     found, stats = generate(model, prompt())
     assert torch.equal(found, expected)
-    assert (
-        "is not within rounding of" if dtype == torch.float32 else "differs in its bits from"
-    ) in stats.packing_reason
+    assert ("is not within rounding of" if dtype == torch.float32 else "differs in its bits from") in stats.reasons.get(
+        "packed"
+    )
 
 
 def tiny_text(model, **settings):
@@ -142,19 +142,30 @@ def tiny_text(model, **settings):
     return generate(model, prompt())[0]
 
 
-def test_one_different_bit_is_found():
+def layer_of(model, dtype, is_exact, widens=False):
+    """The shadow of a model's one layer, packed, and what packs it."""
+    call = BlockCall(adapter=adapter_for(tiny_llama(dtype)), device=torch.device("cpu"))
+    packing = Packing(call, [model["layer"].weight], is_asked=True, widens=widens)
+    packing.is_exact = is_exact
+    shadow = shadow_model(model)
+    packed.pack_layers(shadow, packing)
+    return shadow["layer"], packing
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_different_bit_is_found(small, dtype):
     """In half precision; the same in float32 is rounding."""
-    for dtype in DTYPES:
-        is_fine = dtype == torch.float32
-        layer = nn.Linear(64, 32, dtype=dtype).requires_grad_(False)
-        shared = packed_weights(tiny_llama(torch.float32))
-        _, copies, _ = shared.prepare([(layer.weight,)], 0, is_asked=True)
-        (copy,) = copies.values()
-        product = packed.Product([layer], copy, packed.PackedProducts(copies, shared, is_exact=is_fine))
-        assert product.agrees(torch.randn(4, 64, dtype=dtype))
-        shared.differences.clear()
-        copy.packed = packed.pack([layer.weight * (1 + torch.finfo(dtype).eps)])
-        assert product.agrees(torch.randn(4, 64, dtype=dtype)) == is_fine
+    is_fine = dtype == torch.float32
+    model = nn.ModuleDict({"layer": nn.Linear(64, 32, dtype=dtype).requires_grad_(False)})
+    layer, packing = layer_of(model, dtype, is_exact=is_fine)
+    input = torch.randn(4, 64).to(dtype)
+    layer(input)
+    assert not packing.shared.trial.reasons
+    packing.shared.trial.__init__()
+    (copy,) = packing.copies.values()
+    copy.packed = packed.pack(layer.weight * (1 + torch.finfo(dtype).eps))
+    layer(input)
+    assert (not packing.shared.trial.reasons) == is_fine
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 64), (5, 64), (2, 3, 64), (64,)], ids=str)
@@ -162,9 +173,7 @@ def test_one_different_bit_is_found():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_packed_layer_is_a_linear(small, shape, bias, dtype):
     model = nn.ModuleDict({"layer": nn.Linear(64, 48, bias=bias, dtype=dtype).requires_grad_(False)})
-    shared = packed.PackedWeights()
-    _, copies, _ = shared.prepare([(model["layer"].weight,)], 0, is_asked=True)
-    layer = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=dtype == torch.float32))["layer"]
+    layer, _ = layer_of(model, dtype, is_exact=dtype == torch.float32)
     assert type(layer) is PackedLinear
     assert type(model["layer"]) is nn.Linear
     assert layer.weight is model["layer"].weight
@@ -180,94 +189,48 @@ def test_a_packed_layer_is_a_linear(small, shape, bias, dtype):
     assert layer(torch.randn(0, 64, dtype=dtype)).shape == (0, 48)
 
 
-# One product for layers that have the same input.
+# Where oneDNN has no bfloat16: products in float32, rounded once.
 
 
-class Attention(nn.Module):
-    """The layers that a family's attention has, and `change`, which makes the keys' input of the queries'."""
+@pytest.fixture
+def without_bfloat16(monkeypatch):
+    """As on a processor without AVX-512, where oneDNN refuses the first call with a bfloat16 weight."""
+    pack = packed.pack
 
-    def __init__(self, bias, dtype, change=lambda input: input):
-        super().__init__()
-        self.change = change
-        for name, width in (("q_proj", 48), ("k_proj", 24), ("v_proj", 16)):
-            setattr(self, name, nn.Linear(64, width, bias=bias, dtype=dtype).requires_grad_(False))
+    def refuse(weight):
+        if weight.dtype == torch.bfloat16:
+            raise RuntimeError("bf16 path needs the cpu support avx512bw\nException raised from ...")
+        return pack(weight)
 
-    def forward(self, input):
-        return self.q_proj(input), self.k_proj(self.change(input)), self.v_proj(input)
+    monkeypatch.setattr(packed, "pack", refuse)
+    monkeypatch.setattr(packed, "_error_of_product", packed._error_of_product.__wrapped__)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layers_of_one_input_are_one_product(products, rows, bias, dtype):
-    model, shared = Attention(bias, dtype), packed.PackedWeights()
-    (group,) = [tuple(layer.weight for layer in layers) for layers in packed.groups_of(model, set())]
-    _, copies, _ = shared.prepare([group], 0, is_asked=True)
-    shadow = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=dtype == torch.float32))
-    for _ in range(3):
-        input = torch.randn(1, rows, 64).to(dtype)
-        found = shadow(input)
-        for mine, its in zip(found, model(input), strict=True):
-            assert mine.is_contiguous()
-            torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5) if dtype == torch.float32 else None
-            assert dtype == torch.float32 or torch.equal(mine, its)
-        assert not vars(input)  # nothing stays with a tensor of the model's
-    is_packed = dtype == torch.bfloat16 or rows > 1  # in float32 a single row is torch's own product
-    assert products == [(rows, rows * 88)] * (3 if is_packed else 0)
-    assert not shared.apart
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_widened_product_is_rounded_once(small, without_bfloat16, rows, bias):
+    model = nn.ModuleDict({"layer": nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16).requires_grad_(False)})
+    layer, packing = layer_of(model, torch.bfloat16, is_exact=False, widens=True)
+    input = torch.randn(rows, 64).to(torch.bfloat16)
+    weight, bias = model["layer"].weight.double(), None if not bias else model["layer"].bias.double()
+    exact = nn.functional.linear(input.double(), weight, bias)
+    found = layer(input)
+    assert packing.shared.trial.refusal is None
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+    assert packing.copies[id(layer.weight)].num_bytes == 2 * layer.weight.nbytes
 
 
-@pytest.mark.parametrize(
-    "change", [lambda input: input + 0, lambda input: input.mul_(2)], ids=["another tensor", "changed in place"]
-)
-def test_layers_of_other_inputs_are_packed_one_by_one(products, change):
-    model, shared = Attention(False, DTYPE, change), packed.PackedWeights()
-    counts = []
+def test_widened_products_give_the_same_text_every_run(lade_on, products, without_bfloat16):
+    lade.config_lade(ADAPTIVE=1, PACK=1)
+    found = []
     for _ in range(2):
-        groups = [tuple(layer.weight for layer in layers) for layers in packed.groups_of(model, shared.apart)]
-        _, copies, _ = shared.prepare(groups, 0, is_asked=True)
-        shadow = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=False))
-        input = torch.randn(1, 5, 64).to(DTYPE)
-        for mine, its in zip(shadow(input.clone()), model(input.clone()), strict=True):
-            assert torch.equal(mine, its)
-        counts.append(sorted(map(len, copies)))
-    assert counts == [[3], [1, 1, 1]]
-    assert len(shared.copies) == 3  # the copy of all three is free again
-
-
-def test_parts_that_are_not_asked_for(products):
-    """The product of all is not computed in vain for longer than a call."""
-    model, shared = Attention(False, DTYPE), packed.PackedWeights()
-    (group,) = [tuple(layer.weight for layer in layers) for layers in packed.groups_of(model, set())]
-    _, copies, _ = shared.prepare([group], 0, is_asked=True)
-    shadow = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=False))
-    for is_apart in (False, True):
-        input = torch.randn(1, 5, 64).to(DTYPE)
-        assert torch.equal(shadow.q_proj(input), model.q_proj(input))
-        assert bool(shared.apart) == is_apart
-
-
-def test_one_layer_and_several_are_compared_for_themselves(products, monkeypatch):
-    """Also where their products have the same shape: torch may round them differently."""
-    model, shared = Attention(False, DTYPE), packed.PackedWeights()
-    model.other = nn.Linear(64, 88, bias=False, dtype=DTYPE).requires_grad_(False)
-    groups = [tuple(layer.weight for layer in layers) for layers in packed.groups_of(model, set())]
-    _, copies, _ = shared.prepare(groups, 0, is_asked=True)
-    shadow = packed.packed_model(model, packed.PackedProducts(copies, shared, is_exact=False))
-    input = torch.randn(1, 5, 64).to(DTYPE)
-    shadow(input), shadow.other(input)
-    assert len(shared.differences) == 2
-
-
-def test_layers_that_are_no_one_product(small):
-    model = Attention(False, torch.float32)
-    assert [len(layers) for layers in packed.groups_of(model, set())] == [3]
-    model.k_proj.bias = nn.Parameter(torch.zeros(24))
-    assert [len(layers) for layers in packed.groups_of(model, set())] == [1, 1, 1]
-    model.k_proj = nn.Identity()
-    assert [len(layers) for layers in packed.groups_of(model, set())] == [1, 1]
-    model.k_proj = model.q_proj  # the same weight twice
-    assert [len(layers) for layers in packed.groups_of(model, set())] == [1, 1]
+        model = tiny_llama(torch.bfloat16, vocab_size=256, hidden_size=64, intermediate_size=160)
+        texts = [generate(model, prompt(seed=seed))[0].tolist() for seed in range(2)]
+        assert lade.last_stats().packed_weights == 15
+        found.append((texts, lade.last_stats().block_tokens))
+    assert found[0] == found[1]
+    assert {rows for rows, _ in products} >= {1}
 
 
 def small_bloom():
@@ -310,7 +273,7 @@ def test_every_family_in_float32(lade_on, products, family):
     stats = lade.last_stats()
     assert torch.equal(found, expected)
     assert bool(products) == bool(stats.packed_weights)
-    assert stats.packed_weights or stats.fallback_reason or stats.packing_reason
+    assert stats.packed_weights or stats.fallback_reason or stats.reasons.get("packed")
     assert not inference_tensors(model)
 
 
@@ -346,7 +309,7 @@ def test_models_that_are_not_packed(lade_on, products, change, reason):
     change(model)
     lade.config_lade(PACK=1)
     _, stats = generate(model, prompt())
-    assert reason in stats.packing_reason
+    assert reason in stats.reasons.get("packed")
     assert (stats.packed_weights, stats.packed_bytes, products) == (0, 0, [])
 
 
@@ -381,9 +344,15 @@ def test_small_weights_in_float32(lade_on, monkeypatch, pays):
     found, stats = generate(model, prompt())
     assert torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
     if pays:
-        assert (stats.packed_weights, stats.packing_reason) == (10, None)  # of each of two layers all but k and v
+        assert (stats.packed_weights, stats.reasons.get("packed")) == (
+            10,
+            None,
+        )  # of each of two layers all but k and v
     else:
-        assert (stats.packed_weights, stats.packing_reason) == (0, "the model has no linear layers that gain by it")
+        assert (stats.packed_weights, stats.reasons.get("packed")) == (
+            0,
+            "the model has no linear layers that gain by it",
+        )
 
 
 @pytest.mark.parametrize(("torch_takes", "packed_takes", "pays"), [(3, 2, True), (2, 2, False), (2, 3, False)])
@@ -407,34 +376,11 @@ def test_without_onednn(lade_on, products):
     model = tiny_llama(torch.float32)
     lade.config_lade(PACK=1)
     generate(model, prompt())
-    assert packed_weights(model).copies
+    assert copies_of(model).copies
     with torch.backends.mkldnn.flags(enabled=False):
         _, stats = generate(model, prompt())
-    assert stats.packing_reason == "oneDNN is not in this build of torch, or is switched off"
-    assert not packed_weights(model).copies  # the memory is free again
-
-
-def test_a_processor_without_products_of_a_dtype(lade_on, products, monkeypatch):
-    """As oneDNN refuses bfloat16 where there is no AVX-512: with the operators there, in the first call of one."""
-    model = tiny_llama(torch.bfloat16)
-    expected, pack = tiny_text(model, PACK=0), packed.pack
-
-    def refuse(weights):
-        if weights[0].dtype == torch.bfloat16:
-            raise RuntimeError("bf16 path needs the cpu support avx512bw\nException raised from ...")
-        return pack(weights)
-
-    monkeypatch.setattr(packed, "pack", refuse)
-    monkeypatch.setattr(packed, "_error_of_product", packed._error_of_product.__wrapped__)
-    lade.config_lade(PACK=1)
-    found, stats = generate(model, prompt())
-    assert torch.equal(found, expected)
-    assert stats.packed_weights == 0
-    assert stats.packing_reason == (
-        "oneDNN does not multiply packed bfloat16 weights on this processor (bf16 path needs the cpu support avx512bw)"
-    )
-    _, stats = generate(tiny_llama(torch.float32), prompt())
-    assert stats.packed_weights == 15
+    assert stats.reasons.get("packed") == "oneDNN is not in this build of torch, or is switched off"
+    assert not copies_of(model).copies  # the memory is free again
 
 
 @pytest.mark.parametrize("settings", [{"PACK": 0}, {"PACK": 1, "COMPILE": 1}], ids=str)
@@ -443,21 +389,56 @@ def test_settings_that_rule_it_out(lade_on, products, settings, monkeypatch):
     lade.config_lade(**settings)
     _, stats = generate(tiny_llama(torch.float32), prompt())
     assert (stats.packed_weights, products) == (0, [])
-    assert stats.packing_reason == ("blocks have static shapes" if settings["PACK"] else None)
+    assert stats.reasons.get("packed") == (
+        "blocks have static shapes or lade's own attention" if settings["PACK"] else None
+    )
 
 
 # When.
 
 
-def test_packed_when_calls_have_asked_for_enough(lade_on, products):
+def test_packed_when_calls_pay_for_it(lade_on, products):
+    """A share of the weights before each step, once enough tokens are generated or asked for."""
     model = tiny_llama(DTYPE)
     counts = []
-    for _ in range(3):
-        _, stats = generate(model, prompt())
-        counts.append(stats.packed_weights)
-    assert counts == [0, 15, 15]  # 40 tokens, 80, 120
+    for length in (20, 20, 60, 20):
+        products.clear()
+        model.generate(**prompt(), max_new_tokens=length)
+        counts.append((lade.last_stats().packed_weights, bool(products)))
+    assert counts == [(0, False), (0, False), (15, True), (15, True)]
     model.generate(**prompt(), max_new_tokens=8)
-    assert lade.last_stats().packing_reason.startswith("a call for fewer than 16 tokens")
+    assert lade.last_stats().reasons.get("packed").startswith("a call for fewer than 16 tokens")
+
+
+def test_packing_is_spread_over_steps_and_waits_for_the_first(lade_on, products, monkeypatch):
+    model, at = tiny_llama(DTYPE), []
+    fill = PackedWeight.fill
+    begin = Packing.begin_step
+    steps = []
+    monkeypatch.setattr(Packing, "begin_step", lambda self: steps.append(None) or begin(self))
+    monkeypatch.setattr(PackedWeight, "fill", lambda *arguments: at.append(len(steps)) or fill(*arguments))
+    kinds = []
+    monkeypatch.setattr(
+        StepCosts, "at", lambda self, kind, *_, at=StepCosts.at: kinds.append(kind) or at(self, kind, *_)
+    )
+    lade.config_lade(ADAPTIVE=1, MODE="tree")
+    expected = generate_plain(model, prompt(), max_new_tokens=80)
+    found = model.generate(**prompt(), max_new_tokens=80)
+    assert torch.bfloat16 == DTYPE or torch.equal(found, expected)
+    assert len(at) == 15
+    assert packed.FIRST_STEPS < min(at) <= packed.FIRST_STEPS + 2
+    assert 4 <= len(set(at)) <= packed.PORTIONS
+    assert "packed" not in kinds[at[-1] - 1]
+    assert "packed" in kinds[-1]
+
+
+def test_large_models_say_it(lade_on, products, monkeypatch, caplog):
+    monkeypatch.setattr(packed, "LARGE_BYTES", 1)
+    lade.config_lade(PACK=1)
+    for quiet, count in (("1", 0), ("", 1)):
+        monkeypatch.setenv("LADE_QUIET", quiet)
+        generate(tiny_llama(DTYPE), prompt())
+        assert caplog.text.count("once per model") == count
 
 
 def test_a_warm_up_counts_as_the_calls_to_come(lade_on, products):
@@ -470,7 +451,7 @@ def test_a_warm_up_counts_as_the_calls_to_come(lade_on, products):
 def test_calls_share_the_copies(lade_on, products, monkeypatch):
     model, packs = tiny_llama(DTYPE), []
     pack = packed.pack
-    monkeypatch.setattr(packed, "pack", lambda weights: packs.append(len(weights)) or pack(weights))
+    monkeypatch.setattr(packed, "pack", lambda weight: packs.append(weight) or pack(weight))
     lade.config_lade(PACK=1)
     texts = [None] * 4
 
@@ -482,7 +463,7 @@ def test_calls_share_the_copies(lade_on, products, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(packs) == [1] * 9 + [3] * 2
+    assert len(packs) == 15
     assert all(torch.equal(text, texts[0]) for text in texts)
 
 
@@ -572,7 +553,7 @@ def test_changed_weights_are_packed_anew(lade_on, products, change, dtype):
     model = tiny_llama(dtype, vocab_size=61)
     lade.config_lade(PACK=1, SHARE=0)
     before, _ = generate(model, prompt())
-    copies = packed_weights(model).copies
+    copies = copies_of(model).copies
     CHANGES[change](model)
     lade.config_lade(PACK=0)
     expected, _ = generate(model, prompt())
@@ -583,9 +564,9 @@ def test_changed_weights_are_packed_anew(lade_on, products, change, dtype):
     assert torch.equal(found, expected)
     assert not torch.equal(found, before)
     assert stats.packed_weights == 15
-    assert any(packed_weights(model).copies.get(key) is not copy for key, copy in copies.items())
+    assert any(copies_of(model).copies.get(key) is not copy for key, copy in copies.items())
     weights = {id(weight): weight for weight in model.parameters()}
-    assert all(is_current(copy, [weights[i] for i in key]) for key, copy in packed_weights(model).copies.items())
+    assert all(copy.is_current(weights[key]) for key, copy in copies_of(model).copies.items())
 
 
 def test_stale_copies_would_be_seen(lade_on, products, monkeypatch):
@@ -594,7 +575,7 @@ def test_stale_copies_would_be_seen(lade_on, products, monkeypatch):
     lade.config_lade(PACK=1, SHARE=0)
     generate(model, prompt())
     load(model)
-    monkeypatch.setattr(packed, "is_current", lambda *_: True)
+    monkeypatch.setattr(PackedWeight, "is_current", lambda *_: True)
     found, _ = generate(model, prompt())
     assert not torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
 
@@ -607,7 +588,7 @@ def test_another_dtype_and_back(lade_on, products):
         count = 15 if dtype in DTYPES else 0
         found, stats = generate(model, prompt())
         assert stats.packed_weights == count
-        assert sum(map(len, packed_weights(model).copies)) == count
+        assert len(copies_of(model).copies) == count
         assert dtype == torch.bfloat16 or torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
 
 
@@ -617,13 +598,14 @@ def test_a_training_loop_packs_ever_more_rarely(lade_on, products):
     model = tiny_llama(torch.float32)
     lade.config_lade(SHARE=0)
     counts = []
-    for _ in range(7):
-        expected = generate_plain(model, prompt(), max_new_tokens=NEW)
-        found, stats = generate(model, prompt())
+    for _ in range(7):  # each change of the weights doubles what packing has to wait for
+        expected = generate_plain(model, prompt(), max_new_tokens=80)
+        found = model.generate(**prompt(), max_new_tokens=80)
+        stats = lade.last_stats()
         assert torch.equal(found, expected)
         counts.append(bool(stats.packed_weights))
         train(model, fused=True)
-    assert counts == [False, True, False, False, False, True, False]  # 64 tokens, then 128 since the change, then 256
+    assert counts == [True, False, True, False, False, False, True]  # 64 tokens, then 128 since the change, then 256
 
 
 @pytest.mark.parametrize(
@@ -704,20 +686,18 @@ def test_limits_of_groups_of_the_first_version(files):
 
 def test_what_does_not_fit_is_not_packed(lade_on, products, monkeypatch):
     model = tiny_llama(DTYPE)
-    packed_weights(model).num_asked = packed.TOKENS_BEFORE_PACKING
-    largest, smallest = (
-        96 * 48 * DTYPE.itemsize,
-        48 * 48 * DTYPE.itemsize,
-    )  # queries, keys and values together; one output projection
+    copies_of(model).num_generated = packed.TOKENS_BEFORE_PACKING
+    largest, smallest = 64 * 48 * DTYPE.itemsize, 48 * 24 * DTYPE.itemsize  # of the MLP, of keys
     monkeypatch.setattr(packed, "free_bytes", lambda: 2 * (largest + smallest + 1))
     _, stats = generate(model, prompt())
-    assert [copy.num_bytes for copy in packed_weights(model).copies.values() if copy.num_bytes] == [largest, smallest]
-    assert (stats.packed_weights, stats.packed_bytes) == (4, largest + smallest)
-    assert "11 weights are not packed" in stats.packing_reason
+    sizes = [copy.num_bytes for copy in copies_of(model).copies.values() if copy.num_bytes]
+    assert sizes == [largest, smallest]
+    assert (stats.packed_weights, stats.packed_bytes) == (2, largest + smallest)
+    assert "13 weights are not packed" in stats.reasons.get("packed")
     monkeypatch.setattr(packed, "free_bytes", lambda: 1 << 30)
     _, stats = generate(model, prompt())
     assert stats.packed_weights == 15
-    assert "memory" not in (stats.packing_reason or "")  # on some machines the bits of one product differ
+    assert "memory" not in (stats.reasons.get("packed") or "")  # on some machines the bits of one product differ
 
 
 def test_changes_are_noticed_whatever_memory_allows(lade_on, products, monkeypatch):
@@ -729,32 +709,32 @@ def test_changes_are_noticed_whatever_memory_allows(lade_on, products, monkeypat
         for _ in range(3):
             generate(model, prompt())
             merge_adapter(model)
-        counts.append((packed_weights(model).num_asked, packed_weights(model).num_changes))
-    assert counts == [(40, 1)] * 2
+        counts.append((copies_of(model).num_generated, copies_of(model).is_planned))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(("free", "pack", "count"), [(0, "auto", 0), (0, 1, 0), (None, "auto", 0), (None, 1, 15)])
 def test_no_memory_or_not_known(lade_on, products, monkeypatch, free, pack, count):
     model = tiny_llama(DTYPE)
-    packed_weights(model).num_asked = packed.TOKENS_BEFORE_PACKING
+    copies_of(model).num_generated = packed.TOKENS_BEFORE_PACKING
     monkeypatch.setattr(packed, "free_bytes", lambda: free)
     lade.config_lade(PACK=pack)
     _, stats = generate(model, prompt())
     # With packed weights there may be another reason: on some machines the bits of one product differ.
-    assert (stats.packed_weights, "memory" in (stats.packing_reason or "")) == (count, count == 0)
+    assert (stats.packed_weights, "memory" in (stats.reasons.get("packed") or "")) == (count, count == 0)
+
+
+def path_of(model, **settings):
+    config = LookaheadConfig(**settings)
+    call = BlockCall(adapter=adapter_for(model), config=config, device=torch.device("cpu"), num_new=100)
+    return path_for(call), call.stats
 
 
 def test_several_processes_of_a_machine_do_not_pack_by_themselves(model, small):
-    from lade.config import LookaheadConfig
-    from lade.forward.choice import choose_packing
-    from lade.stats import GenerationStats
-
-    for pack, count in ((None, 0), (True, 15)):
-        stats = GenerationStats()
-        runner = BlockRunner(adapter_for(tiny_llama(torch.float32)))
-        choose_packing(runner, LookaheadConfig(pack=pack, dist_workers=2), stats, 1000)
-        assert stats.packed_weights == count
-        assert (stats.packing_reason is None) == bool(count)
+    for pack, is_packed in ((None, False), (True, True)):
+        path, stats = path_of(tiny_llama(torch.float32), pack=pack, dist_workers=2)
+        assert ("packed" in path.kind) == is_packed
+        assert ("packed" in stats.reasons) != is_packed
 
 
 # Costs, and the end.
@@ -767,21 +747,17 @@ def test_costs_have_a_kind_of_their_own(lade_on, products, monkeypatch):
     for dtype in DTYPES:
         for free in (0, 1 << 40):
             monkeypatch.setattr(packed, "free_bytes", lambda free=free: free)
-            model = tiny_llama(dtype)
-            runner = BlockRunner(adapter_for(model))
-            runner.use_packed_weights(100, is_asked=False)
-            kinds.append((runner.kind, runner.is_typical))
-    expected = [((), True), (("packed",), True), (("packed",), False), (("packed",), True)]
+            path, _ = path_of(tiny_llama(dtype), pack=True)
+            kinds.append(("packed" in path.kind, path.is_typical))
+    expected = [(False, True), (True, True), (True, False), (True, True)]
     assert kinds == expected[: len(kinds)]
-    runner.use_packed_weights(8, is_asked=False)
-    assert (runner.kind, runner.is_typical) == ((), True)  # too short a call: plain products, and costs of their own
 
 
 def test_the_copies_go_with_the_model(lade_on, products):
     model = tiny_llama(torch.float32)
     lade.config_lade(PACK=1)
     generate(model, prompt())
-    copy = weakref.ref(next(iter(packed_weights(model).copies.values())).packed)
+    copy = weakref.ref(next(iter(copies_of(model).copies.values())).packed)
     known = weakref.ref(model)
     assert copy() is not None
     del model
@@ -794,7 +770,7 @@ def test_restore_all_frees_the_copies(lade_on, products):
     model = tiny_llama(torch.float32)
     lade.config_lade(PACK=1)
     generate(model, prompt())
-    copy = weakref.ref(next(iter(packed_weights(model).copies.values())).packed)
+    copy = weakref.ref(next(iter(copies_of(model).copies.values())).packed)
     lade.restore_all()
     gc.collect()
     assert copy() is None
@@ -845,4 +821,4 @@ def test_loaded_as_a_subclass_would_be(lade_on, products):
     lade.config_lade(PACK=1)
     found, stats = generate(model, prompt())
     assert torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
-    assert "not torch's and transformers' own" in stats.packing_reason
+    assert "not torch's and transformers' own" in stats.reasons.get("packed")

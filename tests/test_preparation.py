@@ -6,7 +6,7 @@ from support import generate_plain, prompt, tiny_llama
 
 import lade
 from lade.commands import main
-from lade.forward import static_shapes as fixed
+from lade.forward import base as forward_base
 
 pytestmark = pytest.mark.usefixtures("static_blocks")
 TREE = {"MODE": "tree", "MAX_BLOCK": 16, "COMPILE": 0, "USE_FLASH": 0}
@@ -59,7 +59,7 @@ def test_compiled(model):
     with torch._dynamo.config.patch(error_on_recompile=True):
         torch._dynamo.utils.counters.clear()
         model.generate(**prompt(), max_new_tokens=40, do_sample=False)
-    assert lade.last_stats().compile_reason is None
+    assert lade.last_stats().reasons.get("compile") is None
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
@@ -108,7 +108,7 @@ def test_where_lade_does_not_run(model, monkeypatch):
 
 
 def test_command(graphs, capsys, monkeypatch):
-    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setattr(forward_base, "GRAPH_DEVICES", ("cpu",))
     lade.config_lade(COMPILE=0, CUDA_GRAPH=1, USE_FLASH=0)
     options = ("--prompt_tokens", "20,40", "--max_new_tokens", "64", "--dtype", "float32", "--mode", "tree")
     assert main(["warmup", *options, "--device", "cpu"]) == 0

@@ -7,11 +7,11 @@ from support import generate_plain, padded_prompt, prompt, seeded, tiny_llama
 from support.graphs import kept_buffers
 
 import lade
-from lade.forward import buffer_pool, static_choice
-from lade.forward import static_shapes as fixed
-from lade.verification.race import RacedSelection
+from lade.forward.cuda import buffer_pool, static_choice
+from lade.forward.cuda import static_shapes as fixed
 from lade.forward.cuda.static_choice import StaticChoice
 from lade.verification import draws as noise
+from lade.verification.race import RacedSelection
 from lade.verification.selection import PerRowSelection
 
 WRONG = "the captured choice is not that of the captured logits"
@@ -136,9 +136,9 @@ def test_deeper_trees_than_expected(model, graphs, one_by_one, monkeypatch):
 
 def refused(model, graphs):
     """The forward's graphs are right, and go on without one that samples, in later calls as well."""
-    assert check(model).cuda_graph_reason == WRONG
+    assert check(model).reasons.get("graph") == WRONG
     num_graphs = len(graphs)
-    assert check(model).cuda_graph_reason is None
+    assert check(model).reasons.get("graph") is None
     check(model, do_sample=False)
     assert len(graphs) == num_graphs
     assert kept_buffers(model)
@@ -179,7 +179,7 @@ def test_compiled_forwards_go_on_without_it(model, monkeypatch):
     )
     stats = check(model)
     assert stats.compiled_steps == stats.steps - 1
-    assert stats.cuda_graph_reason == WRONG
+    assert stats.reasons.get("graph") == WRONG
     assert [race is not None for race in races] == [True] + [False] * (len(races) - 1)
 
 
@@ -208,7 +208,7 @@ def test_without_checks_a_wrong_choice_would_be_believed(model, monkeypatch):
         self._sampled.add_(1).remainder_(61)
 
     monkeypatch.setattr(StaticChoice, "call", call)
-    monkeypatch.setattr(StaticChoice, "check", lambda self: None)
+    monkeypatch.setattr(StaticChoice, "difference", lambda self: None)
     with pytest.raises(AssertionError):
         check(model)
 

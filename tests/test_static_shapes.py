@@ -34,9 +34,9 @@ import lade
 from lade import decoding
 from lade.block import kv_cache
 from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
-from lade.forward import buffer_pool as kept
-from lade.forward import static_inputs as fixed_inputs
-from lade.forward import static_shapes as fixed
+from lade.forward.cuda import buffer_pool as kept
+from lade.forward.cuda import static_inputs as fixed_inputs
+from lade.forward.cuda import static_shapes as fixed
 from lade.forward.cuda.fingerprint import fingerprint
 from lade.forward.cuda.static_inputs import same_digest
 from lade.models import ModelAdapter
@@ -69,7 +69,7 @@ def test_same_tokens(inputs, attention, arguments, monkeypatch):
     # there.
     model = tiny_llama(torch.float64 if attention == "sdpa" else torch.float32, attention=attention)
     stats = check(*both(model, inputs, **arguments))
-    assert stats.compile_reason is None
+    assert stats.reasons.get("compile") is None
     assert set(stats.block_tokens) == {3 * 3 + 3 * 2}
 
 
@@ -118,7 +118,7 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
         expected, found = both(model, prompt(), do_sample=False)
     stats = lade.last_stats()
     assert torch.equal(expected, found)
-    assert "RecompileError" in stats.compile_reason
+    assert "RecompileError" in stats.reasons.get("compile")
     assert 0 < stats.compiled_steps < stats.steps - 1  # what came before was compiled, the rest went on
 
 
@@ -157,8 +157,8 @@ def test_failure_is_told_once_and_costs_nothing_more(model, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", broken)
     for _ in range(2):
         stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-        assert "no such machine" in stats.compile_reason
-        assert "\n" not in stats.compile_reason
+        assert "no such machine" in stats.reasons.get("compile")
+        assert "\n" not in stats.reasons.get("compile")
     assert len(tried) == 1
 
 
@@ -168,7 +168,7 @@ def test_a_wrong_result_is_noticed(model, monkeypatch):
 
     monkeypatch.setattr(fixed, "BACKEND", wrong)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert stats.compile_reason.startswith("the compiled forward was off by ")
+    assert stats.reasons.get("compile").startswith("the compiled forward was off by ")
 
 
 def test_wrong_slots_are_noticed(model, monkeypatch):
@@ -181,7 +181,7 @@ def test_wrong_slots_are_noticed(model, monkeypatch):
 
     monkeypatch.setattr(fixed_inputs.StaticSlotLayer, "update", update)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert stats.compile_reason.startswith("the compiled forward was off by ")
+    assert stats.reasons.get("compile").startswith("the compiled forward was off by ")
 
 
 def test_a_model_is_let_go():
@@ -208,8 +208,8 @@ def test_refused(make, reason):
     model.generate(**prompt(), max_new_tokens=8, do_sample=False)
     stats = lade.last_stats()
     assert (stats.fallback_reason, stats.compiled_steps, stats.captured_steps) == (None, 0, 0)
-    assert stats.compile_reason.startswith(reason)
-    assert stats.cuda_graph_reason == stats.compile_reason
+    assert stats.reasons.get("compile").startswith(reason)
+    assert stats.reasons.get("graph") == stats.reasons.get("compile")
 
 
 @pytest.mark.parametrize("uses_kernel", [False, True], ids=["other-attention", "kernel"])
@@ -230,7 +230,7 @@ def test_requests_that_want_more_than_logits(model):
     expected, found = both(model, prompt(), do_sample=False, **wanted)
     assert torch.equal(expected.sequences, found.sequences)
     stats = lade.last_stats()
-    assert stats.compile_reason == "output_hidden_states asks for more than the compiled forward returns"
+    assert stats.reasons.get("compile") == "output_hidden_states asks for more than the compiled forward returns"
     assert stats.compiled_steps == 0
     assert set(stats.block_tokens[1:]) != {15}  # and nothing is padded
 
@@ -238,7 +238,7 @@ def test_requests_that_want_more_than_logits(model):
 def test_off_by_default(model):
     lade.config_lade(COMPILE=0)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert (stats.compile_reason, stats.cuda_graph_reason) == (None, None)
+    assert (stats.reasons.get("compile"), stats.reasons.get("graph")) == (None, None)
 
 
 def test_wrong_values():
@@ -251,7 +251,7 @@ def test_wrong_values():
 def test_captured(inputs, uses_kernel, model, graphs):
     lade.config_lade(USE_FLASH=uses_kernel)
     stats = check(*both(model, inputs, do_sample=False), compiled=False, captured=True)
-    assert stats.cuda_graph_reason is None
+    assert stats.reasons.get("graph") is None
     assert len(graphs) == 1
 
 
@@ -284,7 +284,7 @@ def test_captured_once_for_all_calls(make, arguments, settings, model, graphs):
     for seed, max_new_tokens in enumerate((32, 20, 40)):
         expected, found = both(model, make(seed), **arguments, max_new_tokens=max_new_tokens)
         stats = check(expected, found, compiled=False, captured=True)
-        assert stats.cuda_graph_reason is None
+        assert stats.reasons.get("graph") is None
     assert len(graphs) == 1
     assert len(kept_buffers(model)) == 1
 
@@ -635,7 +635,7 @@ def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
     expected, found = both(model, prompt(), do_sample=False)
     stats = lade.last_stats()
     assert torch.equal(expected, found)
-    assert (stats.captured_steps, stats.cuda_graph_reason) == (3, "RuntimeError: device lost")
+    assert (stats.captured_steps, stats.reasons.get("graph")) == (3, "RuntimeError: device lost")
     assert not kept_buffers(model)
 
 
@@ -669,14 +669,14 @@ def test_a_graph_that_cannot_be_captured(model, graphs, monkeypatch):
 
     monkeypatch.setattr(fixed, "capture", refuse)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert stats.cuda_graph_reason == "RuntimeError: operation not permitted when stream is capturing"
+    assert stats.reasons.get("graph") == "RuntimeError: operation not permitted when stream is capturing"
 
 
 def test_a_graph_that_remembers_too_much_is_noticed(model, graphs, monkeypatch):
     """A replay of one and the same result, as if the inputs lay elsewhere by then."""
     monkeypatch.setattr(fixed, "capture", off_by_one)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert stats.cuda_graph_reason.startswith("the captured forward was off by ")
+    assert stats.reasons.get("graph").startswith("the captured forward was off by ")
 
 
 def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
@@ -689,7 +689,7 @@ def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
 
     monkeypatch.setattr(fixed, "capture", capture)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert stats.cuda_graph_reason == "the captured digest is not that of the captured logits"
+    assert stats.reasons.get("graph") == "the captured digest is not that of the captured logits"
 
 
 def test_a_digest_is_that_of_its_logits(model, graphs):
@@ -729,7 +729,7 @@ def test_ids_of_a_digest_are_compared():
 def test_no_graphs_on_a_cpu(model):
     lade.config_lade(CUDA_GRAPH=1)
     stats = check(*both(model, prompt(), do_sample=False))
-    assert stats.cuda_graph_reason == NOT_HERE
+    assert stats.reasons.get("graph") == NOT_HERE
 
 
 @pytest.mark.long
@@ -742,7 +742,7 @@ def test_family(family):
     stats = lade.last_stats()
     assert torch.equal(expected, found)
     if stats.fallback_reason is None:
-        assert stats.compiled_steps == (0 if stats.compile_reason else stats.steps - 1)
+        assert stats.compiled_steps == (0 if stats.reasons.get("compile") else stats.steps - 1)
 
 
 @pytest.mark.gpu
@@ -758,7 +758,7 @@ def test_captured_by_cuda(compiled, uses_kernel, monkeypatch):
     for seed in range(3):
         inputs = {name: tensor.cuda() for name, tensor in prompt(seed=seed).items()}
         stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)
-        assert stats.cuda_graph_reason is None
+        assert stats.reasons.get("graph") is None
     assert len(captured) == 1
 
 
@@ -772,5 +772,5 @@ def test_hooks_are_run_and_nothing_is_compiled(model):
             check(*both(model, prompt(20)), compiled=False)
         finally:
             handle.remove()
-        assert "hooks" in lade.last_stats().compile_reason
+        assert "hooks" in lade.last_stats().reasons.get("compile")
     check(*both(model, prompt(20)))

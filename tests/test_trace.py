@@ -24,7 +24,7 @@ from lade.drafting import Draft, register_drafter
 from lade.drafting.acceptance import GREEDY
 from lade.drafting.base import ROOT_ALONE
 from lade.drafting.growth import UNSEEN
-from lade.forward import packed
+from lade.forward.cpu import packed
 from lade.stats import open_stats, tracing
 
 BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"

@@ -17,7 +17,7 @@ from lade.state import forget_all
 from lade.transfer import Landing, Parcel, to_device
 
 # The mask of the prompt is set at a call's first block, and the text is copied at its end.
-ONCE_PER_CALL = {"lade/forward/static_inputs.py", "lade/verification/sequences.py"}
+ONCE_PER_CALL = {"lade/forward/cuda/static_inputs.py", "lade/verification/sequences.py"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -135,7 +135,7 @@ def test_waits_of_a_captured_step(sampling, waits_at_most, launches_at_most, gra
             waits.begin()
     assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
     assert waits.num_steps > 2
-    places = ("drafting/coming_draws", "verification/draws", "forward/static_choice", "forward/static_shapes")
+    places = ("drafting/coming_draws", "verification/draws", "forward/cuda/static_choice", "forward/cuda/static_shapes")
     parts = {f"lade/{place}.py" for place in places} if sampling["do_sample"] else set()
     found = {row["what"] for row in waits.per_step()}
     assert found == {"wait_for", *(["cpu"] if parts else [])}, waits.per_step()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lade
 from lade.config import temporary_settings
-from lade.forward import buffer_pool, static_shapes
+from lade.forward.cuda import buffer_pool, static_shapes
 from lade.state import forget_all
 
 SIZES = {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2, "ADAPTIVE": 0}
@@ -30,7 +30,7 @@ def figures() -> Row:
     """Statistics of the latest call."""
     stats = lade.last_stats()
     assert stats is not None
-    names = ("steps", "captured_steps", "used_kernel", "fallback_reason", "kernel_reason", "cuda_graph_reason")
+    names = ("steps", "captured_steps", "used_kernel", "fallback_reason", "reasons")
     return {name: getattr(stats, name) for name in names}
 
 
@@ -148,7 +148,7 @@ def without_memory(model: Any) -> Row:
     row = figures()
     is_right = torch.equal(first, expected) and torch.equal(second, expected)
     is_captured = missed["captured_steps"] == 0 and row["captured_steps"] == row["steps"] - 1
-    return {"passed": is_right and is_captured} | row | {"cuda_graph_reason": missed["cuda_graph_reason"]}
+    return {"passed": is_right and is_captured} | row | {"reason": missed["reasons"].get("graph")}
 
 
 def at_once(model: Any, rounds: int) -> Row:

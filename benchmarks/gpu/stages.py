@@ -24,8 +24,8 @@ from torch import Tensor
 import lade
 from gpu import hazards, stand_in
 from gpu.hazards import SIZES, figures
-from lade import kernels
 from lade.config import temporary_settings
+from lade.forward.cuda import kernel as kernels
 from lade.forward.cuda.graphs import capture
 from lade.forward.cuda.kernel.packed_mask import FIRST, LENGTH
 from lade.tolerance import TOLERANCE

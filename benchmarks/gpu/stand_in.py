@@ -56,8 +56,9 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def install() -> None:
     """For the rest of the process. Compiled forwards are traced and not compiled, which would take minutes."""
-    from lade.forward import static_shapes
+    from lade.forward import base as forward_base
+    from lade.forward.cuda import static_shapes
 
-    static_shapes.GRAPH_DEVICES = ("cpu",)
+    forward_base.GRAPH_DEVICES = ("cpu",)
     static_shapes.BACKEND = "eager"
     static_shapes.capture = Tape

@@ -94,3 +94,24 @@ def merge_candidates(candidates: Sequence[Sequence[Sequence[int]]]) -> TokenTree
                     parents.append(parent)
                 parent = node
     return tree
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """The part of a block that one rank computes.
+
+    tree:    its part of the tree.
+    nodes:   per row, the indices of these nodes in the whole tree.
+    columns: its range of the window's columns, None for all.
+    owners:  per row and node of the whole tree, the rank whose result counts.
+    """
+
+    tree: TokenTree
+    nodes: list[list[int]]
+    columns: tuple[int, int] | None
+    owners: list[list[int]]
+
+
+def whole(tree: TokenTree) -> BlockPart:
+    """The whole block, for a single process."""
+    return BlockPart(tree, [], None, [])

@@ -1,4 +1,4 @@
-"""Lines that tell the user about work that takes a while: off with LADE_QUIET=1, or by the level of the logger "lade"."""
+"""Lines about work that takes a while: off with LADE_QUIET=1, or by the level of the logger "lade"."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ from lade.stats import GenerationStats
 from lade.verification.logits import LogitsDigest
 from lade.verification.race import Race
 
+GRAPH_DEVICES = ("cuda",)  # device types whose forwards can be captured
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCall:
@@ -117,10 +119,16 @@ def changed_attention(adapter: ModelAdapter) -> str | None:
     return "the model's attention is not transformers' own" if adapter.code.functions else None
 
 
+def can_capture(device: torch.device) -> bool:
+    """Whether forwards on a device can be captured in graphs."""
+    return device.type in GRAPH_DEVICES
+
+
 def may_use_cuda(call: BlockCall) -> bool:
-    config, is_cuda = call.config, call.adapter.model.device.type == "cuda"
+    config = call.config
     asked = config.compile or config.cuda_graph or config.use_flash
-    return bool(asked) or (is_cuda and None in (config.cuda_graph, config.use_flash))
+    is_automatic = None in (config.cuda_graph, config.use_flash)
+    return bool(asked) or (is_automatic and can_capture(call.adapter.model.device))
 
 
 def may_use_cpu(call: BlockCall) -> bool:

@@ -236,11 +236,6 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def num_processes() -> int:
-    """Of the program's process group; 1 without one."""
-    return dist.get_world_size() if has_group() else 1
-
-
 def world_store(size: int) -> Any:
     """torch.distributed's store. Initialises it if needed, with a number of processes that `size` divides."""
     if not dist.is_available():

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.token_tree import TokenTree
+from lade.block.token_tree import BlockPart, TokenTree
 from lade.config import LookaheadConfig, current_config
 from lade.parallel.checksums import checksum_of, model_checksum, plain_values
 from lade.parallel.communicator import LEADER, Communicator, communicator_for
-from lade.parallel.partition import BlockPart, split, whole
+from lade.parallel.partition import split
 from lade.request import Request
 from lade.stats import GenerationStats
 from lade.verification.draws import READABLE, generator_state, set_generator_state
@@ -35,6 +35,7 @@ from lade.verification.selection import (
     PerRowSelection,
     Selection,
 )
+from lade.verification.single_process import SingleProcess
 
 KINDS: tuple[type[Selection], ...] = (GreedySelection, PerRowSelection, LockstepSelection)
 
@@ -49,49 +50,9 @@ def get_device() -> int | str:
     return int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.is_available() else "cpu"
 
 
-class SingleProcess:
-    """A call in one process, which computes whole blocks."""
-
-    may_avoid_guesses = True  # after they have spoiled a step
-
-    def __init__(self, config: LookaheadConfig) -> None:
-        self.config = config
-
-    def agree(self, reason: str | None, request: Request) -> str | None:
-        """Why the request falls back to the original path, or None; the same on all ranks. reason: this rank's own."""
-        return reason
-
-    def selection(self, kind: type[Selection], request: Request) -> Selection:
-        """Create the selection of this kind."""
-        return kind(request)
-
-    def partition(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
-        """The part of the block that this rank computes. window_shape: (N, W)."""
-        return whole(tree)
-
-    def exchange(
-        self, part: BlockPart, block_logits: BlockLogits, choices: Tensor | None
-    ) -> tuple[BlockLogits, Tensor | None]:
-        """Combine all ranks' results: from those of this rank's part of a block, those of the whole block.
-
-        choices: the model's choices after the window's last level, [B, W] for the whole block; None without a window.
-        """
-        return block_logits, choices
-
-    def commit(self, cache: LookaheadCache, part: BlockPart, accepted: Accepted) -> None:
-        """Keep the keys/values of each row's root and accepted nodes."""
-        cache.commit([None if path is None else [node + 1 for node in path] for path in accepted])
-
-    def end(self, do_sample: bool, device: torch.device) -> None:
-        """Called at the end of the call."""
-
-
 @contextmanager
-def process_group_for(config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> Iterator[SingleProcess]:
-    """The processes that take part in a call."""
-    if config.num_workers == 1:
-        yield SingleProcess(config)
-        return
+def open_group(config: LookaheadConfig, device: torch.device, stats: GenerationStats) -> Iterator[SingleProcess]:
+    """The K processes that take part in a call."""
     communicator = communicator_for(config, device)
     if communicator.in_call:  # a nested generate() call by a processor, which only the leader runs
         yield SingleProcess(config)

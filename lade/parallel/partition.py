@@ -5,30 +5,7 @@ Every rank computes the same partition from the same tree, without communication
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lade.block.token_tree import TokenTree
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPart:
-    """The part of a block that one rank computes.
-
-    tree:    its part of the tree.
-    nodes:   per row, the indices of these nodes in the whole tree.
-    columns: its range of the window's columns, None for all.
-    owners:  per row and node of the whole tree, the rank whose result counts.
-    """
-
-    tree: TokenTree
-    nodes: list[list[int]]
-    columns: tuple[int, int] | None
-    owners: list[list[int]]
-
-
-def whole(tree: TokenTree) -> BlockPart:
-    """The whole block, for a single process."""
-    return BlockPart(tree, [], None, [])
+from lade.block.token_tree import BlockPart, TokenTree
 
 
 def column_range(window_size: int, rank: int, num_ranks: int) -> tuple[int, int]:

@@ -116,7 +116,7 @@ class Selection:
         raise NotImplementedError
 
     def begin_race(self, tree: TokenTree, vocab_size: int) -> Any:
-        """A `lade.verification.race.Race`, which decides the tokens after all nodes of a step; None to choose one by one."""
+        """A `Race` of verification/race.py, which decides all nodes' next tokens; None to choose one by one."""
         return None
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import lade
-from lade.forward import buffer_pool
-from lade.forward import static_shapes as fixed
+from lade import preparation
+from lade.forward import base as forward_base
+from lade.forward.cuda import buffer_pool, path
+from lade.forward.cuda import static_shapes as fixed
 from lade.state import forget_all
 from support.processes import ROOT
 
@@ -44,8 +46,10 @@ def graphs(monkeypatch):
         captured.append(Tape(forward))
         return captured[-1]
 
-    monkeypatch.setattr(fixed, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setattr(forward_base, "GRAPH_DEVICES", ("cpu",))
     monkeypatch.setattr(fixed, "capture", trace)
+    for module in (fixed, path, preparation):  # as after a check on this GPU
+        monkeypatch.setattr(module, "is_proven", lambda *_: True)
     lade.config_lade(COMPILE=0, CUDA_GRAPH=1)
     return captured
 

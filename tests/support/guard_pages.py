@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lade import kernels
+from lade.forward.cuda import kernel as kernels
 from lade.forward.cuda.kernel import triton_attention as ours
 from lade.forward.cuda.kernel.packed_mask import FIRST, LENGTH
 

@@ -85,15 +85,19 @@ class PackedWeight:
     packed: Tensor | None = None  # None if it was not made yet, or memory was short
     num_bytes: int = 0  # of the copy
 
+    def note(self, weight: Tensor) -> None:
+        """Remember a weight's present state."""
+        self.identity, self.checksums = identity(weight), checksums(weight)
+
     def fill(self, weight: Tensor, widens: bool) -> None:
         """Copy a weight. widens: in float32."""
-        self.identity, self.checksums = identity(weight), checksums(weight)
+        self.note(weight)
         self.packed = pack(weight.detach().float() if widens else weight)
         self.num_bytes = weight.nbytes * (2 if widens else 1)
 
     def is_current(self, weight: Tensor) -> bool:
-        """Whether a weight is unchanged since it was packed; also True if it was not packed."""
-        if self.packed is None or self.checksums is None:
+        """Whether a weight is unchanged since it was packed, or was not for want of memory."""
+        if self.checksums is None:
             return True
         return identity(weight) == self.identity and torch.equal(checksums(weight), self.checksums)
 
@@ -200,9 +204,11 @@ class Packing:
                 self._room = self._free_room()
             if num_bytes > self._room:
                 self._num_refused += 1
+                copy.note(weight)  # whether a change is noticed must not depend on the free memory
                 continue
             with self.shared.lock:
-                copy.fill(weight, self.widens)
+                if copy.packed is None:  # another thread may have been faster
+                    copy.fill(weight, self.widens)
             self._room -= num_bytes
         if self._num_done == len(self.weights):
             self.shared.is_planned = True

@@ -14,7 +14,7 @@ from torch import Tensor
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
 from lade.compat import CausalLMOutputWithPast
-from lade.forward.base import BlockCall, ForwardPath, changed_attention
+from lade.forward.base import BlockCall, ForwardPath, can_capture, changed_attention
 from lade.forward.cuda.buffer_pool import padded_capacity
 from lade.forward.cuda.kernel import MAX_HEAD_DIM, kernel_problem, left_padding, unavailable_reason
 from lade.forward.cuda.kernel.interface import NAME as KERNEL
@@ -24,7 +24,6 @@ from lade.forward.cuda.static_inputs import DigestSettings, masks_of
 from lade.forward.cuda.static_shapes import (
     TOO_MANY_SLOTS,
     StaticForward,
-    can_capture,
     graph_refusal,
     most_captured_slots,
     padded_nodes,
@@ -74,6 +73,8 @@ class CudaPath(ForwardPath):
             reasons["kernel"] = refusal_of_kernel
         call.stats.used_kernel = uses_kernel
         is_static = no_shapes is None and (config.compile or captures)
+        if config.pack and (uses_kernel or is_static):
+            reasons["packed"] = "blocks have static shapes or lade's own attention"
         return cls(call, uses_kernel, padding, is_static, captures) if uses_kernel or is_static else None
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lade.common.cache_folder import folder
+from lade.common.version import VERSION
 
 UNPROVEN = "it has not been checked on this GPU: python benchmarks/gpu_check.py does so, and switches it on"
 
@@ -35,10 +36,8 @@ def store_proof(device: torch.device, has_passed: dict[str, bool]) -> Path | Non
 
 
 def name_of(device: torch.device) -> str:
-    from lade import __version__
-
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{gpu}; torch {torch.__version__}; lade {__version__}"
+    return f"{gpu}; torch {torch.__version__}; lade {VERSION}"
 
 
 def path_of(device: torch.device) -> Path | None:

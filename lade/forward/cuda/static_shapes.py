@@ -24,7 +24,7 @@ from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
 from lade.common.trial import NotUsed, Trial
 from lade.config import LookaheadConfig
-from lade.forward.base import BlockCall
+from lade.forward.base import BlockCall, can_capture
 from lade.forward.cuda.buffer_pool import Lease, PooledBuffers, has_captured
 from lade.forward.cuda.fingerprint import fingerprint, numerics
 from lade.forward.cuda.graphs import capture, refuse_waiting
@@ -45,7 +45,6 @@ from lade.verification.logits import LogitsDigest
 from lade.verification.race import Race
 
 BACKEND: Any = "inductor"  # backend of torch.compile
-GRAPH_DEVICES = ("cuda",)  # device types whose forwards can be captured
 # A call for fewer new tokens captures nothing new unless CUDA_GRAPH=1: a graph costs about eight forwards, a tree has
 # up to four shapes, and the first call also compiles the kernel. Estimated, not measured.
 MIN_NEW_TOKENS = 128
@@ -80,10 +79,6 @@ def padded_nodes(num_nodes: int, full: int) -> int:
     while size < num_nodes + 1:
         size *= 2
     return min(size - 1, full) if num_nodes <= full else size - 1
-
-
-def can_capture(device: torch.device) -> bool:
-    return device.type in GRAPH_DEVICES
 
 
 def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int, num_rows: int = 1) -> str | None:

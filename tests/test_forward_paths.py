@@ -1,0 +1,109 @@
+"""Which path runs a call's blocks, and the gate that each faster way has to pass."""
+
+import pytest
+import torch
+from support import forked, generate_plain, prompt, tiny_llama
+
+import lade
+from lade.common.trial import NotUsed, Trial, in_short
+from lade.config import LookaheadConfig
+from lade.forward import base
+from lade.forward.base import BlockCall, ForwardPath, path_for
+from lade.forward.cpu.path import CpuPath
+from lade.forward.cuda.path import CudaPath
+from lade.models import adapter_for
+
+CPU = torch.device("cpu")
+
+
+def path_of(model, **settings):
+    return path_for(BlockCall(adapter=adapter_for(model), config=LookaheadConfig(**settings), device=CPU, num_new=100))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "kind"),
+    [
+        (lambda: tiny_llama(num_key_value_heads=4), {}, ForwardPath),
+        (tiny_llama, {}, CpuPath),
+        (tiny_llama, {"compile": True}, CudaPath),
+        (tiny_llama, {"use_flash": True}, CudaPath),
+        (tiny_llama, {"cuda_graph": True}, CpuPath),  # refused, with a reason
+    ],
+    ids=["ordinary", "grouped", "compiled", "kernel", "graphs"],
+)
+def test_the_first_path_that_serves(make, settings, kind):
+    path = path_of(make(), **settings)
+    assert type(path) is kind
+    assert ("graph" in path.call.stats.reasons) == ("cuda_graph" in settings)
+
+
+def test_a_path_of_ones_own(lade_on, monkeypatch):
+    """One more class in the list is all that an accelerator needs."""
+    model, blocks = tiny_llama(), []
+
+    class Counting(ForwardPath):
+        kind = ("counting",)
+
+        def forward(self, block, cache, race=None):
+            blocks.append(block.tokens.shape[1])
+            return super().forward(block, cache, race)
+
+    monkeypatch.setattr(base, "resolve_name", lambda name: Counting)
+    expected = generate_plain(model, prompt(), max_new_tokens=30)
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=30), expected)
+    assert blocks == lade.last_stats().block_tokens
+    assert max(blocks) > 1
+
+
+def test_a_call_on_a_cpu_imports_nothing_for_gpus():
+    program = """
+import sys, torch, lade
+from support import prompt, tiny_llama
+lade.augment_all()
+tiny_llama().generate(**prompt(), max_new_tokens=12)
+assert lade.last_stats().fallback_reason is None
+print([name for name in sys.modules if name.startswith("lade.forward.cuda")])
+"""
+    found = forked(program, USE_LADE="1")
+    assert found.stdout.strip() == "[]", found.stderr
+
+
+# The gate.
+
+
+def test_each_kind_is_compared_so_often():
+    trial, calls = Trial(times=2), []
+    for _ in range(4):
+        assert trial.reason("a", lambda: calls.append("a")) is None
+    assert trial.reason("b", lambda: calls.append("b")) is None
+    assert calls == ["a", "a", "b"]
+    assert (trial.is_over("a"), trial.is_over("b"), trial.refusal) == (True, False, None)
+
+
+def test_a_difference_is_remembered():
+    trial, calls = Trial(), []
+
+    def compare():
+        calls.append(None)
+        return "it differs"
+
+    assert [trial.reason("a", compare) for _ in range(3)] == ["it differs"] * 3
+    assert len(calls) == 1
+    assert trial.reason("b", lambda: None) is None
+    assert trial.refusal == "it differs"
+
+
+def test_an_error_is_a_reason_unless_memory_ran_out():
+    trial = Trial()
+
+    def fail(error):
+        raise error
+
+    assert trial.reason("a", lambda: fail(NotUsed("not here"))) == "not here"
+    assert trial.reason("b", lambda: fail(ValueError("one\ntwo\nthree"))) == "ValueError: one two"
+    assert "out of memory" in trial.reason("c", lambda: fail(torch.OutOfMemoryError("CUDA out of memory")))
+    assert trial.reasons.keys() == {"a", "b"}
+    assert trial.reason("c", lambda: None) is None
+    assert trial.refuse("c", RuntimeError("later")) == "RuntimeError: later"
+    assert trial.reason("c", lambda: None) == "RuntimeError: later"
+    assert len(in_short(ValueError("x" * 999))) == 300
