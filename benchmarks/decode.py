@@ -29,12 +29,9 @@ from transformers import CompileConfig
 import lade
 from lade.config import current_config, temporary_settings
 from lade.eligibility import TOO_SHORT
-from lade.forward.runner import BlockRunner
-from lade.models import adapter_for
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "plain_packed": {},  # the same on packed weights (PACK), on a CPU: what packing alone gives
     "static": {"cache_implementation": "static"},
     "prompt_lookup": {"prompt_lookup_num_tokens": 5},
     "lade": {},  # each call with an empty memory
@@ -49,7 +46,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lade_kept": {},
     "lookahead": {},
 }
-STUDIES = {"plain_packed", "lade_unpacked", "lade_modules"}  # what one part gives: run when named
+STUDIES = {"lade_unpacked"}  # what one part gives: run when named
 kept = lade.Memory()  # of "lade_kept"
 
 
@@ -75,13 +72,6 @@ class Trial:
         if not self.steps:
             return None
         return round(self.num_tokens(chosen) / sum(self.steps[i] * len(self.outputs[i]) for i in chosen), 4)
-
-
-def packed(model: Any) -> tuple[Any, str | None]:
-    """A shadow of the model that multiplies with packed weights, and the reason why it cannot, if so."""
-    runner = BlockRunner(adapter_for(model))
-    reason = runner.use_packed_weights(0, is_asked=True)
-    return runner.model, reason
 
 
 def batches(prompts: list[dict[str, torch.Tensor]], size: int, pad_token: int) -> list[dict[str, torch.Tensor]]:
@@ -115,8 +105,6 @@ def without_padding(tokens: list[int], ends: set[int]) -> list[int]:
 def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Trial, **arguments: Any) -> None:
     """One batch by one method; what came of it is added to the trial. lade is on for its own methods alone."""
     is_ahead = name in OWN
-    if name == "plain_packed":
-        model, _ = packed(model)
     memory = kept.active() if name == "lade_kept" else nullcontext()
     with harness.use_lade(is_ahead), temporary_settings(**OWN.get(name, {})), memory:
         torch.manual_seed(0)
@@ -346,10 +334,6 @@ def main() -> None:
     model, inputs = load(args)
     harness.set_up_lade(args)
     parts.set_up_forward(args)
-    reason = packed(model)[1] if "plain_packed" in methods else None
-    if reason is not None:
-        print(f"plain_packed is left out: {reason}")
-        del methods["plain_packed"]
     sampling = {"do_sample": True, "temperature": args.temperature} if args.sample else {"do_sample": False}
     common = {"max_new_tokens": args.max_new_tokens, **sampling}
     figures: dict[str, Any] = {

@@ -9,7 +9,6 @@ its guesses is right with the chance that gives the wanted tokens per step, and 
 The rest is lade as it is: layout, forward, verification, cache. Methods take turns, and each ratio is to the plain
 generate() of its own trial:
 
-    plain_packed    plain generate() on packed weights (PACK): what packing alone gives
     lade S          lade with S tokens per step in blocks of --block tokens, on packed weights
     unpacked S      the same on the weights as they are
 
@@ -24,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import packed
 import shapes
 import torch
-from decode import packed as packed_view
 from harness import Method, Run
 
 import lade
@@ -71,7 +68,9 @@ class KnownText(Drafter):
 
 
 def model_of(args: argparse.Namespace) -> Any:
-    model = packed.random_model(args.shape, getattr(torch, args.dtype), args.context + args.max_new_tokens + args.block)
+    model = shapes.repeating_model(
+        args.shape, getattr(torch, args.dtype), args.context + args.max_new_tokens + args.block
+    )
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(LARGE)
         if not model.config.tie_word_embeddings:
@@ -95,18 +94,10 @@ def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     common = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
     methods = methods_of(args)
     names = list(methods)
-    view, reason = packed_view(model)
-    if reason is None:
-        names.append("plain_packed")
-    else:
-        print(f"plain_packed is left out: {reason}")
     runs: dict[str, list[Run]] = {name: [Run() for _ in range(args.trials)] for name in names}
 
     def run(name: str, inputs: dict[str, Any], into: Run) -> None:
-        is_view = name == "plain_packed"
-        harness.measure.run_once(
-            view if is_view else model, inputs, methods["plain" if is_view else name], into, common
-        )
+        harness.measure.run_once(model, inputs, methods[name], into, common)
 
     for name in names:
         run(name, prompts[0], Run())

@@ -18,7 +18,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LABELS = {
     "plain": "plain",
-    "plain_packed": "plain,\npacked\nweights",
     "static": "static\ncache,\ncompiled",
     "prompt_lookup": "prompt\nlookup",
     "lade_unpacked": "lade,\nunpacked\nweights",

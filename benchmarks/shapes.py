@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 # hidden size, inner size of the MLP, layers, query heads, key/value heads, vocabulary, tied embeddings
 SHAPES = {
@@ -63,3 +64,17 @@ def random_prompts(model: Any, count: int, batch_size: int, length: int) -> list
         ids = torch.randint(3, model.config.vocab_size, (batch_size, length), generator=numbers).to(model.device)
         batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     return batches
+
+
+def repeating_model(name: str, dtype: torch.dtype, max_positions: int) -> Any:
+    """A model of that shape whose weights repeat 4 million drawn numbers: drawing all takes minutes on a CPU."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(shape_config(name, max_positions), dtype=dtype)
+    model = model.to_empty(device="cpu").eval()
+    drawn = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02
+    for weight in model.parameters():
+        for part in weight.data.view(-1).split(len(drawn)):
+            part.copy_(drawn[: len(part)])
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)  # whose frequencies are not among the weights
+    model.tie_weights()
+    return model

@@ -151,11 +151,6 @@ def test_one_product_of_torchs_own_breaks_no_wish_for_packed_weights(num_packed,
         assert bool(module("parts").broken_wishes(found)) == is_broken
 
 
-def test_decode_leaves_out_packed_weights_where_nothing_can_be_packed(command):
-    figures = command("decode", *SMALL, "--dtype", "float64", "--methods", "plain_packed", "--trials", "1")
-    assert list(figures["methods"]) == ["plain"]
-
-
 def test_decode_in_batches(command):
     figures = command("decode", "--batch", "2", *SMALL, "--limit", "3", "--trials", "1")
     assert list(figures["methods"]) == [
