@@ -15,6 +15,7 @@ from lade.compat import CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer, Sta
 from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.base import prompt_key_mask
 from lade.models.self_check import WAITS, self_check_reason
+from lade.models.training import training_reason
 from lade.request import Request
 from lade.verification.bypassed import CACHE_METHODS, replaced_function
 
@@ -49,7 +50,8 @@ def adapter_or_reason(request: Request) -> ModelAdapter | str:
         or unsupported_cache(request)
         or unsupported_arguments(request, adapter)
         or adapter.unsupported_request(request)
-        or failed_self_check(request, adapter)  # last: it runs the model
+        or failed_in_training(request, adapter)  # these run the model
+        or failed_self_check(request, adapter)
     )
     return reason or adapter
 
@@ -115,6 +117,15 @@ def unsupported_arguments(request: Request, adapter: ModelAdapter) -> str | None
     if adapter.takes_positions and request.model_kwargs.get("position_ids") is None:
         return "generate() passes no position_ids to this model"
     return None
+
+
+def failed_in_training(request: Request, adapter: ModelAdapter) -> str | None:
+    """Models in training mode, or with modules in it, whose blocks may compute something else there."""
+    if not any(part.training for part in adapter.unusual_parts):
+        return None
+    if request.synced_gpus:
+        return "a model in training mode is tried out first, in which other processes would have to take part"
+    return training_reason(adapter)
 
 
 def failed_self_check(request: Request, adapter: ModelAdapter) -> str | None:

@@ -86,11 +86,8 @@ class _ModuleState:
         self._plain = {name: value for name, value in own.items() if _is_plain(name, value)}
         values = [*self._buffers.values(), *self._plain.values()]
         self._contents = [(value, value.copy()) for value in values if type(value) in CONTAINERS]
-        self._copies = [
-            (value, None if value.is_inference() else value._version, value.clone())
-            for value in values
-            if isinstance(value, Tensor) and value.numel() <= MOST_COPIED
-        ]
+        tensors = (value for value in values if isinstance(value, Tensor) and not value.is_meta)
+        self._copies = [(tensor, tensor.clone()) for tensor in tensors if tensor.numel() <= MOST_COPIED]
 
     def restore(self, part: Any) -> None:
         own = vars(part)
@@ -102,10 +99,17 @@ class _ModuleState:
             if container != content:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
-        for tensor, version, copy in self._copies:
-            if version is None or tensor._version != version:
+        for tensor, copy in self._copies:
+            if not _is_equal(tensor, copy):
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.copy_(copy)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    try:  # not by the version: batch norm does not count its writes
+        return torch.equal(one, other)
+    except NotImplementedError:  # some dtypes
+        return False
 
 
 def _restore(own: dict[str, Any], names: Iterable[str], before: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from lade.models.gpt_neo import GPTNeoAdapter
 from lade.models.lfm2 import Lfm2Adapter
 from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
-from lade.models.phi3 import Phi3Adapter, PhimoeAdapter
+from lade.models.phi3 import Phi3Adapter
 
 __all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
 
@@ -33,8 +33,7 @@ ADAPTERS: dict[type[ModelAdapter], str] = {
     """,
     Llama4Adapter: "llama4 llama4_text",
     MptAdapter: "mpt",
-    Phi3Adapter: "phi3",
-    PhimoeAdapter: "phimoe",
+    Phi3Adapter: "phi3 phimoe",
     QwenVisionAdapter: "glm4v qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe",
     XGLMAdapter: "xglm",
 }

@@ -20,7 +20,6 @@ from lade.models.foreign import Code, code_of
 from lade.models.reaches import LAYER_REACH, layer_reaches
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
 from lade.models.shadow import shadow_model
-from lade.models.training import training_reason
 from lade.request import Request
 from lade.tolerance import has_exact_products
 
@@ -40,7 +39,6 @@ class ModelAdapter:
     # Class attributes that a family may set.
     safe_hooks: tuple[str, ...] = ()  # names in `reasons.HOOKS` that change nothing after the prompt
     prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # model arguments used by the prompt's forward only
-    draws_in_training = False  # random in training mode even with dropout 0
     carried_arguments: frozenset[str] = frozenset()  # each new token repeats the prompt's last value
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -59,7 +57,7 @@ class ModelAdapter:
         return (
             self.unsupported_layers()
             or self.unsupported_attention()
-            or self.unsupported_state()
+            or compiled_reason(self.unusual_parts)
             or rounding_reason(self.parts)
             or calling_reason(model, self.safe_hooks)
             or hook_reason(self.code.refused_hook)
@@ -82,13 +80,6 @@ class ModelAdapter:
         if self.needs_shadow and self.code.is_patched:
             return "blocks need changed modules of this model, which a dispatched or patched model does not allow"
         return None
-
-    def unsupported_state(self) -> str | None:
-        """Why the model's current state (training mode, compilation) rules out blocks; None if it does not."""
-        in_training = [part for part in self.unusual_parts if part.training]
-        if in_training and self.draws_in_training:
-            return "this family draws random numbers in training mode, whatever its settings"
-        return training_reason(in_training) or compiled_reason(self.unusual_parts)
 
     def unsupported_layers(self) -> str | None:
         """Why the model's layers cannot take a tree of guesses, by their types and cache layers; None if they can."""

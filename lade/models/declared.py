@@ -44,8 +44,6 @@ class QwenVisionAdapter(ModelAdapter):
 class XGLMAdapter(ModelAdapter):
     """XGLM. A forward beyond the position table replaces it by one that is as large as the forward needs."""
 
-    draws_in_training = True  # until transformers 5.17 for every layer, also where none is left out
-
     @property
     def most_slots(self) -> int:
         return int(self.config.max_position_embeddings) - current_config().max_block_tokens

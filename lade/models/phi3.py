@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-3.5-MoE: longrope frequencies switch at a length; the MoE router is random in training mode."""
+"""Phi-3 and Phi-3.5-MoE: longrope frequencies switch at a length."""
 
 from __future__ import annotations
 
@@ -22,9 +22,3 @@ class Phi3Adapter(ModelAdapter):
         if length > boundary and (self.config.sliding_window or length) < length:
             return "beyond its boundary the model replaces the prompt's cache by one that holds only the window"
         return super().unsupported_request(request)
-
-
-class PhimoeAdapter(Phi3Adapter):
-    """Phi-3.5-MoE. In training mode its router samples experts (SparseMixer, arXiv:2310.00811)."""
-
-    draws_in_training = True
