@@ -535,7 +535,7 @@ def test_a_module_that_draws_leaves_the_generator_alone(model):
         def forward(self, x):
             return super().forward(x) + torch.rand(())
 
-    head = Noisy(48, 61, bias=False).double()
+    head = Noisy(48, 61, bias=False).double().eval()
     head.weight = model.lm_head.weight
     model.lm_head = head
     check(model, "trial block", do_sample=True)
