@@ -164,7 +164,7 @@ MUTANTS = [
            "contexts.py::test_guesses_of_similar_contexts"),
     mutant("contexts: a text goes on with that of its root", "drafting/tree.py",
            "None if after is None else after[accepted[-1]]", "None if after is None else after[0]",
-           "contexts.py::test_each_row_of_a_batch_has_its_own_context"),
+           "contexts.py::test_a_texts_context_is_the_one_after_its_last_token"),
     mutant("contexts: rows that were overwritten are found", "drafting/contexts.py",
            "del self._places[token][0]", "self._places[token] = self._places[token][0:]",
            "contexts.py::test_the_most_similar_row_of_a_token_is_found"),

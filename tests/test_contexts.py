@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support import generate_plain, prompt, tiny_llama
 
 import lade
+from lade.drafting import drafts_from
 from lade.drafting.acceptance import GREEDY
 from lade.drafting.contexts import (
     CONTEXT_SIZE,
@@ -22,6 +23,7 @@ from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower, Growth
 from lade.drafting.memory import Memory
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import GRADE_BITS, ROW_LENGTH, packed
+from lade.drafting.tree import TreeDrafter
 from lade.stats import tracing
 
 
@@ -227,3 +229,24 @@ def test_a_memory_is_warmed_with_contexts(lade_on):
         found = memory.contexts.find(token, UNKNOWN if before is None else before)
         assert found.similarity == pytest.approx(0 if before is None else 1, abs=1e-4)
         before = found.after
+
+
+def test_a_texts_context_is_the_one_after_its_last_token(lade_on):
+    lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0)
+    model, memory, drafters, seen = tiny_llama(), Memory(), [], []
+    memory.warm(model, [list(range(3, 43))])  # from here on contexts are known
+
+    def make(request):
+        drafters.append(TreeDrafter(request))
+        return drafters[-1]
+
+    def keep(step, outcome):
+        end = outcome.accepted[0][-1] + 1 if outcome.accepted[0] else 0
+        expected = memory.contexts.contexts(projected(outcome.logits[0, end : end + 1]))[0]
+        seen.append((end, drafters[0]._texts[0].context, expected))
+
+    with memory.active(), drafts_from(make), tracing(keep):
+        model.generate(**prompt(20), max_new_tokens=40, do_sample=False)
+    assert any(end for end, *_ in seen)
+    for _, context, expected in seen:
+        np.testing.assert_allclose(context, expected, atol=1e-4)
