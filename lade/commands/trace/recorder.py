@@ -80,11 +80,16 @@ def window_levels(roots: list[int], draft: Any) -> list[list[int]]:
 
 
 def warm_up(model: Any, prompt_ids: list[int], **arguments: Any) -> None:
-    """Calibrate the step costs without remembering any text. Raises RuntimeError when lookahead did not run."""
-    inputs = torch.tensor([prompt_ids], device=model.device)
+    """Run plain generate() once, and lade until step costs are calibrated, without remembering any text.
+
+    Raises RuntimeError when lookahead did not run.
+    """
+    ids = torch.tensor([prompt_ids], device=model.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     # A memory of its own, which is then forgotten; and the traced call draws what it would have drawn without this.
     with lade.Memory().active(), torch.random.fork_rng():
-        settle(model, {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}, Method(settings={}), arguments)
+        run_once(model, inputs, Method(), Run(), arguments)
+        settle(model, inputs, Method(settings={}), arguments)
 
 
 def record(model: Any, tokenizer: Any, prompt_ids: list[int], **arguments: Any) -> dict[str, Any]:
