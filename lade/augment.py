@@ -19,6 +19,7 @@ from transformers import Cache, GenerationMixin, TextStreamer
 from lade.compat import CACHE_NAMES, CALLERS_CACHE_MARK, require_names, warn_if_newer
 from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
+from lade.drafting import with_mode
 from lade.eligibility import QUIET, TOO_SHORT, adapter_or_reason, is_short
 from lade.request import Request
 from lade.state import forget_all
@@ -133,7 +134,8 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
         stats = open_stats()
         if is_enabled():
-            with process_group_for(current_config(), input_ids.device, stats) as group:
+            config = with_mode(current_config(), self, len(input_ids))
+            with process_group_for(config, input_ids.device, stats) as group:
                 request = Request(self, *arguments, model_kwargs)
                 # Several processes must agree on each token, even in a short call.
                 is_useless = type(group) is SingleProcess and is_short(request)

@@ -84,6 +84,11 @@ def setting(default: Any, keyword: str, check: Check, meaning: str) -> Any:
     return dataclasses.field(default=default, metadata={"keyword": keyword, "check": check, "meaning": meaning})
 
 
+def setting_fields(config: Any) -> list[Any]:
+    """The fields that are rows of the table. config: the class or an instance."""
+    return [field for field in dataclasses.fields(config) if field.metadata]
+
+
 @dataclass(frozen=True, slots=True)
 class LookaheadConfig:
     """Settings of lookahead decoding (arXiv:2402.02057). Sizes are in tokens."""
@@ -115,8 +120,8 @@ class LookaheadConfig:
         "MODE",
         one_of(MODES),
         "The drafter: 'lookahead' is the paper's window and pool, 'tree' builds a tree from the model's earlier "
-        "tokens (docs/drafting.md), 'auto' is currently 'tree'. Setting LEVEL, WINDOW_SIZE or GUESS_SET_SIZE "
-        "without MODE selects 'lookahead'.",
+        "tokens (docs/drafting.md), 'auto' is 'tree'. If LEVEL, WINDOW_SIZE or GUESS_SET_SIZE were given without MODE, "
+        "'auto' is 'lookahead' where its block costs little more than a token: on accelerators.",
     )
     adaptive: bool = setting(
         True,
@@ -160,8 +165,11 @@ class LookaheadConfig:
         "1 uses assumed instead of measured step costs in half precision, where block sizes can change a text.",
     )
 
+    # Whether the window's sizes were given without MODE, which leaves the choice to each call.
+    prefers_window: bool = False
+
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in setting_fields(self):
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
                 checked = field.metadata["check"](field.metadata["keyword"], value)
@@ -202,6 +210,8 @@ class LookaheadConfig:
     @property
     def max_block_tokens(self) -> int:
         """Largest possible number of query tokens in a step."""
+        if self.mode == "auto" and self.prefers_window:  # a call may choose either
+            return max(self._full_block_tokens, self.max_block)
         return self._full_block_tokens if self.uses_window else self.max_block
 
     @property
@@ -211,7 +221,7 @@ class LookaheadConfig:
 
 # Public keyword -> its row of the table. Two more keywords are not settings: CONFIG names a file, and SPLIT_FLAG, which
 # the original LookaheadDecoding has, is ignored.
-SETTINGS = {field.metadata["keyword"]: field for field in dataclasses.fields(LookaheadConfig)}
+SETTINGS = {field.metadata["keyword"]: field for field in setting_fields(LookaheadConfig)}
 WINDOW_SIZES = ("LEVEL", "WINDOW_SIZE", "GUESS_SET_SIZE")
 KEYWORDS = (*SETTINGS, "CONFIG", "SPLIT_FLAG")
 
@@ -315,8 +325,10 @@ def suggestion(name: str) -> str:
 def _changed(config: LookaheadConfig, given: dict[str, Any]) -> LookaheadConfig:
     """given: public keywords and values other than None."""
     changes = {SETTINGS[name].name: value for name, value in given.items() if name in SETTINGS}
-    if "MODE" not in given and any(name in given for name in WINDOW_SIZES):
-        changes["mode"] = "lookahead"
+    if "MODE" in given:
+        changes["prefers_window"] = False
+    elif config.mode == "auto" and any(name in given for name in WINDOW_SIZES):
+        changes["prefers_window"] = True
     return dataclasses.replace(config, **changes)
 
 

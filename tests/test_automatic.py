@@ -50,7 +50,9 @@ def automatic(lade_on, monkeypatch):
     observe = StepCosts.observe  # steps have set costs, whatever this machine is doing
     monkeypatch.setattr(StepCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.2 * q, 0.0))
     monkeypatch.setattr(fixed, "MIN_NEW_TOKENS", 32)  # so that calls of these tests are long ones
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto")
+    lade.config_lade(
+        MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto"
+    )
     yield
     forget_all()
     self_check._trial.__init__()

@@ -1,5 +1,7 @@
 """Which block is worth its cost: lade never goes on guessing in vain, nor stays small when it pays."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import VOCAB, generate_plain, prompt, tiny_llama
@@ -7,7 +9,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
 from lade import decoding
-from lade.drafting import step_costs
+from lade.common import notices
+from lade.config import current_config
+from lade.drafting import step_costs, with_mode
 from lade.drafting import tree as recycling
 from lade.drafting.block_policy import BlockMode, BlockModePolicy, EarlyStop, choose_size
 from lade.drafting.growth import Grower
@@ -259,7 +263,7 @@ def test_embeddings_alone_are_guessed_behind(priced):
 def test_lookahead_is_tried_again_when_the_text_becomes_easy(priced):
     """And without SHARE nothing of a call is left for the next."""
     model, inputs = tiny_llama(), prompt(12)
-    lade.config_lade(LEVEL=5, WINDOW_SIZE=2, GUESS_SET_SIZE=4)
+    lade.config_lade(MODE="lookahead", LEVEL=5, WINDOW_SIZE=2, GUESS_SET_SIZE=4)
     order = torch.randint(3, VOCAB, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
     hard = LogitsProcessorList([Choose(order.__getitem__)])
     easy = LogitsProcessorList([Choose(lambda length: 3 + length % 7)])
@@ -273,3 +277,32 @@ def test_lookahead_is_tried_again_when_the_text_becomes_easy(priced):
     fresh.generate(**inputs, max_new_tokens=100, logits_processor=easy)
     assert steps[1] < 80
     assert steps[0] <= lade.last_stats().steps + 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_originals_three_lines_gain(lade_on, dtype, caplog):
+    """On a CPU the window's block of 84 tokens never pays: its keywords without MODE leave the choice to the call."""
+    lade.config_lade(MODE="auto", ADAPTIVE=1)
+    lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7, DEBUG=0)
+    notices._said.clear()
+    model = tiny_llama(dtype)
+    for _ in range(2):
+        model.generate(**prompt(12), max_new_tokens=120)
+    stats = lade.last_stats()
+    assert "pool" not in stats.sources
+    assert stats.steps < 0.8 * stats.generated_tokens
+    assert caplog.text.count("were given without MODE") == 1
+    lade.config_lade(MODE="lookahead")  # which forces the paper's method
+    model.generate(**prompt(12), max_new_tokens=40)
+    assert "pool" in lade.last_stats().sources
+
+
+def test_the_window_runs_where_its_block_pays(lade_on):
+    lade.config_lade(MODE="auto")
+    lade.config_lade(LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7)
+    config = current_config()
+    assert not with_mode(config, tiny_llama(), 1).uses_window
+    assert with_mode(config, tiny_llama().to("meta"), 1).uses_window  # another device than a CPU
+    assert not with_mode(config, tiny_llama().to("meta"), 64).uses_window  # in 64 rows it is large there, too
+    assert with_mode(replace(config, dist_workers=2), tiny_llama(), 1).uses_window  # what several processes split
+    assert not with_mode(replace(config, prefers_window=False), tiny_llama().to("meta"), 1).uses_window

@@ -36,7 +36,7 @@ SETTINGS = [
 
 @pytest.fixture(autouse=True)
 def small_block(lade_on):
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
 def called_in(loop, run):

@@ -19,7 +19,7 @@ dynamo = pytest.importorskip("torch._dynamo")
 
 @pytest.fixture(autouse=True)
 def small_block(lade_on):
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
     dynamo.reset()
     yield
     dynamo.reset()

@@ -25,21 +25,22 @@ def keep_config(monkeypatch):
 
 def test_only_what_is_given_changes():
     lade.config_lade(LEVEL=4)
-    assert current_config() == LookaheadConfig(ngram_size=4, mode="lookahead")
+    assert current_config() == LookaheadConfig(ngram_size=4, prefers_window=True)
     lade.config_lade(WINDOW_SIZE=3, GUESS_SET_SIZE=-1, DEBUG=1, ALWAYS_FWD_ONE=0, POOL_FROM_PROMPT=False)
-    assert current_config() == LookaheadConfig(4, 3, -1, 1, False, False, mode="lookahead")
+    assert current_config() == LookaheadConfig(4, 3, -1, 1, False, False, prefers_window=True)
     assert current_config().num_guesses == config.UNLIMITED_GUESSES
     lade.config_lade()
     assert current_config().window_size == 3
 
 
-def test_sizes_choose_the_window_unless_a_mode_is_named():
+def test_sizes_leave_the_choice_to_the_call_unless_a_mode_is_named():
     assert current_config().mode == "auto"
-    assert not current_config().uses_window
+    assert not current_config().prefers_window
     lade.config_lade(GUESS_SET_SIZE=3)
-    assert current_config().uses_window
+    assert (current_config().mode, current_config().prefers_window) == ("auto", True)
+    assert current_config().max_block_tokens == 64  # of the window's and the tree's the larger one
     lade.config_lade(MODE="auto")
-    assert not current_config().uses_window
+    assert not current_config().prefers_window
     lade.config_lade(LEVEL=4, MODE="tree", MAX_BLOCK=2, ADAPTIVE=0, SHARE=0)
     config = current_config()
     assert (config.mode, config.max_block, config.adaptive, config.share) == ("tree", 2, False, False)

@@ -201,7 +201,7 @@ def assert_ran():
 
 
 BY_MODE = {
-    "lookahead": {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 4},
+    "lookahead": {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 4},
     "tree": {"MODE": "tree", "MAX_BLOCK": 16},
 }
 
@@ -482,7 +482,7 @@ def differs(once):
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope", "llama3", "yarn"])
 def test_rope_boundaries(rope, differs, monkeypatch):
-    lade.config_lade(WINDOW_SIZE=30)  # reaches far beyond the root
+    lade.config_lade(MODE="lookahead", WINDOW_SIZE=30)  # reaches far beyond the root
     lengths = (30, 60, 62, 63, 64, 65, 90)
     assert not any(differs(rope, length) for length in lengths)
     if rope in ("dynamic", "longrope"):

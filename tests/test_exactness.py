@@ -54,7 +54,7 @@ def plain():
 def test_grid(lade_on, plain, settings, dtype):
     level, window, guesses = settings
     model, inputs, greedy, sampled, state = plain(dtype, level)
-    lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses)
+    lade.config_lade(MODE="lookahead", LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses)
     assert torch.equal(model.generate(**inputs, max_new_tokens=48), greedy)
     # This random model falls into a loop, which the pool must find.
     assert_ran(num_steps_below=48 if guesses else 49)
@@ -71,7 +71,14 @@ def test_grid(lade_on, plain, settings, dtype):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_settings_change_nothing(lade_on, forward_one, from_prompt, attention):
     model = tiny_llama(torch.float32, attention)
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=5, GUESS_SET_SIZE=4, ALWAYS_FWD_ONE=forward_one, POOL_FROM_PROMPT=from_prompt)
+    lade.config_lade(
+        MODE="lookahead",
+        LEVEL=4,
+        WINDOW_SIZE=5,
+        GUESS_SET_SIZE=4,
+        ALWAYS_FWD_ONE=forward_one,
+        POOL_FROM_PROMPT=from_prompt,
+    )
     for seed in range(2):
         inputs = prompt(30, seed=seed)
         expected = generate_plain(model, inputs, max_new_tokens=48)
@@ -85,7 +92,7 @@ def test_pool_from_prompt_hits_on_the_first_step(lade_on, model):
     answer = generate_plain(model, inputs, max_new_tokens=60)
     repeated = {"input_ids": torch.cat([answer, answer[:, :61]], dim=1)}
     repeated["attention_mask"] = torch.ones_like(repeated["input_ids"])
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
     blocks = []
     for from_prompt in (1, 0):
         lade.config_lade(POOL_FROM_PROMPT=from_prompt)
@@ -99,7 +106,7 @@ def test_length_cuts_inside_an_accepted_ngram(lade_on, model, max_new_tokens):
     inputs = prompt(30, seed=5)
     full = generate_plain(model, inputs, max_new_tokens=40)
     looping = {"input_ids": full, "attention_mask": torch.ones_like(full)}
-    lade.config_lade(LEVEL=6, WINDOW_SIZE=3, GUESS_SET_SIZE=5)
+    lade.config_lade(MODE="lookahead", LEVEL=6, WINDOW_SIZE=3, GUESS_SET_SIZE=5)
     expected = generate_plain(model, looping, max_new_tokens=max_new_tokens)
     assert torch.equal(model.generate(**looping, max_new_tokens=max_new_tokens), expected)
     assert_ran()
@@ -110,7 +117,7 @@ def test_end_of_sequence_inside_an_accepted_ngram(lade_on, model, cut):
     inputs = prompt(30, seed=5)
     full = generate_plain(model, inputs, max_new_tokens=60)[0, 30:].tolist()
     ends = [full[cut], full[cut + 3], VOCAB - 1]  # several ids, of which whichever comes first counts
-    lade.config_lade(LEVEL=6, WINDOW_SIZE=3, GUESS_SET_SIZE=5)
+    lade.config_lade(MODE="lookahead", LEVEL=6, WINDOW_SIZE=3, GUESS_SET_SIZE=5)
     expected = generate_plain(model, inputs, max_new_tokens=60, eos_token_id=ends)
     assert expected.shape[1] < 90
     assert torch.equal(model.generate(**inputs, max_new_tokens=60, eos_token_id=ends), expected)
@@ -147,7 +154,7 @@ def test_processors_see_the_prefixes_of_plain_generate(lade_on, model, sampling)
 def test_negative_control(lade_on, monkeypatch):
     """With a plain causal mask over the same block the output changes: the mask is what makes lookahead exact."""
     model = tiny_llama(num_hidden_layers=1)
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4)
 
     def causal(self, tree, original=BlockLayout.offsets_and_visibility):
         offsets, visible = original(self, tree)
@@ -178,7 +185,7 @@ def test_long_text_grows_the_cache(lade_on, monkeypatch):
     monkeypatch.setattr("lade.decoding.FIRST_CAPACITY", 0)
     model = tiny_llama(num_hidden_layers=1)
     inputs = prompt(200)
-    lade.config_lade(LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2)
+    lade.config_lade(MODE="lookahead", LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2)
     expected = generate_plain(model, inputs, max_new_tokens=200)
     assert torch.equal(model.generate(**inputs, max_new_tokens=200), expected)
     assert_ran()

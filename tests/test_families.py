@@ -44,7 +44,7 @@ def table():
 
 @pytest.fixture
 def small_block(lade_on):
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
 def prompts(batch_size, length=PROMPT):

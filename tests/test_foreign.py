@@ -33,7 +33,7 @@ MASK = modeling_llama.create_causal_mask
 
 @pytest.fixture(autouse=True)
 def settings(lade_on):
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=5, GUESS_SET_SIZE=4)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=5, GUESS_SET_SIZE=4)
 
 
 @pytest.fixture

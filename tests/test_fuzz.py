@@ -56,6 +56,7 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 SETTINGS = st.fixed_dictionaries(
     {
+        "MODE": st.just("lookahead"),
         "LEVEL": st.integers(2, 6),
         "WINDOW_SIZE": st.integers(1, 6),
         "GUESS_SET_SIZE": st.sampled_from([0, 1, 3, 7, -1]),

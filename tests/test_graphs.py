@@ -217,7 +217,7 @@ def test_a_failed_capture_on_cuda():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_model_that_is_not_on_the_current_device(lade_on):
     model = tiny_llama(torch.float32).to("cuda:1")
-    lade.config_lade(CUDA_GRAPH=1, LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2)
+    lade.config_lade(MODE="lookahead", CUDA_GRAPH=1, LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2)
     for seed in range(2):
         inputs = {name: tensor.to("cuda:1") for name, tensor in prompt(seed=seed).items()}
         expected = generate_plain(model, inputs, do_sample=False, max_new_tokens=32)

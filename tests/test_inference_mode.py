@@ -23,7 +23,7 @@ def modes(monkeypatch, lade_on):
         return outputs
 
     monkeypatch.setattr(ModelAdapter, "ordinary_forward", ordinary_forward)
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
     return found
 
 

@@ -81,7 +81,7 @@ def test_a_forward_that_the_user_compiled(lade_on):
     model, inputs = tiny_llama(num_hidden_layers=1), prompt(20)
     plain = generate_plain(model, inputs, max_new_tokens=8)
     model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-    lade.config_lade(LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2)
+    lade.config_lade(MODE="lookahead", LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2)
     try:
         assert torch.equal(model.generate(**inputs, max_new_tokens=8), plain)
     finally:

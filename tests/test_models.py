@@ -32,7 +32,7 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_h
 def registry(monkeypatch, lade_on):
     monkeypatch.setattr(models, "_adapters", dict(models._adapters))
     monkeypatch.setattr(models, "_vouched_for", set())
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
 class UnknownConfig(LlamaConfig):
@@ -267,7 +267,7 @@ def test_mpt_up_to_its_last_position():
     model = named("mpt")
     model.config.max_seq_len = 48
     inputs = prompt(24, batch_size=3)
-    lade.config_lade(WINDOW_SIZE=7, GUESS_SET_SIZE=7)
+    lade.config_lade(MODE="lookahead", WINDOW_SIZE=7, GUESS_SET_SIZE=7)
     assert_same(model, inputs, None, max_new_tokens=24)
 
 

@@ -34,7 +34,7 @@ def alone():
             plain = generate_plain(model, inputs, **arguments)
             state = ranks.digest([torch.get_rng_state()])
             level, window, guesses = settings
-            lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses, DIST_WORKERS=1)
+            lade.config_lade(MODE="lookahead", LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses, DIST_WORKERS=1)
             torch.manual_seed(seed)
             model.generate(**inputs, **ranks.arguments_of(case)[0])
             known[key] = plain.tolist(), state, lade.last_stats(), processor and processor.prefixes

@@ -18,7 +18,7 @@ def test_up_to_the_boundary(num_slots, lade_on):
     boundary."""
     model, inputs = FAMILY.build(), prompt()
     assert model.config.original_max_position_embeddings == BOUNDARY
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
     num_new = num_slots + 1 - inputs["input_ids"].shape[1]
     expected = generate_plain(model, inputs, max_new_tokens=num_new)
     assert torch.equal(model.generate(**inputs, max_new_tokens=num_new), expected)

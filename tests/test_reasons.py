@@ -20,7 +20,7 @@ from lade.models import adapter_for
 
 @pytest.fixture(autouse=True)
 def small_block(lade_on):
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
 def reason_of(model):

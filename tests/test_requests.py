@@ -26,7 +26,7 @@ from lade.compat import CACHE_NAME
 
 @pytest.fixture(autouse=True)
 def small_block(lade_on):
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
 def named(name, dtype=torch.float64, attention=None, **settings):

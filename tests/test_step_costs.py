@@ -26,7 +26,10 @@ from lade.drafting.step_costs import PLAIN_EVERY, SETTLED, SIZES, CostTable, Ste
 from lade.models.base import ModelAdapter
 from lade.verification import draws as noise
 
-TREE, WINDOW = {"MODE": "tree", "MAX_BLOCK": 16}, {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 3}
+TREE, WINDOW = (
+    {"MODE": "tree", "MAX_BLOCK": 16},
+    {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 3},
+)
 FLAT = dict.fromkeys(SIZES, 1.0)
 PADDED = (8, 16, 32, 64)
 

@@ -95,7 +95,9 @@ def test_no_line_for_who_switches_it_on_in_code(caplog, model):
 
 
 @pytest.mark.parametrize("arguments", [{"max_new_tokens": 24}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("settings", [{}, {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 3}], ids=["tree", "window"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 3}], ids=["tree", "window"]
+)
 def test_enabled(model, arguments, settings):
     inputs = prompt()
     plain = seeded(model, inputs, **arguments)
@@ -294,7 +296,8 @@ def test_models_divided_over_processes_are_refused(model, monkeypatch):
     """generate() would set synced_gpus by itself, and does not pass it on."""
     monkeypatch.setattr(switch, "is_fsdp_managed_module", lambda model: True)
     model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)  # one process
-    monkeypatch.setattr(switch, "num_processes", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="no synced_gpus"):
         model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)
 

@@ -44,7 +44,7 @@ def random_model():
 
 @pytest.fixture
 def trace(random_model, tokenizer, lade_on):
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4)
     ids = tokenizer("a = a + </script> a = a + 1 # a")["input_ids"]
     return record(random_model, tokenizer, ids, max_new_tokens=80)
 

@@ -22,7 +22,7 @@ HAS_NO_DROPOUT = ("DiffLlamaForCausalLM", "Lfm2VlForConditionalGeneration")  # f
 
 @pytest.fixture(autouse=True)
 def small_block(lade_on):
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
 def set_randomness(model, value):

@@ -108,7 +108,7 @@ def test_oracle_drafters(monkeypatch, lade_on, single, hit_rate, level, sampling
     monkeypatch.setattr(OracleDrafter, "answer", expected[0, 9:].tolist(), raising=False)
     monkeypatch.setattr(OracleDrafter, "hit_rate", hit_rate, raising=False)
     monkeypatch.setattr("lade.drafting.lookahead.LookaheadDrafter", OracleDrafter)
-    lade.config_lade(LEVEL=level, WINDOW_SIZE=2, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=level, WINDOW_SIZE=2, GUESS_SET_SIZE=3)
     torch.manual_seed(3)
     assert torch.equal(single.generate(**inputs, max_new_tokens=41, do_sample=sampling), expected)
 
@@ -143,7 +143,7 @@ def watched(monkeypatch):
 
 def test_window_choices_are_the_models_own(lade_on, single, watched):
     """Column j of the last level holds what a plain forward says behind the text, (0, 1..j) and (1..N-2, j)."""
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
     single.generate(**prompt(12), max_new_tokens=25)
     assert len(watched) > 5
     for text, levels, chosen in watched:
@@ -156,7 +156,7 @@ def test_window_choices_are_the_models_own(lade_on, single, watched):
 def test_window_feeds_the_pool(lade_on, single, watched, monkeypatch):
     """With no n-grams of the text in the pool, the window's own are what is accepted."""
     monkeypatch.setattr("lade.drafting.lookahead._ngrams_of", lambda tokens, size: tokens.new_empty(0, size))
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=8, GUESS_SET_SIZE=6)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=8, GUESS_SET_SIZE=6)
     inputs = prompt(12)
     expected = generate_plain(single, inputs, max_new_tokens=80)
     assert torch.equal(single.generate(**inputs, max_new_tokens=80), expected)
@@ -175,7 +175,7 @@ def test_window_moves_by_what_was_accepted(lade_on, single, monkeypatch, forward
         roll(self, chosen, columns)
 
     monkeypatch.setattr(JacobiWindow, "roll", watch)
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, ALWAYS_FWD_ONE=forward_one)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, ALWAYS_FWD_ONE=forward_one)
     single.generate(**prompt(12), max_new_tokens=80)
     accepted = lade.last_stats().accepted_lengths
     if forward_one:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pkgutil import resolve_name
+from typing import Any
 
-from lade.config import MODES
+from lade.common.notices import notify_once
+from lade.config import MODES, LookaheadConfig
 from lade.drafting.base import Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.checked import CheckedDrafter
+from lade.drafting.step_costs import assumed_costs, interpolated
 
 __all__ = [
     "Draft",
@@ -20,7 +24,10 @@ __all__ = [
     "drafts_from",
     "make_drafter",
     "register_drafter",
+    "with_mode",
 ]
+
+MOST_WINDOW_COST = 1.5  # of a full block of the window, in plain steps
 
 Maker = Callable[[DraftRequest], Drafter]
 _instead: ContextVar[Maker | None] = ContextVar("_instead", default=None)
@@ -52,6 +59,24 @@ def drafts_from(make: Maker) -> Iterator[None]:
         yield
     finally:
         _instead.reset(token)
+
+
+def with_mode(config: LookaheadConfig, model: Any, num_rows: int) -> LookaheadConfig:
+    """The settings with the mode that a call has where MODE leaves it open.
+
+    If the window's sizes were given, as all scripts of the original do: the paper's window where its block is expected
+    to pay, and the tree elsewhere.
+    """
+    if config.mode != "auto" or not config.prefers_window:
+        return config
+    window = replace(config, mode="lookahead")
+    costs = assumed_costs(model, False, num_rows)
+    pays = config.num_workers > 1 or interpolated(costs, window.max_block_tokens) <= MOST_WINDOW_COST
+    notify_once(
+        "LEVEL, WINDOW_SIZE and GUESS_SET_SIZE were given without MODE: %s here (MODE='lookahead' and MODE='tree' choose)",
+        "the paper's window runs" if pays else "the window's block would cost more than it yields, so the tree runs",
+    )
+    return window if pays else config
 
 
 def make_drafter(request: DraftRequest) -> Drafter:

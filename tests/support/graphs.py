@@ -31,7 +31,7 @@ def kept_buffers(model):
 def static_blocks(lade_on, monkeypatch):
     """One size of tree: (N-1) * G is less than the smallest size to pad to."""
     monkeypatch.setattr(fixed, "BACKEND", "eager")
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=1)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, COMPILE=1)
     yield
     torch._dynamo.reset()
     forget_all()

@@ -197,7 +197,9 @@ def run_cases(rank, settings, batches, workers, backwards):
         deal_backwards()
     model, found = tiny_llama(), {}
     for level, window, guesses in settings:
-        lade.config_lade(LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses, DIST_WORKERS=workers)
+        lade.config_lade(
+            MODE="lookahead", LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses, DIST_WORKERS=workers
+        )
         is_first = (level, window, guesses) == settings[0]
         for index, case in enumerate(CASES):
             for batch_size, seed in batches if is_first else [batches[index % len(batches)]]:
@@ -224,7 +226,7 @@ def look_at_caches(rank, share_paths):
     if not share_paths:
         ProcessGroup._broadcast_data = lambda self, what, values, source: values
     model, found = tiny_llama(torch.float32), []
-    lade.config_lade(LEVEL=5, WINDOW_SIZE=4, GUESS_SET_SIZE=8, DIST_WORKERS=2)
+    lade.config_lade(MODE="lookahead", LEVEL=5, WINDOW_SIZE=4, GUESS_SET_SIZE=8, DIST_WORKERS=2)
     for seed in range(4):
         output = model.generate(**prompt(20, seed=seed), max_new_tokens=40, return_dict_in_generate=True)
         layers = output.past_key_values.layers
@@ -238,7 +240,7 @@ def stream(rank):
     """A streamer on every rank, a processor on the leader alone, and what each of them got."""
     own_group()
     model, streamer = tiny_llama(), Recorder()
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
     processors = LogitsProcessorList([CountingBias()] if rank == 0 else [])
     output = model.generate(**prompt(20), max_new_tokens=24, streamer=streamer, logits_processor=processors)
     # The program's own group was neither replaced nor used up.
@@ -273,7 +275,12 @@ def draw(seed):
     for row in range(batch_size):
         pads = rng.randrange(length)
         ids[row, :pads], mask[row, :pads] = 0, 0
-    setting = {"LEVEL": rng.randint(2, 6), "WINDOW_SIZE": rng.randint(1, 6), "ALWAYS_FWD_ONE": rng.randint(0, 1)}
+    setting = {
+        "MODE": "lookahead",
+        "LEVEL": rng.randint(2, 6),
+        "WINDOW_SIZE": rng.randint(1, 6),
+        "ALWAYS_FWD_ONE": rng.randint(0, 1),
+    }
     setting |= {"GUESS_SET_SIZE": rng.choice((0, 1, 3, 7, -1)), "USE_FLASH": rng.choice((0, 0, 1))}
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, **arguments}, setting
 
@@ -303,7 +310,7 @@ def run_families(rank, names):
     from support.families import FAMILIES
 
     found = {}
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, DIST_WORKERS=2)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, DIST_WORKERS=2)
     deal_backwards()
     for family in FAMILIES:
         if not family.exists or (names and family.name not in names):
@@ -337,7 +344,7 @@ def leave(rank):
     after; all tokens."""
     model = tiny_llama()
     own_group()
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
     before = threads()
 
     def added():
@@ -369,7 +376,7 @@ class Adviser(LogitsProcessor):
 def nest(rank, folder):
     """A call inside of another one, on the leader; and a process group that is replaced between two calls."""
     model, found = tiny_llama(), []
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
     for name in ("first", "second"):
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
         adviser = Adviser(model)
@@ -401,7 +408,7 @@ def split_layers(rank, folder):
     model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32, attn_implementation="sdpa")
     assert model._tp_size == 2
     found = []
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=1)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=1)
     for arguments in ({}, {"do_sample": True, "temperature": 0.4}):
         torch.manual_seed(0)
         plain = generate_plain(model, prompt(20), max_new_tokens=24, **arguments)
@@ -417,7 +424,7 @@ def two_pairs(rank):
     """Four processes, two by two, each pair with a prompt of its own."""
     own_group()
     model = tiny_llama()
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
     output = model.generate(**prompt(20, seed=rank // 2), max_new_tokens=24)
     return output.tolist(), lade.last_stats().num_workers, lade.last_stats().fallback_reason
 
@@ -426,10 +433,10 @@ def differ(rank, what):
     """Rank 1 is started with something else. Returns the error."""
     model, inputs, arguments = tiny_llama(), prompt(20), {"max_new_tokens": 8}
     own_group(seconds=5 if what == "workers" else PATIENCE)
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
     if rank == 1:
         if what == "settings":
-            lade.config_lade(WINDOW_SIZE=2)
+            lade.config_lade(MODE="lookahead", WINDOW_SIZE=2)
         elif what == "model":
             with torch.no_grad():
                 model.model.embed_tokens.weight *= 1.01
@@ -482,7 +489,7 @@ def fail(rank, culprit, how):
             raise RuntimeError("no memory left")
 
     hook = model.model.register_forward_pre_hook(lade.allow_hook(before_forward))
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=1)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=1)
     model.generate(**prompt(20), max_new_tokens=40)  # the hook's trial
     lade.config_lade(DIST_WORKERS=3)
     is_armed, began = True, time.monotonic()
@@ -504,7 +511,7 @@ def fail(rank, culprit, how):
 def run_poisoned(rank, tokens, cases, workers):
     """Guesses that are not numbers. tokens: by case, those with such embeddings. Returns by case the text, the reason,
     and how often a step was spoiled."""
-    lade.config_lade(LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4, DIST_WORKERS=workers)
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4, DIST_WORKERS=workers)
     found, clear = {}, recovery.clear_guesses
     for name, batch_size in cases:
         spoiled = []
