@@ -33,70 +33,65 @@ class RowPrior(NamedTuple):
         return [self.chance(float(probability)) for probability in PROBABILITIES]
 
 
-class CopyPrior(NamedTuple):
-    """Acceptance of the next token of a copy, by the number of tokens that are equal before it."""
-
-    source: str
-    lengths: tuple[int, ...]  # from one to the next the chances are the same
-    chances: tuple[float, ...]
-
-    def by_length(self) -> list[tuple[str, float]]:
-        """The name of the source with the length, and the chance, for 0 to MAX_MATCH equal tokens."""
-        places = [max(0, bisect_right(self.lengths, length) - 1) for length in range(MAX_MATCH + 1)]
-        return [(f"{self.source} of {self.lengths[place]}", self.chances[place]) for place in places]
-
-
-LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, MAX_MATCH)
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, MAX_MATCH)  # of matches; from one to the next they count together
 SIMILARITIES = (0.5, 0.68, 0.78, 0.87, 0.94)  # upper ends of the classes of a context's similarity
+CopyPriors = list[tuple[str, float]]  # by the number of equal tokens: the source, and the acceptance of the next token
 
 
 class Priors:
-    """The priors of one kind of decoding. context: by class of similarity. unseen: of a token without a row, which is
-    guessed to learn its row."""
+    """The priors of greedy decoding, or of sampling.
+
+    token, context, rejected, root: of rows, by source; context: by class of similarity. suffix, earlier: of copies from
+    the text itself and from earlier ones. unseen: of a token without a row, which is guessed to learn its row.
+    """
 
     def __init__(
         self,
-        token: RowPrior,
-        context: tuple[RowPrior, ...],
-        rejected: RowPrior,
-        root: RowPrior,
-        suffix: CopyPrior,
-        earlier: CopyPrior,
-        unseen: float,
+        token: tuple[float, float],
+        rejected: tuple[float, float],
+        root: tuple[float, float],
+        contexts: tuple[float, ...],
+        copies: tuple[float, ...],
+        unseen: float = 0.01,
     ) -> None:
-        self.token, self.context, self.rejected, self.root, self.unseen = token, context, rejected, root, unseen
-        self.suffix, self.earlier = suffix.by_length(), earlier.by_length()
-        self.chances = {prior: prior.by_grade() for prior in (token, *context, rejected, root)}
+        """token, rejected, root: scale and power. contexts: scales. copies: by LENGTHS."""
+        self.token = RowPrior("token", *token, sharpness=0.6)
+        self.rejected = RowPrior("rejected", *rejected, sharpness=0.45)
+        self.root = RowPrior("root row", *root, sharpness=0.45)
+        self.context = [
+            RowPrior("context", scale, 1.0, sharpness)
+            for scale, sharpness in zip(contexts, CONTEXT_SHARPNESS, strict=True)
+        ]
+        self.suffix, self.earlier = _by_length("suffix", copies), _by_length("earlier text", copies)
+        self.unseen = unseen
+        rows = (self.token, self.rejected, self.root, *self.context)
+        self.chances = {prior: prior.by_grade() for prior in rows}
 
     def of_context(self, similarity: float) -> RowPrior:
         return self.context[bisect_right(SIMILARITIES, similarity)]
 
 
-def _contexts(
-    scales: tuple[float, ...], powers: tuple[float, ...], sharpness: tuple[float, ...]
-) -> tuple[RowPrior, ...]:
-    return tuple(RowPrior("context", *one) for one in zip(scales, powers, sharpness, strict=True))
+def _by_length(source: str, chances: tuple[float, ...]) -> CopyPriors:
+    """For 0 to MAX_MATCH equal tokens. chances: by LENGTHS."""
+    places = [max(0, bisect_right(LENGTHS, length) - 1) for length in range(MAX_MATCH + 1)]
+    return [(f"{source} of {LENGTHS[place]}", chances[place]) for place in places]
 
 
-SHARPNESS = (0.45, 0.55, 0.6, 0.75, 0.8, 1.0)
+CONTEXT_SHARPNESS = (0.45, 0.55, 0.6, 0.75, 0.8, 1.0)
 # Measured on texts of Qwen2.5-Coder 0.5B and Gemma 3 270M (docs/drafting-study.md, "Priors").
 GREEDY = Priors(
-    token=RowPrior("token", 0.75, 1.0, 0.6),
-    context=_contexts((0.3, 0.4, 0.55, 0.65, 0.85, 1.0), (1.0,) * 6, SHARPNESS),
-    rejected=RowPrior("rejected", 0.45, 1.0, 0.45),
-    root=RowPrior("root row", 0.2, 0.7, 0.45),
-    suffix=CopyPrior("suffix", LENGTHS, (0.1, 0.25, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98)),
-    earlier=CopyPrior("earlier text", LENGTHS, (0.1, 0.25, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98)),
-    unseen=0.02,
+    token=(0.5, 0.8),
+    rejected=(0.15, 0.7),
+    root=(0.05, 0.4),
+    contexts=(0.38, 0.42, 0.45, 0.55, 0.8, 0.92),
+    copies=(0.1, 0.25, 0.5, 0.55, 0.7, 0.78, 0.8, 0.82, 0.93, 0.95, 0.95),
 )
 SAMPLED = Priors(
-    token=RowPrior("token", 0.75, 1.0, 0.6),
-    context=_contexts((0.3, 0.4, 0.55, 0.65, 0.85, 1.0), (1.0,) * 6, SHARPNESS),
-    rejected=RowPrior("rejected", 0.45, 1.0, 0.45),
-    root=RowPrior("root row", 0.2, 0.7, 0.45),
-    suffix=CopyPrior("suffix", LENGTHS, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)),
-    earlier=CopyPrior("earlier text", LENGTHS, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9)),
-    unseen=0.02,
+    token=(0.5, 0.8),
+    rejected=(0.2, 0.7),
+    root=(0.2, 0.7),
+    contexts=(0.38, 0.42, 0.45, 0.55, 0.8, 0.92),
+    copies=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9),
 )
 
 

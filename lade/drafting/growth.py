@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lade.drafting.acceptance import Priors, RowPrior
+from lade.drafting.acceptance import CopyPriors, Priors, RowPrior
 from lade.drafting.base import FOREIGN
 from lade.drafting.block_policy import EarlyStop
 from lade.drafting.coming_draws import Draws, wins
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
     following: list[int]
     number: int
     length: int
-    priors: list[tuple[str, float]]
+    priors: CopyPriors
 
 
 class NodeRow(NamedTuple):
