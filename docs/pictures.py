@@ -39,7 +39,7 @@ EXAMPLE = """def read_file(path):
 
 def write_file(path, text):
     with open(path"""
-EXAMPLE_TOKENS, TREE_BLOCK, TREE_STEP = 40, 8, 16
+EXAMPLE_TOKENS, TREE_BLOCK, TREE_STEP = 40, 8, 15
 LEVEL, WIDTH, WINDOW_STEP = 4, 3, 15  # N and W of the window
 STYLE = """
 text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre }
@@ -331,7 +331,7 @@ def window_step(model: Any, tokenizer: Any) -> WindowStep:
         steps.append(WindowStep(int(step.roots[0]), cells, tokens, depths, chosen, visible[0].tolist()))
 
     inputs = tokenizer(EXAMPLE, return_tensors="pt")
-    with lade.enabled(LEVEL=LEVEL, WINDOW_SIZE=WIDTH, GUESS_SET_SIZE=3, ADAPTIVE=0), tracing(keep):
+    with lade.enabled(MODE="lookahead", LEVEL=LEVEL, WINDOW_SIZE=WIDTH, GUESS_SET_SIZE=3, ADAPTIVE=0), tracing(keep):
         model.generate(**inputs, max_new_tokens=EXAMPLE_TOKENS, do_sample=False)
     return steps[WINDOW_STEP - 1]
 

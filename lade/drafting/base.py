@@ -23,7 +23,7 @@ FOREIGN = -1  # in place of an id that no embedding exists for
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The origin of one row's guesses and of the block's size, for tools such as `lade trace`. Unknown parts stay empty.
+    """The origin of one row's guesses and of the block's size, for tools such as `lade trace`. Parts may be empty.
 
     sources, chances: of each node of the tree, its source, and its estimated probability of being
     accepted together with all its ancestors. reason: why the block has its size, as a sentence. offers: the sizes that
