@@ -5,7 +5,7 @@
 
 Each stage is a process of its own with a time limit and a log beside the result. The JSON file is written after every
 stage: environment, a verdict per question (true, false, or null where that was not measured), and the rows of each
-stage. Needs no network. Exits with 1 if a check failed or a stage ran out of time.
+stage. What has passed is stored in lade's cache folder, and "auto" then uses it on this GPU. Needs no network. Exits with 1 if a check failed or a stage ran out of time.
 
 With --device cpu every stage runs on small models, and CUDA graphs are stood in for: that tests the command, not a GPU.
 This process imports no torch, so that nothing a stage does can end it.
@@ -57,7 +57,7 @@ def command_of(stage: str, args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", "gpu.stages", stage, "--device", args.device]
 
 
-def run_stage(stage: str, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+def run_stage(stage: str, args: argparse.Namespace, seconds: float, *options: str) -> dict[str, Any]:
     """Run a stage in a process of its own. Returns its status, seconds and rows."""
     began, path = time.monotonic(), args.out.with_suffix(f".{stage}.log")
     paths = os.pathsep.join([str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
@@ -65,7 +65,7 @@ def run_stage(stage: str, args: argparse.Namespace, seconds: float) -> dict[str,
     with open(path, "w", encoding="utf-8") as log:
         # A session of its own: what it starts ends with it.
         process = subprocess.Popen(
-            command_of(stage, args), stdout=log, stderr=log, env=environment, start_new_session=True
+            [*command_of(stage, args), *options], stdout=log, stderr=log, env=environment, start_new_session=True
         )
         try:
             code: int | None = process.wait(seconds)
@@ -141,6 +141,18 @@ def stop(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def proof_of(found: dict[str, bool | None]) -> dict[str, bool]:
+    """What lade may use on this GPU by default: right, and not slower than without; empty where that is not known."""
+    proof = {}
+    for name, right, faster in (
+        ("graph", "CUDA graphs are right", "7B: capturing makes a step faster"),
+        ("kernel", "the kernel is right", "7B: the kernel makes a captured step faster"),
+    ):
+        if found[right] is not None:
+            proof[name] = bool(found[right]) and found[faster] is not False
+    return proof if len(proof) == 2 else {}
+
+
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, stop)
@@ -158,7 +170,10 @@ def main() -> int:
     except KeyboardInterrupt:
         print("stopped", flush=True)
         is_stopped = True
-    for question, verdict in content.get("verdicts", {}).items():
+    found = content.get("verdicts", {})
+    if found and args.device == "cuda" and (proof := proof_of(found)):
+        stages["proof"] = run_stage("proof", args, STAGES["environment"], "--proof", json.dumps(proof))
+    for question, verdict in found.items():
         print(f"{ {True: 'yes', False: 'NO', None: 'unknown'}[verdict]:<8} {question}")
     print(f"result: {args.out}")
     return 130 if is_stopped else int(any(found["status"] != "ok" for found in stages.values()))

@@ -15,6 +15,7 @@ import torch
 from support.processes import ENVIRONMENT, ROOT
 
 from lade.config import current_config
+from lade.forward.cuda import proof
 
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu"]
 
@@ -149,6 +150,24 @@ def test_verdicts(parent):
     assert set(parent.verdicts({}, is_stand_in=False).values()) == {None}
     right["rows"]["one"] |= {"captured_steps": 0, "used_kernel": False}  # nothing ran of what is claimed
     assert list(parent.verdicts(stages, is_stand_in=False).values())[:3] == [True, None, None]
+
+
+def test_what_has_passed_is_stored(parent, monkeypatch, tmp_path):
+    """Both or neither; what is right and slower is not switched on."""
+    right = dict.fromkeys(parent.verdicts({}, is_stand_in=False), True)
+    assert parent.proof_of(right) == {"graph": True, "kernel": True}
+    assert parent.proof_of(right | {"the kernel is right": False}) == {"graph": True, "kernel": False}
+    assert parent.proof_of(right | {"7B: capturing makes a step faster": False}) == {"graph": False, "kernel": True}
+    assert parent.proof_of(right | {"CUDA graphs are right": None}) == {}
+    monkeypatch.setattr(proof, "folder", lambda: tmp_path)
+    stages = importlib.import_module("gpu.stages")
+    monkeypatch.setattr(
+        sys, "argv", ["stages", "proof", "--device", "cpu", "--proof", '{"graph": true, "kernel": false}']
+    )
+    assert not proof.is_proven(torch.device("cpu"), "graph")
+    stages.main()
+    assert proof.is_proven(torch.device("cpu"), "graph")
+    assert not proof.is_proven(torch.device("cpu"), "kernel")
 
 
 def test_a_kernel_that_failed_is_not_taken_for_right(parent, monkeypatch):

@@ -28,6 +28,7 @@ from lade.config import temporary_settings
 from lade.forward.cuda import kernel as kernels
 from lade.forward.cuda.graphs import capture
 from lade.forward.cuda.kernel.packed_mask import FIRST, LENGTH
+from lade.forward.cuda.proof import store_proof
 from lade.tolerance import TOLERANCE
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -221,7 +222,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("stage")
     parser.add_argument("--device", required=True)
+    parser.add_argument("--proof", type=json.loads, help="what has passed, as JSON: stored for later calls on this GPU")
     args = parser.parse_args()
+    if args.stage == "proof":
+        path = store_proof(torch.device(args.device), args.proof)
+        print(json.dumps({"row": "proof", "stored": str(path)} | args.proof))
+        return
     if args.device == "cpu":
         torch.set_num_threads(1)
         stand_in.install()
