@@ -42,7 +42,7 @@ def test_stages_run_on_a_cpu(tmp_path):
     memory = stages["out_of_memory"]["rows"]["without_memory"]
     assert memory["passed"]
     assert memory["captured_steps"] > 0  # the stand-in ran
-    assert "stood in for: no memory" in memory["reasons"]["graph"]
+    assert "stood in for: no memory" in memory["reason"]
     eviction = stages["eviction"]["rows"]["captures_with_eviction"]
     assert eviction["passed"]
     assert 0 < eviction["kept"] < 4
