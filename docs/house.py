@@ -27,7 +27,6 @@ FLOORS: tuple[dict[str, str], ...] = (
         "block": "tree, layout, mask, cache",
         "request": "one call of generate()",
     },
-    {"spoiled": "guesses that are NaN"},
     {"verification": "which tokens are chosen"},
     {"models": "what a family is", "parallel": "several processes"},
     {"drafting": "who proposes guesses"},

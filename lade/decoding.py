@@ -23,10 +23,10 @@ from lade.drafting.step_costs import StepCosts
 from lade.forward.base import BlockCall, path_for
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.request import Request
-from lade.spoiled import find_nan_column
 from lade.stats import GenerationStats
 from lade.transfer import HOST, to_device, wait_for
 from lade.verification.logits import BlockLogits, best_tokens
+from lade.verification.nan_guard import find_nan_column
 from lade.verification.race import RacedSelection
 from lade.verification.selection import Accepted, PerRowSelection, selection_for
 from lade.verification.single_process import SingleProcess
@@ -98,7 +98,7 @@ class DecodingCall:
         kind = selection_for(request, self.callers_cache is not None or adapter.needs_equal_lengths)
         is_raced = kind is PerRowSelection and type(group) is SingleProcess
         self.selection = group.selection(RacedSelection if is_raced else kind, request)
-        self.spoiled = self.selection.spoiled
+        self.nan_guard = self.selection.nan_guard
 
         batch_size, prompt_length = request.input_ids.shape
         num_new = max(1, (request.stopping_criteria.max_length or 0) - prompt_length)
@@ -163,7 +163,7 @@ class DecodingCall:
     def propose(self) -> Draft:
         """The drafter's guesses after each row's root."""
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
-        max_offset = 0 if self.spoiled.next_is_plain else self.cache.max_guess_offset(allowed)
+        max_offset = 0 if self.nan_guard.has_tripped else self.cache.max_guess_offset(allowed)
         if self.costs is not None:
             self.costs.at(self.path.kind, max(self.cache.lengths))
         return self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
@@ -184,7 +184,7 @@ class DecodingCall:
         starts = self.position_offset + starts
         offsets, visible = layout.offsets_and_visibility(part.tree)
         block = Block(
-            tokens=self.spoiled.without_avoided(layout.tokens(roots, part.tree, draft.window_cells)),
+            tokens=self.nan_guard.without_guesses(layout.tokens(roots, part.tree, draft.window_cells)),
             offsets=offsets,
             positions=offsets + (to_device(starts, device) if isinstance(starts, Tensor) else starts),
             visible=visible,
@@ -219,8 +219,7 @@ class DecodingCall:
     def commit(self, step: Step, accepted: Accepted) -> None:
         """Keep the keys/values of the accepted tokens and drop the rest."""
         self.group.commit(self.cache, step.part, accepted)
-        if self.spoiled.next_is_plain:
-            self.spoiled.recover(self.cache, step.block.tokens, accepted, self.group.may_avoid_guesses)
+        self.nan_guard.clear(self.cache)
         self.stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
 
     def finish(self) -> Any:

@@ -107,12 +107,12 @@ MUTANTS = [
            "storage.data.zero_()", "storage.data.nan_to_num_(0.0, 0.0, 0.0) if False else None",
            "static_shapes.py::test_what_a_call_leaves_in_a_cache_is_gone"),
     # Values that are no numbers.
-    mutant("NaN: a spoiled guess is believed", "spoiled.py",
-           "                return False\n", "                pass\n",
-           "spoiled.py::test_a_guess_that_is_no_number"),
-    mutant("NaN: the guess is made again", "spoiled.py",
-           "self.avoided |= guesses", "self.avoided &= guesses",
-           "spoiled.py::test_a_guess_that_is_no_number"),
+    mutant("NaN: logits that a guess made NaN are believed", "verification/nan_guard.py",
+           "        return is_fine", "        return True",
+           "nan_guard.py::test_a_guess_that_is_no_number"),
+    mutant("NaN: the slots keep the guess", "verification/nan_guard.py",
+           "part[row, :, length:] = 0", "pass",
+           "nan_guard.py::test_a_guess_that_is_no_number"),
     # Verdicts, hooks, refusals.
     mutant("verdict: a wrong trial passes", "models/self_check.py",
            "if not error * MASK_EFFECT_RATIO[adapter.dtype] < effect:", "if error != error:",

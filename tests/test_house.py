@@ -160,7 +160,7 @@ TESTED_IN = {
     "request": "requests",
     "stats": "augment",
     "eligibility": "contract",
-    "verification.logits": "spoiled",
+    "verification.logits": "nan_guard",
     "verification.outputs": "contract",
     "verification.race": "draws",
     "verification.selection": "contract",

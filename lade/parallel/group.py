@@ -64,9 +64,6 @@ def open_group(config: LookaheadConfig, device: torch.device, stats: GenerationS
 class ProcessGroup(SingleProcess):
     """One of K ranks in one call."""
 
-    # Each rank knows only its own spoiled guesses; avoiding them would make the ranks diverge.
-    may_avoid_guesses = False
-
     def __init__(self, communicator: Communicator, config: LookaheadConfig, stats: GenerationStats) -> None:
         super().__init__(shared_settings(config))
         self._communicator, self._rank, self._stats = communicator, communicator.rank, stats

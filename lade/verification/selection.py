@@ -30,11 +30,11 @@ from transformers import (
 from lade.block.token_tree import TokenTree
 from lade.compat import logits_processors
 from lade.request import Request
-from lade.spoiled import SpoiledGuesses
 from lade.transfer import on_host
 from lade.verification.bypassed import is_as_written
 from lade.verification.draws import ExponentialDraws, drawing, gumbel_scores
 from lade.verification.logits import BlockLogits
+from lade.verification.nan_guard import NanGuard
 from lade.verification.outputs import OutputRecorder
 from lade.verification.sequences import TokenSequences
 from lade.verification.walk import Children, children_of, walk
@@ -83,7 +83,7 @@ class Selection:
         self.sequences = TokenSequences(request.input_ids, self.criteria.max_length or 0)
         self.is_finished = [False] * batch_size
         self.num_generated = 0  # over all rows, without padding
-        self.spoiled = SpoiledGuesses()
+        self.nan_guard = NanGuard()
         pad_token = request.generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
         self.draws = ExponentialDraws(request.input_ids.device, batch_size) if self.do_sample else None
@@ -95,7 +95,7 @@ class Selection:
 
         Returns the accepted nodes of each row; None for a row to which nothing was committed.
         """
-        self.spoiled.begin_step()
+        self.nan_guard.begin_step()
         self._block_logits, children = block_logits, self._children_of(tree)
         accepted: Accepted = [None] * len(children)
         for rows in self._row_groups():
@@ -150,11 +150,7 @@ class Selection:
         return 0.0 if self.draws is None else self.draws.seconds
 
     def _children_of(self, tree: TokenTree) -> list[Children]:
-        found = [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
-        avoided = self.spoiled.avoided
-        if avoided:
-            found = [{edge: node for edge, node in row.items() if edge[1] not in avoided} for row in found]
-        return found
+        return [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
 
     @property
     def _shortest(self) -> int:
@@ -164,7 +160,7 @@ class Selection:
 
     def _choice(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
         """`choose` of `walk`."""
-        are_usable = self.spoiled.are_usable(self._block_logits.is_number, rows, nodes)
+        are_usable = self.nan_guard.are_usable(self._block_logits.is_number, rows, nodes)
         return self._choose(rows, nodes, paths) if are_usable else None
 
     def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:

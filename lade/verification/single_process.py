@@ -26,8 +26,6 @@ PARALLEL = "lade.parallel"
 class SingleProcess:
     """A call in one process, which computes whole blocks."""
 
-    may_avoid_guesses = True  # after they have spoiled a step
-
     def __init__(self, config: LookaheadConfig) -> None:
         self.config = config
 

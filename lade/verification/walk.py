@@ -20,10 +20,10 @@ def walk(
     """Follow the model's choices through the trees of some rows, until any row's token was not guessed or all end.
 
     choose: (each row's node, -1 = root; each row's accepted nodes so far) -> the token chosen after each node, None if
-    a guess has spoiled any of their logits. commit: (a token of each row; whether all were guessed) stores the tokens,
+    a guess has made any of their logits NaN. commit: (a token of each row; whether all were guessed) stores the tokens,
     returns True when all rows are finished or the tokens have been replaced by others. Returns the accepted nodes of
     each row without the root, the same number for all; one more token than that has been committed. None if a root's
-    logits are spoiled; then nothing has been committed.
+    logits are NaN; then nothing has been committed.
 
     Source: arXiv:2402.02057, verification branch.
     """
@@ -31,7 +31,7 @@ def walk(
     nodes = [-1] * len(children)
     while True:
         tokens = choose(nodes, accepted)
-        if tokens is None:  # the last nodes were right, but their keys/values are spoiled, too
+        if tokens is None:  # the last nodes were right, but their keys/values are NaN, too
             return [path[:-1] for path in accepted] if accepted[0] else None
         edges = zip(children, nodes, tokens, strict=True)
         nodes = [row[node, token] for row, node, token in edges if (node, token) in row]

@@ -21,10 +21,10 @@ from torch.distributed import run
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import lade
-from lade import spoiled as recovery
 from lade.parallel import communicator as link
 from lade.parallel import partition as shares
 from lade.parallel.group import ProcessGroup
+from lade.verification.nan_guard import NanGuard
 from support.models import Recorder, generate_plain, prompt, tiny_llama
 from support.processes import SERVER
 
@@ -510,17 +510,20 @@ def fail(rank, culprit, how):
 
 def run_poisoned(rank, tokens, cases, workers):
     """Guesses that are not numbers. tokens: by case, those with such embeddings. Returns by case the text, the reason,
-    and how often a step was spoiled."""
+    and how often logits were NaN."""
     lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4, DIST_WORKERS=workers)
-    found, clear = {}, recovery.clear_guesses
+    found, clear = {}, NanGuard.clear
     for name, batch_size in cases:
-        spoiled = []
-        recovery.clear_guesses = lambda *args, seen=spoiled: (seen.append(1), clear(*args))[1]
+        trips = set()
+        NanGuard.clear = lambda self, cache, seen=trips: (
+            seen.update({self} if self.has_tripped else ()),
+            clear(self, cache),
+        )
         model = tiny_llama()
         with torch.no_grad():
             model.get_input_embeddings().weight[tokens[name, batch_size]] = torch.nan
         torch.manual_seed(0)
         result = model.generate(**prompt(20, batch_size), **arguments_of(name)[0])
-        found[name, batch_size] = result.tolist(), lade.last_stats().fallback_reason, len(spoiled)
-    recovery.clear_guesses = clear
+        found[name, batch_size] = result.tolist(), lade.last_stats().fallback_reason, len(trips)
+    NanGuard.clear = clear
     return found

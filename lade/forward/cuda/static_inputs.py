@@ -32,7 +32,7 @@ NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with dif
 
 @dataclass(frozen=True, slots=True)
 class DigestSettings:
-    """nan_column: see `lade.spoiled.find_nan_column`. temperature: of the probabilities."""
+    """nan_column: see `lade.verification.nan_guard.find_nan_column`. temperature: of the probabilities."""
 
     nan_column: int | None
     temperature: float
