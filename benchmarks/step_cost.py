@@ -106,16 +106,15 @@ def forward_costs(
     """The first table. note: is given each row as soon as it is there."""
     print(f"{'context':>8} {'q':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'to q=1':>8} {'to plain':>9}")
     for context in args.contexts:
-        adapter = adapter_for(model)
-        told, num_slots = GenerationStats(), context + max(args.tokens)
-        call = BlockCall(
-            adapter=adapter, config=current_config(), stats=told, device=model.device, num_rows=args.batch,
-            num_new=args.max_new_tokens, num_slots=num_slots,
-        )  # fmt: skip
-        path = path_for(call)
-        cache = filled_cache(path, context, max(args.tokens), args.batch)
         first = None
         for num_tokens in args.tokens:
+            adapter, told = adapter_for(model), GenerationStats()
+            call = BlockCall(
+                adapter=adapter, config=current_config(), stats=told, device=model.device, num_rows=args.batch,
+                num_new=args.max_new_tokens, num_slots=context + max(args.tokens),
+            )  # fmt: skip
+            path = path_for(call)
+            cache = filled_cache(path, context, max(args.tokens), args.batch)
             block = make_block(adapter, cache, num_tokens, args.batch)
             started = time.perf_counter()
             path.forward(block, cache)
