@@ -20,7 +20,7 @@ from lade.drafting import tree as tree_module
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import ids_of
-from lade.drafting.tree import MAX_PROMPT_ROWS, MAX_PROMPT_ROWS_ON_HOST, TreeDrafter
+from lade.drafting.tree import MAX_PROMPT_ROWS, TreeDrafter
 from lade.models.base import prompt_key_mask
 
 pytestmark = pytest.mark.usefixtures("lade_on")
@@ -165,8 +165,7 @@ def test_outputs_stay_as_they_are(model, read):
 
 
 def test_the_forward_is_asked_for_so_many_rows(model, monkeypatch, read):
-    for name in ("MAX_PROMPT_ROWS", "MAX_PROMPT_ROWS_ON_HOST"):
-        monkeypatch.setattr(tree_module, name, 6)
+    monkeypatch.setattr(tree_module, "MAX_PROMPT_ROWS", 6)
     kept, original = [], model.forward
 
     @wraps(original)
@@ -275,7 +274,7 @@ def test_prompts_of_a_token_have_no_rows(model, read):
 
 
 def test_where_they_pay(monkeypatch):
-    """Fewer on a CPU where costs matter; none where processes compute one forward together."""
+    """Not on a CPU where costs matter, nor where processes compute one forward together."""
     model, inputs = tiny_llama(), prompt(24, batch_size=2)
 
     def wanted(on_accelerator, inputs=inputs, **settings):
@@ -286,7 +285,7 @@ def test_where_they_pay(monkeypatch):
 
     assert wanted(False, adaptive=False) == wanted(True, adaptive=False) == MAX_PROMPT_ROWS // 2
     assert wanted(True, adaptive=True) == MAX_PROMPT_ROWS // 2
-    assert wanted(False, adaptive=True) == MAX_PROMPT_ROWS_ON_HOST // 2
+    assert wanted(False, adaptive=True) == 0
     assert wanted(True, adaptive=True, max_block=4) == 4
     assert wanted(True, prompt(24, batch_size=MAX_PROMPT_ROWS + 1), adaptive=True) == 0
     assert wanted(True, prompt(1), adaptive=True) == 0

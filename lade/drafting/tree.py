@@ -36,7 +36,6 @@ from lade.verification.sequences import TokenSequences
 MAX_DEPTH = 32
 LONG_MATCH = 5  # tokens
 MAX_PROMPT_ROWS = 128  # of all prompts of a call, and no more than twice MAX_BLOCK: their logits take memory, too
-MAX_PROMPT_ROWS_ON_HOST = 32  # the same on a CPU, where a row's product with the head takes time
 
 # Why a block has its size.
 RESTS = "No guesses: they have cost more than they gained lately, so a few steps have none."
@@ -245,10 +244,9 @@ class TreeDrafter:
 
 
 def _num_prompt_rows(request: DraftRequest) -> int:
-    """How many of each prompt's tokens logits are asked for. On a CPU fewer: each row costs a product with the head."""
+    """How many of each prompt's tokens logits are asked for. On a CPU their products with the head cost what they gain."""
     batch_size, length = request.prompt_ids.shape
-    if request.is_split or length < 2:
-        return 0
     is_dear = on_host(request.prompt_ids) and request.config.adaptive
-    most = MAX_PROMPT_ROWS_ON_HOST if is_dear else MAX_PROMPT_ROWS
-    return min(most, 2 * request.config.max_block) // batch_size
+    if request.is_split or length < 2 or is_dear:
+        return 0
+    return min(MAX_PROMPT_ROWS, 2 * request.config.max_block) // batch_size
