@@ -39,7 +39,8 @@ class BlockLogits:
     """The logits after the root and after each node of a tree."""
 
     def __init__(self, logits: Tensor, nan_column: int | None = None, digest: LogitsDigest | None = None) -> None:
-        """logits: [B, 1 + n, V]. nan_column: from `lade.verification.nan_guard.find_nan_column`; None to assume that no row is NaN.
+        """logits: [B, 1 + n, V]. nan_column: from `lade.verification.nan_guard.find_nan_column`; None to assume that no
+        row is NaN.
 
         digest: of these logits, and of padding behind them; None to compute lazily what is asked for.
         """
