@@ -36,11 +36,10 @@ from lade.models.base import ModelAdapter
 from lade.state import PerModel
 from lade.tolerance import largest_difference, largest_value
 
-# The fewest elements of a weight that pay by dtype, and the fewest rows of an input. In float32 torch's product of
-# one row is as fast as a packed one, and it depends on the machine whether weights below two million elements gain.
+# The fewest elements of a weight that pay, by dtype: in float32 it depends on the machine whether weights below two
+# million elements gain.
 LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
 SMALL_ELEMENTS = 3 << 15  # if they do: below this, calling oneDNN costs more than it gains
-LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 2}
 MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would need a comparison
 PACKED_FOR = 16  # rows that the layout is chosen for
 # New tokens that calls must have generated or asked for before their model is packed, which costs about ten plain
@@ -174,6 +173,18 @@ class Packing:
         )
 
     @property
+    def is_coming(self) -> bool:
+        """Whether this call will pack its model, or goes on with it."""
+        return not self.shared.is_planned and self._will_pay
+
+    @property
+    def _will_pay(self) -> bool:
+        """Whether enough tokens are generated or asked for."""
+        shared = self.shared
+        least = TOKENS_BEFORE_PACKING << min(shared.num_changes, MOST_DOUBLINGS)
+        return shared.num_generated + self.call.num_new >= least
+
+    @property
     def is_typical(self) -> bool:
         """Whether the latest step's time may be learned as that of its kind."""
         return self.is_exact or not self._num_refused
@@ -184,10 +195,7 @@ class Packing:
         How many depends on the number of steps alone, not on a clock.
         """
         self.seconds, self._num_steps = 0.0, self._num_steps + 1
-        shared = self.shared
-        least = TOKENS_BEFORE_PACKING << min(shared.num_changes, MOST_DOUBLINGS)
-        num_generated = shared.num_generated + self._num_steps
-        is_due = num_generated > FIRST_STEPS and shared.num_generated + self.call.num_new >= least
+        is_due = self.shared.num_generated + self._num_steps > FIRST_STEPS and self._will_pay
         if is_due and self._num_done < len(self.weights):
             self._pack(sum(weight.nbytes for weight in self.weights) // PORTIONS)
 
@@ -279,8 +287,7 @@ class PackedLinear(nn.Linear):
     def _is_served(self, input: Tensor, packing: Packing, packed: Tensor) -> bool:
         """Whether the packed product of such an input may replace torch's. Compared at the first use of a shape."""
         num_rows = input.numel() // max(1, self.in_features)
-        least = 1 if packing.widens else LEAST_ROWS[packing.dtype]
-        if not least <= num_rows <= MOST_ROWS or input.dtype != packing.dtype or input.shape[-1] != self.in_features:
+        if not 1 <= num_rows <= MOST_ROWS or input.dtype != packing.dtype or input.shape[-1] != self.in_features:
             return False
         if not input.is_contiguous():  # torch then rounds before it adds a bias
             return False

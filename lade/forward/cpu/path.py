@@ -7,6 +7,7 @@ from typing import Any
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
+from lade.drafting.step_costs import PENDING
 from lade.forward.base import BlockCall, ForwardPath
 from lade.forward.cpu.grouped_attention import NAME as GROUPED
 from lade.forward.cpu.grouped_attention import can_group
@@ -30,8 +31,10 @@ class CpuPath(ForwardPath):
 
     @property
     def kind(self) -> tuple[str, ...]:
-        is_packed = self.packing is not None and self.packing.counts_as_packed
-        return ("grouped",) * self.is_grouped + ("packed",) * is_packed
+        found = ("grouped",) * self.is_grouped
+        if self.packing is not None and self.packing.counts_as_packed:
+            return (*found, "packed")
+        return (*found, PENDING) if self.packing is not None and self.packing.is_coming else found
 
     @property
     def is_typical(self) -> bool:  # type: ignore[override]
