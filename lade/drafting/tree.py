@@ -43,6 +43,7 @@ NO_ROOM = "No guesses: there is no room for them after the root."
 WHOLE = "As many guesses as there is room for: sizes do not follow costs (ADAPTIVE=0)."
 PLAIN = "No guesses: a plain step, with which the cost of larger ones is compared."
 BEST = "The size that is expected to commit most tokens per unit of time."
+SMALL_BLOCK, FREE_COST = 4, 1.06  # no rest where a block of so many tokens costs hardly more than a plain step
 BLIND_BLOCK = 16  # tokens of a block of unknown cost: so many pay on most devices
 
 
@@ -162,7 +163,7 @@ class TreeDrafter:
 
     def _takes_rest(self, rows: list[int]) -> bool:
         """Whether to propose nothing, because guesses have not paid lately and the text does not repeat itself."""
-        if self.costs is None or not self._backoff.begin_step():
+        if self.costs is None or not self._backoff.begin_step() or self.costs.cost(SMALL_BLOCK) <= FREE_COST:
             return False
         copies = (copy for row in rows for copy in self._texts[row].copies(self.memory.texts, self.priors, 1))
         return all(copy.length < LONG_MATCH for copy in copies)
