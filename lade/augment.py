@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from transformers import Cache, GenerationMixin, TextStreamer
 
-from lade.compat import CACHE_NAMES, CALLERS_CACHE_MARK, require_names, warn_if_newer
+from lade.compat import CACHE_NAMES, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME, require_names, warn_if_newer
 from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
 from lade.drafting import with_mode
@@ -100,7 +100,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             stats.fallback_reason, streamer = off_reason(), None
             if is_enabled():
                 stats.fallback_reason = NOT_BEGUN
-                for cache in map(kwargs.get, CACHE_NAMES):
+                for cache in map(kwargs.get, (*CACHE_NAMES, MAMBA_CACHE_NAME)):
                     if isinstance(cache, Cache):
                         setattr(cache, CALLERS_CACHE_MARK, True)
                 if not is_leader(config):  # of several processes only one streams

@@ -28,6 +28,7 @@ CALLERS_CACHE_MARK = "_is_user_defined"
 # The cache among the arguments and outputs of models and of generate(): the name since 5.24, and the older one, which
 # 5.24 still takes as an argument. `CACHE_NAME` is the one that this version uses itself.
 CACHE_NAMES = ("cache", "past_key_values")
+MAMBA_CACHE_NAME = "cache_params"  # of models without any attention
 # Of nn.Module: the hooks around a forward.
 HOOKS = (
     "_forward_hooks",

@@ -16,7 +16,6 @@ from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
 from lade.block.token_tree import BlockPart, TokenTree
-from lade.compat import CACHE_NAME
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.drafting.step_costs import StepCosts
@@ -63,7 +62,7 @@ def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationS
             call.commit(step, outcome.accepted)
             timer.lap()
             drafter.learn(outcome)
-            timer.end(step.layout.num_tokens)
+            timer.end(step.num_tokens)
             if stats.on_step is not None:
                 stats.on_step(step, outcome)
     return call.finish()
@@ -79,6 +78,7 @@ class Step:
     part: BlockPart  # what this process computes of it
     layout: BlockLayout
     block: Block
+    num_tokens: int  # q, and the tokens that run again
 
 
 class DecodingCall:
@@ -124,15 +124,16 @@ class DecodingCall:
     def prefill(self) -> Any:
         """Run the prompt's forward. Returns the model's output."""
         request, model_kwargs = self.request, self.request.model_kwargs
-        self.cache.adopt(model_kwargs[CACHE_NAME])
-        model_kwargs[CACHE_NAME] = self.cache
+        name = self.adapter.cache_name
+        self.cache.adopt(model_kwargs[name])
+        model_kwargs[name] = self.cache
         kept = model_kwargs.get("logits_to_keep", 0)
         # Of a tensor the rows may be any; chunks would all compute as many, and only those of the last are there.
         self.prompt_rows = 0 if isinstance(kept, Tensor) else self.drafter.prompt_rows
         if self.prompt_rows and kept and not request.generation_config.prefill_chunk_size:
             model_kwargs["logits_to_keep"] = 1 + self.prompt_rows
         outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)
-        if (returned := getattr(outputs, CACHE_NAME)) is not self.cache:  # the model replaced it during the prompt
+        if (returned := getattr(outputs, name)) is not self.cache:  # the model replaced it during the prompt
             most_slots, self.cache = self.cache.most_slots, self.path.replacement_cache(self.cache.capacity)
             self.cache.most_slots = most_slots
             self.cache.adopt(returned)
@@ -165,8 +166,10 @@ class DecodingCall:
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
         max_offset = 0 if self.nan_guard.has_tripped else self.cache.max_guess_offset(allowed)
         if self.costs is not None:
-            self.costs.at(self.path.kind, max(self.cache.lengths))
-        return self.drafter.propose(self.selection.sequences, self.selection.is_idle, max_offset)
+            self.costs.at(self.path.kind, max(self.cache.lengths), self.cache.num_waiting)
+        is_idle = self.selection.is_idle
+        draft = self.drafter.propose(self.selection.sequences, is_idle, max_offset)
+        return draft.as_chains(is_idle) if self.adapter.is_recurrent else draft
 
     def lay_out(self, draft: Draft) -> Step:
         """Compute the block's tokens, positions, visibility and logit rows."""
@@ -192,7 +195,7 @@ class DecodingCall:
             lengths=lengths,
             key_mask=self.key_mask,
         )
-        return Step(roots, draft, tree, part, layout, block)
+        return Step(roots, draft, tree, part, layout, block, layout.num_tokens + self.cache.num_waiting)
 
     def forward(self, step: Step) -> Any:
         """Run the model over the block. Returns the model's output."""
@@ -201,7 +204,7 @@ class DecodingCall:
         outputs = self.path.forward(step.block, self.cache, race)
         wait_for(self.device)
         self.stats.steps += 1
-        self.stats.block_tokens.append(step.layout.num_tokens)
+        self.stats.block_tokens.append(step.num_tokens)
         return outputs
 
     def verify(self, step: Step, outputs: Any) -> Outcome:

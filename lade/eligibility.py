@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from lade.compat import CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer, StaticLayer
+from lade.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer, StaticLayer
 from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.base import prompt_key_mask
 from lade.models.self_check import WAITS, self_check_reason
@@ -28,7 +28,7 @@ KNOWN_ARGUMENTS = frozenset(
     """
     attention_mask inputs_embeds logits_to_keep output_attentions output_hidden_states position_ids tokenizer use_cache
     """.split()  # noqa: SIM905
-) | {CACHE_NAME}
+) | {CACHE_NAME, MAMBA_CACHE_NAME}
 
 
 def is_short(request: Request) -> bool:
@@ -98,7 +98,7 @@ def unsupported_cache(request: Request) -> str | None:
     for part in (cache, *cache.layers):
         if not CACHE_METHODS.isdisjoint(vars(part)):
             return f"{CACHE_NAME} has an {min(CACHE_METHODS & vars(part).keys())} of its own"
-    if request.callers_cache is None and cache.get_seq_length() == 0:
+    if request.callers_cache is None and request.cached_length == 0:
         return None  # generate() made it for this call, and nothing else reads it
     for layer in cache.layers:
         # A sliding layer drops keys outside its window, which a block may still need.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, StaticCache
 
-from lade.compat import CACHE_NAME, CALLERS_CACHE_MARK
+from lade.compat import CACHE_NAME, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def cache(self) -> Any:
-        return self.model_kwargs.get(CACHE_NAME)
+        return self.model_kwargs.get(CACHE_NAME, self.model_kwargs.get(MAMBA_CACHE_NAME))
 
     @property
     def callers_cache(self) -> Cache | None:
@@ -54,7 +54,10 @@ class Request:
 
     @property
     def cached_length(self) -> int:
-        return 0 if self.cache is None else int(self.cache.get_seq_length())
+        """Tokens in the cache; 0 where it holds states alone, which count none."""
+        layers = getattr(self.cache, "layers", ())
+        counts = self.cache is not None and (not layers or any(hasattr(layer, "get_seq_length") for layer in layers))
+        return int(self.cache.get_seq_length()) if counts else 0
 
     @property
     def has_static_cache(self) -> bool:

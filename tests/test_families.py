@@ -30,6 +30,13 @@ FALLS_BACK = {
     "doge": "selects its keys",
     "doge-window": "selects its keys",
 }
+CHAIN = "recurrent: chains of guesses"
+CHAINS = set(
+    """
+    bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
+    qwen3_next zaya
+    """.split()  # noqa: SIM905
+)
 RETURNS_ANOTHER_CACHE = {"lfm2", "lfm2_moe", "lfm3"}  # than lade could fill in: plain generate() makes it
 REGISTERED = set(models._adapters)
 rows: list[tuple[str, ...]] = []
@@ -156,11 +163,23 @@ def assert_masks_count(model):
 @pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)
 def test_recurrent(small_block, family):
     model = built(family)
-    expected, found = both(model, prompts(1), FEW, do_sample=False)
-    assert torch.equal(found, expected)
-    reason = lade.last_stats().fallback_reason
-    rows.append((family.name, family.note, family.attention, reason))
-    assert reason is not None
+    padded = prompts(2)
+    padded["attention_mask"][0, :5] = 0
+    is_served = family.name in CHAINS and Version(transformers.__version__) >= Version("5.23")  # else tried out
+    # Others may draw from NaN where a row is padded.
+    for inputs in (prompts(1), prompts(2), padded) if family.name in CHAINS else (prompts(1),):
+        for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 0.6}):
+            expected, found = both(model, inputs, NEW, **arguments)
+            assert torch.equal(found, expected)
+            stats = lade.last_stats()
+            reason = stats.fallback_reason
+            assert reason is None or not is_served or (inputs is padded and "makes padding NaN" in reason)
+            assert (reason is None and max(stats.block_tokens) > 1) or not is_served or inputs is padded
+            if inputs is not padded:
+                assert reason is not None or family.name in CHAINS
+                kept = reason
+    rows.append((family.name, family.note or (kept is None) * CHAIN, family.attention, kept or "lookahead"))
+    assert not inference_tensors(model)
 
 
 @pytest.mark.parametrize("with_image", [False, True], ids=["text", "image"])

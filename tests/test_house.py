@@ -112,6 +112,7 @@ TESTED_IN = {
     "__init__": "config",
     "__main__": "launcher",
     "block.mask": "layout",
+    "block.recurrent_state": "recurrent",
     "common.cache_folder": "step_costs",
     "common.notices": "packed",
     "common.trial": "forward_paths",

@@ -84,7 +84,7 @@ class SlotLayer(CacheLayer):
 
     def get_seq_length(self) -> int:
         cache = self._cache
-        return max(cache.lengths) if cache.in_block else self.prefilled
+        return cache.block_start if cache.in_block else self.prefilled
 
     def get_max_length(self) -> int:
         return -1
@@ -98,8 +98,8 @@ class LookaheadCache(Cache):
 
     def __init__(self, num_layers: int, capacity: int, uniform: bool = True) -> None:
         """capacity: initial slots; doubled as needed. uniform: all layers have the same shape."""
-        self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
-        super().__init__(layers=list(self._slot_layers))
+        self.slot_layers = [SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.slot_layers))
         self.capacity = least_capacity(capacity)
         self.lengths: list[int] = []
         self.slots: Tensor | None = None  # [B, q] of the current block, if row lengths differ
@@ -115,20 +115,30 @@ class LookaheadCache(Cache):
         return sum(storage.data.nbytes for storage in self._storages)
 
     @property
+    def num_waiting(self) -> int:
+        """Committed tokens that run again in front of the next block."""
+        return 0
+
+    @property
+    def block_start(self) -> int:
+        """Slots before the longest row's block."""
+        return max(self.lengths)
+
+    @property
     def num_rows(self) -> int:
         """B; 0 before the first prompt."""
         return self._storages[0].data.shape[1] if self._storages else 0
 
     def like(self, capacity: int) -> LookaheadCache:
         """An empty cache of other capacity, with memory for the same layers."""
-        other = LookaheadCache(len(self._slot_layers), capacity, self._uniform)
+        other = LookaheadCache(len(self.slot_layers), capacity, self._uniform)
         for storage in self._storages:
             twin = _Storage(storage.data[0], len(storage.data), other.capacity)
             other._storages.append(twin)
             for layer, name in storage.owners:
-                place = self._slot_layers.index(layer)
-                twin.give(other._slot_layers[place], name)
-                other._slot_layers[place].is_initialized = True
+                place = self.slot_layers.index(layer)
+                twin.give(other.slot_layers[place], name)
+                other.slot_layers[place].is_initialized = True
         return other
 
     def exchange(self, other: LookaheadCache) -> None:
@@ -144,13 +154,13 @@ class LookaheadCache(Cache):
         """Remove all tokens but keep the memory, for another call with the same batch size."""
         for storage in self._storages:
             storage.data.zero_()  # an earlier call may have left non-finite values
-        for layer in self._slot_layers:
+        for layer in self.slot_layers:
             layer.prefilled = 0
         self.lengths, self.slots, self._block_tokens, self.in_block = [], None, None, False
 
     def end_prefill(self, batch_size: int) -> None:
         """From now on `update` writes blocks."""
-        self.lengths = [self._slot_layers[0].prefilled] * batch_size
+        self.lengths = [self.slot_layers[0].prefilled] * batch_size
         self.in_block = True
 
     def adopt(self, cache: Any) -> None:
@@ -164,7 +174,7 @@ class LookaheadCache(Cache):
     def hand_over(self, cache: Cache) -> None:
         """Append to `cache` the committed tokens that it lacks. All rows must have the same length."""
         start, end = int(cache.get_seq_length()), self.lengths[0]
-        for index, layer in enumerate(self._slot_layers):
+        for index, layer in enumerate(self.slot_layers):
             if layer.is_initialized:
                 cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
 
@@ -179,7 +189,7 @@ class LookaheadCache(Cache):
             self.slots = starts[:, None] + torch.arange(num_tokens, device=device)
         else:
             for storage in self._storages:
-                storage.open(self.lengths[0], num_tokens)
+                storage.open(self.block_start, num_tokens)
 
     def commit(self, accepted: list[list[int] | None]) -> None:
         """Keep each row's root and accepted block tokens, in order; drop the rest of the block.
@@ -213,12 +223,12 @@ class LookaheadCache(Cache):
         for name, states in (("keys", key_states), ("values", value_states)):
             storage = next((s for s in self._storages if s.has_room_for(states)), None)
             if storage is None:
-                size = len(self._slot_layers) * (2 if key_states.shape == value_states.shape else 1)
+                size = len(self.slot_layers) * (2 if key_states.shape == value_states.shape else 1)
                 storage = _Storage(states, size if self._uniform else 1, self.capacity)
                 self._storages.append(storage)
             storage.give(layer, name)
             if self._block_tokens is not None:  # the prompt did not come by this layer
-                storage.open(self.lengths[0], self._block_tokens)
+                storage.open(self.block_start, self._block_tokens)
 
     def check_room(self, num_slots: int) -> None:
         """Raise IndexError, as plain generate() does, where `num_slots` tokens exceed the caller's static cache."""
@@ -302,6 +312,6 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
         ) from error
 
 
-def cache_arguments(cache: Cache) -> dict[str, Any]:
-    """Arguments that make a model's forward use this cache and return its output by name."""
-    return {CACHE_NAME: cache, "use_cache": True, "return_dict": True}
+def cache_arguments(cache: Cache, name: str = CACHE_NAME) -> dict[str, Any]:
+    """Arguments that make a model's forward use this cache, and return its output by name. name: of the argument."""
+    return {name: cache, "use_cache": True, "return_dict": True}

@@ -69,6 +69,19 @@ class TokenTree:
             parents.append([place[self.parents[row][node]] for node in kept])
         return TokenTree(tokens, parents)
 
+    def first_paths(self, is_finished: list[bool]) -> TokenTree:
+        """Of each row the path of first children, all as long as the shortest; none for a finished row."""
+        paths: list[list[int]] = []
+        for parents, has_ended in zip(self.parents, is_finished, strict=True):
+            path: list[int] = []
+            for node, parent in enumerate(() if has_ended else parents):
+                if parent == (path[-1] if path else -1):
+                    path.append(node)
+            paths.append(path)
+        unfinished = (len(path) for path, has_ended in zip(paths, is_finished, strict=True) if not has_ended)
+        length = min(unfinished, default=0)
+        return self.part([path[:length] for path in paths])
+
     def with_chains(self, rows: list[int], token: int, length: int) -> TokenTree:
         """Replace the given rows' trees by a chain of `length` copies of `token`."""
         tokens, parents = list(self.tokens), list(self.parents)

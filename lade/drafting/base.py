@@ -53,6 +53,16 @@ class Draft:
     def has_window(self) -> bool:
         return self.window_shape != ROOT_ALONE
 
+    def as_chains(self, is_finished: list[bool]) -> Draft:
+        """The first path of each tree alone, all of the same length. Without the window, whose levels are no chain.
+
+        is_finished: rows that need no guesses.
+        """
+        tree = self.tree.first_paths(is_finished)
+        if tree == self.tree and not self.has_window:
+            return self
+        return Draft(tree, tree.num_nodes, ROOT_ALONE, self.window_cells[:, :0])
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -85,7 +95,7 @@ class DraftRequest:
     more] bool, False for padding; None without. temperature: of sampling, None for greedy. draws: what
     sampling draws; None for greedy.
     costs: of steps, at each step of the kind that it will have; None where no size follows costs. is_exact: no block's
-    size can change a text.
+    size can change a text. takes_chains: of each tree only the first path is used, cut to the shortest row's.
     """
 
     config: LookaheadConfig
@@ -97,6 +107,7 @@ class DraftRequest:
     draws: ExponentialDraws | None = None
     costs: StepCosts | None = None
     is_exact: bool = True
+    takes_chains: bool = False
 
     @classmethod
     def of_call(
@@ -121,6 +132,7 @@ class DraftRequest:
             draws=draws,
             costs=costs,
             is_exact=adapter.is_exact,
+            takes_chains=adapter.is_recurrent,
         )
 
     def prompts(self) -> list[Tensor]:

@@ -94,6 +94,21 @@ class Growth:
         found.parents = [place[parent] for parent in found.parents]
         return found
 
+    def best_path(self) -> Growth:
+        """From the root on the likeliest child alone, without unseen tokens."""
+        path: list[int] = []
+        while True:
+            end = path[-1] if path else -1
+            children = [
+                node for node, parent in enumerate(self.parents) if parent == end and self.sources[node] != UNSEEN
+            ]
+            if not children:
+                break
+            path.append(max(children, key=self.chances.__getitem__))
+        found = Growth(*([column[node] for node in path] for column in self._columns()))
+        found.parents = list(range(-1, len(path) - 1))
+        return found
+
     def cut(self, size: int) -> None:
         """Keep the first nodes only. Parents come first, so what is left is a tree."""
         for column in self._columns():

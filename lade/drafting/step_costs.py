@@ -251,7 +251,7 @@ class StepCosts:
         self._batch_size, self.sizes = batch_size, sizes
         self._follows_clock = follows_clock and may_measure
         self._uses_stored, self._may_measure = uses_stored, may_measure
-        self._offers: dict[int, Offers] = {}  # by limit; dropped when costs change
+        self._offers: dict[tuple[int, int], Offers] = {}  # by limit and waiting tokens; dropped when costs change
         self.at((), 0)
 
     @classmethod
@@ -277,8 +277,11 @@ class StepCosts:
             may_measure=may_measure,
         )
 
-    def at(self, kind: tuple[str, ...], num_slots: int) -> None:
-        """Take the costs of steps of one kind. kind: how blocks run. num_slots: tokens of the context."""
+    def at(self, kind: tuple[str, ...], num_slots: int, num_waiting: int = 0) -> None:
+        """Take the costs of steps of one kind. kind: how blocks run. num_slots: tokens of the context. num_waiting: tokens
+        that run again in front of the next block, whatever its size.
+        """
+        self._num_waiting = num_waiting
         key = (*kind, self._batch_size, max(MIN_CONTEXT, num_slots).bit_length(), self._uses_stored, self.sizes)
         if key not in self._all:
             self._all[key] = self._begun(kind, key)
@@ -304,7 +307,8 @@ class StepCosts:
         return CostTable({size: interpolated(assumed, size) / plain for size in self.sizes}, is_assumed=True)
 
     def cost(self, num_tokens: int) -> float:
-        """Of a step of q tokens, relative to a plain one."""
+        """Of a step of q tokens and those that run again, relative to a plain one."""
+        num_tokens += self._num_waiting
         return self._table.measured(num_tokens) if self._follows_clock else self._table.assumed(num_tokens)
 
     @property
@@ -329,15 +333,16 @@ class StepCosts:
 
     def offers(self, limit: int) -> Offers:
         """The sizes to choose from, up to `limit`."""
-        if limit not in self._offers:
+        key = limit, self._num_waiting
+        if key not in self._offers:
             most = max(self.sizes[0], min(limit, self._table.largest)) if self._follows_clock else limit
             sizes = tuple(size for size in sorted({*self.sizes, limit}) if size <= most)
             costs = [self._hoped(size) for size in sizes]
             plain, first = costs[0], sizes[0]
             slopes = [(cost / plain - 1) / (size - first) for size, cost in zip(sizes[1:], costs[1:], strict=True)]
             slope = min(slopes, default=0.0) / 2  # half, because costs are inexact
-            self._offers[limit] = Offers(sizes, costs, min(MAX_LEAST_PROBABILITY, max(0.0, slope)))
-        return self._offers[limit]
+            self._offers[key] = Offers(sizes, costs, min(MAX_LEAST_PROBABILITY, max(0.0, slope)))
+        return self._offers[key]
 
     def _hoped(self, size: int) -> float:
         """The cost of a size, and less for one never compared, as long as such trials have cost little."""

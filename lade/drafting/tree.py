@@ -56,7 +56,7 @@ class TreeDrafter:
         self.costs = request.costs
         is_blind = config.adaptive and request.is_split
         self.max_block = min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block
-        self.num_tokens = request.num_tokens
+        self.num_tokens, self._takes_chains = request.num_tokens, request.takes_chains
         self.priors, self.ratio = GREEDY if temperature is None else SAMPLED, AcceptanceRatio()
         self.prompt_rows = _num_prompt_rows(request)
         self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
@@ -175,12 +175,14 @@ class TreeDrafter:
             self._reason = WHOLE
             for row in rows:
                 self._texts[row].growth = self._grow(row, max_depth, self.max_block - 1)
+            self._narrow(rows)
             return
         offers, ratio = costs.offers(self.max_block), self.ratio.value
         room, least = offers.sizes[-1] - 1, offers.least_probability / ratio
         for row in rows:
             stop = EarlyStop(offers, ratio, self.priors.unseen)
             self._texts[row].growth = self._grow(row, max_depth, room, least, stop)
+        self._narrow(rows)
         grown = [self._texts[row].growth for row in rows]
         expected = [
             ratio * total
@@ -190,6 +192,15 @@ class TreeDrafter:
         self._compared = offers, expected, len(rows)
         for growth in grown:
             growth.cut(size - 1)
+
+    def _narrow(self, rows: list[int]) -> None:
+        """Where the model takes chains: the best path of each tree, all as long as the shortest."""
+        if self._takes_chains:
+            paths = [self._texts[row].growth.best_path() for row in rows]
+            length = min((len(path.tokens) for path in paths), default=0)
+            for row, path in zip(rows, paths, strict=True):
+                path.cut(length)
+                self._texts[row].growth = path
 
     def _grow(self, row: int, max_depth: int, size: int, least: float = 0.0, stop: EarlyStop | None = None) -> Growth:
         """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`.

@@ -15,6 +15,7 @@ from lade.models.lfm2 import Lfm2Adapter
 from lade.models.llama import LlamaAdapter
 from lade.models.llama4 import Llama4Adapter
 from lade.models.phi3 import Phi3Adapter
+from lade.models.recurrent import RecurrentAdapter
 
 __all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
 
@@ -77,7 +78,8 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     """
     model_type = model.config.model_type
     is_of_family = model_type in _vouched_for or type(model).__module__.startswith("transformers.models.")
-    return (_adapters.get(model_type, ModelAdapter) if is_of_family else ModelAdapter)(model)
+    kind = _adapters.get(model_type) if is_of_family else None
+    return (kind or (RecurrentAdapter if model._is_stateful else ModelAdapter))(model)
 
 
 def needs_self_check(adapter: ModelAdapter) -> bool:

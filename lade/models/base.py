@@ -13,7 +13,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer
-from lade.compat import MOVING_ROPES, PLAIN_LAYERS, PROMPT_ARGUMENTS, has_unknown_rope, num_tokens_of, rope_settings
+from lade.compat import (
+    CACHE_NAME,
+    MAMBA_CACHE_NAME,
+    MOVING_ROPES,
+    PLAIN_LAYERS,
+    PROMPT_ARGUMENTS,
+    has_unknown_rope,
+    num_tokens_of,
+    rope_settings,
+)
 from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
@@ -37,6 +46,7 @@ class ModelAdapter:
     """
 
     # Class attributes that a family may set.
+    is_recurrent: bool = False  # takes chains of guesses alone, in rows of equal lengths
     safe_hooks: tuple[str, ...] = ()  # names in `reasons.HOOKS` that change nothing after the prompt
     prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # model arguments used by the prompt's forward only
     carried_arguments: frozenset[str] = frozenset()  # each new token repeats the prompt's last value
@@ -52,14 +62,14 @@ class ModelAdapter:
         model = self.model
         if model.config.is_encoder_decoder:
             return "encoder-decoder models are not supported"
-        if model._is_stateful:
+        if model._is_stateful and not self.is_recurrent:
             return "models with a recurrent state cannot take a tree of guesses"
         return (
             self.unsupported_layers()
             or self.unsupported_attention()
             or compiled_reason(self.unusual_parts)
             or rounding_reason(self.parts)
-            or calling_reason(model, self.safe_hooks)
+            or calling_reason(model, self.safe_hooks, self.cache_name)
             or hook_reason(self.code.refused_hook)
         )
 
@@ -126,6 +136,13 @@ class ModelAdapter:
     def takes_positions(self) -> bool:
         """Whether the forward accepts `position_ids`; otherwise the model derives positions from the cache."""
         return "position_ids" in self._parameters
+
+    @cached_property
+    def cache_name(self) -> str:
+        """The forward's argument for the cache."""
+        return (
+            MAMBA_CACHE_NAME if {MAMBA_CACHE_NAME, CACHE_NAME} & self._parameters == {MAMBA_CACHE_NAME} else CACHE_NAME
+        )
 
     @cached_property
     def keeps_rows(self) -> bool:
@@ -211,7 +228,7 @@ class ModelAdapter:
             outputs = model(
                 input_ids=block.tokens,
                 attention_mask=masks,
-                **cache_arguments(cache),
+                **cache_arguments(cache, self.cache_name),
                 **arguments,
                 **wanted,
             )

@@ -9,19 +9,16 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
-from lade.compat import CACHE_NAME
-
 # Methods that plain generate() calls around each forward; lade's loop has its own code for them.
 HOOKS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-NEEDED = ("attention_mask", CACHE_NAME)
 DYNAMIC_INT8 = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")  # packages
 ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def calling_reason(model: Any, safe_hooks: Collection[str]) -> str | None:
-    """Why the model's forward cannot be called with blocks, as a sentence; None if it can."""
+def calling_reason(model: Any, safe_hooks: Collection[str], cache_name: str) -> str | None:
+    """Why the model's forward cannot be called with blocks, as a sentence; None if it can. cache_name: its argument."""
     parameters = inspect.signature(model.forward).parameters
-    for name in NEEDED:
+    for name in ("attention_mask", cache_name):
         if name not in parameters:
             if "forward" in vars(model) and any(parameter.kind in ANY for parameter in parameters.values()):
                 return (

@@ -16,7 +16,7 @@ from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.foreign import is_gone
 from lade.state import PerModel, keeping_state
-from lade.tolerance import MASK_EFFECT_RATIO, largest_difference
+from lade.tolerance import MASK_EFFECT_RATIO, STATE_EFFECT_RATIO, largest_difference
 from lade.verification.draws import keeping_generators
 
 # The check's prompt is as long as the call's text, up to the last of these. What changes beyond that many tokens only
@@ -69,14 +69,16 @@ def self_check_reason(
         try:
             with keeping_generators(adapter.model), keeping_state(adapter.model):
                 # A fresh adapter, since it keeps state of the check.
-                error, effect = probe(type(adapter)(adapter.model), length, *sizes)
+                measure = probe_states if adapter.is_recurrent else probe
+                error, effect = measure(type(adapter)(adapter.model), length, *sizes)
         except Exception as problem:  # foreign code may raise anything
             if is_out_of_memory(problem):
                 return "there was no room for a trial block"  # not stored: the next call may have room
             verdict: str | None = f"a trial block failed on {subject} ({type(problem).__name__}: {problem})"
         else:
             verdict = None
-            if not error * MASK_EFFECT_RATIO[adapter.dtype] < effect:  # also where either is nan
+            ratios = STATE_EFFECT_RATIO if adapter.is_recurrent else MASK_EFFECT_RATIO
+            if not error * ratios[adapter.dtype] < effect:  # also where either is nan
                 verdict = reason_of_difference(adapter, subject, is_masked=key_mask is not None)
         for old in [old for old in verdicts if is_gone(old)] + list(verdicts)[: -MOST_VERDICTS + 1]:
             verdicts.pop(old, None)
@@ -86,6 +88,11 @@ def self_check_reason(
 
 def reason_of_difference(adapter: ModelAdapter, subject: str, is_masked: bool) -> str:
     """Why a model whose logits differed in the self-check is not served. is_masked: as for `probe`."""
+    if adapter.is_recurrent:
+        return (
+            f"a trial block on {subject} differed from one-token decoding by more than rounding: a forward of several tokens "
+            "does not continue from the recurrent state, or leaves another one"
+        )
     if not adapter.takes_positions:
         return f"{subject} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"
     padded = " after a prompt with padding" if is_masked else ""
@@ -134,7 +141,7 @@ def probe(
     largest_block = max(largest_block, 4)
     cache = adapter.make_cache(count + largest_block + 4)
     arguments = masks | ({"position_ids": places[:, :count]} if adapter.takes_positions else {})
-    adapter.prompt_model(input_ids=prefix, **cache_arguments(cache), **arguments)
+    adapter.prompt_model(input_ids=prefix, **cache_arguments(cache, adapter.cache_name), **arguments)
     cache.end_prefill(num_rows)
 
     def distance(size: int, is_causal: bool = False) -> float:
@@ -156,6 +163,62 @@ def probe(
     return max(error, doubt), distance(4, is_causal=True)
 
 
+@torch.no_grad()
+def probe_states(
+    adapter: ModelAdapter,
+    length: int = SHORTEST_CHECK,
+    largest_block: int = 0,
+    num_rows: int = 1,
+    is_masked: bool = False,
+) -> tuple[float, float]:
+    """As `probe`, for a model with a recurrent state, whose blocks are chains.
+
+    Four blocks: one of wrong guesses, one whose first guess is right, one of right guesses, and a token alone. The second
+    figure is the effect of a rejected guess that stays in the state. Arguments as for `probe`.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    count = min(length, getattr(adapter.config, "max_position_embeddings", None) or length) - 8
+    text = torch.randint(adapter.num_tokens, (1, count + 8), generator=numbers).to(adapter.model.device)
+    prefix, (wrong, *tokens) = text[:, :count].expand(num_rows, -1), text[0, count:]
+    mask = torch.ones_like(text).repeat(num_rows, 1)
+    if is_masked:
+        mask[:, count // 4 : count // 2] = 0
+    masks = {"attention_mask": mask[:, :count]} if is_masked else {}
+    places = counted(mask)
+    expected = plain_logits(adapter, prefix, torch.stack(tokens), DynamicCache(config=adapter.config), masks)
+
+    def run(blocks: list[tuple[list[Tensor], int]], puts_back: bool = True) -> float:
+        """The largest difference after the blocks' right tokens. blocks: tokens, and how many of them are right."""
+        cache = adapter.make_cache(count + largest_block + 16)
+        arguments = masks | ({"position_ids": places[:, :count]} if adapter.takes_positions else {})
+        adapter.prompt_model(input_ids=prefix, **cache_arguments(cache, adapter.cache_name), **arguments)
+        cache.end_prefill(num_rows)
+        done, worst = 0, 0.0
+        for guesses, num_right in blocks:
+            size = len(guesses)
+            offsets = torch.arange(size, device=text.device).expand(num_rows, -1)
+            block = Block(
+                tokens=torch.stack(guesses).expand(num_rows, -1),
+                offsets=offsets,
+                positions=places[:, count - 1, None] + 1 + done + offsets,
+                visible=torch.ones(num_rows, size, size, dtype=torch.bool, device=text.device).tril(),
+                logit_rows=torch.arange(num_right, device=text.device),
+                lengths=cache.lengths,
+                key_mask=mask[:, :count].bool() if is_masked else None,
+            )
+            found = adapter.forward_block(block, cache).logits.double().to(expected.device)
+            worst = max(worst, largest_difference(found, expected[:, done : done + num_right]))
+            num_kept = num_right if puts_back else size
+            cache.commit([list(range(1, num_kept))] * num_rows)
+            done += num_right
+        return worst
+
+    a, b, c, d, e, f, g = tokens
+    size = max(largest_block, 4)
+    error = run([([a, *[wrong] * (size - 1)], 1), ([b, c, wrong], 2), ([d, e, f], 3), ([g], 1)])
+    return error, run([([a, wrong], 1), ([b, c], 2)], puts_back=False)
+
+
 def plain_logits(
     adapter: ModelAdapter, prefix: Tensor, tokens: Tensor, cache: DynamicCache, masks: dict[str, Tensor]
 ) -> Tensor:
@@ -171,7 +234,7 @@ def plain_logits(
         mask = torch.nn.functional.pad(mask, (0, end - mask.shape[1]), value=1)
         arguments = {"position_ids": counted(mask)[:, start:end]} if adapter.takes_positions else {}
         arguments |= {"attention_mask": mask} if masks else {}
-        outputs = model(input_ids=ids, **cache_arguments(cache), **arguments)
+        outputs = model(input_ids=ids, **cache_arguments(cache, adapter.cache_name), **arguments)
         logits.append(outputs.logits[:, -1])
         start = end
     return torch.stack(logits[1:], dim=1).double()

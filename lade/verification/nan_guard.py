@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +50,7 @@ class NanGuard:
         """After the step that tripped has been committed: zero all slots after the committed ones."""
         if self._is_plain or not self.has_tripped:
             return
-        slot_layers: list[Any] = cache.layers
-        for layer in slot_layers:
+        for layer in cache.slot_layers:
             for part in (layer.keys, layer.values) if layer.is_initialized else ():
                 for row, length in enumerate(cache.lengths):
                     part[row, :, length:] = 0

@@ -353,7 +353,7 @@ INKLING = {"sliding_window_size": WINDOW, "d_rel": 8, "rel_extent": 512, "swa_he
 )
 LINEAR_AND_FULL = ["linear_attention", "full_attention"]
 
-# Layers that carry a state from token to token: the original code.
+# Layers that carry a state from token to token: chains of guesses, or the original code.
 RECURRENT = [
     family("mamba", "MambaForCausalLM", attention="eager", state_size=8),
     family("mamba2", "Mamba2ForCausalLM", attention="eager", head_dim=24, state_size=8, n_groups=1, chunk_size=16),

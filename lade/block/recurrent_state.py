@@ -1,0 +1,134 @@
+"""A cache for models with a recurrent state, which cannot drop a token: states are put back instead.
+
+Before each block the states are copied. If not all of its guesses are accepted, the copies are put back, and the
+committed tokens of the block wait: they run again in front of the next block, in the same slots. Nothing else is
+computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+
+from lade.block.kv_cache import LookaheadCache, SlotLayer
+from lade.block.mask import Block
+from lade.compat import DynamicLayer
+
+MAX_WAITING = 8  # committed tokens that wait; with more the next step has no guesses, after which none waits
+
+# Layers with a state, and those that keep keys as well. Older versions of transformers have neither.
+STATE_LAYER: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+BOTH_LAYER: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+NO_LAYER: Any = getattr(cache_utils, "DummyLayer", None)
+
+
+class StateAndSlotLayer(STATE_LAYER or object, SlotLayer):  # type: ignore[misc]
+    """A layer with both a state and keys and values."""
+
+    is_compileable = False
+
+    def __init__(self, cache: LookaheadCache, **settings: Any) -> None:
+        SlotLayer.__init__(self, cache)
+        STATE_LAYER.__init__(self, **settings)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of the slots where keys and values are given, else of a state."""
+        (SlotLayer if args else STATE_LAYER).lazy_initialization(self, *args, **kwargs)
+
+
+def unknown_layer(layers: Iterable[Any]) -> str | None:
+    """The name of a layer's class whose tokens or states `RecurrentCache` cannot keep; None if it keeps all."""
+    for layer in layers:
+        is_known = type(layer) in (DynamicLayer, STATE_LAYER, BOTH_LAYER, NO_LAYER)
+        # Before there were several states in a layer, they were no dictionaries.
+        if not is_known or not isinstance(getattr(layer, "conv_states", {}), dict):
+            return type(layer).__name__
+    return None
+
+
+class RecurrentCache(LookaheadCache):
+    """Slots for the layers that attend, states for those that keep one. All rows have the same length.
+
+    `lengths` counts committed tokens as everywhere; the last `num_waiting` of them are not in the states.
+    """
+
+    def __init__(self, layers: list[Any], capacity: int, uniform: bool = True) -> None:
+        """layers: of the cache that generate() would use."""
+        super().__init__(sum(type(layer) in (DynamicLayer, BOTH_LAYER) for layer in layers), capacity, uniform)
+        slot_layers = iter(range(len(self.slot_layers)))
+        self.layers: list[Any] = []
+        for layer in layers:
+            if type(layer) is DynamicLayer:
+                self.layers.append(self.slot_layers[next(slot_layers)])
+            elif type(layer) is BOTH_LAYER:
+                both = StateAndSlotLayer(self, number_of_states=layer.number_of_states)
+                self.slot_layers[next(slot_layers)] = both
+                self.layers.append(both)
+            else:
+                states = {"number_of_states": layer.number_of_states} if type(layer) is STATE_LAYER else {}
+                self.layers.append(type(layer)(**states))
+        self._waiting: Tensor | None = None  # [B, w] ids
+        self._tokens: Tensor  # [B, w + q] of the current block
+        self._copies: list[tuple[dict[int, Any], int, Tensor]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return 0 if self._waiting is None else self._waiting.shape[1]
+
+    @property
+    def block_start(self) -> int:
+        return self.lengths[0] - self.num_waiting
+
+    def adopt(self, cache: Any) -> None:
+        """Nothing to copy: only caches that generate() has made for the call are served."""
+
+    def end_prefill(self, batch_size: int) -> None:
+        # Without attention nothing counts slots.
+        self.lengths = [self.slot_layers[0].prefilled if self.slot_layers else 0] * batch_size
+        self.in_block = True
+
+    def max_guess_offset(self, limit: int | None) -> int | None:
+        return 0 if self.num_waiting >= MAX_WAITING else super().max_guess_offset(limit)
+
+    def with_waiting(self, block: Block) -> Block:
+        """The block that runs: the waiting tokens in front."""
+        count, waiting = self.num_waiting, self._waiting
+        if waiting is not None:
+            before = torch.arange(-count, 0, device=block.positions.device)
+            block = replace(
+                block,
+                tokens=torch.cat([waiting.to(block.tokens.device), block.tokens], dim=1),
+                offsets=torch.cat([before.expand(len(block.offsets), -1), block.offsets], dim=1),
+                positions=torch.cat([block.positions[..., :1] + before, block.positions], dim=-1),
+                logit_rows=block.logit_rows + count,
+                lengths=[length - count for length in block.lengths],
+            )
+        self._tokens = block.tokens
+        return block
+
+    def begin_block(self, num_tokens: int, device: torch.device) -> None:
+        super().begin_block(num_tokens, device)
+        self._copies = [(states, index, state.clone()) for states, index, state in self._states()]
+
+    def commit(self, accepted: list[list[int] | None]) -> None:
+        super().commit(accepted)
+        path = accepted[0]  # the same for all rows
+        num_done = self.num_waiting + (0 if path is None else 1 + len(path))
+        self._waiting = None
+        if num_done < self._tokens.shape[1]:
+            for states, index, copy in self._copies:
+                states[index] = copy
+            self._waiting = self._tokens[:, :num_done] if num_done else None
+        self._copies = []
+
+    def _states(self) -> Iterator[tuple[dict[int, Any], int, Tensor]]:
+        """All states, each with the dictionary and the key where it lies."""
+        for layer in self.layers:
+            for name in ("conv_states", "recurrent_states"):
+                states = getattr(layer, name, {})
+                yield from ((states, index, state) for index, state in states.items() if state is not None)

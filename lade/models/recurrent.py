@@ -1,0 +1,75 @@
+"""Models whose layers keep a state from token to token: Mamba-2, gated delta networks and their mixtures with attention.
+
+A block is a chain of guesses, so the model's own masks serve it, and its forward continues from the states as it does
+from a prompt in pieces. Whether it really does, the self-check finds out.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from lade.block.kv_cache import LookaheadCache, SlotLayer
+from lade.block.mask import EVERYWHERE, Block, Reach
+from lade.block.recurrent_state import STATE_LAYER, RecurrentCache, unknown_layer
+from lade.config import current_config
+from lade.models.base import ModelAdapter
+from lade.request import Request
+
+# Model types whose own prepare_inputs_for_generation changes nothing for blocks: it says how many rows the prompt's
+# logits have, or leaves out a mask that a token without padding does not need.
+HOOKS_OF_PROMPTS = frozenset({"bamba", "falcon_h1", "mamba2", "nemotron_h", "zamba2"})
+
+
+class RecurrentAdapter(ModelAdapter):
+    is_recurrent = True
+
+    @property
+    def safe_hooks(self) -> tuple[str, ...]:  # type: ignore[override]
+        is_known = self.model.config.model_type in HOOKS_OF_PROMPTS
+        return ("prepare_inputs_for_generation",) if is_known else ()
+
+    @property
+    def needs_equal_lengths(self) -> bool:
+        return True
+
+    def unsupported_layers(self) -> str | None:
+        name = unknown_layer(self.cache_layers)
+        if name is not None:
+            return f"its cache has a {name}, which cannot be put back after a rejected guess"
+        if not any(isinstance(layer, STATE_LAYER) for layer in self.cache_layers):
+            return "models whose recurrent state lies outside of the cache cannot take guesses"
+        return self.shared_place()
+
+    def unsupported_request(self, request: Request) -> str | None:
+        if type(request.cache) is not DynamicCache:
+            return f"a {type(request.cache).__name__} with recurrent states is left to the original code"
+        if current_config().num_workers > 1:
+            return "processes cannot share blocks of a model with a recurrent state"
+        return super().unsupported_request(request)
+
+    @cached_property
+    def reaches(self) -> Reach:
+        return EVERYWHERE  # layers with a window are not served
+
+    @cached_property
+    def _has_slots(self) -> bool:
+        return any(isinstance(layer, SlotLayer) for layer in RecurrentCache(self.cache_layers, 1).layers)
+
+    def make_cache(self, capacity: int) -> RecurrentCache:
+        devices = set((getattr(self.model, "hf_device_map", None) or {}).values())
+        return RecurrentCache(self.cache_layers, capacity, uniform=len(devices) <= 1)
+
+    def masks(self, block: Block) -> Any:
+        """The mask that generate() would pass, [B, K] or None: a chain is causal."""
+        if block.key_mask is None or not self._has_slots:
+            return None
+        num_more = block.num_slots - block.key_mask.shape[1]
+        return torch.nn.functional.pad(block.key_mask, (0, num_more), value=True).long()
+
+    def begin_block(self, block: Block, cache: LookaheadCache) -> Block:
+        assert isinstance(cache, RecurrentCache)
+        return super().begin_block(cache.with_waiting(block), cache)
