@@ -9,6 +9,7 @@ they began, and only `lade.warmup` stores what its steps have measured.
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
@@ -247,7 +248,8 @@ class StepCosts:
         times may change the costs, as they may where a block's size cannot change the text. uses_stored: begin from
         stored tables. may_measure: False where other processes' waits distort the times.
         """
-        self._all, self._model = _tables.of(model), model
+        self._all = _tables.of(model)
+        self._model = weakref.ref(model)  # drafters may lie in circles, which would keep it
         self._batch_size, self.sizes = batch_size, sizes
         self._follows_clock = follows_clock and may_measure
         self._uses_stored, self._may_measure = uses_stored, may_measure
@@ -293,7 +295,8 @@ class StepCosts:
 
     def _begun(self, kind: tuple[str, ...], key: tuple[Any, ...]) -> CostTable:
         """A table of this kind: as stored, else as for the nearest length of context, else as assumed."""
-        stored = load_table(self._model, _name(key)) if self._uses_stored else None
+        model = self._model()
+        stored = load_table(model, _name(key)) if self._uses_stored else None
         if stored is not None:
             return CostTable(*stored)
         others = {
@@ -302,7 +305,7 @@ class StepCosts:
         if others and self._follows_clock:
             nearest = others[min(others, key=lambda length: abs(length - key[-3]))]
             return CostTable(nearest.costs, nearest.measured_search)
-        assumed = assumed_costs(self._model, "packed" in kind, self._batch_size)
+        assumed = assumed_costs(model, "packed" in kind, self._batch_size)
         plain = interpolated(assumed, self.sizes[0])
         return CostTable({size: interpolated(assumed, size) / plain for size in self.sizes}, is_assumed=True)
 
@@ -358,7 +361,7 @@ class StepCosts:
             return
         for key, table in list(self._all.items()):
             if table.is_settled and self._uses_stored:
-                store_table(self._model, _name(key), table.costs, table.measured_search, replaces=is_asked)
+                store_table(self._model(), _name(key), table.costs, table.measured_search, replaces=is_asked)
 
 
 def _without_length(key: tuple[Any, ...]) -> tuple[Any, ...]:

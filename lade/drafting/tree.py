@@ -256,7 +256,7 @@ class TreeDrafter:
 
 
 def _num_prompt_rows(request: DraftRequest) -> int:
-    """How many of each prompt's tokens logits are asked for. On a CPU their products with the head cost what they gain."""
+    """How many of each prompt's tokens logits are asked for: none on a CPU, where they cost what they gain."""
     batch_size, length = request.prompt_ids.shape
     is_dear = on_host(request.prompt_ids) and request.config.adaptive
     if request.is_split or length < 2 or is_dear:
