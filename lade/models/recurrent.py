@@ -17,11 +17,14 @@ from lade.block.mask import EVERYWHERE, Block, Reach
 from lade.block.recurrent_state import STATE_LAYER, RecurrentCache, unknown_layer
 from lade.config import current_config
 from lade.models.base import ModelAdapter
+from lade.models.declared import QwenVisionAdapter
 from lade.request import Request
 
 # Model types whose own prepare_inputs_for_generation changes nothing for blocks: it says how many rows the prompt's
 # logits have, or leaves out a mask that a token without padding does not need.
 HOOKS_OF_PROMPTS = frozenset({"bamba", "falcon_h1", "mamba2", "nemotron_h", "zamba2"})
+# Model types with Qwen's image encoder.
+WITH_PICTURES = frozenset({"qwen3_5", "qwen3_5_moe"})
 
 
 class RecurrentAdapter(ModelAdapter):
@@ -31,6 +34,11 @@ class RecurrentAdapter(ModelAdapter):
     def safe_hooks(self) -> tuple[str, ...]:  # type: ignore[override]
         is_known = self.model.config.model_type in HOOKS_OF_PROMPTS
         return ("prepare_inputs_for_generation",) if is_known else ()
+
+    @property
+    def prompt_arguments(self) -> frozenset[str]:  # type: ignore[override]
+        has_pictures = self.model.config.model_type in WITH_PICTURES
+        return QwenVisionAdapter.prompt_arguments if has_pictures else ModelAdapter.prompt_arguments
 
     @property
     def needs_equal_lengths(self) -> bool:

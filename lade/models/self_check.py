@@ -26,7 +26,10 @@ SHORTEST_CHECK, LONGEST_CHECK = LENGTHS[0], LENGTHS[-1]
 # A check of L tokens takes about as long as 10 + L/10 one-token forwards (9M parameters, float32, one core), and
 # lookahead saves about half of a call's: a check waits until calls have asked for PAYS times as many tokens.
 FIXED_COST, COST_PER_TOKEN, PAYS = 10, 0.1, 2
-WAITS = "code that is not transformers' own is tried out first, which pays when calls have asked for some more tokens"
+WAITS = (
+    "code that is not transformers' own, and code with a recurrent state, is tried out first, "
+    "which pays when calls have asked for some more tokens"
+)
 
 # Results by code and by the sizes checked. Entries whose code no longer exists are removed.
 _verdicts: PerModel[dict[Hashable, str | None]] = PerModel(dict)
