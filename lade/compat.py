@@ -417,7 +417,15 @@ def cache_name() -> str:
     return next((name for name in CACHE_NAMES if name in fields), CACHE_NAMES[0])
 
 
-COMPUTED = {
+def layer_of_this_version(name: str) -> Callable[[], Any]:
+    """A class of cache layers; None where this version of transformers has none of that name."""
+    return lambda: vars(resolve("transformers.cache_utils")).get(name)
+
+
+COMPUTED: dict[str, Callable[[], Any]] = {
+    "BOTH_LAYER": layer_of_this_version("LinearAttentionAndFullAttentionLayer"),
+    "STATE_LAYER": layer_of_this_version("LinearAttentionLayer"),
+    "NO_LAYER": layer_of_this_version("DummyLayer"),
     "CacheLayer": cache_layer,
     "CACHE_NAME": cache_name,
     "PLAIN_LAYERS": plain_layers,

@@ -13,21 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
 
 from lade.block.kv_cache import LookaheadCache, SlotLayer
 from lade.block.mask import Block
-from lade.compat import DynamicLayer
+from lade.compat import BOTH_LAYER, NO_LAYER, STATE_LAYER, DynamicLayer
 
 MAX_WAITING = 8  # committed tokens that wait; with more the next step has no guesses, after which none waits
 
-# Layers with a state, and those that keep keys as well. Older versions of transformers have neither.
-STATE_LAYER: Any = getattr(cache_utils, "LinearAttentionLayer", None)
-BOTH_LAYER: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
-NO_LAYER: Any = getattr(cache_utils, "DummyLayer", None)
 
-
-class StateAndSlotLayer(STATE_LAYER or object, SlotLayer):  # type: ignore[misc]
+class StateAndSlotLayer(*filter(None, [STATE_LAYER]), SlotLayer):  # type: ignore[misc]
     """A layer with both a state and keys and values."""
 
     is_compileable = False

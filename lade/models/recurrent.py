@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from lade.block.kv_cache import LookaheadCache, SlotLayer
+from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, Block, Reach
-from lade.block.recurrent_state import STATE_LAYER, RecurrentCache, unknown_layer
+from lade.block.recurrent_state import RecurrentCache, unknown_layer
+from lade.compat import BOTH_LAYER, STATE_LAYER, DynamicLayer
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter
@@ -48,7 +49,7 @@ class RecurrentAdapter(ModelAdapter):
         name = unknown_layer(self.cache_layers)
         if name is not None:
             return f"its cache has a {name}, which cannot be put back after a rejected guess"
-        if not any(isinstance(layer, STATE_LAYER) for layer in self.cache_layers):
+        if not any(type(layer) in (STATE_LAYER, BOTH_LAYER) for layer in self.cache_layers):
             return "models whose recurrent state lies outside of the cache cannot take guesses"
         return self.shared_place()
 
@@ -65,7 +66,7 @@ class RecurrentAdapter(ModelAdapter):
 
     @cached_property
     def _has_slots(self) -> bool:
-        return any(isinstance(layer, SlotLayer) for layer in RecurrentCache(self.cache_layers, 1).layers)
+        return any(type(layer) in (DynamicLayer, BOTH_LAYER) for layer in self.cache_layers)
 
     def make_cache(self, capacity: int) -> RecurrentCache:
         devices = set((getattr(self.model, "hf_device_map", None) or {}).values())
