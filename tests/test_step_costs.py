@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -499,6 +500,32 @@ def test_real_processes_agree(outputs_of_processes):
     first, second = outputs_of_processes
     assert first[0] == second[0]
     assert first[0].count("\n") == 8, first[1]
+
+
+SHARED = """
+import torch, lade
+from lade.common.cache_folder import store_table
+from support import prompt, tiny_llama
+lade.augment_all()
+lade.config_lade(ADAPTIVE=1)
+model = tiny_llama(torch.float32)
+print(model.generate(**prompt(12), max_new_tokens=100).tolist(), lade.last_stats().fallback_reason)
+for number in range(100):
+    store_table(model, f"table {number}", {1: 1.0, 8: 1.1}, 0.05, replaces=True)
+"""
+
+
+def test_processes_that_store_at_once_damage_no_file(cache):
+    """Every run ends with plain's text, and the folder holds one file, which can be read."""
+    expected = generate_plain(tiny_llama(torch.float32), prompt(12), max_new_tokens=100).tolist()
+    with ThreadPoolExecutor() as pool:
+        runs = list(pool.map(lambda _: forked(SHARED, USE_LADE="1", LADE_CACHE=str(cache)), range(4)))
+    for run in runs:
+        assert run.stdout == f"{expected} None\n", run.stderr
+        assert "cannot be used" not in run.stderr
+    assert list(cache.iterdir()) == stored_files()
+    (file,) = stored_files()
+    assert "table 99" in json.loads(file.read_text())["tables"]
 
 
 def test_plain_is_untouched(wild_clock, cache):
