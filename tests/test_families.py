@@ -33,7 +33,7 @@ FALLS_BACK = {
 CHAIN = "recurrent: chains of guesses"
 CHAINS = set(
     """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
+    bailing_hybrid bamba falcon_h1 granitemoehybrid granitemoehybrid-attention-only kimi_linear mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
     qwen3_next zaya
     """.split()  # noqa: SIM905
 )

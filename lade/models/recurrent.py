@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, Block, Reach
 from lade.block.recurrent_state import RecurrentCache, unknown_layer
-from lade.compat import BOTH_LAYER, STATE_LAYER, DynamicLayer
+from lade.compat import BOTH_LAYER, DynamicLayer
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter
@@ -49,8 +49,6 @@ class RecurrentAdapter(ModelAdapter):
         name = unknown_layer(self.cache_layers)
         if name is not None:
             return f"its cache has a {name}, which cannot be put back after a rejected guess"
-        if not any(type(layer) in (STATE_LAYER, BOTH_LAYER) for layer in self.cache_layers):
-            return "models whose recurrent state lies outside of the cache cannot take guesses"
         return self.shared_place()
 
     def unsupported_request(self, request: Request) -> str | None:
