@@ -176,8 +176,8 @@ def probe_states(
 ) -> tuple[float, float]:
     """As `probe`, for a model with a recurrent state, whose blocks are chains.
 
-    Four blocks: one of wrong guesses, one whose first guess is right, one of right guesses, and a token alone. The second
-    figure is the effect of a rejected guess that stays in the state. Arguments as for `probe`.
+    Four blocks: one of wrong guesses, one whose first guess is right, one of right guesses, and a token alone. The
+    second figure is the effect of a rejected guess that stays in the state. Arguments as for `probe`.
     """
     numbers = torch.Generator().manual_seed(0)
     count = min(length, getattr(adapter.config, "max_position_embeddings", None) or length) - 8
