@@ -1,4 +1,4 @@
-"""Models whose layers keep a state from token to token: Mamba-2, gated delta networks and their mixtures with attention.
+"""Models whose layers keep a state from token to token: Mamba-2, gated delta rules, their mixtures with attention.
 
 A block is a chain of guesses, so the model's own masks serve it, and its forward continues from the states as it does
 from a prompt in pieces. Whether it really does, the self-check finds out.
