@@ -1,0 +1,123 @@
+"""A new process and an empty cache folder: every prompt once by each method in turn, from the first call on.
+
+    python benchmarks/first_calls.py --model_path MODEL --dtype float32 --set code=HumanEval.jsonl --set maths=gsm8k.jsonl
+    python benchmarks/first_calls.py --model_path MODEL --dtype bfloat16 --set chat=questions.jsonl --temperature 0.7
+
+No call is warmed up but one of plain generate(), no prompt comes up again for the same method, and the prompts of the
+sets take turns. lade packs weights and learns what blocks cost while it is timed, and keeps its memory from call to
+call, as in a user's program. Ratios are to plain generate() on the same prompt, next to it in time. Ends with one JSON
+line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import harness
+import torch
+
+import lade
+from lade.commands.measure import use_lade
+
+METHODS: dict[str, dict[str, Any]] = {"plain": {}, "prompt_lookup": {"prompt_lookup_num_tokens": 5}, "lade": {}}
+
+
+def generate(
+    model: Any, inputs: dict[str, torch.Tensor], method: str, common: dict[str, Any]
+) -> tuple[list[int], float]:
+    """The new tokens, and seconds."""
+    with use_lade(method == "lade"):
+        torch.manual_seed(0)
+        harness.synchronize(model)
+        began = time.perf_counter()
+        output = model.generate(**inputs, **common, **METHODS[method])
+        harness.synchronize(model)
+        seconds = time.perf_counter() - began
+    return output[0, inputs["input_ids"].shape[1] :].tolist(), seconds
+
+
+def run(model: Any, sets: dict[str, list[Any]], methods: list[str], common: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per prompt, in the order of the calls."""
+    generate(model, {name: part[:, :8] for name, part in next(iter(sets.values()))[0].items()}, "plain", common)
+    rows: list[dict[str, Any]] = []
+    for place in range(max(map(len, sets.values()))):
+        for name, prompts in sets.items():
+            if place >= len(prompts):
+                continue
+            turn = len(rows) % len(methods)
+            found = {}
+            for method in methods[turn:] + methods[:turn]:
+                found[method] = generate(model, prompts[place], method, common)
+                if method == "lade":
+                    stats = lade.last_stats()
+                    assert stats is not None
+                    assert stats.fallback_reason is None, stats.fallback_reason
+            tokens, seconds = found["plain"]
+            row: dict[str, Any] = {"set": name, "tokens": len(tokens), "plain_seconds": round(seconds, 3)}
+            row["tokens_per_step"] = round(stats.tokens_per_step, 3)
+            for method in methods[1:]:
+                row[f"{method}_ratio"] = round(seconds / found[method][1], 3)
+                row[f"{method}_identical"] = found[method][0] == tokens
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def summary(rows: list[dict[str, Any]], methods: list[str]) -> dict[str, Any]:
+    """By set and for all: mean and worst ratios, tokens per step, identical texts; and the first four calls."""
+    figures: dict[str, Any] = {}
+    for name in dict.fromkeys([*(row["set"] for row in rows), "all"]):
+        chosen = [row for row in rows if name in (row["set"], "all")]
+        found: dict[str, Any] = {
+            "prompts": len(chosen),
+            "tokens_per_step": round(mean(r["tokens_per_step"] for r in chosen), 2),
+        }
+        for method in methods[1:]:
+            ratios = [row[f"{method}_ratio"] for row in chosen]
+            found[method] = {"mean": round(mean(ratios), 2), "worst": min(ratios)}
+            found[method]["identical"] = sum(row[f"{method}_identical"] for row in chosen)
+        figures[name] = found
+        print(f"{name:<10} {found}")
+    figures["first_four_lade_ratios"] = [row["lade_ratio"] for row in rows[:4]]
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_model_arguments(parser)
+    parser.add_argument(
+        "--set", action="append", required=True, help="NAME=FILE of prompts, more than once for several"
+    )
+    parser.add_argument("--temperature", type=float, help="sample, with seed 0 for each prompt; greedy without it")
+    parser.add_argument("--out", type=Path, help="write the JSON there as well")
+    parser.add_argument("--methods", type=lambda text: ["plain", *text.split(",")], default=["plain", "lade"])
+    args = parser.parse_args()
+    model, tokenizer = harness.load_model(args)
+    sets = {}
+    for name, file in (given.split("=", 1) for given in args.set):
+        args.prompts = Path(file)
+        sets[name] = harness.load_prompts(args, tokenizer)
+    common: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature is not None}
+    if args.temperature is not None:
+        common |= {"temperature": args.temperature, "top_k": 0, "top_p": 1.0}
+    common["repetition_penalty"] = 1.0
+    lade.augment_all()
+    figures: dict[str, Any] = {
+        "benchmark": "first_calls",
+        "environment": harness.environment(model),
+        "settings": common,
+    }
+    with tempfile.TemporaryDirectory() as folder, harness.reporting(figures, args.out):
+        os.environ["LADE_CACHE"] = folder
+        figures["rows"] = run(model, sets, args.methods, common)
+        figures |= summary(figures["rows"], args.methods)
+
+
+if __name__ == "__main__":
+    main()
