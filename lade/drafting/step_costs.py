@@ -280,8 +280,10 @@ class StepCosts:
         )
 
     def at(self, kind: tuple[str, ...], num_slots: int, num_waiting: int = 0) -> None:
-        """Take the costs of steps of one kind. kind: how blocks run. num_slots: tokens of the context. num_waiting: tokens
-        that run again in front of the next block, whatever its size.
+        """Take the costs of steps of one kind.
+
+        kind: how blocks run. num_slots: tokens of the context. num_waiting: tokens that run again in front of the next
+        block, whatever its size.
         """
         self._num_waiting = num_waiting
         key = (*kind, self._batch_size, max(MIN_CONTEXT, num_slots).bit_length(), self._uses_stored, self.sizes)
