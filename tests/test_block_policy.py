@@ -20,7 +20,6 @@ from lade.drafting.tree import TreeDrafter
 from lade.forward.base import ForwardPath
 from lade.verification import draws as noise
 
-
 held = []  # models, which costs do not keep alive
 
 
