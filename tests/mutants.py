@@ -115,7 +115,7 @@ MUTANTS = [
            "nan_guard.py::test_a_guess_that_is_no_number"),
     # Verdicts, hooks, refusals.
     mutant("verdict: a wrong trial passes", "models/self_check.py",
-           "if not error * MASK_EFFECT_RATIO[adapter.dtype] < effect:", "if error != error:",
+           "if not error * ratios[adapter.dtype] < effect:", "if error != error:",
            "models.py::test_an_unknown_family_is_tried_out", "foreign.py::test_a_hook_that_goes_by_position"),
     mutant("verdict: missing memory is remembered as one", "models/self_check.py",
            'return "there was no room for a trial block"', 'verdict = "there was no room for a trial block"',
