@@ -108,7 +108,7 @@ def call(number: int) -> dict[str, Any]:
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
     """The first part in which two records of a call differ, as a sentence; None if there is none."""
-    for part in sorted({*found, *expected} - {"scores"}):
+    for part in sorted({*found, *expected} - {"scores"}, reverse=True):
         if found.get(part) != expected.get(part):
             return f"{part}: {expected.get(part)!r} -> {found.get(part)!r}"
     pairs = zip(found.get("scores", ()), expected.get("scores", ()), strict=True)
