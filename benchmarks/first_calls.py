@@ -1,6 +1,6 @@
 """A new process and an empty cache folder: every prompt once by each method in turn, from the first call on.
 
-    python benchmarks/first_calls.py --model_path MODEL --dtype float32 --set code=HumanEval.jsonl --set maths=gsm8k.jsonl
+    python benchmarks/first_calls.py --model_path MODEL --dtype float32 --set code=HumanEval.jsonl
     python benchmarks/first_calls.py --model_path MODEL --dtype bfloat16 --set chat=questions.jsonl --temperature 0.7
 
 No call is warmed up but one of plain generate(), no prompt comes up again for the same method, and the prompts of the

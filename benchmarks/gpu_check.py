@@ -5,7 +5,8 @@
 
 Each stage is a process of its own with a time limit and a log beside the result. The JSON file is written after every
 stage: environment, a verdict per question (true, false, or null where that was not measured), and the rows of each
-stage. What has passed is stored in lade's cache folder, and "auto" then uses it on this GPU. Needs no network. Exits with 1 if a check failed or a stage ran out of time.
+stage. What has passed is stored in lade's cache folder, and "auto" then uses it on this GPU. Needs no network. Exits
+with 1 if a check failed or a stage ran out of time.
 
 With --device cpu every stage runs on small models, and CUDA graphs are stood in for: that tests the command, not a GPU.
 This process imports no torch, so that nothing a stage does can end it.

@@ -1,7 +1,7 @@
 """Record what 400 calls of generate() with lade give, and compare a later version with the recording.
 
     python tests/record_calls.py BEFORE.json                       # on the version before a change
-    python tests/record_calls.py AFTER.json --against BEFORE.json  # on the version after it; exit status 1 if they differ
+    python tests/record_calls.py AFTER.json --against BEFORE.json  # after it; exit status 1 if they differ
 
 Each call has a family, arguments and settings of its own, drawn from the call's number. Compared are the tokens, the
 generator's state and why lookahead did not run, exactly; scores within rounding, since the sizes of blocks may follow

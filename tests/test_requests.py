@@ -322,7 +322,7 @@ def test_the_prompts_own_dtype(model):
 @pytest.mark.parametrize("writer", ["logits_processor", "stopping_criteria"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_text_that_is_written_to(model, batch_size, writer, place, is_inference):
-    """Plain generate() goes on with the changed text. The last token, written by a criterion, goes through the model."""
+    """Plain generate() goes on with the changed text. The last token, if a criterion wrote it, goes to the model."""
 
     def write(ids, scores):
         if ids.shape[1] % 4 == 2:

@@ -1,7 +1,7 @@
 """Block attention as a Triton kernel; see docs/gpu.md.
 
-The only module that imports triton; import it after `lade.forward.cuda.kernel.is_available()`. Tested in Triton's interpreter and
-compiled for sm_80 and sm_90; not run on a GPU yet.
+The only module that imports triton; import it after `lade.forward.cuda.kernel.is_available()`. Tested in Triton's
+interpreter and compiled for sm_80 and sm_90; not run on a GPU yet.
 """
 
 from __future__ import annotations
