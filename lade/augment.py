@@ -22,7 +22,7 @@ from lade.decoding import lookahead_decode
 from lade.drafting import with_mode
 from lade.eligibility import QUIET, TOO_SHORT, adapter_or_reason, is_short
 from lade.request import Request
-from lade.state import forget_all
+from lade.state import forget_all, return_memory
 from lade.stats import GenerationStats, open_stats, recording
 from lade.verification.single_process import SingleProcess, is_leader, process_group_for
 
@@ -84,6 +84,7 @@ def restore_all() -> None:
         _originals.clear()
         _warned.clear()
         forget_all()
+    return_memory()
 
 
 def _owner(name: str) -> type:

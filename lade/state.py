@@ -8,11 +8,12 @@ A module that keeps something per model declares a slot:
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -129,3 +130,9 @@ def _ids(container: Any) -> list[int]:
 
 def _is_plain(name: str, value: Any) -> bool:
     return name not in OWN_DICTIONARIES and (isinstance(value, PLAIN) or type(value) in CONTAINERS)
+
+
+def return_memory() -> None:
+    """Give the memory of dropped values back to the system, where the C library keeps it: packed weights are large."""
+    with suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)

@@ -4,6 +4,7 @@ goes unnoticed."""
 import gc
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -774,6 +775,26 @@ def test_restore_all_frees_the_copies(lade_on, products):
     gc.collect()
     assert copy() is None
     assert model not in state._states
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_restore_all_gives_the_memory_back_to_the_system(lade_on, monkeypatch):
+    """Copies of many small weights, which the C library would keep for itself."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
+    settings = {"hidden_size": 96, "intermediate_size": 512, "num_hidden_layers": 48, "num_key_value_heads": 4}
+    model = tiny_llama(torch.float32, **settings)
+    lade.config_lade(PACK=1)
+    before = resident()
+    _, stats = generate(model, prompt())
+    assert stats.packed_bytes > 30e6
+    during = resident()
+    lade.restore_all()
+    assert resident() < during - 0.7 * stats.packed_bytes
+    assert before < during
 
 
 def test_nothing_of_the_model_has_changed(lade_on, products):
