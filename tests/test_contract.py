@@ -958,7 +958,7 @@ def test_a_recurrent_model_falls_back():
     mamba = MambaForCausalLM(config).eval()
     expected = generate_plain(mamba, prompt(), max_new_tokens=8)
     assert torch.equal(mamba.generate(**prompt(), max_new_tokens=8), expected)
-    assert "recurrent" in lade.last_stats().fallback_reason
+    assert "prepare_inputs_for_generation of its own" in lade.last_stats().fallback_reason
 
 
 def test_a_class_with_its_own_sample_falls_back():
