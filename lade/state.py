@@ -134,5 +134,5 @@ def _is_plain(name: str, value: Any) -> bool:
 
 def return_memory() -> None:
     """Give the memory of dropped values back to the system, where the C library keeps it: packed weights are large."""
-    with suppress(OSError, AttributeError):  # not glibc
+    with suppress(OSError, AttributeError, TypeError):  # another C library, or another system
         ctypes.CDLL(None).malloc_trim(0)
