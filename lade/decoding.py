@@ -249,9 +249,9 @@ class DecodingCall:
 
 
 class StepTimer:
-    """Reports the times of each step to the statistics and the drafter.
+    """Reports the times of each step to the statistics and the step costs.
 
-    The drafter's cost leaves out verification, whose user code runs once per token whatever the block's size, and the
+    A step's cost leaves out verification, whose user code runs once per token whatever the block's size, and the
     preparation of later steps. Drawing random numbers always counts as verification.
     """
 
@@ -272,9 +272,8 @@ class StepTimer:
         self.lap()
         draft, forward, verify, learn = (end - start for start, end in pairwise(self._laps))
         call, path = self._call, self._call.path
-        cost = (
-            forward - path.preparing_seconds + learn if path.is_typical else 0.0
-        )  # 0 s: the cost model skips this step
+        # 0 s: the step costs skip this step.
+        cost = forward - path.preparing_seconds + learn if path.is_typical else 0.0
         if call.costs is not None:
             call.costs.observe(num_tokens, cost, draft)
         call.stats.add_times(draft + learn, forward, verify + self._selection.drawing_seconds - self._drawn)
