@@ -14,7 +14,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lade.common.version import VERSION
-from lade.compat import require_names
 from lade.config import LookaheadConfig, config_lade, current_config
 from lade.stats import GenerationStats, last_stats, log_history, save_log
 
@@ -69,12 +68,8 @@ _MODULES = {name: module for module, names in _LAZY.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = importlib.import_module(_MODULES[name])
-    except ImportError:
-        require_names()  # says more, where transformers or torch lacks something
-        raise
-    value = getattr(module, name)
+    importlib.import_module("lade.compat")  # first, because its ImportError says what does not fit
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -16,7 +16,9 @@ import transformers
 from torch import Tensor
 from transformers import Cache, GenerationMixin, TextStreamer
 
-from lade.compat import CACHE_NAMES, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME, require_names, warn_if_newer
+from lade.common.notices import notify_once
+from lade.common.version import TESTED, is_newer_than_tested
+from lade.compat import CACHE_NAMES, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME, require_names
 from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
 from lade.drafting import with_mode
@@ -56,7 +58,8 @@ def augment_all() -> None:
             return
         apply_environment()
         require_names()
-        warn_if_newer(transformers.__version__)
+        if is_newer_than_tested(transformers.__version__):
+            notify_once("transformers %s is newer than the tested versions (%s)", transformers.__version__, TESTED)
         wrappers = {"generate": _wrap_generate, "_sample": _wrap_sample}
         wrappers |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
         _originals.update({name: vars(_owner(name))[name] for name in wrappers})

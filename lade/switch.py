@@ -13,13 +13,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
 from lade import augment
-from lade.compat import (
-    CACHE_NAME,
-    CALLERS_CACHE_MARK,
-    is_deepspeed_zero3_enabled,
-    is_fsdp_managed_module,
-    require_names,
-)
+from lade.compat import CACHE_NAME, CALLERS_CACHE_MARK, is_divided, require_names
 from lade.config import apply_environment, current_config, switched
 from lade.stats import has_open_stats, recording
 
@@ -107,9 +101,10 @@ def _refuse(model: PreTrainedModel, generation_config: Any, call: dict[str, Any]
     if mode not in ("greedy_search", "sample"):
         raise ValueError(f"custom_generate=lade.generate is for greedy decoding and sampling, got a request for {mode}")
     dropped = [name for name in ("streamer", "synced_gpus") if call and call[name]]
-    is_divided = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if is_divided and is_shared and torch.distributed.get_world_size() > 1:  # generate() sets synced_gpus itself then
+    if (
+        is_shared and is_divided(model) and torch.distributed.get_world_size() > 1
+    ):  # generate() sets synced_gpus itself then
         dropped.append("synced_gpus")
     if dropped:
         raise ValueError(f"custom_generate=lade.generate is given no {dropped[0]} by transformers: {INSTEAD}")

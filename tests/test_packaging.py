@@ -9,7 +9,7 @@ import pytest
 from support import ROOT
 
 import lade
-from lade import compat
+from lade.common import version
 
 setuptools = pytest.importorskip("setuptools")
 
@@ -60,7 +60,7 @@ def test_extras_hold_what_tests_need(package):
 
 def test_the_required_transformers_is_what_is_checked(package):
     required = next(line for line in package["install_requires"] if line.startswith("transformers"))
-    assert required == f"transformers>={compat.OLDEST},<{compat.FIRST_UNSUPPORTED}"
+    assert required == f"transformers>={version.OLDEST},<{version.FIRST_UNSUPPORTED}"
 
 
 def test_nothing_is_required_that_lade_does_not_import(package):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from lade.compat import is_out_of_memory
+import torch
+
+# Messages of torch's plain RuntimeErrors when an allocation on a CPU fails.
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")
 
 
 class NotUsed(RuntimeError):
@@ -66,3 +69,10 @@ def in_short(error: Exception) -> str:
     if isinstance(error, NotUsed):
         return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split(chr(10))[:2]).strip()}"[:300]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import transformers
 from transformers import PreTrainedModel
 
-from lade.compat import is_newer_than_tested
+from lade.common.version import is_newer_than_tested
 from lade.models.alibi import BloomAdapter, FalconAdapter, MptAdapter
 from lade.models.base import ModelAdapter
 from lade.models.declared import DogeAdapter, GemmaVisionAdapter, GPT2Adapter, QwenVisionAdapter, XGLMAdapter

@@ -13,21 +13,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer
-from lade.compat import (
-    CACHE_NAME,
-    MAMBA_CACHE_NAME,
-    MOVING_ROPES,
-    PLAIN_LAYERS,
-    PROMPT_ARGUMENTS,
-    has_unknown_rope,
-    num_tokens_of,
-    rope_settings,
-)
+from lade.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS
 from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
 from lade.models.reaches import LAYER_REACH, layer_reaches
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
+from lade.models.ropes import MOVING_ROPES, has_unknown_rope, rope_settings
 from lade.models.shadow import shadow_model
 from lade.request import Request
 from lade.tolerance import has_exact_products
@@ -357,3 +349,13 @@ def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:
     if attention_mask is None or bool(attention_mask.all()):
         return None
     return attention_mask.to(torch.bool)
+
+
+def num_tokens_of(model: Any) -> int:
+    """Token ids that have an embedding, by its rows: they may have been changed without the configuration."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    embedding = model.get_input_embeddings()
+    weight: Any = getattr(embedding, "weight", None)
+    has_rows = weight is not None and weight.ndim == 2 and weight.is_floating_point()  # otherwise quantized
+    rows = weight.shape[0] if has_rows else getattr(embedding, "num_embeddings", vocab_size)
+    return min(int(rows), int(vocab_size))

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from lade.block.kv_cache import cache_arguments
 from lade.block.mask import Block
-from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer, is_out_of_memory
+from lade.common.trial import is_out_of_memory
+from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.foreign import is_gone

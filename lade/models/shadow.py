@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lade.compat import HOOKS, OWN_DICTIONARIES, is_moving_rope
+from lade.compat import HOOKS, OWN_DICTIONARIES
 from lade.models.compiled import can_pass_by
+from lade.models.ropes import is_moving_rope
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -49,7 +49,8 @@ class OutputRecorder:
         """What generate() returns: the ids, or the dictionary around them."""
         if not self._returns_dict:
             return sequences
-        return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_NAME: cache}, **self.collected)
+        fields: dict[str, Any] = {CACHE_NAME: cache, **self.collected}
+        return GenerateDecoderOnlyOutput(sequences=sequences, **fields)
 
     @staticmethod
     def _rows(layers: tuple[Tensor, ...], nodes: list[int], _: list[list[int]]) -> tuple[Tensor, ...]:
