@@ -17,12 +17,8 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "config": "settings",
         "stats": "figures of a call",
-        "state": "what outlives a call",
-        "tolerance": "bounds of self-checks",
-        "transfer": "host to device",
-        "compat": "private names",
+        "common": "what all parts use",
     },
-    {"common": "what all parts use"},
     {
         "block": "tree, layout, mask, cache",
         "request": "one call of generate()",

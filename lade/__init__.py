@@ -68,7 +68,7 @@ _MODULES = {name: module for module, names in _LAZY.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module("lade.compat")  # first, because its ImportError says what does not fit
+    importlib.import_module("lade.common.compat")  # first, because its ImportError says what does not fit
     value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

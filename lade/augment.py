@@ -16,15 +16,15 @@ import transformers
 from torch import Tensor
 from transformers import Cache, GenerationMixin, TextStreamer
 
+from lade.common.compat import CACHE_NAMES, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME, require_names
 from lade.common.notices import notify_once
+from lade.common.state import forget_all, return_memory
 from lade.common.version import TESTED, is_newer_than_tested
-from lade.compat import CACHE_NAMES, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME, require_names
 from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
 from lade.decoding import lookahead_decode
 from lade.drafting import with_mode
 from lade.eligibility import QUIET, TOO_SHORT, adapter_or_reason, is_short
 from lade.request import Request
-from lade.state import forget_all, return_memory
 from lade.stats import GenerationStats, open_stats, recording
 from lade.verification.single_process import SingleProcess, is_leader, process_group_for
 

@@ -16,6 +16,7 @@ from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
 from lade.block.token_tree import BlockPart, TokenTree
+from lade.common.transfer import HOST, to_device, wait_for
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.drafting.step_costs import StepCosts
@@ -23,7 +24,6 @@ from lade.forward.base import BlockCall, path_for
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.request import Request
 from lade.stats import GenerationStats
-from lade.transfer import HOST, to_device, wait_for
 from lade.verification.logits import BlockLogits, best_tokens
 from lade.verification.nan_guard import find_nan_column
 from lade.verification.race import RacedSelection

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lade.block.token_tree import TokenTree
+from lade.common.state import keeping_state
 from lade.config import current_config, is_enabled, off_reason, switched
 from lade.decoding import FIRST_CAPACITY
 from lade.drafting import Draft, Drafter, DraftRequest, drafts_from
@@ -22,7 +23,6 @@ from lade.drafting.step_costs import SIZES
 from lade.forward.base import can_capture
 from lade.forward.cpu.packed import copies_of
 from lade.forward.cuda.proof import is_proven
-from lade.state import keeping_state
 from lade.stats import GenerationStats, last_stats
 from lade.verification.draws import keeping_generators
 from lade.verification.sequences import TokenSequences

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, StaticCache
 
-from lade.compat import CACHE_NAME, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME
+from lade.common.compat import CACHE_NAME, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
 from lade import augment
-from lade.compat import CACHE_NAME, CALLERS_CACHE_MARK, is_divided, require_names
+from lade.common.compat import CACHE_NAME, CALLERS_CACHE_MARK, is_divided, require_names
 from lade.config import apply_environment, current_config, switched
 from lade.stats import has_open_stats, recording
 

@@ -233,7 +233,7 @@ MUTANTS = [
     mutant("recurrent: rows of a batch have lengths of their own", "models/recurrent.py",
            "    def needs_equal_lengths(self) -> bool:\n        return True", "    def needs_equal_lengths(self) -> bool:\n        return False",
            "recurrent.py::test_batches_go_in_step"),
-    mutant("recurrent: another state passes the self-check", "tolerance.py",
+    mutant("recurrent: another state passes the self-check", "common/tolerance.py",
            "STATE_EFFECT_RATIO = {torch.float64: 1e5,", "STATE_EFFECT_RATIO = {torch.float64: 1e3,",
            "recurrent.py::test_states_that_blocks_leave_otherwise"),
     # Graphs and steps on the device.

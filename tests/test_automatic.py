@@ -16,6 +16,8 @@ from transformers import BloomConfig, BloomForCausalLM
 import lade
 from lade import decoding
 from lade.commands.env import lade_lines
+from lade.common.state import forget_all
+from lade.common.tolerance import TOLERANCE
 from lade.config import LookaheadConfig, current_config
 from lade.drafting.step_costs import StepCosts
 from lade.forward import base as forward_base
@@ -29,9 +31,7 @@ from lade.forward.cuda import static_shapes as fixed
 from lade.forward.cuda.kernel import reference_block_attention, self_check
 from lade.forward.cuda.path import largest_head_dim, slow_kernel_reason
 from lade.models import base
-from lade.state import forget_all
 from lade.stats import GenerationStats
-from lade.tolerance import TOLERANCE
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

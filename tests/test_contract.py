@@ -38,7 +38,7 @@ from transformers import (
 import lade
 from lade import ModelAdapter
 from lade.block.token_tree import TokenTree
-from lade.compat import CACHE_NAME, CACHE_NAMES
+from lade.common.compat import CACHE_NAME, CACHE_NAMES
 from lade.verification import selection as rules
 
 

@@ -10,8 +10,8 @@ import torch
 from support import Recorder, generate_plain, prompt, seeded, tiny_llama
 
 import lade
-from lade import transfer
 from lade.block.token_tree import TokenTree
+from lade.common import transfer
 from lade.config import LookaheadConfig
 from lade.drafting import DraftRequest, Outcome
 from lade.drafting.coming_draws import ComingDraws, wins

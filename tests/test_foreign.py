@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
-from lade.compat import CACHE_NAME
+from lade.common.compat import CACHE_NAME
 from lade.models import foreign
 from lade.models import self_check as probe
 from lade.models.foreign import AUTHORS, is_written_by

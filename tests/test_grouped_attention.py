@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lade
-from lade.compat import sdpa_attention_forward
+from lade.common.compat import sdpa_attention_forward
 from lade.drafting.step_costs import StepCosts
 from lade.forward.base import BlockCall, path_for
 from lade.forward.cpu import grouped_attention, packed, path

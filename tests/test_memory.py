@@ -14,6 +14,7 @@ from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
+from lade.common.state import forget_all
 from lade.drafting import likeliest as likeliest_module
 from lade.drafting import memory as memory_module
 from lade.drafting import memory_file
@@ -22,7 +23,6 @@ from lade.drafting.memory import Memory
 from lade.drafting.memory_file import FORMAT
 from lade.drafting.suffix_index import Match, SuffixIndex
 from lade.drafting.top_k_table import GRADE_BITS, NUM_GRADES, PROBABILITIES, ROW_LENGTH, TopKTable, ids_of
-from lade.state import forget_all
 
 
 def row_of(table, key):

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import lade
 from lade import models
-from lade.compat import CACHE_NAME
+from lade.common.compat import CACHE_NAME
 from lade.models import ModelAdapter, base
 from lade.models.shadow import shadow_model
 

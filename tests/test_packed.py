@@ -15,8 +15,8 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, LlamaForCausalLM
 
 import lade
-from lade import state
 from lade.commands.env import lade_lines
+from lade.common import state
 from lade.config import LookaheadConfig
 from lade.drafting.step_costs import StepCosts
 from lade.forward.base import BlockCall, path_for

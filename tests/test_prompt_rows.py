@@ -13,7 +13,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.compat import CACHE_NAME
+from lade.common.compat import CACHE_NAME
 from lade.config import current_config
 from lade.drafting import DraftRequest, make_drafter, register_drafter
 from lade.drafting import tree as tree_module

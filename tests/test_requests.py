@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import lade
-from lade.compat import CACHE_NAME
+from lade.common.compat import CACHE_NAME
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from support import prompt, tiny_llama
 
 import lade
-from lade.state import PerModel, forget_all
+from lade.common.state import PerModel, forget_all
 
 
 class Model:

@@ -33,6 +33,7 @@ from transformers import (
 import lade
 from lade import decoding
 from lade.block import kv_cache
+from lade.common.state import forget_all
 from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
 from lade.forward.cuda import buffer_pool as kept
 from lade.forward.cuda import static_inputs as fixed_inputs
@@ -40,7 +41,6 @@ from lade.forward.cuda import static_shapes as fixed
 from lade.forward.cuda.fingerprint import fingerprint
 from lade.forward.cuda.static_inputs import same_digest
 from lade.models import ModelAdapter
-from lade.state import forget_all
 from lade.stats import tracing
 
 pytestmark = pytest.mark.usefixtures("static_blocks")

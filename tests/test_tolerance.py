@@ -5,8 +5,8 @@ import torch
 from support import prompt
 
 import lade
+from lade.common.tolerance import TOLERANCE, excess, largest_difference, logits_error
 from lade.models import adapter_for
-from lade.tolerance import TOLERANCE, excess, largest_difference, logits_error
 
 
 def test_logits_error():

@@ -11,11 +11,11 @@ from support.static_shapes import both, check
 from support.waits import Waits, counted_on_cpu
 
 import lade
-from lade import transfer
+from lade.common import transfer
+from lade.common.state import forget_all
+from lade.common.transfer import Landing, Parcel, to_device
 from lade.drafting.likeliest import LEAST_GROUPED, most_likely
 from lade.drafting.top_k_table import GRADE_BITS, NUM_GRADES
-from lade.state import forget_all
-from lade.transfer import Landing, Parcel, to_device
 
 # The mask of the prompt is set at a call's first block, and the text is copied at its end.
 ONCE_PER_CALL = {"lade/forward/cuda/static_inputs.py", "lade/verification/sequences.py"}
@@ -146,7 +146,7 @@ def test_waits_of_a_captured_step(sampling, waits_at_most, launches_at_most, gra
     found = {row["what"] for row in waits.per_step()}
     assert found == {"wait_for", *(["cpu"] if parts else [])}, waits.per_step()
     found = {row["where"].split(":")[0] for row in waits.per_step(waits.launches)}
-    assert parts <= found <= {"lade/transfer.py", "lade/block/kv_cache.py", *ONCE_PER_CALL, *parts}, found
+    assert parts <= found <= {"lade/common/transfer.py", "lade/block/kv_cache.py", *ONCE_PER_CALL, *parts}, found
     figures = waits.figures()
     assert 1 <= figures["waits_per_step"] <= waits_at_most
     assert 2 <= figures["launches_per_step"] <= launches_at_most

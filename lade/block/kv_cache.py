@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, StaticCache
 
+from lade.common.compat import CACHE_NAME, CacheLayer, StaticLayer
+from lade.common.transfer import to_device
 from lade.common.trial import is_out_of_memory
-from lade.compat import CACHE_NAME, CacheLayer, StaticLayer
-from lade.transfer import to_device
 
 MIN_CAPACITY = 256  # slots
 

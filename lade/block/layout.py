@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.transfer import HOST, to_device
+from lade.common.transfer import HOST, to_device
 
 MAX_CACHED = 64  # largest block whose offsets and visibility are cached: shapes of small trees recur
 

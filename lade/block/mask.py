@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.transfer import all_to_device, to_device
+from lade.common.transfer import all_to_device, to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache, SlotLayer
 from lade.block.mask import Block
-from lade.compat import BOTH_LAYER, NO_LAYER, STATE_LAYER, DynamicLayer
+from lade.common.compat import BOTH_LAYER, NO_LAYER, STATE_LAYER, DynamicLayer
 
 MAX_WAITING = 8  # committed tokens that wait; with more the next step has no guesses, after which none waits
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lade.transfer import on_host
+from lade.common.transfer import on_host
 from lade.verification.draws import ExponentialDraws, gumbel_scores
 
 Draws = npt.NDArray[Any]  # [V]

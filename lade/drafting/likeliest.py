@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lade.common.transfer import on_host
 from lade.drafting.top_k_table import ROW_LENGTH, Packed, packed
-from lade.transfer import on_host
 
 MAX_SORTED = 2**14  # probabilities that torch sorts directly: for so few of them nothing is faster
 LEAST_GROUPED = 16 * ROW_LENGTH  # tokens of a vocabulary in which looking for groups first pays

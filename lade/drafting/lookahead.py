@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree, merge_candidates
+from lade.common.state import PerModel
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.block_policy import BlockMode, BlockModePolicy
 from lade.drafting.ngram_pool import Pool, pool_for
 from lade.drafting.window import JacobiWindow
-from lade.state import PerModel
 from lade.verification.sequences import TokenSequences
 
 # What the modes of blocks have been worth, by settings and what else changes a step's cost.

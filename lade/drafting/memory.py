@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lade.common.state import PerModel, keeping_state
 from lade.drafting.contexts import BYTES_PER_RECORD, UNKNOWN, Context, ContextTable, projected, projection
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import MAX_TEXTS, Contents, read_memory, write_memory
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BYTES_PER_ROW, Packed, TopKTable, ids_of
 from lade.models.base import num_tokens_of
-from lade.state import PerModel, keeping_state
 from lade.verification.draws import keeping_generators
 
 MAX_BYTES = 64 * 2**20

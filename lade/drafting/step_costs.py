@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from lade.common.cache_folder import load_table, store_table
+from lade.common.state import PerModel
 from lade.config import LookaheadConfig
 from lade.models.base import ModelAdapter
-from lade.state import PerModel
 
 # The sizes to choose from: few, so that each is well measured, and because libraries prepare each for some 0.2 s.
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
+from lade.common.transfer import on_host
 from lade.drafting.acceptance import GREEDY, SAMPLED, AcceptanceRatio
 from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.block_policy import EarlyStop, SpeculationBackoff, choose_size, compared_sizes
@@ -29,7 +30,6 @@ from lade.drafting.memory import memory_for
 from lade.drafting.step_costs import Offers
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import Packed, packed
-from lade.transfer import on_host
 from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences
 

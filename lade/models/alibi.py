@@ -95,7 +95,7 @@ class FalconAdapter(AlibiAdapter):
         return None  # the hooks of `change_shadow` replace the mask that the model builds from it
 
     def stock_table(self, num_positions: int, device: torch.device) -> Tensor:
-        from lade.compat import falcon_alibi
+        from lade.common.compat import falcon_alibi
 
         mask = torch.ones(1, num_positions, dtype=torch.long, device=device)
         return falcon_alibi(mask, self.config.num_attention_heads, self.dtype).squeeze(1)

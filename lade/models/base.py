@@ -13,7 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer
-from lade.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS
+from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS
+from lade.common.tolerance import has_exact_products
 from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
@@ -22,7 +23,6 @@ from lade.models.reasons import calling_reason, hook_reason, rounding_reason
 from lade.models.ropes import MOVING_ROPES, has_unknown_rope, rope_settings
 from lade.models.shadow import shadow_model
 from lade.request import Request
-from lade.tolerance import has_exact_products
 
 # Attention implementations that accept the 4-D mask of a block.
 MASKED_ATTENTION = ("eager", "sdpa")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lade.compat import PROMPT_ARGUMENTS
+from lade.common.compat import PROMPT_ARGUMENTS
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 

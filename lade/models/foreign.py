@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
 
-from lade.compat import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, sdpa_attention_forward
+from lade.common.compat import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, sdpa_attention_forward
 from lade.models.compiled import can_pass_by
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lade.block.mask import Block, Reach
-from lade.compat import CACHE_NAME
+from lade.common.compat import CACHE_NAME
 from lade.models.base import ModelAdapter
 from lade.models.reaches import LAYER_REACH
 from lade.models.shadow import take_hooks

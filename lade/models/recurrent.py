@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, Block, Reach
 from lade.block.recurrent_state import RecurrentCache, unknown_layer
-from lade.compat import BOTH_LAYER, DynamicLayer
+from lade.common.compat import BOTH_LAYER, DynamicLayer
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter

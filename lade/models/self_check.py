@@ -11,13 +11,13 @@ from transformers import DynamicCache
 
 from lade.block.kv_cache import cache_arguments
 from lade.block.mask import Block
+from lade.common.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
+from lade.common.state import PerModel, keeping_state
+from lade.common.tolerance import MASK_EFFECT_RATIO, STATE_EFFECT_RATIO, largest_difference
 from lade.common.trial import is_out_of_memory
-from lade.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.foreign import is_gone
-from lade.state import PerModel, keeping_state
-from lade.tolerance import MASK_EFFECT_RATIO, STATE_EFFECT_RATIO, largest_difference
 from lade.verification.draws import keeping_generators
 
 # The check's prompt is as long as the call's text, up to the last of these. What changes beyond that many tokens only

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lade.compat import HOOKS, OWN_DICTIONARIES
+from lade.common.compat import HOOKS, OWN_DICTIONARIES
 from lade.models.compiled import can_pass_by
 from lade.models.ropes import is_moving_rope
 

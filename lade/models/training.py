@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from lade.block.kv_cache import cache_arguments
+from lade.common.state import keeping_state
+from lade.common.tolerance import logits_error
 from lade.models.base import ModelAdapter
-from lade.state import keeping_state
-from lade.tolerance import logits_error
 from lade.verification.draws import READABLE, generator_state, keeping_generators, same_state
 
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # attributes of modules

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lade.transfer import on_host
+from lade.common.transfer import on_host
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.compat import CACHE_NAME, GenerateDecoderOnlyOutput
+from lade.common.compat import CACHE_NAME, GenerateDecoderOnlyOutput
 
 RECORDED = ("scores", "logits", "attentions", "hidden_states")
 

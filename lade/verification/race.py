@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.compat import logits_processors
-from lade.transfer import HOST, on_host, to_device
+from lade.common.compat import logits_processors
+from lade.common.transfer import HOST, on_host, to_device
 from lade.verification.draws import gumbel_scores
 from lade.verification.logits import BlockLogits
 from lade.verification.selection import Accepted, PerRowSelection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lade.transfer import on_host, to_device
+from lade.common.transfer import on_host, to_device
 
 FIRST_ROOM = 1024  # most generated tokens that the buffer has room for at first
 

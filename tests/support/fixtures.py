@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import lade
 from lade import augment, eligibility
-from lade.compat import require_names
+from lade.common.compat import require_names
 from lade.config import MODES, temporary_settings
 from lade.models import self_check
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401

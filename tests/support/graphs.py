@@ -10,10 +10,10 @@ import torch
 
 import lade
 from lade import preparation
+from lade.common.state import forget_all
 from lade.forward import base as forward_base
 from lade.forward.cuda import buffer_pool, path
 from lade.forward.cuda import static_shapes as fixed
-from lade.state import forget_all
 from support.processes import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))

@@ -2,8 +2,8 @@
 
 Calls that would wait on a GPU are counted: values read, and tensors made from Python's lists, which are copied from
 memory that is not pinned. Launches are operations on what would be a GPU's memory, outside of the model's forward or
-of the graph that replays it. That memory is told by where it comes from: weights, prompts, `lade.transfer`, and what is
-computed from these.
+of the graph that replays it. That memory is told by where it comes from: weights, prompts, `lade.common.transfer`, and
+what is computed from these.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lade import decoding, transfer
+from lade import decoding
+from lade.common import transfer
+from lade.common.transfer import HOST, to_device
 from lade.forward.cuda.static_choice import StaticChoice
 from lade.forward.cuda.static_shapes import StaticForward
 from lade.models.base import ModelAdapter
-from lade.transfer import HOST, to_device
 
 # Operators that bring a value, or a shape that depends on values, to the host.
 READING_OPERATORS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
@@ -146,7 +147,7 @@ class CountOperators(TorchDispatchMode):
         is_on_device = any(map(self.memory.holds, given))
         if name == "aten::copy_" and is_on_device and not all(map(self.memory.holds, given)):
             where = place(sys._getframe(1))
-            if not where.startswith("lade/transfer.py"):  # whose memory on the host is pinned
+            if not where.startswith("lade/common/transfer.py"):  # whose memory on the host is pinned
                 self.waits.add("copy", where)
         if name == "aten::copy_" and not self.memory.holds(args[0]):
             if is_on_device:  # to the host
@@ -186,7 +187,7 @@ class CountOperators(TorchDispatchMode):
 class CountCopies(TorchFunctionMode):
     """Counts what passes by the dispatcher: lists made from tensors, tensors made from lists, copies to the device.
 
-    What is made on `HOST` stays there, and what `lade.transfer` copies makes nobody wait.
+    What is made on `HOST` stays there, and what `lade.common.transfer` copies makes nobody wait.
     """
 
     def __init__(self, waits: Waits, operators: CountOperators) -> None:

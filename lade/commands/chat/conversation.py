@@ -15,7 +15,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 
 import lade
 from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
-from lade.compat import CACHE_NAME, DynamicLayer
+from lade.common.compat import CACHE_NAME, DynamicLayer
 
 # Entries of a configuration's `layer_types` whose layers keep keys and values and nothing else.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}

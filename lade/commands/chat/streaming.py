@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lade.commands.detokenize import Detokenizer, for_terminal
-from lade.compat import BaseStreamer
+from lade.common.compat import BaseStreamer
 
 GUESSED, ORDINARY = "\033[32m", "\033[0m"  # green, and back
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lade.compat import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_attention_forward
+from lade.common.compat import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_attention_forward
 from lade.models import needs_self_check
 from lade.models.base import ModelAdapter
 

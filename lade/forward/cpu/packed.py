@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lade.common.compat import HOOKS
 from lade.common.notices import notify
+from lade.common.state import PerModel
+from lade.common.tolerance import largest_difference, largest_value
 from lade.common.trial import Trial
-from lade.compat import HOOKS
 from lade.forward.base import BlockCall
 from lade.forward.cpu.free_memory import free_bytes
 from lade.models.base import ModelAdapter
-from lade.state import PerModel
-from lade.tolerance import largest_difference, largest_value
 
 # The fewest elements of a weight that pay, by dtype: in float32 it depends on the machine whether weights below two
 # million elements gain.

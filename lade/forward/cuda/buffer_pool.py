@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, least_capacity
-from lade.state import PerModel
+from lade.common.state import PerModel
 
 KEPT_SHARE = 1 / 8  # share of device memory for one model's pool
 KEPT_BYTES = 2**28  # the same on devices without CUDA graphs (tests)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lade.compat import HOOKS
-from lade.tolerance import product_precision
+from lade.common.compat import HOOKS
+from lade.common.tolerance import product_precision
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.common.compat import TorchDispatchMode, tree_leaves
 from lade.common.trial import NotUsed
-from lade.compat import TorchDispatchMode, tree_leaves
 from lade.forward.cuda.kernel.self_check import is_checking
 from lade.verification.draws import drawing
 

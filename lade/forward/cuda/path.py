@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
-from lade.compat import CausalLMOutputWithPast
+from lade.common.compat import CausalLMOutputWithPast
 from lade.forward.base import BlockCall, ForwardPath, can_capture, changed_attention
 from lade.forward.cuda.buffer_pool import padded_capacity
 from lade.forward.cuda.kernel import MAX_HEAD_DIM, kernel_problem, left_padding, unavailable_reason

@@ -14,12 +14,12 @@ from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import EVERYWHERE, Block, Reach, block_mask, masks_by_layer
+from lade.common.compat import CacheLayer
+from lade.common.transfer import HOST, Landing, Parcel
 from lade.common.trial import Trial
-from lade.compat import CacheLayer
 from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
 from lade.drafting.likeliest import likeliest
 from lade.forward.cuda.kernel import pack_mask
-from lade.transfer import HOST, Landing, Parcel
 from lade.verification.logits import LogitsDigest, best_on_device
 from lade.verification.race import Race, Sampling
 

@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
+from lade.common.state import PerModel
+from lade.common.tolerance import logits_error
 from lade.common.trial import NotUsed, Trial
 from lade.config import LookaheadConfig
 from lade.forward.base import BlockCall, can_capture
@@ -39,8 +41,6 @@ from lade.forward.cuda.static_inputs import (
     plain_forward,
     same_digest,
 )
-from lade.state import PerModel
-from lade.tolerance import logits_error
 from lade.verification.logits import LogitsDigest
 from lade.verification.race import Race
 

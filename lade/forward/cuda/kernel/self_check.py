@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.common.tolerance import excess, largest_difference, largest_value
 from lade.common.trial import NotUsed, Trial, in_short
 from lade.forward.cuda.kernel.reference import reference_block_attention
-from lade.tolerance import excess, largest_difference, largest_value
 
 MOST_ROWS, LEAST_ROWS = 128, 16  # query rows of a tile
 
