@@ -15,6 +15,7 @@ from torch import Tensor
 from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
+from lade.block.recurrent_state import RecurrentCache
 from lade.block.token_tree import BlockPart, TokenTree
 from lade.common.transfer import HOST, to_device, wait_for
 from lade.drafting import DraftRequest, Outcome, make_drafter
@@ -171,9 +172,9 @@ class DecodingCall:
         draft = self.drafter.propose(self.selection.sequences, is_idle, max_offset)
         return draft.as_chains(is_idle) if self.adapter.is_recurrent else draft
 
-    def lay_out(self, draft: Draft) -> Step:
-        """Compute the block's tokens, positions, visibility and logit rows."""
-        selection, lengths, roots = self.selection, self.cache.lengths, self.selection.sequences.roots()
+    def lay_out(self, draft: Draft, roots: list[int] | None = None) -> Step:
+        """Compute the block's tokens, positions, visibility and logit rows. roots: by default the last of each text."""
+        selection, lengths, roots = self.selection, self.cache.lengths, roots or self.selection.sequences.roots()
         tree = selection.without_finished(draft.tree, draft.max_depth)
         part = self.group.partition(tree, draft.window_shape)
         num_nodes = self.path.padded_nodes(part.tree.num_nodes)
@@ -209,7 +210,7 @@ class DecodingCall:
 
     def verify(self, step: Step, outputs: Any) -> Outcome:
         """Choose and commit tokens along the tree."""
-        self.selection.recorder.begin_step(outputs, self.cache.lengths[0])
+        self.selection.recorder.begin_step(outputs, self.cache.lengths[0], self.cache.num_waiting)
         logits, behind_window = step.layout.split(outputs.logits, step.part.tree)
         choices, digest = None, self.path.digest
         if step.draft.has_window:
@@ -225,6 +226,15 @@ class DecodingCall:
         self.nan_guard.clear(self.cache)
         self.stats.accepted_lengths.update(len(path) for path in accepted if path is not None)
 
+    def run_waiting(self) -> None:
+        """One more forward where tokens wait, so that the cache holds the text up to its last token."""
+        if isinstance(self.cache, RecurrentCache) and self.cache.num_waiting:
+            roots = self.cache.unwait()
+            tree = TokenTree.empty(len(roots))
+            step = self.lay_out(Draft(tree, 0, ROOT_ALONE, self.request.input_ids[:, :0]), roots)
+            self.forward(step)
+            self.cache.commit([[] for _ in roots])
+
     def finish(self) -> Any:
         """Release the buffers. Returns what generate() returns."""
         selection = self.selection
@@ -235,6 +245,7 @@ class DecodingCall:
         if self.costs is not None:
             self.costs.store()
         if self.callers_cache is not None:
+            self.run_waiting()
             self.cache.hand_over(self.callers_cache)
         self.path.close(selection.num_generated)
         return selection.recorder.result(selection.sequences.padded(selection.pad_token), self.callers_cache)

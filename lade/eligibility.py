@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer, StaticLayer
+from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, DynamicSlidingWindowLayer
 from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.base import prompt_key_mask
 from lade.models.self_check import WAITS, self_check_reason
@@ -47,7 +47,7 @@ def adapter_or_reason(request: Request) -> ModelAdapter | str:
         adapter.cache_layers = request.cache.layers  # made by generate() from the model's configuration
     reason = (
         adapter.unsupported_reason()
-        or unsupported_cache(request)
+        or unsupported_cache(request, adapter)
         or unsupported_arguments(request, adapter)
         or adapter.unsupported_request(request)
         or failed_in_training(request, adapter)  # these run the model
@@ -87,7 +87,7 @@ def unsupported_call(request: Request) -> str | None:
     return None
 
 
-def unsupported_cache(request: Request) -> str | None:
+def unsupported_cache(request: Request, adapter: ModelAdapter) -> str | None:
     """Caches that lade's own cache cannot replace."""
     cache = request.cache
     if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
@@ -103,7 +103,7 @@ def unsupported_cache(request: Request) -> str | None:
     for layer in cache.layers:
         # A sliding layer drops keys outside its window, which a block may still need.
         forgets = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
-        if forgets or type(layer) not in (*PLAIN_LAYERS, StaticLayer):
+        if forgets or type(layer) not in adapter.kept_layers:
             return f"{CACHE_NAME} with a {type(layer).__name__} does not keep every key"
     return None
 

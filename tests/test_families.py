@@ -34,7 +34,7 @@ CHAIN = "recurrent: chains of guesses"
 CHAINS = set(
     """
     bailing_hybrid bamba falcon_h1 granitemoehybrid granitemoehybrid-attention-only kimi_linear mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
-    qwen3_next zaya
+    qwen3_next zamba2 zaya
     """.split()  # noqa: SIM905
 )
 RETURNS_ANOTHER_CACHE = {"lfm2", "lfm2_moe", "lfm3"}  # than lade could fill in: plain generate() makes it

@@ -3,12 +3,13 @@ a user's code sees and the random numbers as they are without lade."""
 
 import functools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support import Recorder, generate_plain
 from support.families import RECURRENT, VOCAB
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import lade
 from lade.block.recurrent_state import MAX_WAITING, RecurrentCache
@@ -62,6 +63,11 @@ def guessing(text, share, length, seed=0):
     lade.config_lade(MODE="known", MAX_BLOCK=MAX_BLOCK)
 
 
+def ways(model):
+    """generate() without and with lade."""
+    return functools.partial(generate_plain, model), lambda batch, **arguments: model.generate(**batch, **arguments)
+
+
 def run(generate, inputs, arguments):
     """The text and the random numbers after it."""
     torch.manual_seed(5)
@@ -70,10 +76,11 @@ def run(generate, inputs, arguments):
 
 def assert_same(model, inputs, share=None, length=4, **arguments):
     """Text and generator are those of plain generate(). share, length: of `guessing`; None for lade's own drafter."""
-    expected, state = run(functools.partial(generate_plain, model), inputs, arguments)
+    plain, ours = ways(model)
+    expected, state = run(plain, inputs, arguments)
     if share is not None:
         guessing(expected, share, length)
-    found, state_then = run(lambda batch, **others: model.generate(**batch, **others), inputs, arguments)
+    found, state_then = run(ours, inputs, arguments)
     assert torch.equal(found, expected)
     assert torch.equal(state, state_then)
     assert lade.last_stats().fallback_reason is None
@@ -159,10 +166,7 @@ def test_what_a_users_code_sees(recurrent, share):
     guessing(generate_plain(recurrent, inputs, max_new_tokens=30, do_sample=False), share, 6)
     for error in (None, ZeroDivisionError("there")):
         seen = []
-        for generate in (
-            functools.partial(generate_plain, recurrent),
-            lambda batch, **kw: recurrent.generate(**batch, **kw),
-        ):
+        for generate in ways(recurrent):
             criterion, streamer = EndsAt(9 + 13, error), Recorder()
             arguments = {"stopping_criteria": StoppingCriteriaList([criterion]), "streamer": streamer}
             try:
@@ -179,27 +183,107 @@ def test_prompts_in_pieces(lade_on):
     assert_same(built("qwen3_next"), prompts(), 0.6, max_new_tokens=20, do_sample=False, prefill_chunk_size=4)
 
 
+RETURNED = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "output_hidden_states": True}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("num_hidden", [0, 3])
+def test_returned_caches(lade_on, num_hidden, share):
+    """Two turns, of which the second goes on with the cache of the first."""
+    for name in ("qwen3_next", "falcon_h1", "zamba2"):
+        (plain, ours), batch = ways(built(name)), prompts(2, num_hidden)
+        more, caches = prompts(2, seed=1)["input_ids"], ({}, {})
+        for _ in range(2):
+            arguments = {"max_new_tokens": 14, "do_sample": True} | RETURNED
+            expected, state = run(plain, batch, arguments | caches[0])
+            guessing(expected.sequences, share, 4)
+            found, state_then = run(ours, batch, arguments | caches[1])
+            assert lade.last_stats().fallback_reason is None
+            assert lade.last_stats().steps <= 14 + (share < 1)  # one more for tokens that wait at the end
+            assert torch.equal(state, state_then)
+            assert_same_outputs(found, expected)
+            caches = tuple({"past_key_values": result.past_key_values} for result in (expected, found))
+            mask = torch.nn.functional.pad(batch["attention_mask"], (0, 14 + more.shape[1]), value=1)
+            batch = {"input_ids": torch.cat([expected.sequences, more], dim=1), "attention_mask": mask}
+
+
+def assert_same_outputs(found, expected):
+    assert torch.equal(found.sequences, expected.sequences)
+    for name in ("scores", "logits", "hidden_states"):
+        results = getattr(found, name), getattr(expected, name)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert_same_cache(found.past_key_values, expected.past_key_values)
+
+
+def assert_same_cache(found, expected):
+    for mine, theirs in zip(found.layers, expected.layers, strict=True):
+        assert type(mine) is type(theirs)
+        for name in ("keys", "values", "conv_states", "recurrent_states", "has_previous_state"):
+            parts = [getattr(layer, name, None) for layer in (mine, theirs)]
+            torch.testing.assert_close(*parts, rtol=1e-5, atol=1e-5)
+
+
+def own_cache(model):
+    name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+    cache = DynamicCache(config=model.config)
+    return {name: cache}, cache
+
+
+def test_a_users_cache(recurrent):
+    """It ends as without lade, and after an exception it is as before."""
+    inputs = prompts()
+    guessing(generate_plain(recurrent, inputs, max_new_tokens=20, do_sample=False), 0.5, 4)
+    (plain, expected), (arguments, cache) = own_cache(recurrent), own_cache(recurrent)
+    text = generate_plain(recurrent, inputs, max_new_tokens=20, do_sample=False, **plain)
+    criteria = StoppingCriteriaList([EndsAt(9 + 13, ZeroDivisionError("there"))])
+    with pytest.raises(ZeroDivisionError):
+        recurrent.generate(**inputs, max_new_tokens=20, do_sample=False, stopping_criteria=criteria, **arguments)
+    assert_same_cache(cache, own_cache(recurrent)[1])
+    assert torch.equal(recurrent.generate(**inputs, max_new_tokens=20, do_sample=False, **arguments), text)
+    assert lade.last_stats().fallback_reason is None
+    assert 1 < lade.last_stats().steps < 20
+    assert_same_cache(cache, expected)
+
+
+def recording(config):
+    cache = DynamicCache(config=config)
+    cache.activate_past_recording()
+    return cache
+
+
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("make", "reason"),
     [
-        ({"return_dict_in_generate": True}, "does not keep every key"),
-        ({"past_key_values": ()}, "does not keep every key"),
-        ({"cache_implementation": "static"}, "left to the original code"),
+        (lambda config: {"cache_implementation": "static"}, "left to the original code"),
+        (lambda config: {"past_key_values": StaticCache(config, max_cache_len=32)}, "with a StaticLayer"),
+        (lambda config: {"past_key_values": DynamicCache()}, "has other layers"),
+        (lambda config: {"past_key_values": recording(config)}, "records past states"),
     ],
+    ids=["static", "own-static", "without-states", "recording"],
 )
-def test_what_is_not_served(lade_on, arguments, reason):
+def test_what_is_not_served(lade_on, make, reason):
     model, inputs = built("qwen3_next"), prompts()
-    expected = generate_plain(model, inputs, max_new_tokens=6, do_sample=False)
-    if "past_key_values" in arguments:
-        arguments = {"past_key_values": DynamicCache(config=model.config)}
-    found = model.generate(**inputs, max_new_tokens=6, do_sample=False, **arguments)
-    assert torch.equal(getattr(found, "sequences", found), expected)
+    seen = []
+    for generate in ways(model):
+        try:
+            seen.append(generate(inputs, max_new_tokens=6, do_sample=False, **make(model.config)).tolist())
+        except IndexError:  # the cache has no place for states
+            seen.append("raises")
+    assert seen[0] == seen[1]
     assert reason in lade.last_stats().fallback_reason
 
 
+def test_several_processes(monkeypatch):
+    adapter = adapter_for(built("qwen3_next"))
+    request = SimpleNamespace(cache=DynamicCache(config=adapter.config))
+    monkeypatch.setattr("lade.models.recurrent.current_config", lambda: SimpleNamespace(num_workers=2))
+    assert "processes cannot share" in adapter.unsupported_request(request)
+
+
 @pytest.mark.parametrize("name", ["jamba", "zamba2"])
-def test_states_that_blocks_leave_otherwise(lade_on, name):
-    """Jamba's forward of several tokens begins from zero; Zamba2's computes another state than its single steps."""
+def test_states_that_blocks_leave_otherwise(lade_on, monkeypatch, name):
+    """Jamba's forward of several tokens begins from zero; Zamba2's limits time steps, which single steps do not."""
+    monkeypatch.setattr("lade.models.recurrent.has_limit", lambda part: False)
     model, inputs = built(name), prompts()
     expected = generate_plain(model, inputs, max_new_tokens=6, do_sample=False)
     assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), expected)

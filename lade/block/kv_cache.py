@@ -169,14 +169,15 @@ class LookaheadCache(Cache):
         length = int(cache.get_seq_length())
         if length:
             for index, layer in enumerate(cache.layers):
-                if layer.keys is not None:  # the model may have fewer layers than its configuration says
+                # The model may have fewer layers than its configuration says.
+                if getattr(layer, "keys", None) is not None:
                     self.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
 
     def hand_over(self, cache: Cache) -> None:
         """Append to `cache` the committed tokens that it lacks. All rows must have the same length."""
         start, end = int(cache.get_seq_length()), self.lengths[0]
-        for index, layer in enumerate(self.slot_layers):
-            if layer.is_initialized:
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SlotLayer) and layer.is_initialized:
                 cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:

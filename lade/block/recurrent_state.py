@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache, SlotLayer
 from lade.block.mask import Block
 from lade.common.compat import BOTH_LAYER, NO_LAYER, STATE_LAYER, DynamicLayer
 
+KEPT_LAYERS = (DynamicLayer, STATE_LAYER, BOTH_LAYER, NO_LAYER)
 MAX_WAITING = 8  # committed tokens that wait; with more the next step has no guesses, after which none waits
 
 
@@ -38,11 +40,22 @@ class StateAndSlotLayer(*filter(None, [STATE_LAYER]), SlotLayer):  # type: ignor
 def unknown_layer(layers: Iterable[Any]) -> str | None:
     """The name of a layer's class whose tokens or states `RecurrentCache` cannot keep; None if it keeps all."""
     for layer in layers:
-        is_known = type(layer) in (DynamicLayer, STATE_LAYER, BOTH_LAYER, NO_LAYER)
+        is_known = type(layer) in KEPT_LAYERS
         # Before there were several states in a layer, they were no dictionaries.
         if not is_known or not isinstance(getattr(layer, "conv_states", {}), dict):
             return type(layer).__name__
     return None
+
+
+def copy_states(source: Cache, target: Cache) -> None:
+    """Copy the states of each layer into its own memory in `target`."""
+    layers: Iterable[tuple[Any, Any]] = zip(source.layers, target.layers, strict=True)
+    for mine, theirs in layers:
+        for index in (index for index, has_state in getattr(mine, "has_previous_state", {}).items() if has_state):
+            if (state := mine.conv_states[index]) is not None:
+                theirs.update_conv_state(state, index)
+            if (state := mine.recurrent_states[index]) is not None:
+                theirs.update_recurrent_state(state, index)
 
 
 class RecurrentCache(LookaheadCache):
@@ -79,7 +92,14 @@ class RecurrentCache(LookaheadCache):
         return self.lengths[0] - self.num_waiting
 
     def adopt(self, cache: Any) -> None:
-        """Nothing to copy: only caches that generate() has made for the call are served."""
+        if self.slot_layers:
+            super().adopt(cache)
+        copy_states(cache, self)
+
+    def hand_over(self, cache: Cache) -> None:
+        if self.slot_layers:
+            super().hand_over(cache)
+        copy_states(self, cache)
 
     def end_prefill(self, batch_size: int) -> None:
         # Without attention nothing counts slots.
@@ -104,6 +124,14 @@ class RecurrentCache(LookaheadCache):
             )
         self._tokens = block.tokens
         return block
+
+    def unwait(self) -> list[int]:
+        """Make the last waiting token the root again, with which the states are complete. Returns the rows' roots."""
+        assert self._waiting is not None
+        roots: list[int] = self._waiting[:, -1].tolist()
+        self._waiting = self._waiting[:, :-1] if self.num_waiting > 1 else None
+        self.lengths = [length - 1 for length in self.lengths]
+        return roots
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
         super().begin_block(num_tokens, device)

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer
-from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS
+from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, StaticLayer
 from lade.common.tolerance import has_exact_products
 from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
@@ -39,6 +39,7 @@ class ModelAdapter:
 
     # Class attributes that a family may set.
     is_recurrent: bool = False  # takes chains of guesses alone, in rows of equal lengths
+    kept_layers: tuple[Any, ...] = (*PLAIN_LAYERS, StaticLayer)  # classes of a caller's cache that may come and go
     safe_hooks: tuple[str, ...] = ()  # names in `reasons.HOOKS` that change nothing after the prompt
     prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # model arguments used by the prompt's forward only
     carried_arguments: frozenset[str] = frozenset()  # each new token repeats the prompt's last value
@@ -276,6 +277,10 @@ class ModelAdapter:
         self.change_shadow(shadow)
         return shadow
 
+    @property
+    def changes_shadow(self) -> bool:
+        return type(self).change_shadow is not ModelAdapter.change_shadow
+
     def change_shadow(self, shadow: Any) -> None:
         """Change the shadow model that runs the blocks, where `needs_shadow`."""
 
@@ -299,8 +304,7 @@ class ModelAdapter:
     @property
     def needs_shadow(self) -> bool:
         """Whether blocks run on a shadow model: one that the family changes, or one with another attention."""
-        is_changed = type(self).change_shadow is not ModelAdapter.change_shadow
-        return is_changed or self._masked_attention != self.config._attn_implementation
+        return self.changes_shadow or self._masked_attention != self.config._attn_implementation
 
     @cached_property
     def _device(self) -> torch.device:

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, Block, Reach
-from lade.block.recurrent_state import RecurrentCache, unknown_layer
-from lade.common.compat import BOTH_LAYER, DynamicLayer
+from lade.block.recurrent_state import KEPT_LAYERS, RecurrentCache, unknown_layer
+from lade.common.compat import BOTH_LAYER, CACHE_NAME, DynamicLayer
 from lade.config import current_config
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter
@@ -28,8 +28,17 @@ HOOKS_OF_PROMPTS = frozenset({"bamba", "falcon_h1", "mamba2", "nemotron_h", "zam
 WITH_PICTURES = frozenset({"qwen3_5", "qwen3_5_moe"})
 
 
+NO_LIMIT = (0.0, float("inf"))  # of a time step
+
+
+def has_limit(part: Any) -> bool:
+    limit = vars(part).get("time_step_limit")
+    return limit is not None and tuple(limit) != NO_LIMIT
+
+
 class RecurrentAdapter(ModelAdapter):
     is_recurrent = True
+    kept_layers = KEPT_LAYERS
 
     @property
     def safe_hooks(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -54,6 +63,10 @@ class RecurrentAdapter(ModelAdapter):
     def unsupported_request(self, request: Request) -> str | None:
         if type(request.cache) is not DynamicCache:
             return f"a {type(request.cache).__name__} with recurrent states is left to the original code"
+        if [type(layer) for layer in request.cache.layers] != [type(layer) for layer in self.cache_layers]:
+            return f"{CACHE_NAME} has other layers than the model's own cache"
+        if any(getattr(layer, "record_past", False) for layer in request.cache.layers):
+            return f"{CACHE_NAME} records past states"
         if current_config().num_workers > 1:
             return "processes cannot share blocks of a model with a recurrent state"
         return super().unsupported_request(request)
@@ -65,6 +78,15 @@ class RecurrentAdapter(ModelAdapter):
     @cached_property
     def _has_slots(self) -> bool:
         return any(type(layer) in (DynamicLayer, BOTH_LAYER) for layer in self.cache_layers)
+
+    @cached_property
+    def changes_shadow(self) -> bool:
+        return any(map(has_limit, self.parts))
+
+    def change_shadow(self, shadow: Any) -> None:
+        """Blocks do as single tokens do, whose time steps are not limited, as those of several tokens are."""
+        for part in filter(has_limit, shadow.modules()):
+            part.time_step_limit = NO_LIMIT
 
     def make_cache(self, capacity: int) -> RecurrentCache:
         devices = set((getattr(self.model, "hf_device_map", None) or {}).values())

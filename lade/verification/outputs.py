@@ -22,15 +22,19 @@ class OutputRecorder:
         self.collected: dict[str, tuple[Any, ...]] = dict.fromkeys(wanted, ())  # one entry per token
         self._outputs: Any = None
         self._prefix_length: int | None = None
+        self._root = 0
 
     @property
     def model_arguments(self) -> dict[str, bool]:
         """Keyword arguments for the model's forward."""
         return {f"output_{name}": True for name in ("attentions", "hidden_states") if name in self.collected}
 
-    def begin_step(self, outputs: Any, prefix_length: int | None) -> None:
-        """Set the forward that `record` reads. prefix_length: committed slots before its block; None: prefill."""
-        self._outputs, self._prefix_length = outputs, prefix_length
+    def begin_step(self, outputs: Any, prefix_length: int | None, root: int = 0) -> None:
+        """Set the forward that `record` reads.
+
+        prefix_length: committed slots before the root; None: prefill. root: the root's row in the block.
+        """
+        self._outputs, self._prefix_length, self._root = outputs, prefix_length, root
 
     def record(self, nodes: list[int], paths: list[list[int]], scores: Tensor, logits: Tensor) -> None:
         """Record one more token of every row.
@@ -52,12 +56,10 @@ class OutputRecorder:
         fields: dict[str, Any] = {CACHE_NAME: cache, **self.collected}
         return GenerateDecoderOnlyOutput(sequences=sequences, **fields)
 
-    @staticmethod
-    def _rows(layers: tuple[Tensor, ...], nodes: list[int], _: list[list[int]]) -> tuple[Tensor, ...]:
+    def _rows(self, layers: tuple[Tensor, ...], nodes: list[int], _: list[list[int]]) -> tuple[Tensor, ...]:
         """layers: [B, q, D] each. Returns [B, 1, D] each: the state of each row's chosen block token."""
-        return tuple(
-            torch.stack([states[row, node + 1] for row, node in enumerate(nodes)])[:, None] for states in layers
-        )
+        rows = [(row, self._root + 1 + node) for row, node in enumerate(nodes)]
+        return tuple(torch.stack([states[row] for row in rows])[:, None] for states in layers)
 
     def _cells(self, layers: tuple[Tensor | None, ...], nodes: list[int], paths: list[list[int]]) -> tuple[Any, ...]:
         """layers: [B, H, q, slots] each. Returns [B, H, 1, length] each: weights on the text's own keys, in order."""
@@ -68,7 +70,7 @@ class OutputRecorder:
                 found.append(None)
                 continue
             rows = [
-                weights[row, :, node + 1, [*prefix, len(prefix), *[len(prefix) + 1 + n for n in path]]]
+                weights[row, :, self._root + 1 + node, [*prefix, len(prefix), *[len(prefix) + 1 + n for n in path]]]
                 for row, (node, path) in enumerate(zip(nodes, paths, strict=True))
             ]
             found.append(torch.stack(rows)[:, :, None])
