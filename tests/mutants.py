@@ -115,10 +115,10 @@ MUTANTS = [
            "nan_guard.py::test_a_guess_that_is_no_number"),
     # Verdicts, hooks, refusals.
     mutant("verdict: a wrong trial passes", "models/self_check.py",
-           "if not error * ratios[adapter.dtype] < effect:", "if error != error:",
+           "is_fine = error * ratios[adapter.dtype] < effect", "is_fine = error == error",
            "models.py::test_an_unknown_family_is_tried_out", "foreign.py::test_a_hook_that_goes_by_position"),
-    mutant("verdict: missing memory is remembered as one", "models/self_check.py",
-           'return "there was no room for a trial block"', 'verdict = "there was no room for a trial block"',
+    mutant("verdict: missing memory is remembered as one", "common/trial.py",
+           "if not is_out_of_memory(error):", "if True:",
            "models.py::test_running_out_of_memory_is_not_remembered"),
     mutant("hooks: nobody is asked for leave", "models/reasons.py",
            "    return name and f", "    return name and None and f",

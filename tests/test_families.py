@@ -21,7 +21,7 @@ import lade
 from lade import models
 from lade.drafting.tree import MAX_PROMPT_ROWS, TreeDrafter
 from lade.models import adapter_for
-from lade.models.self_check import probe
+from lade.models.self_check import trial_errors
 
 PROMPT, NEW, FEW, TURN = 24, 20, 8, 5
 TABLE = os.environ.get("LADE_MODELS_TABLE")
@@ -103,7 +103,7 @@ def test_family(small_block, family):
     expected, found = both(model, prompts(1), FEW, do_sample=True, temperature=0.6)
     assert torch.equal(found, expected)
     # The negative control: a block whose mask is ignored would give clearly other logits.
-    error, effect = probe(adapter_for(model), 44)
+    error, effect = trial_errors(adapter_for(model), 44)
     assert error < (1e-5 if model.dtype == torch.float64 else 1e-3)  # some compute a softmax or a router in float32
     assert effect > 1e-2
 

@@ -95,8 +95,8 @@ def test_a_subclass_of_a_known_family_is_tried_out_too():
 def test_the_trial_happens_once_and_leaves_no_trace(monkeypatch):
     model, calls = build(Obedient), []
     before = set(vars(model))
-    original = models.self_check.probe
-    monkeypatch.setattr(models.self_check, "probe", lambda *args: calls.append(args) or original(*args))
+    original = models.self_check.trial_errors
+    monkeypatch.setattr(models.self_check, "trial_errors", lambda *args: calls.append(args) or original(*args))
     state = torch.get_rng_state()
     for _ in range(3):
         model.generate(**prompt(), max_new_tokens=5)
@@ -109,8 +109,8 @@ def test_the_trial_waits_until_it_pays(monkeypatch, caplog):
     """It costs as much as some tens of tokens. What passed for a long text need not be tried out for a shorter one."""
     monkeypatch.setattr(models.self_check, "PAYS", 2)
     model, lengths = build(Obedient), []
-    original = models.self_check.probe
-    monkeypatch.setattr(models.self_check, "probe", lambda *args: lengths.append(args[1]) or original(*args))
+    original = models.self_check.trial_errors
+    monkeypatch.setattr(models.self_check, "trial_errors", lambda *args: lengths.append(args[1]) or original(*args))
     for num_new, reason, tried in (
         (8, models.self_check.WAITS, []),
         (8, models.self_check.WAITS, []),
@@ -134,7 +134,7 @@ def test_a_trial_that_raises_is_a_reason(monkeypatch):
     def broken(*args):
         raise AssertionError("a mask of two dimensions, please")
 
-    monkeypatch.setattr(models.self_check, "probe", broken)
+    monkeypatch.setattr(models.self_check, "trial_errors", broken)
     expected = generate_plain(model, prompt(), max_new_tokens=8)
     assert torch.equal(model.generate(**prompt(), max_new_tokens=8), expected)
     assert "two dimensions" in lade.last_stats().fallback_reason
@@ -144,11 +144,11 @@ def test_running_out_of_memory_is_not_remembered(monkeypatch):
     def too_large(*args):
         raise torch.OutOfMemoryError
 
-    model, original = build(Obedient), models.self_check.probe
-    monkeypatch.setattr(models.self_check, "probe", too_large)
+    model, original = build(Obedient), models.self_check.trial_errors
+    monkeypatch.setattr(models.self_check, "trial_errors", too_large)
     model.generate(**prompt(), max_new_tokens=5)
-    assert "no room" in lade.last_stats().fallback_reason
-    monkeypatch.setattr(models.self_check, "probe", original)
+    assert "OutOfMemoryError" in lade.last_stats().fallback_reason
+    monkeypatch.setattr(models.self_check, "trial_errors", original)
     model.generate(**prompt(), max_new_tokens=5)
     assert lade.last_stats().fallback_reason is None
 

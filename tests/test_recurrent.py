@@ -18,7 +18,7 @@ from lade.drafting import register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.models import adapter_for
 from lade.models.recurrent import RecurrentAdapter
-from lade.models.self_check import probe_states
+from lade.models.self_check import trial_errors
 
 # Gated delta rule beside attention, both in each layer, and no attention at all.
 SERVED = ["qwen3_next", "falcon_h1", "mamba2"]
@@ -294,7 +294,7 @@ def test_states_that_blocks_leave_otherwise(lade_on, monkeypatch, name):
 @pytest.mark.parametrize("name", SERVED)
 def test_the_self_check(name, is_masked):
     """The second figure is its negative control: a rejected guess that stays in the states."""
-    error, effect = probe_states(adapter_for(built(name)), is_masked=is_masked and name != "mamba2")
+    error, effect = trial_errors(adapter_for(built(name)), is_masked=is_masked and name != "mamba2")
     assert error < 1e-5 * effect
     assert effect > 1
 

@@ -27,11 +27,12 @@ class Trial:
         self._num_passed: dict[Hashable, int] = {}
         self.reasons: dict[Hashable, str] = {}  # by kind, why it is not used, as a sentence
 
-    def reason(self, kind: Hashable, compare: Callable[[], str | None]) -> str | None:
+    def reason(self, kind: Hashable, compare: Callable[[], str | None], failure: str = "") -> str | None:
         """Why the fast way does not serve a kind, as a sentence; None if it does.
 
         compare: runs both ways and returns how they differ, as a sentence, None if they do not. Called until the kind
         has passed or failed; what it raises is a reason, too, remembered unless memory ran out, which may pass.
+        failure: what such a reason begins with.
         """
         if kind in self.reasons:
             return self.reasons[kind]
@@ -40,7 +41,7 @@ class Trial:
         try:
             problem = compare()
         except Exception as error:  # compilers and foreign code raise anything
-            return self.refuse(kind, error)
+            return self.refuse(kind, error, failure)
         if problem is None:
             self._num_passed[kind] = self._num_passed.get(kind, 0) + 1
         else:
@@ -51,12 +52,17 @@ class Trial:
         """Whether a kind has passed all its comparisons."""
         return self._num_passed.get(kind, 0) >= self._times
 
-    def refuse(self, kind: Hashable, error: Exception) -> str:
-        """Record that the fast way has failed after all. Returns the reason as a sentence."""
-        reason = in_short(error)
+    def refuse(self, kind: Hashable, error: Exception, failure: str = "") -> str:
+        """Record that the fast way has failed after all. Returns the reason as a sentence. failure: its beginning."""
+        reason = failure + in_short(error)
         if not is_out_of_memory(error):
             self.reasons[kind] = reason
         return reason
+
+    @property
+    def num_kinds(self) -> int:
+        """Kinds with a verdict, or on the way to one."""
+        return len({*self.reasons, *self._num_passed})
 
     @property
     def refusal(self) -> str | None:

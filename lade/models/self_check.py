@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,10 +13,9 @@ from lade.block.mask import Block
 from lade.common.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
 from lade.common.state import PerModel, keeping_state
 from lade.common.tolerance import MASK_EFFECT_RATIO, STATE_EFFECT_RATIO, largest_difference
-from lade.common.trial import is_out_of_memory
+from lade.common.trial import Trial
 from lade.config import current_config
 from lade.models.base import ModelAdapter
-from lade.models.foreign import is_gone
 from lade.verification.draws import keeping_generators
 
 # The check's prompt is as long as the call's text, up to the last of these. What changes beyond that many tokens only
@@ -32,9 +30,9 @@ WAITS = (
     "which pays when calls have asked for some more tokens"
 )
 
-# Results by code and by the sizes checked. Entries whose code no longer exists are removed.
-_verdicts: PerModel[dict[Hashable, str | None]] = PerModel(dict)
-MOST_VERDICTS = 64  # per model: hooks may have different arguments in each call
+MOST_KINDS = 64  # remembered per model: hooks may have different arguments in each call
+
+_trials: PerModel[Trial] = PerModel(Trial)  # by code and by the sizes checked
 _asked: PerModel[list[int]] = PerModel(list)  # tokens that calls without a verdict have asked for
 
 
@@ -60,38 +58,32 @@ def self_check_reason(
         sizes,
         any(part.training for part in adapter.unusual_parts),
     )
-    key, verdicts = (length, *kind), _verdicts.of(adapter.model)
-    if any(verdicts.get((longer, *kind), "unknown") is None for longer in LENGTHS if longer > length):
+    trial, key = _trials.of(adapter.model), (length, *kind)
+    if any(trial.is_over((longer, *kind)) for longer in LENGTHS if longer >= length):
         return None
-    if key not in verdicts:
+    if key not in trial.reasons:
         asked = _asked.of(adapter.model)
         asked.append(num_new)
         if sum(asked) < PAYS * (FIXED_COST + COST_PER_TOKEN * length):
             return WAITS
-        names = ", ".join(code.names[:3])
-        subject = f"this {adapter.model.config.model_type!r} model" + (f" with {names}" if names else "")
-        try:
-            with keeping_generators(adapter.model), keeping_state(adapter.model):
-                # A fresh adapter, since it keeps state of the check.
-                measure = probe_states if adapter.is_recurrent else probe
-                error, effect = measure(type(adapter)(adapter.model), length, *sizes)
-        except Exception as problem:  # foreign code may raise anything
-            if is_out_of_memory(problem):
-                return "there was no room for a trial block"  # not stored: the next call may have room
-            verdict: str | None = f"a trial block failed on {subject} ({type(problem).__name__}: {problem})"
-        else:
-            verdict = None
-            ratios = STATE_EFFECT_RATIO if adapter.is_recurrent else MASK_EFFECT_RATIO
-            if not error * ratios[adapter.dtype] < effect:  # also where either is nan
-                verdict = reason_of_difference(adapter, subject, is_masked=key_mask is not None)
-        for old in [old for old in verdicts if is_gone(old)] + list(verdicts)[: -MOST_VERDICTS + 1]:
-            verdicts.pop(old, None)
-        verdicts[key] = verdict
-    return verdicts[key]
+        if trial.num_kinds >= MOST_KINDS:
+            _trials.set(adapter.model, trial := Trial())
+    names = ", ".join(code.names[:3])
+    subject = f"this {adapter.model.config.model_type!r} model" + (f" with {names}" if names else "")
+
+    def compare() -> str | None:
+        with keeping_generators(adapter.model), keeping_state(adapter.model):
+            # A fresh adapter, since it keeps state of the check.
+            error, effect = trial_errors(type(adapter)(adapter.model), length, *sizes)
+        ratios = STATE_EFFECT_RATIO if adapter.is_recurrent else MASK_EFFECT_RATIO
+        is_fine = error * ratios[adapter.dtype] < effect  # not where either is nan
+        return None if is_fine else reason_of_difference(adapter, subject, is_masked=key_mask is not None)
+
+    return trial.reason(key, compare, failure=f"a trial block failed on {subject}: ")
 
 
 def reason_of_difference(adapter: ModelAdapter, subject: str, is_masked: bool) -> str:
-    """Why a model whose logits differed in the self-check is not served. is_masked: as for `probe`."""
+    """Why a model whose logits differed in the self-check is not served. is_masked: as for `trial_errors`."""
     if adapter.is_recurrent:
         return (
             f"a trial block on {subject} differed from one-token decoding by more than rounding: a forward of several tokens "
@@ -107,120 +99,118 @@ def reason_of_difference(adapter: ModelAdapter, subject: str, is_masked: bool) -
 
 
 @torch.no_grad()
-def probe(
+def trial_errors(
     adapter: ModelAdapter,
     length: int = SHORTEST_CHECK,
     largest_block: int = 0,
     num_rows: int = 1,
     is_masked: bool = False,
 ) -> tuple[float, float]:
-    """The largest difference of a block's logits from plain decoding's, and the same under a plain causal mask.
+    """The largest difference of trial blocks' logits from plain decoding's, and the effect of a fault in the same blocks.
 
-    The second figure is the effect of ignoring the tree mask, against which the first is judged. The block holds a
-    root, a wrong guess, and after it a branch of two right guesses, whose rows a causal mask would change.
+    The second figure is what the first is judged against: the difference where the tree mask is ignored or, in a model
+    with a recurrent state, where a rejected guess stays in the state.
 
-    length: of the text in tokens, at most the model's positions. largest_block: size in tokens of a second block with
+    length: of the text in tokens, at most the model's positions. largest_block: size in tokens of another block with
     more wrong guesses, since code may depend on the size. num_rows: B, all with the same text. is_masked: mask part of
     the prompt.
     """
-    model = adapter.model
-    device = model.get_input_embeddings().weight.device
-    numbers = torch.Generator().manual_seed(0)
-    count = min(length, getattr(adapter.config, "max_position_embeddings", None) or length) - 4
-    text = torch.randint(adapter.num_tokens, (1, count + 4), generator=numbers).to(device)
-    prefix, (root, wrong, first, second) = text[:, :count].expand(num_rows, -1), text[0, count:]
-    mask = torch.ones_like(text).repeat(num_rows, 1)
-    if is_masked:  # not the first tokens, which may become NaN with eager attention
-        mask[:, count // 4 : count // 2] = 0
-    masks = {"attention_mask": mask[:, :count]} if is_masked else {}
-    places = counted(mask)
+    run = TrialRun(adapter, length, largest_block, num_rows, is_masked)
+    return chain_errors(run) if adapter.is_recurrent else tree_errors(run)
 
-    tokens = torch.stack([root, first, second])
-    expected = plain_logits(adapter, prefix, tokens, DynamicCache(config=adapter.config), masks)
-    doubt = 0.0
-    kinds = {type(layer) for layer in DynamicCache(config=adapter.config).layers}
-    if DynamicSlidingWindowLayer in kinds and kinds <= set(PLAIN_LAYERS):
-        # A caller's own cache may keep every key; if that changes the logits, the reference is not reliable.
-        doubt = largest_difference(plain_logits(adapter, prefix, tokens, DynamicCache(), masks), expected)
-    largest_block = max(largest_block, 4)
-    cache = adapter.make_cache(count + largest_block + 4)
-    arguments = masks | ({"position_ids": places[:, :count]} if adapter.takes_positions else {})
-    adapter.prompt_model(input_ids=prefix, **cache_arguments(cache, adapter.cache_name), **arguments)
-    cache.end_prefill(num_rows)
 
-    def distance(size: int, is_causal: bool = False) -> float:
-        visible = torch.eye(size, dtype=torch.bool, device=device)
+def tree_errors(run: TrialRun) -> tuple[float, float]:
+    """Of a block with a wrong guess, and after it a branch of two right ones, whose rows a causal mask would change."""
+    (root, first, second, *_), wrong = run.tokens, run.wrong
+    run.begin()
+
+    def difference(size: int, is_causal: bool = False) -> float:
+        visible = torch.eye(size, dtype=torch.bool, device=root.device)
         visible[:, 0] = visible[3, 2] = True
-        offsets = torch.tensor([0, 1, 1, 2] + [1] * (size - 4), device=device).expand(num_rows, -1)
+        visible = torch.ones_like(visible).tril() if is_causal else visible
+        offsets = [0, 1, 1, 2] + [1] * (size - 4)
+        return run.difference([root, wrong, first, second] + [wrong] * (size - 4), offsets, visible, [0, 2, 3])
+
+    error = max(difference(size) for size in (4, run.largest_block))
+    return max(error, run.doubt()), difference(4, is_causal=True)
+
+
+def chain_errors(run: TrialRun) -> tuple[float, float]:
+    """Of four chains: wrong guesses, one whose first guess is right, one of right guesses, and a token alone."""
+
+    def differences(blocks: list[tuple[list[Tensor], int]], puts_back: bool = True) -> float:
+        """blocks: tokens, and how many of them are right."""
+        run.begin()
+        found = []
+        for tokens, num_right in blocks:
+            size = len(tokens)
+            visible = torch.ones(size, size, dtype=torch.bool, device=run.wrong.device).tril()
+            found.append(run.difference(tokens, list(range(size)), visible, list(range(num_right))))
+            run.commit(num_right, num_right if puts_back else size)
+        return max(found)
+
+    (a, b, c, d, e, f, g), wrong = run.tokens, run.wrong
+    long = [a, *[wrong] * (run.largest_block - 1)]
+    error = differences([(long, 1), ([b, c, wrong], 2), ([d, e, f], 3), ([g], 1)])
+    return error, differences([([a, wrong], 1), ([b, c], 2)], puts_back=False)
+
+
+class TrialRun:
+    """Random text, the logits that plain decoding gives after its last tokens, and trial blocks on a prefix of it."""
+
+    def __init__(self, adapter: ModelAdapter, length: int, largest_block: int, num_rows: int, is_masked: bool) -> None:
+        """As for `trial_errors`."""
+        self.adapter, self.largest_block, self._num_rows = adapter, max(largest_block, 4), num_rows
+        longest = getattr(adapter.config, "max_position_embeddings", None) or length
+        count = min(length, longest) - 8
+        text = torch.randint(adapter.num_tokens, (1, count + 8), generator=torch.Generator().manual_seed(0))
+        text = text.to(adapter.model.get_input_embeddings().weight.device)
+        self._prefix = text[:, :count].expand(num_rows, -1)
+        self.wrong, *self.tokens = text[0, count:]
+        self._mask = torch.ones_like(self._prefix)
+        if is_masked:  # not the first tokens, which may become NaN with eager attention
+            self._mask[:, count // 4 : count // 2] = 0
+        self._masks = {"attention_mask": self._mask} if is_masked else {}
+        self._places = counted(self._mask)
+        self._expected = self._plain_logits(DynamicCache(config=adapter.config))
+
+    def _plain_logits(self, cache: DynamicCache) -> Tensor:
+        return plain_logits(self.adapter, self._prefix, torch.stack(self.tokens), cache, self._masks)
+
+    def doubt(self) -> float:
+        """How far plain decoding differs where the cache is a caller's own and keeps every key of a sliding window."""
+        kinds = {type(layer) for layer in DynamicCache(config=self.adapter.config).layers}
+        if DynamicSlidingWindowLayer not in kinds or not kinds <= set(PLAIN_LAYERS):
+            return 0.0
+        return largest_difference(self._plain_logits(DynamicCache()), self._expected)
+
+    def begin(self) -> None:
+        """Run the prefix on a new cache."""
+        adapter, count = self.adapter, self._prefix.shape[1]
+        self._cache, self._num_done = adapter.make_cache(count + self.largest_block + 16), 0
+        arguments = self._masks | ({"position_ids": self._places} if adapter.takes_positions else {})
+        adapter.prompt_model(input_ids=self._prefix, **cache_arguments(self._cache, adapter.cache_name), **arguments)
+        self._cache.end_prefill(self._num_rows)
+
+    def difference(self, tokens: list[Tensor], offsets: list[int], visible: Tensor, rows: list[int]) -> float:
+        """Run a block. Returns the largest difference at `rows`, which hold the next tokens of the text in order."""
+        steps = torch.tensor(offsets, device=self.wrong.device).expand(self._num_rows, -1)
         block = Block(
-            tokens=torch.cat([torch.stack([root, wrong, first, second]), wrong.expand(size - 4)]).expand(num_rows, -1),
-            offsets=offsets,
-            positions=places[:, count, None] + offsets,
-            visible=(torch.ones_like(visible).tril() if is_causal else visible).expand(num_rows, -1, -1),
-            logit_rows=torch.tensor([0, 2, 3], device=device),
-            lengths=cache.lengths,
-            key_mask=mask[:, :count].bool() if is_masked else None,
+            tokens=torch.stack(tokens).expand(self._num_rows, -1),
+            offsets=steps,
+            positions=self._places[:, -1:] + 1 + self._num_done + steps,
+            visible=visible.expand(self._num_rows, -1, -1),
+            logit_rows=torch.tensor(rows, device=self.wrong.device),
+            lengths=self._cache.lengths,
+            key_mask=self._mask.bool() if self._masks else None,
         )
-        return largest_difference(adapter.forward_block(block, cache).logits.double().to(expected.device), expected)
+        found = self.adapter.forward_block(block, self._cache).logits.double().to(self._expected.device)
+        return largest_difference(found, self._expected[:, self._num_done : self._num_done + len(rows)])
 
-    error = max(distance(4), distance(largest_block)) if largest_block > 4 else distance(4)
-    return max(error, doubt), distance(4, is_causal=True)
-
-
-@torch.no_grad()
-def probe_states(
-    adapter: ModelAdapter,
-    length: int = SHORTEST_CHECK,
-    largest_block: int = 0,
-    num_rows: int = 1,
-    is_masked: bool = False,
-) -> tuple[float, float]:
-    """As `probe`, for a model with a recurrent state, whose blocks are chains.
-
-    Four blocks: one of wrong guesses, one whose first guess is right, one of right guesses, and a token alone. The
-    second figure is the effect of a rejected guess that stays in the state. Arguments as for `probe`.
-    """
-    numbers = torch.Generator().manual_seed(0)
-    count = min(length, getattr(adapter.config, "max_position_embeddings", None) or length) - 8
-    text = torch.randint(adapter.num_tokens, (1, count + 8), generator=numbers).to(adapter.model.device)
-    prefix, (wrong, *tokens) = text[:, :count].expand(num_rows, -1), text[0, count:]
-    mask = torch.ones_like(text).repeat(num_rows, 1)
-    if is_masked:
-        mask[:, count // 4 : count // 2] = 0
-    masks = {"attention_mask": mask[:, :count]} if is_masked else {}
-    places = counted(mask)
-    expected = plain_logits(adapter, prefix, torch.stack(tokens), DynamicCache(config=adapter.config), masks)
-
-    def run(blocks: list[tuple[list[Tensor], int]], puts_back: bool = True) -> float:
-        """The largest difference after the blocks' right tokens. blocks: tokens, and how many of them are right."""
-        cache = adapter.make_cache(count + largest_block + 16)
-        arguments = masks | ({"position_ids": places[:, :count]} if adapter.takes_positions else {})
-        adapter.prompt_model(input_ids=prefix, **cache_arguments(cache, adapter.cache_name), **arguments)
-        cache.end_prefill(num_rows)
-        done, worst = 0, 0.0
-        for guesses, num_right in blocks:
-            size = len(guesses)
-            offsets = torch.arange(size, device=text.device).expand(num_rows, -1)
-            block = Block(
-                tokens=torch.stack(guesses).expand(num_rows, -1),
-                offsets=offsets,
-                positions=places[:, count - 1, None] + 1 + done + offsets,
-                visible=torch.ones(num_rows, size, size, dtype=torch.bool, device=text.device).tril(),
-                logit_rows=torch.arange(num_right, device=text.device),
-                lengths=cache.lengths,
-                key_mask=mask[:, :count].bool() if is_masked else None,
-            )
-            found = adapter.forward_block(block, cache).logits.double().to(expected.device)
-            worst = max(worst, largest_difference(found, expected[:, done : done + num_right]))
-            num_kept = num_right if puts_back else size
-            cache.commit([list(range(1, num_kept))] * num_rows)
-            done += num_right
-        return worst
-
-    a, b, c, d, e, f, g = tokens
-    size = max(largest_block, 4)
-    error = run([([a, *[wrong] * (size - 1)], 1), ([b, c, wrong], 2), ([d, e, f], 3), ([g], 1)])
-    return error, run([([a, wrong], 1), ([b, c], 2)], puts_back=False)
+    def commit(self, num_tokens: int, num_kept: int) -> None:
+        """Go on after `num_tokens` of the text; the cache keeps the first `num_kept` of the block."""
+        self._cache.commit([list(range(1, num_kept))] * self._num_rows)
+        self._num_done += num_tokens
 
 
 def plain_logits(
