@@ -20,6 +20,7 @@ from lade.block.token_tree import BlockPart, TokenTree
 from lade.common.transfer import HOST, to_device, wait_for
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
+from lade.drafting.prediction import predictions_for
 from lade.drafting.step_costs import StepCosts
 from lade.forward.base import BlockCall, path_for
 from lade.models.base import ModelAdapter, prompt_key_mask
@@ -89,7 +90,7 @@ class DecodingCall:
 
     def __init__(self, request: Request, adapter: ModelAdapter, stats: GenerationStats, group: SingleProcess) -> None:
         """Arguments as for `lookahead_decode`."""
-        config = group.config
+        config, predictions = group.config, predictions_for(request, adapter.num_tokens)
         self.request, self.adapter, self.stats, self.group = request, adapter, stats, group
         self.model, self.device = adapter.prompt_model, request.input_ids.device
         self.callers_cache = request.callers_cache  # must hold the whole sequence afterwards
@@ -117,7 +118,7 @@ class DecodingCall:
         self.path = path_for(call)
         self.costs = StepCosts.of_call(adapter, config, batch_size, self.path.sizes, not request.synced_gpus)
         self.drafter: Drafter = make_drafter(
-            DraftRequest.of_call(request, config, adapter, self.key_mask, self.selection.draws, self.costs)
+            DraftRequest.of_call(request, config, adapter, self.key_mask, self.selection.draws, self.costs, predictions)
         )
         self.cache = self.path.take_cache(prompt_length + num_new + config.max_block_tokens)
         self.cache.most_slots = slots_of_static(self.callers_cache)

@@ -15,13 +15,14 @@ from transformers import GenerationMixin, PreTrainedModel
 from lade import augment
 from lade.common.compat import CACHE_NAME, CALLERS_CACHE_MARK, is_divided, require_names
 from lade.config import apply_environment, current_config, switched
+from lade.drafting.prediction import predicted
 from lade.stats import has_open_stats, recording
 
 INSTEAD = "call generate() inside `with lade.enabled():` instead"
 
 
 @contextmanager
-def enabled(on: bool = True, /, **settings: Any) -> Iterator[None]:
+def enabled(on: bool = True, /, *, PREDICTION: Any = None, **settings: Any) -> Iterator[None]:
     """Switch lookahead on (or, with False, off) for calls in this thread or asyncio task, regardless of USE_LADE.
 
         with lade.enabled(MODE="tree", MAX_BLOCK=32):
@@ -30,11 +31,12 @@ def enabled(on: bool = True, /, **settings: Any) -> Iterator[None]:
     settings: keywords of `config_lade`, applied on top of the settings in force. Inside the block they stay fixed,
     whatever `config_lade` changes. Other threads are not affected. Asyncio tasks started inside inherit the block;
     threads do not, since Python gives them an empty context: enter the block in the thread, or start it with
-    `contextvars.copy_context().run`. Applies the patch if it is not on. Raises as `config_lade` and `augment_all` do,
+    `contextvars.copy_context().run`. PREDICTION: token ids that the answers are expected to resemble, of one text for
+    all prompts or of one for each; guesses are looked for there as well. Applies the patch if it is not on. Raises as `config_lade` and `augment_all` do,
     in which case nothing has changed.
     """
     apply_environment()
-    with switched(on, **settings):
+    with switched(on, **settings), predicted(PREDICTION):
         if on:
             augment.augment_quietly()
         yield
@@ -48,6 +50,7 @@ def generate(
     generation_config: Any,
     synced_gpus: bool = False,
     streamer: Any = None,
+    PREDICTION: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """Lookahead for one call, without a patch: `model.generate(..., custom_generate=lade.generate)`.
@@ -56,7 +59,7 @@ def generate(
     function: the streamer, the tokenizer, an assistant model and synced_gpus. A call with one of these raises
     ValueError, as does one for beam search or assisted decoding, so nothing is ignored silently. Other unsupported
     calls run transformers' own loop with one warning, as with the patch. Settings come from `config_lade` and
-    `lade.enabled`; USE_LADE is not read.
+    `lade.enabled`, whose PREDICTION may also be given here; USE_LADE is not read.
     """
     _prepare()
     call = _arguments_of_generate()
@@ -67,7 +70,11 @@ def generate(
         setattr(cache, CALLERS_CACHE_MARK, True)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
     # With the patch on, its generate() records the statistics and prints them.
-    with switched(True), nullcontext() if has_open_stats() else recording() as stats:
+    with (
+        switched(True),
+        predicted(PREDICTION),
+        nullcontext() if has_open_stats() else recording() as stats,
+    ):
         config = current_config()
         result = augment.sample_with_lookahead(type(model))(model, *arguments, **model_kwargs)
         if stats is not None:

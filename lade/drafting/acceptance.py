@@ -41,8 +41,9 @@ CopyPriors = list[tuple[str, float]]  # by the number of equal tokens: the sourc
 class Priors:
     """The priors of greedy decoding, or of sampling.
 
-    token, context, rejected, root: of rows, by source; context: by class of similarity. suffix, earlier: of copies from
-    the text itself and from earlier ones. unseen: of a token without a row, which is guessed to learn its row.
+    token, context, rejected, root: of rows, by source; context: by class of similarity. suffix, earlier, prediction: of
+    copies from the text itself, from earlier ones, and from what the answer is expected to resemble. unseen: of a token
+    without a row, which is guessed to learn its row.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Priors:
             for scale, sharpness in zip(contexts, CONTEXT_SHARPNESS, strict=True)
         ]
         self.suffix, self.earlier = _by_length("suffix", copies), _by_length("earlier text", copies)
+        self.prediction = _by_length("prediction", copies)
         self.unseen = unseen
         rows = (self.token, self.rejected, self.root, *self.context)
         self.chances = {prior: prior.by_grade() for prior in rows}

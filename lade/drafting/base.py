@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lade.block.token_tree import TokenTree
 from lade.config import LookaheadConfig
+from lade.drafting.prediction import Predictions
 from lade.drafting.step_costs import StepCosts
 from lade.models.base import ModelAdapter
 from lade.request import Request
@@ -96,6 +97,7 @@ class DraftRequest:
     sampling draws; None for greedy.
     costs: of steps, at each step of the kind that it will have; None where no size follows costs. is_exact: no block's
     size can change a text. takes_chains: of each tree only the first path is used, cut to the shortest row's.
+    predictions: of each row, ids that its answer is expected to resemble; None without.
     """
 
     config: LookaheadConfig
@@ -108,6 +110,7 @@ class DraftRequest:
     costs: StepCosts | None = None
     is_exact: bool = True
     takes_chains: bool = False
+    predictions: Predictions | None = None
 
     @classmethod
     def of_call(
@@ -118,6 +121,7 @@ class DraftRequest:
         key_mask: Tensor | None,
         draws: ExponentialDraws | None,
         costs: StepCosts | None,
+        predictions: Predictions | None,
     ) -> DraftRequest:
         """What a call of generate() asks of its drafter. Arguments as the fields."""
         settings = request.generation_config
@@ -133,6 +137,7 @@ class DraftRequest:
             costs=costs,
             is_exact=adapter.is_exact,
             takes_chains=adapter.is_recurrent,
+            predictions=predictions,
         )
 
     def prompts(self) -> list[Tensor]:

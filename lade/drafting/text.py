@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
 from lade.drafting.acceptance import Priors
 from lade.drafting.contexts import UNKNOWN, Context, Contexts
 from lade.drafting.growth import Copy, Growth
+from lade.drafting.prediction import Prediction
 from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import PackedRow, without
@@ -17,11 +20,12 @@ class DraftedText:
     token. rejected_row: the row of the rejected guess in the last token's place. context: of the last token. None where
     these are not known."""
 
-    def __init__(self, ids: list[int]) -> None:
-        """ids: of the prompt."""
+    def __init__(self, ids: list[int], prediction: tuple[int, ...] = ()) -> None:
+        """ids: of the prompt. prediction: ids of what the answer is expected to resemble."""
         self._index = SuffixIndex()
         self._index.extend(ids)
         self._prompt_length = len(ids)
+        self._prediction = Prediction(prediction) if prediction else None
         self.num_generated = 0
         self.growth = Growth()
         self.root_row: PackedRow | None = None
@@ -56,12 +60,17 @@ class DraftedText:
         self.rejected_row = rejected_row
 
     def copies(self, texts: TextStore | None, priors: Priors, count: int) -> list[Copy]:
-        """At most `count` tokens each of what followed the longest earlier occurrence of the text's end: in the text
-        itself, and in texts of other calls where that one is longer."""
+        """At most `count` tokens each of what followed the longest earlier occurrence of the text's end, the shortest
+        match first: in the text itself, in texts of other calls where that one is longer, and in the prediction."""
         found, own = [], self._index.match()
         if own is not None:
             found.append(Copy(self._index.following(own.place, count), 0, own.length, priors.suffix))
         other = None if texts is None else texts.match(self.tokens[-MAX_MATCH:])
         if texts is not None and other is not None and (own is None or other.length > own.length):
             found.append(Copy(texts.following(other.place, count), 0, other.length, priors.earlier))
-        return found
+        if self._prediction is not None:
+            match = self._prediction.match(self.tokens[max(self._prompt_length, len(self.tokens) - MAX_MATCH) :])
+            if match is not None:
+                following = self._prediction.following(match.place, count)
+                found.append(Copy(following, 0, match.length, priors.prediction))
+        return sorted(found, key=attrgetter("length"))  # where two guess the same token, the last one goes on

@@ -60,7 +60,9 @@ class TreeDrafter:
         self.priors, self.ratio = GREEDY if temperature is None else SAMPLED, AcceptanceRatio()
         self.prompt_rows = _num_prompt_rows(request)
         self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
-        self._texts = [DraftedText(ids.tolist()) for ids in request.prompts()]
+        prompts = request.prompts()
+        predictions = request.predictions or ((),) * len(prompts)
+        self._texts = [DraftedText(ids.tolist(), text) for ids, text in zip(prompts, predictions, strict=True)]
         self._prompt_shape, self._is_text = request.prompt_ids.shape, request.is_text()
         self._temperature = temperature or 1.0
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
