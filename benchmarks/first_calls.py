@@ -5,8 +5,8 @@
 
 No call is warmed up but one of plain generate(), no prompt comes up again for the same method, and the prompts of the
 sets take turns. lade packs weights and learns what blocks cost while it is timed, and keeps its memory from call to
-call, as in a user's program. Ratios are to plain generate() on the same prompt, next to it in time. Ends with one JSON
-line.
+call, as in a user's program. Ratios are to plain generate() on the same prompt, next to it in time. Also says how much
+memory the process takes before, after the calls, and after restore_all(). Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -113,9 +113,15 @@ def main() -> None:
         "environment": harness.environment(model),
         "settings": common,
     }
+    resident = {"loaded": harness.resident_mib()}
     with tempfile.TemporaryDirectory() as folder, harness.reporting(figures, args.out):
         os.environ["LADE_CACHE"] = folder
         figures["rows"] = run(model, sets, args.methods, common)
+        resident["with lade"] = harness.resident_mib()
+        lade.restore_all()
+        resident["after restore_all()"] = harness.resident_mib()
+        print("resident MiB", resident)
+        figures["resident_mib"] = resident
         figures |= summary(figures["rows"], args.methods)
 
 

@@ -29,11 +29,11 @@ def enabled(on: bool = True, /, *, PREDICTION: Any = None, **settings: Any) -> I
             model.generate(...)
 
     settings: keywords of `config_lade`, applied on top of the settings in force. Inside the block they stay fixed,
-    whatever `config_lade` changes. Other threads are not affected. Asyncio tasks started inside inherit the block;
-    threads do not, since Python gives them an empty context: enter the block in the thread, or start it with
-    `contextvars.copy_context().run`. PREDICTION: token ids that the answers are expected to resemble, of one text for
-    all prompts or of one for each; guesses are looked for there as well. Applies the patch if it is not on. Raises as `config_lade` and `augment_all` do,
-    in which case nothing has changed.
+    whatever `config_lade` changes. PREDICTION: token ids that the answers are expected to resemble, of one text for all
+    prompts or of one for each; guesses are looked for there as well. Other threads are not affected. Asyncio tasks
+    started inside inherit the block; threads do not, since Python gives them an empty context: enter the block in the
+    thread, or start it with `contextvars.copy_context().run`. Applies the patch if it is not on. Raises as
+    `config_lade` and `augment_all` do, in which case nothing has changed.
     """
     apply_environment()
     with switched(on, **settings), predicted(PREDICTION):

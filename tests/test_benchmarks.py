@@ -326,6 +326,19 @@ def test_half_precision(command, extra):
     assert all(row["same_in_every_trial"] for row in figures["methods"].values())
 
 
+def test_edits(command, tmp_path):
+    rows = [
+        {"prompt": f"def {name}(a):\n", "canonical_solution": "    return a\n", "entry_point": name} for name in "fg"
+    ]
+    path = tmp_path / "functions.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    figures = command("edits", *SMALL, "--set", str(path))
+    assert [row["edit"] for row in figures["rows"]] == ["rename", "argument", "docstring"] * 2
+    for method in ("prompt_lookup", "lade", "lade_predicted"):
+        assert figures["all"][method]["identical"] == 6
+    assert all(row["lade_predicted"]["steps"] <= 12 for row in figures["rows"])
+
+
 def test_memory(command):
     figures = command("memory", "--max_bytes", str(2**20), "--writes", "64", "--rows", "2000", "--trials", "1")
     assert figures["capacity"] == 2**20 // 4 // 264
