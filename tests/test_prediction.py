@@ -1,4 +1,4 @@
-"""Predicted outputs: guesses from a text that the answer may resemble, which change the number of passes and no token."""
+"""Predicted outputs: guesses from a text that the answer may resemble change the number of passes and no token."""
 
 import numpy as np
 import pytest

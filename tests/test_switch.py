@@ -294,7 +294,7 @@ def test_what_one_call_cannot_have_is_refused(model, arguments, message):
 
 def test_models_divided_over_processes_are_refused(model, monkeypatch):
     """generate() would set synced_gpus by itself, and does not pass it on."""
-    monkeypatch.setattr(switch, "is_fsdp_managed_module", lambda model: True)
+    monkeypatch.setattr(switch, "is_divided", lambda model: True)
     model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)  # one process
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
