@@ -201,6 +201,13 @@ MUTANTS = [
     mutant("window: columns lose their positions", "drafting/window.py",
            "source = torch.where(moved < chosen.shape[1], moved, columns)", "source = columns.expand_as(moved)",
            "window.py"),
+    mutant("a prediction is looked for in the prompt as well", "drafting/text.py",
+           "self.tokens[max(self._prompt_length, len(self.tokens) - MAX_MATCH) :]", "self.tokens[-MAX_MATCH:]",
+           "prediction.py::test_the_first_guess_is_the_beginning"),
+    mutant("predictions: the first prompt's for all rows", "drafting/prediction.py",
+           "if len(found) == 1 else", "if found else", "prediction.py"),
+    mutant("predictions: any id", "drafting/prediction.py",
+           "if token >= num_tokens]", "if token > num_tokens]", "prediction.py::test_what_does_not_fit_the_call"),
     # Several processes.
     mutant("parallel: an answer in its neighbour's place", "parallel/group.py",
            "table[row, 1 + node] = token", "table[row, node] = token",
