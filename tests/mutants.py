@@ -249,7 +249,7 @@ MUTANTS = [
            "static_shapes.py::test_captured_anew_where_a_graph_would_not_notice"),
     mutant("graphs: the block of the capture stays", "forward/cuda/static_inputs.py",
            "        self._step.fill(step_inputs(block, cache, settings, race))", "        pass",
-           "static_shapes.py::test_captured"),
+           "static_shapes.py::test_captured_once_for_all_calls"),
     mutant("graphs: the draws of the capture stay", "forward/cuda/static_choice.py",
            "torch.cat(race.draws, out=self.draws[: sum(map(len, race.draws))])", "pass",
            "static_choice.py::test_same_text_and_random_numbers"),

@@ -12,10 +12,9 @@ import transformers
 from support import generate_plain, inference_tensors, prompt, tiny_llama
 from support.families import FAMILIES
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import lade
-from lade.commands.env import lade_lines
 from lade.common import state
 from lade.config import LookaheadConfig
 from lade.drafting.step_costs import StepCosts
@@ -233,30 +232,6 @@ def test_widened_products_give_the_same_text_every_run(lade_on, products, withou
     assert {rows for rows, _ in products} >= {1}
 
 
-def small_bloom():
-    torch.manual_seed(0)
-    return BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=48, n_layer=2, n_head=4)).eval()
-
-
-def small_falcon():
-    torch.manual_seed(0)
-    config = FalconConfig(vocab_size=61, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, alibi=True)
-    return FalconForCausalLM(config).eval()
-
-
-@pytest.mark.parametrize("make", [small_bloom, small_falcon, lambda: tiny_llama(torch.float32, attention="eager")])
-def test_families_with_a_view_of_their_own(lade_on, products, make):
-    model = make()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    lade.config_lade(PACK=1)
-    expected = generate_plain(model, prompt(), max_new_tokens=NEW)
-    found, stats = generate(model, prompt())
-    assert torch.equal(found, expected)
-    # Falcon's layers have a Linear of their own class.
-    assert stats.packed_weights >= 1
-    assert products
-
-
 # One of each class: windows and frequencies are settings, which change no product.
 CLASSES = {family.model_class: family for family in reversed(FAMILIES)}
 
@@ -301,14 +276,19 @@ def test_what_is_recorded_is_the_same(lade_on, products):
         (lambda model: model.to(torch.float16), "not in float16"),
         (lambda model: model.lm_head.register_forward_hook(lade.allow_hook(lambda *_: None)), "hooks"),
         (lambda model: setattr(model.lm_head, "forward", model.lm_head.forward), "patched"),
+        (
+            lambda model: setattr(model, "__class__", type("Mine", (LlamaForCausalLM,), {})),
+            "not torch's and transformers'",
+        ),
     ],
-    ids=["float64", "float16", "hook", "forward"],
+    ids=["float64", "float16", "hook", "forward", "subclass"],
 )
 def test_models_that_are_not_packed(lade_on, products, change, reason):
     model = tiny_llama(torch.float32)
     change(model)
     lade.config_lade(PACK=1)
-    _, stats = generate(model, prompt())
+    found, stats = generate(model, prompt())
+    assert torch.equal(found, tiny_text(model, PACK=0)) or model.dtype == torch.float16
     assert reason in stats.reasons.get("packed")
     assert (stats.packed_weights, stats.packed_bytes, products) == (0, 0, [])
 
@@ -509,17 +489,6 @@ def assign(model):
     )
 
 
-def swap_rows(model):
-    rows = model.lm_head.weight.data
-    rows.copy_(rows.flip(0))
-
-
-def exchange_columns(model):
-    """Two halves of each row, as when heads change places."""
-    columns = model.lm_head.weight.data
-    columns.copy_(columns.roll(24, 1))
-
-
 def swap_tensors(model):
     """Refused where anybody holds a weak reference to either."""
     torch.manual_seed(5)
@@ -538,8 +507,6 @@ CHANGES = {
     "adapter": merge_adapter,
     "load": load,
     "assign": assign,
-    "rows": swap_rows,
-    "columns": exchange_columns,
     "swap": swap_tensors,
     "element": lambda model: model.lm_head.weight.data[7].add_(3),
     "data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.flip(0)),
@@ -567,17 +534,6 @@ def test_changed_weights_are_packed_anew(lade_on, products, change, dtype):
     assert any(copies_of(model).copies.get(key) is not copy for key, copy in copies.items())
     weights = {id(weight): weight for weight in model.parameters()}
     assert all(copy.is_current(weights[key]) for key, copy in copies_of(model).copies.items())
-
-
-def test_stale_copies_would_be_seen(lade_on, products, monkeypatch):
-    """The negative control of the test above."""
-    model = tiny_llama(torch.float32)
-    lade.config_lade(PACK=1, SHARE=0)
-    generate(model, prompt())
-    load(model)
-    monkeypatch.setattr(PackedWeight, "is_current", lambda *_: True)
-    found, _ = generate(model, prompt())
-    assert not torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
 
 
 def test_another_dtype_and_back(lade_on, products):
@@ -766,17 +722,6 @@ def test_the_copies_go_with_the_model(lade_on, products):
     assert copy() is None
 
 
-def test_restore_all_frees_the_copies(lade_on, products):
-    model = tiny_llama(torch.float32)
-    lade.config_lade(PACK=1)
-    generate(model, prompt())
-    copy = weakref.ref(next(iter(copies_of(model).copies.values())).packed)
-    lade.restore_all()
-    gc.collect()
-    assert copy() is None
-    assert model not in state._states
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_restore_all_gives_the_memory_back_to_the_system(lade_on, monkeypatch):
     """Copies of many small weights, which the C library would keep for itself."""
@@ -793,6 +738,7 @@ def test_restore_all_gives_the_memory_back_to_the_system(lade_on, monkeypatch):
     assert stats.packed_bytes > 30e6
     during = resident()
     lade.restore_all()
+    assert model not in state._states
     assert resident() < during - 0.7 * stats.packed_bytes
     assert before < during
 
@@ -821,24 +767,3 @@ def test_in_inference_mode_and_out_of_it(lade_on, products):
     assert torch.equal(first, second)
     assert stats.packed_weights == 15
     train(model)
-
-
-def test_said_in_words(lade_on):
-    assert "PACK=auto" in "\n".join(lade_lines())
-    assert any(line.startswith("packed weights: ") for line in lade_lines())
-    with pytest.raises(ValueError, match="PACK must be 0, 1 or 'auto', got 2"):
-        lade.config_lade(PACK=2)
-
-
-def test_loaded_as_a_subclass_would_be(lade_on, products):
-    """A class of the user's own around torch's layers is served as before, without packing."""
-
-    class Mine(LlamaForCausalLM):
-        pass
-
-    model = tiny_llama(torch.float32)
-    model.__class__ = Mine
-    lade.config_lade(PACK=1)
-    found, stats = generate(model, prompt())
-    assert torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
-    assert "not torch's and transformers' own" in stats.reasons.get("packed")
