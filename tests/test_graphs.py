@@ -1,4 +1,4 @@
-"""CUDA graphs are refused before a capture could fail, and one that fails all the same leaves torch usable."""
+"""A capture in a CUDA graph that fails leaves torch usable."""
 
 import gc
 from contextlib import nullcontext
@@ -6,83 +6,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support import generate_plain, prompt, tiny_llama
-from support.static_shapes import both, check
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 import lade
 from lade.common.trial import NotUsed
 from lade.forward.cuda import graphs as ours
-from lade.forward.cuda.graphs import capture, free_generator, refuse_waiting, repaired, waits
+from lade.forward.cuda.graphs import capture, free_generator, repaired
 
 pytestmark = pytest.mark.usefixtures("static_blocks")
 CPU = torch.device("cpu")
 ROW = torch.arange(4.0)
-
-WAITING = {
-    "item": lambda: ROW * ROW.max().item(),
-    "branch": lambda: ROW if ROW.sum() > 0 else -ROW,
-    "nonzero": lambda: ROW.nonzero(),
-    "where": lambda: torch.where(ROW > 1)[0],
-    "mask": lambda: ROW[ROW > 1],
-    "masked assignment": lambda: ROW.clone().index_put_((ROW > 1,), torch.zeros(())),
-    "unique": lambda: ROW.unique(),
-    "repeats": lambda: ROW.repeat_interleave(torch.tensor(1).expand(4)),
-    "sample": lambda: torch.multinomial(ROW, 1),
-    "equal": lambda: ROW * torch.equal(ROW, ROW),
-}
-GOING_ON = {
-    "index": lambda: ROW[torch.arange(2)],
-    "constant": lambda: ROW.index_fill(0, torch.arange(2), 0.0) + torch.tensor(1.0),
-    "scalar": lambda: ROW.masked_fill(ROW > 1, 2.0).where(ROW > 0, 3),
-    "slices": lambda: torch.cat([ROW[1:], ROW.to(torch.float16).float()]),
-    "repeats": lambda: ROW.repeat_interleave(2),
-    "sort": lambda: ROW.sort().values.cumsum(0).argmax(),
-}
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("forward", WAITING.values(), ids=WAITING)
-def test_waiting_is_noticed(forward, mode):
-    with mode(), pytest.raises(NotUsed, match="makes the host wait for the device"):
-        refuse_waiting(forward, CPU)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("forward", GOING_ON.values(), ids=GOING_ON)
-def test_what_goes_on_without_is_not(forward, mode):
-    with mode():
-        refuse_waiting(forward, CPU)
-
-
-@pytest.mark.parametrize("copy", [lambda: ROW.to("meta"), lambda: torch.empty(4, device="meta").copy_(ROW)])
-def test_copies_from_the_host_are_noticed(copy):
-    with pytest.raises(NotUsed):
-        refuse_waiting(copy, torch.device("meta"))
-    refuse_waiting(copy, torch.device("xpu"))  # which has no part in it
-
-
-def test_constants_made_on_a_device_are_noticed():
-    """torch.tensor(..., device=...): no mode sees the copy itself, only what comes of it."""
-    made = (torch.empty(4, device="meta"),)
-    assert waits(torch.ops.aten.lift_fresh, made, {}, "meta")
-    assert not waits(torch.ops.aten.lift_fresh, (ROW,), {}, "meta")
-
-
-class WaitingMLP(LlamaMLP):
-    def forward(self, x):
-        assert bool(x.isfinite().all())
-        return super().forward(x)
-
-
-def test_a_model_that_waits_is_not_captured(graphs):
-    model = tiny_llama(num_hidden_layers=1)
-    model.model.layers[0].mlp.__class__ = WaitingMLP
-    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert "makes the host wait" in stats.reasons.get("graph")
-    assert graphs == []
-    model.model.layers[0].mlp.__class__ = LlamaMLP
-    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
-    assert len(graphs) == 1
 
 
 def test_autocast_is_not_captured(monkeypatch):

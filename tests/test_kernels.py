@@ -339,23 +339,6 @@ def test_left_padding():
         assert kernels.left_padding(torch.tensor([[1, 1, 1, 1], holes]).bool()) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"packed": torch.zeros(1, 1, 5, 3, dtype=torch.int32)}, "packed must be"),
-        ({"packed": torch.zeros(1, 1, 4, 3)}, "packed must be"),
-        ({"keys": torch.zeros(1, 1, 9, 32)}, "keys and values must be"),
-        ({"values": torch.zeros(1, 1, 8, 64)}, "keys and values must be"),
-        ({"query": torch.zeros(1, 3, 4, 64)}, "query heads must be a multiple"),
-        ({"sinks": torch.zeros(3)}, "sinks must be one number per query head"),
-    ],
-)
-def test_wrong_shapes_are_named(changes, match):
-    arguments, _ = make(Case(4, (3,), heads=4, kv_heads=2, spare=2), unused=0.0)
-    with pytest.raises(ValueError, match=match):
-        kernels.block_attention(**arguments | changes)
-
-
 def test_compiled_step_does_not_recompile_as_the_text_grows():
     torch.compiler.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -7,7 +7,7 @@ from support import generate_plain, padded_prompt, prompt, seeded, tiny_llama
 from support.graphs import kept_buffers
 
 import lade
-from lade.forward.cuda import buffer_pool, static_choice
+from lade.forward.cuda import static_choice
 from lade.forward.cuda import static_shapes as fixed
 from lade.forward.cuda.static_choice import StaticChoice
 from lade.verification import draws as noise
@@ -142,20 +142,6 @@ def refused(model, graphs):
     check(model, do_sample=False)
     assert len(graphs) == num_graphs
     assert kept_buffers(model)
-
-
-def test_memory_goes_to_the_forwards_first(model, graphs, monkeypatch):
-    """Of a pool that is too small what samples is dropped, and captured again by the next call that asks for it."""
-    check(model)
-    (buffers,) = kept_buffers(model)
-    (inputs,) = buffers.inputs.values()
-    (choice,) = inputs.choices.values()
-    monkeypatch.setattr(buffer_pool, "KEPT_BYTES", buffers.num_bytes - choice.num_bytes)
-    for num_graphs in (2, 3):
-        check(model)
-        assert len(graphs) == num_graphs  # at last one more that samples, no other forward
-    assert kept_buffers(model) == [buffers]
-    assert not inputs.choices
 
 
 def test_a_wrong_choice_is_noticed(model, graphs, monkeypatch):

@@ -41,8 +41,6 @@ def origin_of(error: BaseException) -> str:
 
 try:
     from torch.nn.modules import module as nn_module
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
     from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, cache_utils
     from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
     from transformers.generation import logits_process
@@ -103,7 +101,6 @@ NAMES: dict[Any, tuple[str, ...]] = {
     transformers.AttentionInterface: ("register",),
     torch.nn.Module: ("_compiled_call_impl", "_call_impl", "_wrapped_call_impl"),
     nn_module: ("_global_forward_hooks", "_global_forward_pre_hooks"),
-    torch.ops.aten: ("_local_scalar_dense", "_unique2", "_to_copy"),
 }
 if torch.backends.cuda.is_built():
     NAMES[torch._C] = ("_cuda_clearCublasWorkspaces", "_cuda_endAllocateToPool", "_cuda_releasePool")

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, least_capacity
 from lade.common.state import PerModel
+from lade.forward.cuda.static_inputs import StaticInputs
 
 KEPT_SHARE = 1 / 8  # share of device memory for one model's pool
 KEPT_BYTES = 2**28  # the same on devices without CUDA graphs (tests)
+KEPT_SHAPES = 8  # the most recently used graphs of one cache that are kept
 
 
 @dataclass(slots=True, eq=False)
-class PooledBuffers:
-    """Buffers of one call at a time. key: everything that the graphs depend on; None if not to be pooled."""
+class Buffers:
+    """A cache with the inputs and graphs of the blocks that run on it, used by one call at a time.
+
+    key: everything that the graphs depend on; None if not to be pooled. inputs: by shape, most recently used last, for
+    the cache at `capacity`. released: when the device has finished the last call's work.
+    """
 
     key: Hashable
     cache: LookaheadCache
-    released: torch.cuda.Event | None = None  # when the device has finished the last call's work
+    capacity: int = 0
+    inputs: dict[Hashable, StaticInputs] = field(default_factory=dict)
+    released: torch.cuda.Event | None = None
 
     def replays(self) -> list[Any]:
         """The captured graphs."""
-        raise NotImplementedError
+        found = [inputs for inputs in self.inputs.values() if inputs.replay is not None]
+        return [replay for inputs in found for replay in (inputs.replay, *inputs.choices.values())]
 
     @property
     def is_kept(self) -> bool:
@@ -40,27 +49,34 @@ class PooledBuffers:
         """Bytes of the cache and of the memory reserved by capturing the graphs."""
         return self.cache.num_bytes + sum(getattr(replay, "num_bytes", 0) for replay in self.replays())
 
-    def lighten(self) -> None:
-        """Drop what later calls can do without: asked before the buffers themselves are dropped."""
-
     def end_call(self) -> None:
-        """Drop what only the present call uses."""
+        """Keep the shapes used last, of those that are captured."""
+        self.drop_stale()
+        captured = [(shape, inputs) for shape, inputs in self.inputs.items() if inputs.replay is not None]
+        self.inputs = dict(captured[-KEPT_SHAPES:])
+        for inputs in self.inputs.values():
+            inputs.end_call()
+
+    def drop_stale(self) -> None:
+        """Drop inputs and graphs that refer to the storage of the cache before it grew."""
+        if self.capacity != self.cache.capacity:
+            self.inputs.clear()
+            self.capacity = self.cache.capacity
 
 
-B = TypeVar("B", bound=PooledBuffers)
 _lock = threading.Lock()
-_pool: PerModel[list[PooledBuffers]] = PerModel(list)  # oldest first
+_pool: PerModel[list[Buffers]] = PerModel(list)  # oldest first
 _captured_rows: PerModel[set[int]] = PerModel(set)
 
 
-class Lease(Generic[B]):
+class CallBuffers:
     """The buffers of one call: pooled ones, or its own, which may be pooled afterwards."""
 
-    def __init__(self, kind: type[B], model: PreTrainedModel, uses_kernel: bool) -> None:
+    def __init__(self, model: PreTrainedModel, uses_kernel: bool) -> None:
         """uses_kernel: then the cost of a step does not depend on the capacity of the cache."""
-        self._kind, self._model, self._uses_kernel = kind, model, uses_kernel
+        self._model, self._uses_kernel = model, uses_kernel
         self._most: float = inf  # slots of the largest cache to take from the pool
-        self._buffers: B | None = None
+        self._buffers: Buffers | None = None
 
     def begin(
         self, key: Hashable, num_slots: int, most_slots: int, new_cache: Callable[[int], LookaheadCache]
@@ -75,19 +91,15 @@ class Lease(Generic[B]):
         self._buffers = self._acquire(key, least, new_cache)
         return self._buffers.cache
 
-    def holds(self, cache: LookaheadCache) -> bool:
-        """Whether a call's cache is the one that these buffers came with: the model may have replaced it."""
-        return self._buffers is not None and self._buffers.cache is cache
-
-    def with_room(self, cache: LookaheadCache, num_slots: int) -> B:
+    def with_room(self, cache: LookaheadCache, num_slots: int) -> Buffers:
         """The buffers for a call's cache, which then has num_slots slots.
 
         Where a graph reads the present memory, the cache goes on in that of larger buffers, and the present ones go to
         the pool for shorter calls. Elsewhere it grows.
         """
         buffers = self._buffers
-        if buffers is None or not self.holds(cache):
-            buffers = self._buffers = self._kind(None, cache)
+        if buffers is None or buffers.cache is not cache:  # the model may have replaced it
+            buffers = self._buffers = Buffers(None, cache)
         if num_slots <= cache.capacity or not buffers.is_kept:
             cache.ensure_capacity(num_slots)
             return buffers
@@ -107,20 +119,14 @@ class Lease(Generic[B]):
         if buffers is not None:
             release(self._model, buffers)
 
-    def _acquire(self, key: Hashable, least: int, new_cache: Callable[[int], LookaheadCache]) -> B:
+    def _acquire(self, key: Hashable, least: int, new_cache: Callable[[int], LookaheadCache]) -> Buffers:
         """Pooled buffers with a cache of at least so many slots, emptied, or new ones."""
         if key is None:
-            return self._kind(None, new_cache(least))
+            return Buffers(None, new_cache(least))
         with _lock:
             pool = _pool.of(self._model)
-            fitting = [
-                buffers
-                for buffers in pool
-                if isinstance(buffers, self._kind)
-                and buffers.key == key
-                and least <= buffers.cache.capacity <= self._most
-            ]
-            found = min(fitting, key=lambda buffers: buffers.cache.capacity, default=None)
+            fitting = [each for each in pool if each.key == key and least <= each.cache.capacity <= self._most]
+            found = min(fitting, key=lambda each: each.cache.capacity, default=None)
             if found is None:
                 # Make room for a new cache, which takes about as many bytes per slot as the pooled ones.
                 slot_bytes = max((buffers.cache.num_bytes // buffers.cache.capacity for buffers in pool), default=0)
@@ -128,7 +134,7 @@ class Lease(Generic[B]):
             else:
                 pool.remove(found)
         if found is None:
-            return self._kind(key, new_cache(least))
+            return Buffers(key, new_cache(least))
         if found.released is not None:  # this call may use another stream than the last one
             torch.cuda.current_stream(self._model.device).wait_event(found.released)
         found.cache.clear()
@@ -140,15 +146,13 @@ def padded_capacity(num_slots: int) -> int:
     return 1 << (num_slots - 1).bit_length()
 
 
-def release(model: PreTrainedModel, buffers: PooledBuffers) -> None:
+def release(model: PreTrainedModel, buffers: Buffers) -> None:
     """Put a call's buffers into the model's pool if later calls can use them, unless they take too much memory."""
     buffers.end_call()
     if not buffers.is_kept:
         return
     _captured_rows.of(model).add(buffers.cache.num_rows)
     room = kept_bytes(model.device)
-    if buffers.num_bytes > room:
-        buffers.lighten()
     if buffers.num_bytes > room:
         return
     if model.device.type == "cuda":
@@ -164,11 +168,8 @@ def has_captured(model: PreTrainedModel, num_rows: int) -> bool:
     return num_rows in _captured_rows.of(model)
 
 
-def _trim(pool: list[PooledBuffers], room: int) -> None:
-    """Lighten the oldest buffers, then drop the oldest, until the rest take at most `room` bytes."""
-    for buffers in pool:
-        if sum(kept.num_bytes for kept in pool) > room:
-            buffers.lighten()
+def _trim(pool: list[Buffers], room: int) -> None:
+    """Drop the oldest buffers until the rest take at most `room` bytes."""
     while pool and sum(kept.num_bytes for kept in pool) > room:
         del pool[0]
 

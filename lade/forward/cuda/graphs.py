@@ -1,87 +1,19 @@
-"""CUDA graphs: which forwards can be captured, the capture, and the cleanup after a failed one."""
+"""CUDA graphs: the capture, and the cleanup after a failed one."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lade.common.compat import TorchDispatchMode, tree_leaves
 from lade.common.trial import NotUsed
-from lade.forward.cuda.kernel.self_check import is_checking
 from lade.verification.draws import drawing
 
-ATEN = torch.ops.aten
-# Operations that always synchronise the host; COPYING and INDEXING do with certain arguments.
-WAITING = frozenset(
-    getattr(ATEN, name)
-    for name in (
-        "_local_scalar_dense",
-        "_unique2",
-        "bincount",
-        "equal",
-        "masked_select",
-        "multinomial",
-        "nonzero",
-        "unique_consecutive",
-        "unique_dim",
-    )
-)
 LEAST_FREE = 1 / 32  # share of device memory below which torch's cached memory is freed before a capture
-COPYING, INDEXING = (ATEN._to_copy, ATEN.copy_), (ATEN.index, ATEN.index_put, ATEN.index_put_)
-
-
-def refuse_waiting(forward: Callable[[], Any], device: torch.device) -> None:
-    """Run a forward once. Raises NotUsed if it synchronises with the device, as some mixtures of experts do.
-
-    A capture would detect that as well, but up to torch 2.11 a failed one leaves the allocator and the generator
-    unusable.
-    """
-    with _Watch(device.type):
-        forward()
-
-
-class _Watch(TorchDispatchMode):
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
-        self._device_type = device_type
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_checking():  # the attention kernel's own self-check, which runs once
-            return function(*args, **kwargs)
-        if torch.is_inference_mode_enabled():  # composite operations are not decomposed there
-            with self:
-                result = function.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if waits(function.overloadpacket, args, kwargs, self._device_type):
-            raise NotUsed(f"the model's forward makes the host wait for the device ({function})")
-        return function(*args, **kwargs)
-
-
-def waits(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], device_type: str) -> bool:
-    """Whether an operation synchronises the host with the device, judging by its arguments."""
-    places = [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if kwargs.get("device") is not None:
-        places.append(torch.device(kwargs["device"]))
-    found = {place.type for place in places}
-    if device_type not in found:
-        return False
-    if operation in COPYING:
-        return len(found) > 1
-    if operation in INDEXING:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    if operation is ATEN.lift_fresh:  # torch.tensor(device=...) copies from the host
-        return device_type != "cpu"
-    if operation is ATEN.repeat_interleave:
-        return kwargs.get("output_size") is None
-    return operation in WAITING
 
 
 class CapturedGraph:

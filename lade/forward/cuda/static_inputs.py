@@ -228,16 +228,3 @@ def step_inputs(
         "visible": block.visible,
         "draw_rows": none if race is None else race.index(none.shape[1]),
     }
-
-
-def same_digest(found: Tensor, expected: Tensor) -> bool:
-    """Whether two packed digests are equal, except for the order of equally likely tokens."""
-    is_same = torch.equal(found[..., :NUM_SINGLE], expected[..., :NUM_SINGLE])
-    return is_same and torch.equal(likeliest_in_order(found), likeliest_in_order(expected))
-
-
-def likeliest_in_order(packed: Tensor) -> Tensor:
-    """Chance and id of each likely token of a packed digest as one number, [B, R, K], in the order of these."""
-    ids, chances = packed[..., NUM_SINGLE:-CONTEXT_SIZE].long().chunk(2, dim=-1)
-    ids = ids.where(chances > chances[..., -1:], 0)  # others may be as likely as the last one
-    return (chances << 32 | ids).sort(dim=-1).values

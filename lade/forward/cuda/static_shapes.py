@@ -27,19 +27,19 @@ from lade.common.tolerance import logits_error
 from lade.common.trial import NotUsed, Trial
 from lade.config import LookaheadConfig
 from lade.forward.base import BlockCall, can_capture
-from lade.forward.cuda.buffer_pool import Lease, PooledBuffers, has_captured
+from lade.forward.cuda.buffer_pool import Buffers, CallBuffers, has_captured
 from lade.forward.cuda.fingerprint import fingerprint, numerics
-from lade.forward.cuda.graphs import capture, refuse_waiting
+from lade.forward.cuda.graphs import capture
 from lade.forward.cuda.proof import UNPROVEN, is_proven
 from lade.forward.cuda.static_choice import StaticChoice
 from lade.forward.cuda.static_inputs import (
     NO_DIGEST,
+    NUM_SINGLE,
     Forward,
     Outputs,
     StaticInputs,
     masks_of,
     plain_forward,
-    same_digest,
 )
 from lade.verification.logits import LogitsDigest
 from lade.verification.race import Race
@@ -56,7 +56,6 @@ TOO_MANY_SLOTS = (
     "(CUDA_GRAPH=1 captures all the same)"
 )
 KEPT_CHOICES = 4  # the most recently used kinds of sampling after one of these graphs
-KEPT_SHAPES = 8  # the most recently used graphs of one cache that are kept in the pool
 SMALLEST_TREE = 8  # nodes with the root; larger trees are padded to the next power of two
 
 
@@ -107,37 +106,6 @@ def most_captured_slots(config: LookaheadConfig, uses_kernel: bool) -> float:
     return inf if uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
 
 
-@dataclass(slots=True, eq=False)
-class Buffers(PooledBuffers):
-    """The buffers of one call's blocks. inputs: by shape, most recently used last, for the cache at `capacity`."""
-
-    capacity: int = 0
-    inputs: dict[Hashable, StaticInputs] = field(default_factory=dict)
-
-    def replays(self) -> list[Any]:
-        found = [inputs for inputs in self.inputs.values() if inputs.replay is not None]
-        return [replay for inputs in found for replay in (inputs.replay, *inputs.choices.values())]
-
-    def lighten(self) -> None:
-        """Drop the graphs that sample: they are captured again sooner than the forwards."""
-        for inputs in self.inputs.values():
-            inputs.choices.clear()
-
-    def end_call(self) -> None:
-        """Keep the shapes used last, of those that are captured."""
-        self.drop_stale()
-        captured = [(shape, inputs) for shape, inputs in self.inputs.items() if inputs.replay is not None]
-        self.inputs = dict(captured[-KEPT_SHAPES:])
-        for inputs in self.inputs.values():
-            inputs.end_call()
-
-    def drop_stale(self) -> None:
-        """Drop inputs and graphs that refer to the storage of the cache before it grew."""
-        if self.capacity != self.cache.capacity:
-            self.inputs.clear()
-            self.capacity = self.cache.capacity
-
-
 class StaticForward:
     """Runs one call's blocks by compiled or captured forwards until that fails."""
 
@@ -165,7 +133,7 @@ class StaticForward:
         self.samples = captures and self.num_tokens is not None and "choice" not in self.trials.captured.reasons
         self.digest_settings = NO_DIGEST
         self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
-        self._lease = Lease(Buffers, self.owner, uses_kernel)
+        self._buffers = CallBuffers(self.owner, uses_kernel)
         self._digest_at: StaticInputs | None = None  # where the digest of the latest block arrives
         self._digest: LogitsDigest | None = None
 
@@ -196,11 +164,11 @@ class StaticForward:
         if self.captures:
             code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(self.owner))
             key = (batch_size, repr(adapter.reaches), self.num_tokens, device, numerics(device), *code)
-        return self._lease.begin(key, num_slots, most_slots, adapter.make_cache)
+        return self._buffers.begin(key, num_slots, most_slots, adapter.make_cache)
 
     def release(self) -> None:
         """Return the call's graphs to the pool, with the cache and inputs that they read."""
-        self._lease.end()
+        self._buffers.end()
 
     def logits(
         self,
@@ -217,7 +185,7 @@ class StaticForward:
         """
         self.preparing_seconds, self._digest_at, self._digest = 0.0, None, None
         cache.check_room(max(cache.lengths) + 1)
-        buffers = self._lease.with_room(cache, max(cache.lengths) + block.tokens.shape[1])
+        buffers = self._buffers.with_room(cache, max(cache.lengths) + block.tokens.shape[1])
         if self.captures and cache.capacity > self.most_slots:
             self.captures, self.stats.reasons["graph"] = False, TOO_MANY_SLOTS
         if not self.is_on:
@@ -314,24 +282,23 @@ class StaticForward:
         except Exception as error:
             self.stats.reasons["graph"] = self.trials.captured.refuse("forward", error)
             self.captures = False
-            self._lease.drop()
+            self._buffers.drop()
             return None
 
     def _check_graph(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> str | None:
         """Capture the forward if needed and compare it with the eager one. Returns how they differ, or None."""
         if inputs.replay is None:
-            run = partial(self.with_digest, inputs, forward)
-            if forward is plain_forward:
-                refuse_waiting(run, inputs.block.tokens.device)
             with torch.cuda.device_of(inputs.block.tokens):
-                inputs.replay = capture(run)
+                inputs.replay = capture(partial(self.with_digest, inputs, forward))
         logits, *digest = self.replay(inputs)
         error = logits_error(logits, ordinary())
         if error is not None:
             return f"the captured forward was off by {error:.2g} of the largest logit"
-        if digest and not same_digest(digest[0], inputs.packed_digest(logits, self.num_tokens)):
-            return "the captured digest is not that of the captured logits"
-        return None
+        # Of what is read from logits only the first columns choose tokens; the others order guesses.
+        found = [part[..., :NUM_SINGLE] for part in digest]
+        expected = [inputs.packed_digest(logits, self.num_tokens)[..., :NUM_SINGLE] for _ in digest]
+        is_same = all(map(torch.equal, found, expected))
+        return None if is_same else "the captured digest is not that of the captured logits"
 
     def _choice(self, inputs: StaticInputs, race: Race) -> StaticChoice | None:
         """What samples after the graph of this shape, filled with the draws of this block; None if that fails.

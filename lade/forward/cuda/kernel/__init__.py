@@ -78,9 +78,8 @@ def block_attention(
     sinks:   [H], an additional score per head whose weight is dropped (attention sink).
 
     The Triton kernel runs on CUDA if it supports the dtype and head size and passed its self-check (`kernel_problem`);
-    otherwise plain torch. A token without visible keys gets zeros. Raises ValueError for shapes that do not fit.
+    otherwise plain torch. A token without visible keys gets zeros.
     """
-    _check(query, keys, values, packed, sinks)
     attend = _compiled_block_attention if torch.compiler.is_compiling() else _dispatch
     return attend(query, keys, values, packed, scale, softcap, sinks)
 
@@ -120,21 +119,3 @@ _compiled_block_attention = torch.library.custom_op("lade::block_attention", _di
 def _result_like(query: Tensor, keys: Tensor, values: Tensor, *others: object) -> Tensor:
     batch_size, num_heads, num_queries, _ = query.shape
     return query.new_empty((batch_size, num_queries, num_heads, values.shape[3]))
-
-
-def _check(query: Tensor, keys: Tensor, values: Tensor, packed: Tensor, sinks: Tensor | None) -> None:
-    batch_size, num_heads, num_queries, head_dim = query.shape
-    if keys.shape[:3] != values.shape[:3] or keys.shape[0] != batch_size or keys.shape[3] != head_dim:
-        raise ValueError(
-            "keys and values must be [B, H_kv, C, D] with B and D of query, got "
-            f"query {list(query.shape)}, keys {list(keys.shape)}, values {list(values.shape)}"
-        )
-    if num_heads % keys.shape[1]:
-        raise ValueError(f"query heads must be a multiple of key/value heads, got {num_heads} and {keys.shape[1]}")
-    if not is_packed(packed) or packed.shape[:3] != (batch_size, 1, num_queries):
-        raise ValueError(
-            f"packed must be the int32 [B, 1, q, ...] of pack_mask with B={batch_size} and q={num_queries}, "
-            f"got {packed.dtype} {list(packed.shape)}"
-        )
-    if sinks is not None and sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must be one number per query head, [{num_heads}], got {list(sinks.shape)}")

@@ -5,7 +5,6 @@ Where they differ, or the kernel raises, the reference is used for that kind of 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from math import isfinite
 from typing import Any
@@ -14,24 +13,12 @@ import torch
 from torch import Tensor
 
 from lade.common.tolerance import excess, largest_difference, largest_value
-from lade.common.trial import NotUsed, Trial, in_short
+from lade.common.trial import Trial
 from lade.forward.cuda.kernel.reference import reference_block_attention
 
 MOST_ROWS, LEAST_ROWS = 128, 16  # query rows of a tile
 
 _trial = Trial()  # by device, dtype and variant
-
-
-class _PerThread(threading.local):
-    is_checking = False
-
-
-_per_thread = _PerThread()
-
-
-def is_checking() -> bool:
-    """Whether this thread is running a self-check, which synchronises with the host."""
-    return _per_thread.is_checking
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -53,15 +40,9 @@ def checked(
         return reference_block_attention(*inputs, **named)
 
     def compare() -> str | None:
-        _per_thread.is_checking = True
-        try:
-            return problem_of(kernel(*inputs, **named), *inputs, **named)
-        except Exception as error:  # Triton raises many kinds
-            raise NotUsed(f"the kernel failed: {in_short(error)}") from error
-        finally:
-            _per_thread.is_checking = False
+        return problem_of(kernel(*inputs, **named), *inputs, **named)
 
-    is_wrong = _trial.reason(kind, compare) is not None
+    is_wrong = _trial.reason(kind, compare, failure="the kernel failed: ") is not None
     return (reference_block_attention if is_wrong else kernel)(*inputs, **named)
 
 

@@ -34,33 +34,27 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (tl.exp2(x * (2 * _LOG2_E)) + 1))
 
 
+# Parameters of one kind share a line.
+# fmt: off
 @triton.jit
 def _attend(
-    best,
-    total,
-    output,
-    query,
-    key_pointers,
-    value_pointers,
-    is_key,
-    visible,
-    inner_scale,
-    outer_scale,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    best, total, output, query,
+    keys, values, slot, key_stride_c, value_stride_c, is_key, visible, inner_scale, outer_scale,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Online softmax over one tile of keys: updates the maximum [M] (log2), sum of weights [M] and weighted values [M,
-    D_v].
+    # fmt: on
+    """Online softmax over one tile of keys, in slots [N]: updates the maximum [M] (log2), the sum of weights [M] and the
+    weighted values [M, D_v].
     """
+    key_dim, value_dim = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    key_pointers = keys + slot[:, None] * key_stride_c + key_dim[None, :]
+    value_pointers = values + slot[:, None] * value_stride_c + value_dim[None, :]
     key_mask, value_mask = is_key[:, None], is_key[:, None]
     if KEY_BLOCK != KEY_DIM:
-        key_mask = key_mask & (tl.arange(0, KEY_BLOCK) < KEY_DIM)[None, :]
+        key_mask = key_mask & (key_dim < KEY_DIM)[None, :]
     if VALUE_BLOCK != VALUE_DIM:
-        value_mask = value_mask & (tl.arange(0, VALUE_BLOCK) < VALUE_DIM)[None, :]
+        value_mask = value_mask & (value_dim < VALUE_DIM)[None, :]
     keys = tl.load(key_pointers, mask=key_mask, other=0.0)  # [N, D]
     values = tl.load(value_pointers, mask=value_mask, other=0.0)  # [N, D_v]
     if UPCAST:
@@ -82,40 +76,20 @@ def _attend(
 
 
 # No specialisation on values that change between steps, which would trigger recompilation.
+# fmt: off
 @triton.jit(do_not_specialize=["packed_stride_b", "packed_stride_q", "num_queries", "num_splits"])
 def split_kernel(
-    query,
-    keys,
-    values,
-    packed,
-    partial,
-    log_sums,
-    query_stride_b,
-    query_stride_h,
-    query_stride_q,
-    key_stride_b,
-    key_stride_h,
-    key_stride_c,
-    value_stride_b,
-    value_stride_h,
-    value_stride_c,
-    packed_stride_b,
-    packed_stride_q,
-    num_queries,
-    num_kv_heads,
-    num_splits,
-    inner_scale,
-    outer_scale,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    query, keys, values, packed, partial, log_sums,
+    query_stride_b, query_stride_h, query_stride_q,
+    key_stride_b, key_stride_h, key_stride_c,
+    value_stride_b, value_stride_h, value_stride_c,
+    packed_stride_b, packed_stride_q,
+    num_queries, num_kv_heads, num_splits, inner_scale, outer_scale,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
+    # fmt: on
     """Attention over one split of the keys. Grid: (tiles of M query rows, splits, batch rows * key/value heads).
 
     Row r of a key/value head is query token r // GROUP of its query head r % GROUP. Writes partial [B*H_kv, splits,
@@ -162,11 +136,9 @@ def split_kernel(
         slot = first_slot + index * BLOCK_N + tl.arange(0, BLOCK_N)
         is_key = slot < length
         visible = is_key[None, :] & (slot[None, :] >= first[:, None])
-        key_pointers = keys + slot[:, None] * key_stride_c + key_dim[None, :]
-        value_pointers = values + slot[:, None] * value_stride_c + value_dim[None, :]
         best, total, output = _attend(
-            best, total, output, tile, key_pointers, value_pointers, is_key, visible, inner_scale, outer_scale,
-            KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, HAS_SOFTCAP, UPCAST,
+            best, total, output, tile, keys, values, slot, key_stride_c, value_stride_c, is_key, visible,
+            inner_scale, outer_scale, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, HAS_SOFTCAP, UPCAST,
         )  # fmt: skip
     for index in range(tl.maximum(begin, prefix_tiles), end):
         other = (index - prefix_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)  # block tokens
@@ -179,11 +151,9 @@ def split_kernel(
             word = tl.where((other // _WORD_BITS == first_word + i)[None, :], column[:, None], word)
         visible = ((word >> (other % _WORD_BITS)[None, :]) & 1 == 1) & is_key[None, :]
         slot = length + other
-        key_pointers = keys + slot[:, None] * key_stride_c + key_dim[None, :]
-        value_pointers = values + slot[:, None] * value_stride_c + value_dim[None, :]
         best, total, output = _attend(
-            best, total, output, tile, key_pointers, value_pointers, is_key, visible, inner_scale, outer_scale,
-            KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, HAS_SOFTCAP, UPCAST,
+            best, total, output, tile, keys, values, slot, key_stride_c, value_stride_c, is_key, visible,
+            inner_scale, outer_scale, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, HAS_SOFTCAP, UPCAST,
         )  # fmt: skip
 
     has_seen = total > 0
@@ -194,22 +164,14 @@ def split_kernel(
     tl.store(partial + out_row[:, None] * VALUE_DIM + value_dim[None, :], output, mask=out_mask)
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
-    partial,
-    log_sums,
-    sinks,
-    output,
-    num_rows,
-    num_kv_heads,
-    num_splits,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    partial, log_sums, sinks, output, num_rows, num_kv_heads, num_splits,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):
+    # fmt: on
     """Merge the splits by their log-sums. Grid: (tiles of query rows, batch rows * key/value heads).
 
     Writes output [B, q, H, D_v].
@@ -315,52 +277,23 @@ def triton_block_attention(
     value_block, split_block = block_size(value_dim), max(MIN_SPLIT_BLOCK, triton.next_power_of_2(num_splits))
     merge_rows = max(1, MERGE_TILE // (split_block * value_block))
 
+    # fmt: off
     with torch.cuda.device_of(query):  # the model may span several GPUs
         split_kernel[(row_tiles, num_splits, num_programs)](
-            query,
-            keys,
-            values,
-            packed,
-            partial,
-            log_sums,
-            *query.stride()[:3],
-            *keys.stride()[:3],
-            *values.stride()[:3],
-            packed.stride(0),
-            packed.stride(2),
-            num_queries,
-            num_kv_heads,
-            num_splits,
-            *kernel_scales(scale, softcap),
-            GROUP=group,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            KEY_BLOCK=block_size(key_dim),
-            VALUE_BLOCK=value_block,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            HAS_SOFTCAP=softcap is not None,
-            # Triton's interpreter multiplies the bit patterns of bfloat16.
-            UPCAST=query.device.type == "cpu",
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            query, keys, values, packed, partial, log_sums,
+            *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], packed.stride(0), packed.stride(2),
+            num_queries, num_kv_heads, num_splits, *kernel_scales(scale, softcap),
+            GROUP=group, KEY_DIM=key_dim, VALUE_DIM=value_dim, KEY_BLOCK=block_size(key_dim), VALUE_BLOCK=value_block,
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, HAS_SOFTCAP=softcap is not None,
+            UPCAST=query.device.type == "cpu",  # Triton's interpreter multiplies the bit patterns of bfloat16
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )
         merge_kernel[(triton.cdiv(num_rows, merge_rows), num_programs)](
-            partial,
-            log_sums,
-            log_sums if sinks is None else sinks.contiguous(),
-            output,
-            num_rows,
-            num_kv_heads,
-            num_splits,
-            GROUP=group,
-            VALUE_DIM=value_dim,
-            VALUE_BLOCK=value_block,
-            BLOCK_M=merge_rows,
-            BLOCK_S=split_block,
-            HAS_SINKS=sinks is not None,
-            num_warps=4,
+            partial, log_sums, log_sums if sinks is None else sinks.contiguous(), output,
+            num_rows, num_kv_heads, num_splits, GROUP=group, VALUE_DIM=value_dim, VALUE_BLOCK=value_block,
+            BLOCK_M=merge_rows, BLOCK_S=split_block, HAS_SINKS=sinks is not None, num_warps=4,
         )
+    # fmt: on
     return output
 
 
