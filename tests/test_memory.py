@@ -20,7 +20,6 @@ from lade.drafting import memory as memory_module
 from lade.drafting import memory_file
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
-from lade.drafting.memory_file import FORMAT
 from lade.drafting.suffix_index import Match, SuffixIndex
 from lade.drafting.top_k_table import GRADE_BITS, NUM_GRADES, PROBABILITIES, ROW_LENGTH, TopKTable, ids_of
 
@@ -234,13 +233,6 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
         Memory(memory_module.MIN_BYTES, path)
 
 
-def test_a_file_says_what_it_is(tmp_path):
-    path = tmp_path / "memory.safetensors"
-    Memory().save(path)
-    with safe_open(path, "numpy") as file:
-        assert file.metadata()["format"] == FORMAT
-
-
 def test_of_a_file_with_more_rows_than_fit_the_latest_are_loaded(tmp_path):
     large, path = Memory(), tmp_path / "memory.safetensors"
     large.identity = {"model_type": "any", "vocab_size": 4, "hidden_size": 8, "signs": ""}
@@ -318,28 +310,6 @@ def test_warming(model, tmp_path):
     for wrong in ([5, 6, 7], {"text": words}, 7):
         with pytest.raises(ValueError, match="texts must be a file, or a list of texts"):
             memory.warm(model, wrong)
-
-
-def test_tables_are_bounded():
-    table = TopKTable(capacity=3)
-    rows = np.arange(5 * ROW_LENGTH).reshape(5, ROW_LENGTH)
-    table.put([7, 8, 7], packed(rows[:3], rows[:3] % 3))
-    assert len(table) == 2
-    assert row_of(table, 7) == (rows[2].tolist(), (rows[2] % 3).tolist())  # of one key the last counts
-    table.put([9, 10], packed(rows[3:], rows[3:] % 3))
-    assert len(table) == 3
-    assert table.row(8) is None  # written longest ago
-    assert row_of(table, 10) == (rows[4].tolist(), (rows[4] % 3).tolist())
-    arrays = table.as_arrays()
-    assert arrays.keys.tolist() == [7, 9, 10]
-    assert ids_of(arrays.rows).tolist() == rows[[2, 3, 4]].tolist()
-
-    table = TopKTable(capacity=5000)
-    for start in range(0, 9000, 100):
-        table.put(list(range(start, start + 100)), np.full((100, ROW_LENGTH), start << GRADE_BITS))
-    assert len(table) == 5000
-    assert table.row(3999) is None
-    assert all(row_of(table, key)[0] == [key // 100 * 100] * ROW_LENGTH for key in range(4000, 9000))
 
 
 def test_a_full_table_drops_what_was_written_longest_ago():
@@ -517,13 +487,3 @@ def test_a_vocabulary_that_has_shrunk(by_hand):
         torch.manual_seed(1)
         assert torch.equal(model.generate(**inputs, max_new_tokens=12, **arguments), plain)
         assert lade.last_stats().fallback_reason is None
-
-
-def test_short_calls_are_learned_from_too(model):
-    """Rows of logits wait for others; those of a call's last steps do not wait for ever."""
-    memory = Memory()
-    lade.config_lade(MODE="tree", MAX_BLOCK=2)
-    with memory.active():
-        model.generate(**prompt(8), max_new_tokens=4)
-    fed = sum(lade.last_stats().block_tokens)
-    assert len(memory.contexts) >= min(4, fed)
