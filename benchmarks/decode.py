@@ -27,8 +27,8 @@ import torch
 from transformers import CompileConfig
 
 import lade
-from lade.config import current_config, temporary_settings
 from lade.eligibility import TOO_SHORT
+from lade.switch import current_config, temporary_settings
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -24,10 +24,10 @@ from unittest import mock
 import lade
 from lade import decoding, stats
 from lade.block import kv_cache, layout
-from lade.config import current_config
 from lade.forward import base as forward
 from lade.forward.cuda import static_shapes as fixed
 from lade.models import base
+from lade.switch import current_config
 from lade.verification import selection as rules
 
 PARTS = ("propose", "lay out", "forward", "verify", "commit", "learn", "other")

@@ -29,8 +29,8 @@ from replay import Recording
 import lade
 from lade.commands.measure import use_lade
 from lade.commands.prompts import as_inputs, read_prompts
-from lade.config import current_config, temporary_settings
 from lade.drafting.memory import Memory
+from lade.switch import current_config, temporary_settings
 
 FAILED = "# The tests failed. Another attempt:\n"
 CHECKED = "\n\n\n# The same function with its arguments checked.\n"

@@ -43,11 +43,12 @@ from lade.block.kv_cache import cache_arguments
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
 from lade.commands.measure import use_lade
-from lade.config import LookaheadConfig, current_config, temporary_settings
+from lade.config import LookaheadConfig
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.contexts import projected, projection
 from lade.drafting.likeliest import likeliest_on_host
 from lade.drafting.memory import Memory
+from lade.switch import current_config, temporary_settings
 from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences

@@ -28,10 +28,10 @@ import lade
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block
 from lade.common.transfer import HOST
-from lade.config import current_config
 from lade.forward.base import BlockCall, ForwardPath, path_for
 from lade.models import ModelAdapter, adapter_for
 from lade.stats import GenerationStats
+from lade.switch import current_config
 
 LEAST_SECONDS = 0.2  # of calls per figure and trial
 PREFILL_CHUNK = 1024  # prompt tokens of one forward

@@ -14,14 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Files and folders of lade/ by floor, the lowest first: name -> what it is for.
 FLOORS: tuple[dict[str, str], ...] = (
-    {
-        "config": "settings",
-        "stats": "figures of a call",
-        "common": "what all parts use",
-    },
+    {"common": "what all parts use"},
+    {"config": "settings", "stats": "figures of a call"},
     {
         "block": "tree, layout, mask, cache",
-        "request": "one call of generate()",
+        "switch": "on or off, settings in force",
     },
     {"verification": "which tokens are chosen"},
     {"models": "what a family is", "parallel": "several processes"},
@@ -29,7 +26,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"forward": "how a block runs"},
     {"decoding": "the loop", "eligibility": "what is served"},
     {"augment": "the patch", "preparation": "compiling ahead"},
-    {"switch": "on for a block of code"},
+    {"custom_generate": "one call, no patch"},
     {"__init__": "public names"},
     {"commands": "the command line"},
     {"__main__": "python -m lade"},

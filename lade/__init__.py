@@ -14,17 +14,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lade.common.version import VERSION
-from lade.config import LookaheadConfig, config_lade, current_config
+from lade.config import LookaheadConfig
 from lade.stats import GenerationStats, last_stats, log_history, save_log
+from lade.switch import config_lade, current_config
 
 if TYPE_CHECKING:
-    from lade.augment import augment_all, augment_generate, augment_llama, restore_all
+    from lade.augment import augment_all, augment_generate, augment_llama, enabled, restore_all
+    from lade.custom_generate import generate
     from lade.drafting import register_drafter
     from lade.drafting.memory import Memory
     from lade.models import ModelAdapter, allow_hook, register_adapter
     from lade.parallel.group import distributed, get_device
     from lade.preparation import warmup
-    from lade.switch import enabled, generate
 
 __version__ = VERSION
 
@@ -54,13 +55,13 @@ __all__ = [
 
 # Modules that import torch and transformers -> the public names from there.
 _LAZY = {
-    "lade.augment": ("augment_all", "augment_generate", "augment_llama", "restore_all"),
+    "lade.augment": ("augment_all", "augment_generate", "augment_llama", "enabled", "restore_all"),
     "lade.drafting": ("register_drafter",),
     "lade.drafting.memory": ("Memory",),
     "lade.models": ("ModelAdapter", "allow_hook", "register_adapter"),
     "lade.parallel.group": ("distributed", "get_device"),
     "lade.preparation": ("warmup",),
-    "lade.switch": ("enabled", "generate"),
+    "lade.custom_generate": ("generate",),
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
@@ -18,14 +19,16 @@ from transformers import Cache, GenerationMixin, TextStreamer
 
 from lade.common.compat import CACHE_NAMES, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME, require_names
 from lade.common.notices import notify_once
+from lade.common.request import Request
 from lade.common.state import forget_all, return_memory
 from lade.common.version import TESTED, is_newer_than_tested
-from lade.config import LookaheadConfig, apply_environment, current_config, is_enabled, lock, off_hint, off_reason
+from lade.config import LookaheadConfig
 from lade.decoding import lookahead_decode
 from lade.drafting import with_mode
+from lade.drafting.prediction import predicted
 from lade.eligibility import QUIET, TOO_SHORT, adapter_or_reason, is_short
-from lade.request import Request
 from lade.stats import GenerationStats, open_stats, recording
+from lade.switch import apply_environment, current_config, is_enabled, lock, off_hint, off_reason, switched
 from lade.verification.single_process import SingleProcess, is_leader, process_group_for
 
 logger = logging.getLogger("lade")
@@ -67,11 +70,26 @@ def augment_all() -> None:
             setattr(_owner(name), name, wrap(_originals[name]))
 
 
-def augment_quietly() -> None:
-    """`augment_all()` without the hint that lookahead is off, for code that switches it on itself."""
-    if not _originals:
-        augment_all()
-        _warned.add(OFF_HINT)
+@contextmanager
+def enabled(on: bool = True, /, *, PREDICTION: Any = None, **settings: Any) -> Iterator[None]:
+    """Switch lookahead on (or, with False, off) for calls in this thread or asyncio task, regardless of USE_LADE.
+
+        with lade.enabled(MODE="tree", MAX_BLOCK=32):
+            model.generate(...)
+
+    settings: keywords of `config_lade`, applied on top of the settings in force. Inside the block they stay fixed,
+    whatever `config_lade` changes. PREDICTION: token ids that the answers are expected to resemble, of one text for all
+    prompts or of one for each; guesses are looked for there as well. Other threads are not affected. Asyncio tasks
+    started inside inherit the block; threads do not, since Python gives them an empty context: enter the block in the
+    thread, or start it with `contextvars.copy_context().run`. Applies the patch if it is not on. Raises as
+    `config_lade` and `augment_all` do, in which case nothing has changed.
+    """
+    apply_environment()
+    with switched(on, **settings), predicted(PREDICTION):
+        if on and not _originals:
+            augment_all()
+            _warned.add(OFF_HINT)  # nobody here has forgotten to switch it on
+        yield
 
 
 # The names of the original LookaheadDecoding; one patch serves every model.

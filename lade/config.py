@@ -8,20 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
-import json
-import logging
 import os
-import textwrap
-import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger("lade")
+from lade.common.settings_file import read_settings
 
 # GUESS_SET_SIZE=-1 means unlimited. So large a block would never pay, so this many n-grams are kept per key.
 UNLIMITED_GUESSES = 32
@@ -34,10 +26,6 @@ MODES: dict[str, str | Callable[[Any], Any]] = {
     "auto": "lade.drafting.tree:TreeDrafter",
 }
 MAX_WORKERS = 4096
-# Of USE_LADE, in any case.
-ON_VALUES = ("1", "true", "yes", "on")
-OFF_VALUES = ("0", "false", "no", "off")
-NO_SETTINGS = ("note", "measured")  # other keys of a settings file: a sentence, and measurements
 
 Check = Callable[[str, Any], Any]  # public keyword, value as given -> the field's value; raises ValueError
 
@@ -225,85 +213,6 @@ SETTINGS = {field.metadata["keyword"]: field for field in setting_fields(Lookahe
 WINDOW_SIZES = ("LEVEL", "WINDOW_SIZE", "GUESS_SET_SIZE")
 KEYWORDS = (*SETTINGS, "CONFIG", "SPLIT_FLAG")
 
-lock = threading.RLock()  # guards the settings and the patch
-_default = LookaheadConfig()
-_environment_is_read = False
-_warned: set[str] = set()
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """Replaces USE_LADE and the settings of the process for one thread or task."""
-
-    is_on: bool
-    config: LookaheadConfig
-
-
-_switch: ContextVar[Switch | None] = ContextVar("lade_switch", default=None)
-
-
-def current_config() -> LookaheadConfig:
-    """The settings the next `generate()` of this thread or task will use."""
-    switch = _switch.get()
-    return _default if switch is None else switch.config
-
-
-def is_enabled() -> bool:
-    """Whether lookahead is on: the innermost `lade.enabled()` decides, else USE_LADE (1, true, yes or on, any case)."""
-    switch = _switch.get()
-    return switch.is_on if switch is not None else environment_switch() in ON_VALUES
-
-
-def environment_switch() -> str:
-    """USE_LADE in lower case, without spaces; empty if it is not set."""
-    return os.environ.get("USE_LADE", "").strip().lower()
-
-
-def off_reason() -> str:
-    """Why lookahead is off, as the end of a sentence."""
-    return "USE_LADE is not set to 1, true, yes or on" if _switch.get() is None else "lade.enabled(False) is in force"
-
-
-def off_hint() -> str | None:
-    """How to switch lookahead on; None where it is on, or off on purpose."""
-    value = environment_switch()
-    if _switch.get() is not None or value in (*ON_VALUES, *OFF_VALUES):
-        return None
-    if value:
-        return (
-            f"USE_LADE={os.environ['USE_LADE']!r} means nothing: {', '.join(ON_VALUES)} switch lookahead on, "
-            f"{', '.join(OFF_VALUES)} off; plain generate() runs"
-        )
-    return (
-        "the patch is on and lookahead is off: set USE_LADE=1 in the environment, or call generate() in "
-        "`with lade.enabled():`; plain generate() runs (USE_LADE=0 says so without this line)"
-    )
-
-
-@contextmanager
-def switched(on: bool, **keywords: Any) -> Iterator[None]:
-    """Lookahead on or off for this thread or task, with settings on top of the current ones.
-
-    keywords: as for config_lade, which also says what is raised.
-    """
-    token = _switch.set(Switch(bool(on), changed_by(current_config(), keywords, "enabled()")))
-    try:
-        yield
-    finally:
-        _switch.reset(token)
-
-
-def config_lade(**keywords: Any) -> None:
-    """Change the settings of all later `generate()` calls; a setting that is not given, or None, keeps its value.
-
-    Raises ValueError, naming the keyword, the rule and the value, and TypeError for an unknown keyword. Then nothing
-    has changed.
-    """
-    global _default
-    apply_environment()
-    with lock:  # assigned once, because other threads read it without the lock
-        _default = changed_by(_default, keywords, "config_lade()")
-
 
 def changed_by(config: LookaheadConfig, keywords: dict[str, Any], function: str) -> LookaheadConfig:
     """Settings with keywords of `config_lade` on top, CONFIG included. function: the name in a TypeError's message."""
@@ -312,7 +221,7 @@ def changed_by(config: LookaheadConfig, keywords: dict[str, Any], function: str)
             raise TypeError(f"{function} has no keyword {name!r}{suggestion(name)}")
     given = {name: value for name, value in keywords.items() if value is not None}
     path = given.pop("CONFIG", None)
-    return _changed(config if path is None else _with_file(config, path), given)
+    return changed(config if path is None else with_file(config, path), given)
 
 
 def suggestion(name: str) -> str:
@@ -324,7 +233,16 @@ def suggestion(name: str) -> str:
     return f"; did you mean {names[close[0]]}?" if close else f"; it has {', '.join(KEYWORDS)}"
 
 
-def _changed(config: LookaheadConfig, given: dict[str, Any]) -> LookaheadConfig:
+def with_file(config: LookaheadConfig, path: str | os.PathLike[str], source: str = "CONFIG") -> LookaheadConfig:
+    """These settings, changed by those of a file. source: what named the file. Raises ValueError, naming it."""
+    settings = read_settings(path, source, (*SETTINGS, "SPLIT_FLAG"))
+    try:
+        return changed(config, settings)
+    except ValueError as error:
+        raise ValueError(f"{error}, with {source}={os.fspath(path)!r}") from None
+
+
+def changed(config: LookaheadConfig, given: dict[str, Any]) -> LookaheadConfig:
     """given: public keywords and values other than None."""
     changes = {SETTINGS[name].name: value for name, value in given.items() if name in SETTINGS}
     if "MODE" in given:
@@ -332,91 +250,3 @@ def _changed(config: LookaheadConfig, given: dict[str, Any]) -> LookaheadConfig:
     elif config.mode == "auto" and any(name in given for name in WINDOW_SIZES):
         changes["prefers_window"] = True
     return dataclasses.replace(config, **changes)
-
-
-def _help() -> str:
-    """One entry per keyword, with its default."""
-    meanings = {name: (field.metadata["meaning"], field.default) for name, field in SETTINGS.items()}
-    lines = [
-        f"{name}: {meaning}"
-        + ("" if default is None else f" Default: {int(default) if isinstance(default, bool) else default!r}.")
-        for name, (meaning, default) in meanings.items()
-    ]
-    lines.append(
-        "CONFIG: a JSON file of these keywords, such as `lade bench --tune` writes. It is applied before the other keywords of "
-        "the call."
-    )
-    lines.append("SPLIT_FLAG: accepted and ignored.")
-    return "\n".join(textwrap.fill(line, 110, initial_indent="    ", subsequent_indent="        ") for line in lines)
-
-
-config_lade.__doc__ = f"{(config_lade.__doc__ or '').rstrip()}\n\n{_help()}\n"
-config_lade.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # for help() and editors
-    [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in KEYWORDS],
-    return_annotation=None,
-)
-
-
-def apply_environment() -> None:
-    """Apply the settings file named by LADE_CONFIG, once per process, before any other change.
-
-    Raises ValueError as config_lade(CONFIG=...) does. Then nothing has changed, and the next call tries again.
-    """
-    global _environment_is_read, _default
-    path = os.environ.get("LADE_CONFIG", "")
-    with lock:
-        if path and not _environment_is_read:
-            _default = _with_file(_default, path, "LADE_CONFIG")
-            _environment_is_read = True
-
-
-@contextmanager
-def temporary_settings(**keywords: Any) -> Iterator[None]:
-    """Change settings within a `with` block. keywords: of `config_lade`."""
-    global _default
-    before = _default
-    try:
-        config_lade(**keywords)
-        yield
-    finally:
-        _default = before
-
-
-def _with_file(config: LookaheadConfig, path: str | os.PathLike[str], source: str = "CONFIG") -> LookaheadConfig:
-    """These settings, changed by those of a file. source: what named the file. Raises ValueError, naming it."""
-    settings, note = read_settings(path, source)
-    try:
-        changed = _changed(config, settings)
-    except ValueError as error:
-        raise ValueError(f"{error}, with {source}={os.fspath(path)!r}") from None
-    if not settings and note and note not in _warned:
-        _warned.add(note)
-        logger.warning("lade: %s %s has no settings: %s", source, os.fspath(path), note)
-    return changed
-
-
-def read_settings(path: str | os.PathLike[str], source: str = "CONFIG") -> tuple[dict[str, Any], str | None]:
-    """The settings in a JSON file, by keyword of `config_lade`, and its note. Values are not checked.
-
-    source: what named the file. Raises ValueError, naming the file and the problem.
-    """
-    name = f"{source}={os.fspath(path)!r}"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{name} must be a file that can be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # bad JSON or encoding, or nesting too deep
-        raise ValueError(f"{name} must hold JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{name} must hold one JSON object, found {type(content).__name__}")
-    known = [*(keyword for keyword in KEYWORDS if keyword != "CONFIG"), *NO_SETTINGS]
-    for key, value in content.items():
-        if key not in known:
-            raise ValueError(f"{name} has {key!r}, which must be one of {', '.join(known)}")
-        if value is None:
-            raise ValueError(f"{name} has {key}=null, which must have a value or be left out")
-        if isinstance(value, (list, dict)) and key not in NO_SETTINGS:  # not shown: it may be nested too deeply
-            raise ValueError(f"{name} has a {type(value).__name__} as {key}, which must be a single value")
-    settings = {key: value for key, value in content.items() if key not in NO_SETTINGS}
-    note = content.get("note")
-    return settings, note if isinstance(note, str) else None

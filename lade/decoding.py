@@ -17,6 +17,7 @@ from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
 from lade.block.recurrent_state import RecurrentCache
 from lade.block.token_tree import BlockPart, TokenTree
+from lade.common.request import Request
 from lade.common.transfer import HOST, to_device, wait_for
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
@@ -24,7 +25,6 @@ from lade.drafting.prediction import predictions_for
 from lade.drafting.step_costs import StepCosts
 from lade.forward.base import BlockCall, path_for
 from lade.models.base import ModelAdapter, prompt_key_mask
-from lade.request import Request
 from lade.stats import GenerationStats
 from lade.verification.logits import BlockLogits, best_tokens
 from lade.verification.nan_guard import find_nan_column

@@ -12,11 +12,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, DynamicSlidingWindowLayer
+from lade.common.request import Request
 from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.base import prompt_key_mask
 from lade.models.self_check import WAITS, self_check_reason
 from lade.models.training import training_reason
-from lade.request import Request
 from lade.verification.bypassed import CACHE_METHODS, replaced_function
 
 TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"

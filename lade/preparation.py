@@ -15,7 +15,6 @@ import torch
 
 from lade.block.token_tree import TokenTree
 from lade.common.state import keeping_state
-from lade.config import current_config, is_enabled, off_reason, switched
 from lade.decoding import FIRST_CAPACITY
 from lade.drafting import Draft, Drafter, DraftRequest, drafts_from
 from lade.drafting.base import ROOT_ALONE
@@ -24,6 +23,7 @@ from lade.forward.base import can_capture
 from lade.forward.cpu.packed import copies_of
 from lade.forward.cuda.proof import is_proven
 from lade.stats import GenerationStats, last_stats
+from lade.switch import current_config, is_enabled, off_reason, switched
 from lade.verification.draws import keeping_generators
 from lade.verification.sequences import TokenSequences
 

@@ -1,117 +1,142 @@
-"""Switch lookahead on in code: for a `with` block, or for one call without the patch."""
+"""Whether lookahead is on, and with which settings: of the process, or of one thread or task. Imports no torch."""
 
 from __future__ import annotations
 
-import functools
 import inspect
+import os
+import textwrap
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from lade.config import KEYWORDS, SETTINGS, LookaheadConfig, changed_by, with_file
 
-from lade import augment
-from lade.common.compat import CACHE_NAME, CALLERS_CACHE_MARK, is_divided, require_names
-from lade.config import apply_environment, current_config, switched
-from lade.drafting.prediction import predicted
-from lade.stats import has_open_stats, recording
+# Values of USE_LADE, in any case.
+ON_VALUES = ("1", "true", "yes", "on")
+OFF_VALUES = ("0", "false", "no", "off")
 
-INSTEAD = "call generate() inside `with lade.enabled():` instead"
+lock = threading.RLock()  # guards the settings and the patch
+_default = LookaheadConfig()
+_environment_is_read = False
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Replaces USE_LADE and the settings of the process for one thread or task."""
+
+    is_on: bool
+    config: LookaheadConfig
+
+
+_switch: ContextVar[Switch | None] = ContextVar("lade_switch", default=None)
+
+
+def current_config() -> LookaheadConfig:
+    """The settings the next `generate()` of this thread or task will use."""
+    switch = _switch.get()
+    return _default if switch is None else switch.config
+
+
+def is_enabled() -> bool:
+    """Whether lookahead is on: the innermost `lade.enabled()` decides, else USE_LADE (1, true, yes or on, any case)."""
+    switch = _switch.get()
+    return switch.is_on if switch is not None else environment_switch() in ON_VALUES
+
+
+def environment_switch() -> str:
+    """USE_LADE in lower case, without spaces; empty if it is not set."""
+    return os.environ.get("USE_LADE", "").strip().lower()
+
+
+def off_reason() -> str:
+    """Why lookahead is off, as the end of a sentence."""
+    return "USE_LADE is not set to 1, true, yes or on" if _switch.get() is None else "lade.enabled(False) is in force"
+
+
+def off_hint() -> str | None:
+    """How to switch lookahead on; None where it is on, or off on purpose."""
+    value = environment_switch()
+    if _switch.get() is not None or value in (*ON_VALUES, *OFF_VALUES):
+        return None
+    if value:
+        return (
+            f"USE_LADE={os.environ['USE_LADE']!r} means nothing: {', '.join(ON_VALUES)} switch lookahead on, "
+            f"{', '.join(OFF_VALUES)} off; plain generate() runs"
+        )
+    return (
+        "the patch is on and lookahead is off: set USE_LADE=1 in the environment, or call generate() in "
+        "`with lade.enabled():`; plain generate() runs (USE_LADE=0 says so without this line)"
+    )
 
 
 @contextmanager
-def enabled(on: bool = True, /, *, PREDICTION: Any = None, **settings: Any) -> Iterator[None]:
-    """Switch lookahead on (or, with False, off) for calls in this thread or asyncio task, regardless of USE_LADE.
+def switched(on: bool, **keywords: Any) -> Iterator[None]:
+    """Lookahead on or off for this thread or task, with settings on top of the current ones.
 
-        with lade.enabled(MODE="tree", MAX_BLOCK=32):
-            model.generate(...)
-
-    settings: keywords of `config_lade`, applied on top of the settings in force. Inside the block they stay fixed,
-    whatever `config_lade` changes. PREDICTION: token ids that the answers are expected to resemble, of one text for all
-    prompts or of one for each; guesses are looked for there as well. Other threads are not affected. Asyncio tasks
-    started inside inherit the block; threads do not, since Python gives them an empty context: enter the block in the
-    thread, or start it with `contextvars.copy_context().run`. Applies the patch if it is not on. Raises as
-    `config_lade` and `augment_all` do, in which case nothing has changed.
+    keywords: as for config_lade, which also says what is raised.
     """
-    apply_environment()
-    with switched(on, **settings), predicted(PREDICTION):
-        if on:
-            augment.augment_quietly()
+    token = _switch.set(Switch(bool(on), changed_by(current_config(), keywords, "enabled()")))
+    try:
         yield
+    finally:
+        _switch.reset(token)
 
 
-def generate(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    PREDICTION: Any = None,
-    **model_kwargs: Any,
-) -> Any:
-    """Lookahead for one call, without a patch: `model.generate(..., custom_generate=lade.generate)`.
+def config_lade(**keywords: Any) -> None:
+    """Change the settings of all later `generate()` calls; a setting that is not given, or None, keeps its value.
 
-    Transformers calls it with the arguments of its own decoding loop, except those that it never passes to a custom
-    function: the streamer, the tokenizer, an assistant model and synced_gpus. A call with one of these raises
-    ValueError, as does one for beam search or assisted decoding, so nothing is ignored silently. Other unsupported
-    calls run transformers' own loop with one warning, as with the patch. Settings come from `config_lade` and
-    `lade.enabled`, whose PREDICTION may also be given here; USE_LADE is not read.
+    Raises ValueError, naming the keyword, the rule and the value, and TypeError for an unknown keyword. Then nothing
+    has changed.
     """
-    _prepare()
-    call = _arguments_of_generate()
-    _refuse(model, generation_config, call)
-    cache = model_kwargs.get(CACHE_NAME)
-    # Without generate()'s frame the cache may be the caller's, and must end as plain generate() leaves it.
-    if cache is not None and (call is None or call["kwargs"].get(CACHE_NAME) is cache):
-        setattr(cache, CALLERS_CACHE_MARK, True)
-    arguments = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-    # With the patch on, its generate() records the statistics and prints them.
-    with (
-        switched(True),
-        predicted(PREDICTION),
-        nullcontext() if has_open_stats() else recording() as stats,
-    ):
-        config = current_config()
-        result = augment.sample_with_lookahead(type(model))(model, *arguments, **model_kwargs)
-        if stats is not None:
-            augment.print_summary(stats, config)
-    return result
-
-
-@functools.cache
-def _prepare() -> None:
-    """The patch's initial checks, done once. Raises as `augment_all` does; the next call then tries again."""
+    global _default
     apply_environment()
-    require_names()
+    with lock:  # assigned once, because other threads read it without the lock
+        _default = changed_by(_default, keywords, "config_lade()")
 
 
-def _arguments_of_generate() -> dict[str, Any] | None:
-    """The local variables of the calling `generate()`; None if it is not on the stack.
+def apply_environment() -> None:
+    """Apply the settings file named by LADE_CONFIG, once per process, before any other change.
 
-    Some arguments, such as the streamer, are not passed on and can be seen only there.
+    Raises ValueError as config_lade(CONFIG=...) does. Then nothing has changed, and the next call tries again.
     """
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals
+    global _environment_is_read, _default
+    path = os.environ.get("LADE_CONFIG", "")
+    with lock:
+        if path and not _environment_is_read:
+            _default = with_file(_default, path, "LADE_CONFIG")
+            _environment_is_read = True
 
 
-def _refuse(model: PreTrainedModel, generation_config: Any, call: dict[str, Any] | None) -> None:
-    """Raise ValueError if transformers did not pass on an argument of the call, so that it would be ignored."""
-    assistant = call and call["assistant_model"]
-    mode = generation_config.get_generation_mode(assistant).value
-    if mode not in ("greedy_search", "sample"):
-        raise ValueError(f"custom_generate=lade.generate is for greedy decoding and sampling, got a request for {mode}")
-    dropped = [name for name in ("streamer", "synced_gpus") if call and call[name]]
-    is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if (
-        is_shared and is_divided(model) and torch.distributed.get_world_size() > 1
-    ):  # generate() sets synced_gpus itself then
-        dropped.append("synced_gpus")
-    if dropped:
-        raise ValueError(f"custom_generate=lade.generate is given no {dropped[0]} by transformers: {INSTEAD}")
+@contextmanager
+def temporary_settings(**keywords: Any) -> Iterator[None]:
+    """Change settings within a `with` block. keywords: of `config_lade`."""
+    global _default
+    before = _default
+    try:
+        config_lade(**keywords)
+        yield
+    finally:
+        _default = before
+
+
+def _help() -> Iterator[str]:
+    """One entry per keyword, with its default."""
+    for name, field in SETTINGS.items():
+        value = int(field.default) if isinstance(field.default, bool) else field.default
+        yield f"{name}: {field.metadata['meaning']}" + ("" if value is None else f" Default: {value!r}.")
+    yield (
+        "CONFIG: a JSON file of these keywords, such as `lade bench --tune` writes. It is applied before the other "
+        "keywords of the call."
+    )
+    yield "SPLIT_FLAG: accepted and ignored."
+
+
+_entries = [textwrap.fill(entry, 110, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in _help()]
+config_lade.__doc__ = f"{(config_lade.__doc__ or '').rstrip()}\n\n" + "\n".join(_entries) + "\n"
+config_lade.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # for help() and editors
+    [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in KEYWORDS],
+    return_annotation=None,
+)

@@ -18,7 +18,7 @@ from lade import decoding
 from lade.commands.env import lade_lines
 from lade.common.state import forget_all
 from lade.common.tolerance import TOLERANCE
-from lade.config import LookaheadConfig, current_config
+from lade.config import LookaheadConfig
 from lade.drafting.step_costs import StepCosts
 from lade.forward import base as forward_base
 from lade.forward.base import BlockCall, path_for
@@ -32,6 +32,7 @@ from lade.forward.cuda.kernel import reference_block_attention, self_check
 from lade.forward.cuda.path import largest_head_dim, slow_kernel_reason
 from lade.models import base
 from lade.stats import GenerationStats
+from lade.switch import current_config
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

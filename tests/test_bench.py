@@ -12,13 +12,14 @@ from support import prompt, tiny_llama
 from transformers import AutoTokenizer
 
 import lade
-from lade import commands, config
+from lade import commands, config, switch
 from lade.commands import bench, measure
 from lade.commands import progress as progress_module
 from lade.commands.measure import Method, Run, run_methods
 from lade.commands.progress import progress_bar
 from lade.commands.prompts import OWN_PROMPTS, as_inputs, read_prompts
 from lade.commands.tune import CANDIDATES, KEEP_DEFAULT, NOTHING_PAYS, describe, is_worth_it, report, tune
+from lade.common import notices
 
 BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
 PROMPTS = [prompt(20), prompt(30, seed=1)]  # the first to choose by, the second to judge by
@@ -28,9 +29,9 @@ COMMON = {"max_new_tokens": 24}
 
 @pytest.fixture(autouse=True)
 def keep_config(monkeypatch):
-    monkeypatch.setattr(config, "_default", config.LookaheadConfig())
-    monkeypatch.setattr(config, "_environment_is_read", False)
-    monkeypatch.setattr(config, "_warned", set())
+    monkeypatch.setattr(switch, "_default", config.LookaheadConfig())
+    monkeypatch.setattr(switch, "_environment_is_read", False)
+    monkeypatch.setattr(notices, "_said", set())
     monkeypatch.delenv("LADE_CONFIG", raising=False)
 
 
@@ -66,7 +67,7 @@ def found_by(model, candidates=WINDOWS, prompts=PROMPTS):
 @pytest.fixture
 def poor_default(monkeypatch):
     """The default proposes little."""
-    monkeypatch.setattr(config, "_default", config.LookaheadConfig(max_block=2, adaptive=False))
+    monkeypatch.setattr(switch, "_default", config.LookaheadConfig(max_block=2, adaptive=False))
 
 
 def test_what_beats_the_default_is_recommended(clock, lade_on, poor_default, tmp_path):
@@ -81,7 +82,7 @@ def test_what_beats_the_default_is_recommended(clock, lade_on, poor_default, tmp
     assert measured["identical_outputs"] == 1
     steps = []
     for tried in ({}, settings):  # they were really in force: a step of either kind takes a second
-        with config.temporary_settings(**measure.NOT_SHARED, **tried):
+        with switch.temporary_settings(**measure.NOT_SHARED, **tried):
             model.generate(**PROMPTS[1], **COMMON)
         steps.append(lade.last_stats().steps)
     assert measured["ratio_to_default"]["median"] == round(steps[0] / steps[1], 4) > 1.02

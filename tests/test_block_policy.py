@@ -10,7 +10,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lade
 from lade import decoding
 from lade.common import notices
-from lade.config import current_config
 from lade.drafting import step_costs, with_mode
 from lade.drafting import tree as recycling
 from lade.drafting.block_policy import BlockMode, BlockModePolicy, EarlyStop, choose_size
@@ -18,6 +17,7 @@ from lade.drafting.growth import Grower
 from lade.drafting.step_costs import SIZES, StepCosts
 from lade.drafting.tree import TreeDrafter
 from lade.forward.base import ForwardPath
+from lade.switch import current_config
 from lade.verification import draws as noise
 
 held = []  # models, which costs do not keep alive

@@ -11,15 +11,17 @@ from support import beside, is_patched, python
 from transformers import GenerationMixin
 
 import lade
-from lade import augment, config
-from lade.config import LookaheadConfig, current_config, is_enabled
+from lade import augment, config, switch
+from lade.common import notices
+from lade.config import LookaheadConfig
+from lade.switch import current_config, is_enabled
 
 
 @pytest.fixture(autouse=True)
 def keep_config(monkeypatch):
-    monkeypatch.setattr(config, "_default", LookaheadConfig())
-    monkeypatch.setattr(config, "_environment_is_read", False)
-    monkeypatch.setattr(config, "_warned", set())
+    monkeypatch.setattr(switch, "_default", LookaheadConfig())
+    monkeypatch.setattr(switch, "_environment_is_read", False)
+    monkeypatch.setattr(notices, "_said", set())
     monkeypatch.delenv("LADE_CONFIG", raising=False)
 
 
@@ -274,9 +276,9 @@ def test_a_file_without_settings_says_why_once(settings_file, caplog):
 
 def test_temporary_settings():
     lade.config_lade(WINDOW_SIZE=3)
-    with config.temporary_settings(LEVEL=4):
+    with switch.temporary_settings(LEVEL=4):
         assert sizes() == (4, 3, 7)
-    with pytest.raises(ValueError, match="LEVEL"), config.temporary_settings(LEVEL=1):
+    with pytest.raises(ValueError, match="LEVEL"), switch.temporary_settings(LEVEL=1):
         pass
     assert sizes() == (5, 3, 7)
 

@@ -9,9 +9,9 @@ from support import prompt, tiny_llama
 
 import lade
 from lade.block.token_tree import TokenTree
-from lade.config import current_config
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.memory import Memory
+from lade.switch import current_config
 from lade.verification.sequences import TokenSequences
 
 NUM_TOKENS = 64

@@ -14,8 +14,8 @@ import pytest
 import torch
 from support.processes import ENVIRONMENT, ROOT
 
-from lade.config import current_config
 from lade.forward.cuda import proof
+from lade.switch import current_config
 
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu"]
 

@@ -171,7 +171,7 @@ def test_options_are_checked(capsys):
 
 
 def test_options_end_where_the_program_begins(monkeypatch):
-    monkeypatch.setattr(lade.config, "_default", lade.current_config())
+    monkeypatch.setattr(lade.switch, "_default", lade.current_config())
     options, program = run.parse(["--level", "4", "--guess", "-1", "-m", "pkg", "-m", "x", "--window", "9"])
     assert (options.module, program) == (program, ["pkg", "-m", "x", "--window", "9"])
     config = lade.current_config()
@@ -187,8 +187,8 @@ def sizes() -> tuple[int, int, int]:
 @pytest.fixture
 def settings(tmp_path, monkeypatch) -> Path:
     """A file of settings; the current ones are put back."""
-    monkeypatch.setattr(lade.config, "_default", lade.LookaheadConfig())
-    monkeypatch.setattr(lade.config, "_environment_is_read", False)
+    monkeypatch.setattr(lade.switch, "_default", lade.LookaheadConfig())
+    monkeypatch.setattr(lade.switch, "_environment_is_read", False)
     path = tmp_path / "settings.json"
     path.write_text('{"LEVEL": 4, "WINDOW_SIZE": 3}')
     return path
@@ -234,7 +234,7 @@ def test_sub_commands_leave_the_users_file_alone(settings, monkeypatch, variable
 def test_auto(settings):
     run.parse(["--auto", "--level", "4", "x.py"])
     chosen = lade.current_config()
-    lade.config._default = lade.LookaheadConfig()
+    lade.switch._default = lade.LookaheadConfig()
     run.parse(["--level", "4", "x.py"])
     assert chosen != lade.current_config()
     lade.config_lade(MODE="auto")
@@ -325,7 +325,7 @@ def test_env(capsys, monkeypatch, lade_on):
 def test_env_says_what_is_wrong_with_the_settings(settings, monkeypatch):
     monkeypatch.setenv("LADE_CONFIG", str(settings))
     assert "LEVEL=4" in env.report()
-    monkeypatch.setattr(lade.config, "_environment_is_read", False)
+    monkeypatch.setattr(lade.switch, "_environment_is_read", False)
     settings.write_text("{")
     assert "WRONG: LADE_CONFIG=" in env.report()
 

@@ -131,7 +131,7 @@ def test_two_lines_of_the_readme(monkeypatch):
         assert lade.last_stats().fallback_reason is None
     finally:
         lade.restore_all()
-        lade.config._default = before
+        lade.switch._default = before
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -14,7 +14,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.common.compat import CACHE_NAME
-from lade.config import current_config
 from lade.drafting import DraftRequest, make_drafter, register_drafter
 from lade.drafting import tree as tree_module
 from lade.drafting.likeliest import most_likely
@@ -22,6 +21,7 @@ from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import ids_of
 from lade.drafting.tree import MAX_PROMPT_ROWS, TreeDrafter
 from lade.models.base import prompt_key_mask
+from lade.switch import current_config
 
 pytestmark = pytest.mark.usefixtures("lade_on")
 

@@ -10,8 +10,8 @@ import torch
 from support import prompt, tiny_llama
 
 import lade
-from lade.config import current_config
 from lade.drafting.memory import Memory
+from lade.switch import current_config
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 

@@ -21,8 +21,7 @@ from transformers import (
 )
 
 import lade
-from lade import config as lade_config
-from lade import eligibility, switch
+from lade import custom_generate, eligibility, switch
 
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8}
 
@@ -30,14 +29,14 @@ SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8}
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch):
     """No patch, no variable, and both as they were afterwards."""
-    before = lade_config.current_config()
+    before = switch.current_config()
     monkeypatch.delenv("USE_LADE", raising=False)
     monkeypatch.setattr(eligibility, "LEAST_TOKENS", 1)
     lade.restore_all()
     lade.config_lade(ADAPTIVE=0)
     yield
     lade.restore_all()
-    lade_config._default = before
+    switch._default = before
 
 
 def ran():
@@ -116,15 +115,15 @@ def test_the_innermost_decides(monkeypatch, model):
     for variable, expected in (("1", True), ("0", False)):
         monkeypatch.setenv("USE_LADE", variable)
         with lade.enabled(MAX_BLOCK=8):
-            assert lade_config.is_enabled()
+            assert switch.is_enabled()
             with lade.enabled(False, SHARE=0):
                 assert lade.current_config().max_block == 8
-                assert not lade_config.is_enabled()
+                assert not switch.is_enabled()
                 model.generate(**prompt(), max_new_tokens=8)
                 assert lade.last_stats().fallback_reason == "lade.enabled(False) is in force"
-            assert lade_config.is_enabled()
+            assert switch.is_enabled()
             assert lade.current_config().share
-        assert lade_config.is_enabled() is expected
+        assert switch.is_enabled() is expected
 
 
 def test_a_block_keeps_its_settings():
@@ -153,13 +152,13 @@ def test_wrong_settings_change_nothing(settings, kind, message):
     with pytest.raises(kind, match=message), lade.enabled(**settings):
         pass
     assert vars(GenerationMixin)["generate"] is before
-    assert not lade_config.is_enabled()
+    assert not switch.is_enabled()
 
 
 def test_after_an_exception():
     with pytest.raises(KeyError), lade.enabled(MAX_BLOCK=8):
         raise KeyError
-    assert not lade_config.is_enabled()
+    assert not switch.is_enabled()
     assert lade.current_config().max_block == 64
 
 
@@ -170,7 +169,7 @@ def test_other_threads_are_untouched(model):
 
     def state():
         model.generate(**prompt(), max_new_tokens=8)
-        return lade_config.is_enabled(), lade.current_config().max_block, lade.last_stats().fallback_reason is None
+        return switch.is_enabled(), lade.current_config().max_block, lade.last_stats().fallback_reason is None
 
     def other():
         inside.wait()
@@ -294,7 +293,7 @@ def test_what_one_call_cannot_have_is_refused(model, arguments, message):
 
 def test_models_divided_over_processes_are_refused(model, monkeypatch):
     """generate() would set synced_gpus by itself, and does not pass it on."""
-    monkeypatch.setattr(switch, "is_divided", lambda model: True)
+    monkeypatch.setattr(custom_generate, "is_divided", lambda model: True)
     model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)  # one process
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import lade
 from lade.common.state import forget_all
-from lade.config import temporary_settings
 from lade.forward.cuda import buffer_pool, static_shapes
+from lade.switch import temporary_settings
 
 SIZES = {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2, "ADAPTIVE": 0}
 CAPTURED = SIZES | {"CUDA_GRAPH": 1, "MODE": "tree"}

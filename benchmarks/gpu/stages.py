@@ -25,11 +25,11 @@ import lade
 from gpu import hazards, stand_in
 from gpu.hazards import SIZES, figures
 from lade.common.tolerance import TOLERANCE
-from lade.config import temporary_settings
 from lade.forward.cuda import kernel as kernels
 from lade.forward.cuda.graphs import capture
 from lade.forward.cuda.kernel.packed_mask import FIRST, LENGTH
 from lade.forward.cuda.proof import store_proof
+from lade.switch import temporary_settings
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 WAYS: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ from lade.commands.model import Parser, add_model_arguments, how_to_choose, load
 from lade.commands.progress import progress_bar
 from lade.commands.prompts import as_inputs, read_prompts
 from lade.commands.tune import check_prompts, report, tune
-from lade.config import current_config
+from lade.switch import current_config
 
 INTERRUPTED = 130  # exit status, as shells have it for Ctrl-C
 

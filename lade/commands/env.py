@@ -14,8 +14,9 @@ from pathlib import Path
 import lade
 from lade.commands.model import Parser
 from lade.common.version import TESTED, is_newer_than_tested, version_problem
-from lade.config import SETTINGS, apply_environment, current_config
+from lade.config import SETTINGS
 from lade.forward.cpu.free_memory import free_bytes
+from lade.switch import apply_environment, current_config
 
 PACKAGES = (
     "torch",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lade
-from lade.config import temporary_settings
+from lade.switch import temporary_settings
 
 if TYPE_CHECKING:
     import torch

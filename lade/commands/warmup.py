@@ -7,7 +7,7 @@ import sys
 
 import lade
 from lade.commands import model as models
-from lade.config import current_config
+from lade.switch import current_config
 
 
 def main(arguments: list[str]) -> int:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
+from lade.common.request import Request
 from lade.config import LookaheadConfig
 from lade.drafting.prediction import Predictions
 from lade.drafting.step_costs import StepCosts
 from lade.models.base import ModelAdapter
-from lade.request import Request
 from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsDigest
 from lade.verification.sequences import TokenSequences

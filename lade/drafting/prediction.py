@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from lade.common.request import Request
 from lade.drafting.suffix_index import KEY_LENGTH, MAX_MATCH, Match
 from lade.drafting.text_store import TextStore
-from lade.request import Request
 
 RULE = "a list or tensor of token ids for all prompts, or a list of one for each prompt"
 BEGIN = -3  # before a prediction and before the answer, KEY_LENGTH times, so that their beginnings match; no token id

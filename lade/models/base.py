@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block, Reach, block_mask, masks_by_layer
 from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, StaticLayer
+from lade.common.request import Request
 from lade.common.tolerance import has_exact_products
 from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
@@ -22,7 +23,6 @@ from lade.models.reaches import LAYER_REACH, layer_reaches
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
 from lade.models.ropes import MOVING_ROPES, has_unknown_rope, rope_settings
 from lade.models.shadow import shadow_model
-from lade.request import Request
 
 # Attention implementations that accept the 4-D mask of a block.
 MASKED_ATTENTION = ("eager", "sdpa")

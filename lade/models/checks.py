@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lade.block.mask import EVERYWHERE
-from lade.request import Request
+from lade.common.request import Request
 
 
 def unsupported_by_any(adapter: Any, request: Request) -> str | None:

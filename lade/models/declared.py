@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lade.common.compat import PROMPT_ARGUMENTS
-from lade.config import current_config
 from lade.models.base import ModelAdapter
+from lade.switch import current_config
 
 
 class DogeAdapter(ModelAdapter):

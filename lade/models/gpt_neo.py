@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lade.block.mask import Block, Reach, block_mask
+from lade.common.request import Request
 from lade.models.base import ModelAdapter
 from lade.models.shadow import Sliced
-from lade.request import Request
 
 
 class GPTNeoAdapter(ModelAdapter):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lade.common.request import Request
 from lade.models.base import ModelAdapter
-from lade.request import Request
 
 
 class Phi3Adapter(ModelAdapter):

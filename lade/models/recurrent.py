@@ -16,10 +16,10 @@ from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, Block, Reach
 from lade.block.recurrent_state import KEPT_LAYERS, RecurrentCache, unknown_layer
 from lade.common.compat import BOTH_LAYER, CACHE_NAME, DynamicLayer
-from lade.config import current_config
+from lade.common.request import Request
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter
-from lade.request import Request
+from lade.switch import current_config
 
 # Model types whose own prepare_inputs_for_generation changes nothing for blocks: it says how many rows the prompt's
 # logits have, or leaves out a mask that a token without padding does not need.

@@ -14,8 +14,8 @@ from lade.common.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
 from lade.common.state import PerModel, keeping_state
 from lade.common.tolerance import MASK_EFFECT_RATIO, STATE_EFFECT_RATIO, largest_difference
 from lade.common.trial import Trial
-from lade.config import current_config
 from lade.models.base import ModelAdapter
+from lade.switch import current_config
 from lade.verification.draws import keeping_generators
 
 # The check's prompt is as long as the call's text, up to the last of these. What changes beyond that many tokens only
@@ -106,7 +106,7 @@ def trial_errors(
     num_rows: int = 1,
     is_masked: bool = False,
 ) -> tuple[float, float]:
-    """The largest difference of trial blocks' logits from plain decoding's, and the effect of a fault in the same blocks.
+    """The largest difference of trial blocks' logits from plain decoding's, and the effect of a fault in them.
 
     The second figure is what the first is judged against: the difference where the tree mask is ignored or, in a model
     with a recurrent state, where a rejected guess stays in the state.

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.token_tree import BlockPart, TokenTree
-from lade.config import LookaheadConfig, current_config
+from lade.common.request import Request
+from lade.config import LookaheadConfig
 from lade.parallel.checksums import checksum_of, model_checksum, plain_values
 from lade.parallel.communicator import LEADER, Communicator, communicator_for
 from lade.parallel.partition import split
-from lade.request import Request
 from lade.stats import GenerationStats
+from lade.switch import current_config
 from lade.verification.draws import READABLE, generator_state, set_generator_state
 from lade.verification.logits import BlockLogits
 from lade.verification.outputs import OutputRecorder

@@ -29,8 +29,8 @@ from transformers import (
 
 from lade.block.token_tree import TokenTree
 from lade.common.compat import logits_processors
+from lade.common.request import Request
 from lade.common.transfer import on_host
-from lade.request import Request
 from lade.verification.bypassed import is_as_written
 from lade.verification.draws import ExponentialDraws, drawing, gumbel_scores
 from lade.verification.logits import BlockLogits

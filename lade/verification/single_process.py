@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.token_tree import BlockPart, TokenTree, whole
+from lade.common.request import Request
 from lade.config import LookaheadConfig
-from lade.request import Request
 from lade.stats import GenerationStats
 from lade.verification.logits import BlockLogits
 from lade.verification.selection import Accepted, Selection

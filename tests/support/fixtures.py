@@ -11,8 +11,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import lade
 from lade import augment, eligibility
 from lade.common.compat import require_names
-from lade.config import MODES, temporary_settings
+from lade.config import MODES
 from lade.models import self_check
+from lade.switch import temporary_settings
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
 from support.processes import ROOT

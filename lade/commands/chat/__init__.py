@@ -7,7 +7,7 @@ import os
 import sys
 
 from lade.commands.model import Parser, add_model_arguments, how_to_choose, load, parse
-from lade.config import ON_VALUES
+from lade.switch import ON_VALUES
 
 SAMPLE_QUESTION = "What are the arguments of shutil.copytree?"
 WITHOUT_MEANING = ("model_type", "quant", "use_ds", "local_rank")  # flags of the original chatbot

@@ -16,7 +16,7 @@ from transformers import StoppingCriteria
 from lade.commands.chat.conversation import Answer, Conversation, DoesNotFit
 from lade.commands.chat.streaming import AnswerStreamer
 from lade.commands.detokenize import for_terminal
-from lade.config import current_config, is_enabled
+from lade.switch import current_config, is_enabled
 
 PROMPT = "You: "
 ALIASES = {"/clear": "/reset", "/bye": "/quit", "/exit": "/quit"}  # of ollama and llama.cpp

@@ -44,8 +44,8 @@ def _attend(
     HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
     # fmt: on
-    """Online softmax over one tile of keys, in slots [N]: updates the maximum [M] (log2), the sum of weights [M] and the
-    weighted values [M, D_v].
+    """Online softmax over one tile of keys, in slots [N]: updates the maximum [M] (log2), the sum of weights [M] and
+    the weighted values [M, D_v].
     """
     key_dim, value_dim = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     key_pointers = keys + slot[:, None] * key_stride_c + key_dim[None, :]
