@@ -50,7 +50,7 @@ from lade.drafting.likeliest import likeliest_on_host
 from lade.drafting.memory import Memory
 from lade.switch import current_config, temporary_settings
 from lade.verification.draws import ExponentialDraws
-from lade.verification.logits import LogitsDigest
+from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
 from lade.verification.walk import children_of
 
@@ -309,18 +309,18 @@ def replay(
             found = oracle.rows(len(prompt) + before, tree.part([path]))
             rows = [found[kept.index(node)] if node in kept else found[0] for node in range(1 + tree.num_nodes)]
         began = time.thread_time()
-        drafter.learn(Outcome(tree, oracle.logits(rows), [path], choices, sequences, digest_of(rows)))
+        drafter.learn(Outcome(tree, oracle.logits(rows), [path], choices, sequences, summary_of(rows)))
         seconds += time.thread_time() - began
         num_steps += 1
     drafter.finish()
     return Replay(len(tokens), num_steps, drafter.sources(), seconds)
 
 
-def digest_of(rows: list[Row]) -> LogitsDigest:
+def summary_of(rows: list[Row]) -> LogitsSummary:
     """What the tree drafter reads of logits."""
     _, ids, probabilities, projections = (np.stack(column)[None] for column in zip(*rows, strict=True))
     shape = ids.shape[:2]
-    return LogitsDigest(ids[..., 0], np.zeros(shape, bool), np.full(shape, -1), ids, probabilities, projections)
+    return LogitsSummary(ids[..., 0], np.zeros(shape, bool), np.full(shape, -1), ids, probabilities, projections)
 
 
 def steps_of_loop(model: Any, recording: Recording, config: dict[str, Any]) -> int:

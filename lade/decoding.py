@@ -161,7 +161,7 @@ class DecodingCall:
         if self.prompt_rows and outputs.logits.shape[1] > 1:
             self.drafter.read_prompt(outputs.logits[:, -1 - self.prompt_rows : -1])
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
-        self.path.use_digests(self.nan_column, self.selection.temperature)
+        self.path.use_summaries(self.nan_column, self.selection.temperature)
 
     def propose(self) -> Draft:
         """The drafter's guesses after each row's root."""
@@ -213,13 +213,13 @@ class DecodingCall:
         """Choose and commit tokens along the tree."""
         self.selection.recorder.begin_step(outputs, self.cache.lengths[0], self.cache.num_waiting)
         logits, behind_window = step.layout.split(outputs.logits, step.part.tree)
-        choices, digest = None, self.path.digest
+        choices, summary = None, self.path.summary
         if step.draft.has_window:
             choices = best_tokens(behind_window[..., : self.adapter.num_tokens]).to(self.device)
-        own = BlockLogits(logits, self.nan_column, digest)
+        own = BlockLogits(logits, self.nan_column, summary)
         block_logits, choices = self.group.exchange(step.part, own, choices)
         accepted = self.selection.verify(step.tree, block_logits)
-        return Outcome(step.tree, logits, accepted, choices, self.selection.sequences, digest)
+        return Outcome(step.tree, logits, accepted, choices, self.selection.sequences, summary)
 
     def commit(self, step: Step, accepted: Accepted) -> None:
         """Keep the keys/values of the accepted tokens and drop the rest."""

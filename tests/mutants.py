@@ -174,7 +174,7 @@ MUTANTS = [
     mutant("contexts: a file lists the tokens of a text in order", "drafting/contexts.py",
            "np.lexsort((tokens[by_age], np.arange(len(tokens)) // SAVED_TOGETHER))", "np.arange(len(tokens))",
            "contexts.py::test_a_file_does_not_spell_out_the_texts"),
-    mutant("grades: draws are compared as if all sources were as sharp", "drafting/growth.py",
+    mutant("bins: draws are compared as if all sources were as sharp", "drafting/growth.py",
            "[[found.prior.sharpness] for found in rows]", "[[1.0] for found in rows]",
            "growth.py::test_trees_are_the_likeliest_of_their_size"),
     mutant("prompt rows: padding is learned from", "drafting/tree.py",

@@ -22,7 +22,7 @@ from lade.drafting.contexts import projected as projected_by
 from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower, Growth
 from lade.drafting.memory import Memory
 from lade.drafting.text import DraftedText
-from lade.drafting.top_k_table import GRADE_BITS, ROW_LENGTH, packed
+from lade.drafting.top_k_table import BIN_BITS, ROW_LENGTH, packed
 from lade.drafting.tree import TreeDrafter
 from lade.stats import tracing
 
@@ -66,7 +66,7 @@ def test_the_most_similar_row_of_a_token_is_found(steps, capacity):
             assert found is None
             continue
         best = max(places, key=lambda i: known[i][1] @ asked)
-        assert (found.row >> GRADE_BITS).tolist() == [best] * ROW_LENGTH
+        assert (found.row >> BIN_BITS).tolist() == [best] * ROW_LENGTH
         assert found.after.tolist() == [best] * CONTEXT_SIZE
         assert found.similarity == pytest.approx(known[best][1] @ asked, abs=1e-5)
     table.clear()
@@ -133,7 +133,7 @@ def test_a_file_does_not_spell_out_the_texts():
     saved = table.as_arrays()
     assert saved.tokens.tolist() == sorted(tokens)
     for token in range(50):  # of each token the order is kept
-        order = (saved.rows[saved.tokens == token, 0] >> GRADE_BITS).tolist()
+        order = (saved.rows[saved.tokens == token, 0] >> BIN_BITS).tolist()
         assert order == sorted(order)
 
 

@@ -1,4 +1,4 @@
-"""The likeliest tree: what a search of all guesses finds, from rows whose probabilities are rounded to grades."""
+"""The likeliest tree: what a search of all guesses finds, from rows whose probabilities are rounded to bins."""
 
 import heapq
 
@@ -13,7 +13,7 @@ from lade.drafting.coming_draws import wins
 from lade.drafting.growth import GREEDY_LENGTH, LEAST_FOR_BOTH, Grower
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
-from lade.drafting.top_k_table import GRADE_BITS, GRADE_RATIO, NUM_GRADES, PROBABILITIES, ROW_LENGTH, packed, without
+from lade.drafting.top_k_table import BIN_BITS, BIN_RATIO, NUM_BINS, PROBABILITIES, ROW_LENGTH, packed, without
 
 
 def grower_of(memory, text, draws_at=lambda depth: None, priors=GREEDY, context=None, rows=(), copies=()):
@@ -23,11 +23,11 @@ def grower_of(memory, text, draws_at=lambda depth: None, priors=GREEDY, context=
 def test_a_grade_is_within_its_ratio():
     probabilities = np.geomspace(1e-6, 1.0, 4000, dtype=np.float32).reshape(-1, 1)
     rows = packed(np.full(probabilities.shape, 7), probabilities)
-    found = PROBABILITIES[rows[:, :1] & NUM_GRADES - 1]
-    assert np.abs(np.log(found / probabilities)).max() <= np.log(GRADE_RATIO) / 2 + 1e-4
-    assert (rows >> GRADE_BITS == 7).all()
+    found = PROBABILITIES[rows[:, :1] & NUM_BINS - 1]
+    assert np.abs(np.log(found / probabilities)).max() <= np.log(BIN_RATIO) / 2 + 1e-4
+    assert (rows >> BIN_BITS == 7).all()
     with np.errstate(all="raise"):
-        assert (packed(np.array([[3, 4]]), np.array([[np.nan, 0.0]])) & NUM_GRADES - 1 == 0).all()
+        assert (packed(np.array([[3, 4]]), np.array([[np.nan, 0.0]])) & NUM_BINS - 1 == 0).all()
 
 
 @pytest.mark.parametrize("draws", [None, np.random.default_rng(0).exponential(size=24).astype(np.float32)])
@@ -41,14 +41,14 @@ def test_short_rows_hold_each_guess_once(draws):
 
 def test_a_row_without_a_token():
     row = packed(np.arange(8)[None], np.full((1, 8), 0.1))[0]
-    assert {*(without(row, 3) >> GRADE_BITS).tolist()} == {0, 1, 2, 4, 5, 6, 7}
+    assert {*(without(row, 3) >> BIN_BITS).tolist()} == {0, 1, 2, 4, 5, 6, 7}
     assert len(without(row, 3)) == ROW_LENGTH
     assert without(packed(np.array([[3]]), np.array([[1.0]]))[0], 3) is None
 
 
 def test_what_is_no_number_has_no_rows():
     """Logits of NaN give rows without probability."""
-    assert not (most_likely(torch.full((2, VOCAB), torch.nan)) & NUM_GRADES - 1).any()
+    assert not (most_likely(torch.full((2, VOCAB), torch.nan)) & NUM_BINS - 1).any()
 
 
 def test_priors():
@@ -94,12 +94,12 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
     memory.table.put(list(range(VOCAB)), table)
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     monkeypatch.setattr(SAMPLED, "token", prior)
-    monkeypatch.setitem(SAMPLED.chances, prior, prior.by_grade())
+    monkeypatch.setitem(SAMPLED.chances, prior, prior.by_bin())
     draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
     grower = grower_of(memory, [5, 6], lambda depth: draws[depth] if is_drawn else None, SAMPLED)
 
     def guesses(token, depth):
-        ids, chances = table[token] >> GRADE_BITS, PROBABILITIES[table[token] & NUM_GRADES - 1]
+        ids, chances = table[token] >> BIN_BITS, PROBABILITIES[table[token] & NUM_BINS - 1]
         if not is_drawn:
             return [(token, prior.chance(float(p))) for token, p in zip(ids, chances, strict=True)][:GREEDY_LENGTH]
         _, found = wins(chances[None], draws[depth].take(ids)[None], np.array([[prior.sharpness]]))

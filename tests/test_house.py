@@ -151,7 +151,7 @@ TESTED_IN = {
     "models": "families",
     "models.base": "models",
     "models.compiled": "compiled_models",
-    "models.reaches": "families",
+    "models.attention_spans": "families",
     "models.checks": "requests",
     "models.self_check": "models",
     "models.shadow": "models",

@@ -23,7 +23,7 @@ from transformers.masking_utils import eager_mask
 
 import lade
 from lade.block.kv_cache import LookaheadCache, cache_arguments
-from lade.block.mask import Block, Reach, block_mask
+from lade.block.mask import AttentionSpan, Block, block_mask
 from lade.forward.cuda.kernel import interface as ours
 from lade.forward.cuda.kernel import left_padding, pack_mask
 from lade.forward.cuda.static_inputs import packed_block_mask
@@ -134,7 +134,7 @@ class Case:
         full, config = block_mask(self.block, torch.float64), self.model.config
         mask = full
         if getattr(config, "sliding_window", None):
-            windowed = block_mask(self.block, torch.float64, Reach(window=WINDOW))
+            windowed = block_mask(self.block, torch.float64, AttentionSpan(window=WINDOW))
             types = getattr(config, "layer_types", None)
             mask = {"full_attention": full, "sliding_attention": windowed} if types else windowed
         return self.logits(self.model, mask)
@@ -144,7 +144,9 @@ class Case:
         block = self.block if visible is None else replace(self.block, visible=visible)
         padding = None if self.key_mask is None else left_padding(self.key_mask)
         config = self.model.config
-        full, near = (packed_block_mask(block, padding, reach) for reach in (Reach(), Reach(window=WINDOW)))
+        full, near = (
+            packed_block_mask(block, padding, span) for span in (AttentionSpan(), AttentionSpan(window=WINDOW))
+        )
         mask = near if getattr(config, "sliding_window", None) else full
         if getattr(config, "layer_types", None):
             mask = {"full_attention": full, "sliding_attention": near}

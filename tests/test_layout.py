@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lade.block.layout import block_layout
-from lade.block.mask import Block, Reach, block_mask
+from lade.block.mask import AttentionSpan, Block, block_mask
 from lade.block.token_tree import merge_candidates
 
 CPU = torch.device("cpu")
@@ -56,10 +56,12 @@ def test_layout_is_the_definition(ngram_size, window_size, num_tails):
     assert tokens == [7, *tree.tokens[0], *cells[0].tolist()]
 
 
-@pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(window=50), Reach(chunk=4)], ids=str)
+@pytest.mark.parametrize(
+    "span", [AttentionSpan(), AttentionSpan(window=3), AttentionSpan(window=50), AttentionSpan(chunk=4)], ids=str
+)
 @pytest.mark.parametrize("lengths", [[3], [9], [5, 2], [4, 4], [11, 9]])
 @pytest.mark.parametrize("padded", [False, True])
-def test_mask_over_slots(lengths, padded, reach):
+def test_mask_over_slots(lengths, padded, span):
     num_queries, batch_size = 3, len(lengths)
     generator = torch.Generator().manual_seed(0)
     visible = torch.rand(batch_size, num_queries, num_queries, generator=generator) > 0.5
@@ -69,7 +71,7 @@ def test_mask_over_slots(lengths, padded, reach):
     if key_mask is not None:
         key_mask[0, 0] = False
     block = Block(torch.zeros(batch_size, num_queries), offsets, offsets, visible, torch.tensor([0]), lengths, key_mask)
-    mask = block_mask(block, torch.float32, reach)
+    mask = block_mask(block, torch.float32, span)
     assert mask.shape == (batch_size, 1, num_queries, max(lengths) + num_queries)
     for row, length in enumerate(lengths):
         padding = 1 if padded and row == 0 else 0
@@ -84,9 +86,9 @@ def test_mask_over_slots(lengths, padded, reach):
                     key_place = length + offsets[row, slot - length].item()
                 else:
                     expected = False
-                if reach.window:
-                    expected = expected and place - key_place < reach.window
-                if reach.chunk:
+                if span.window:
+                    expected = expected and place - key_place < span.window
+                if span.chunk:
                     expected = expected and (place - padding) // 4 == (key_place - padding) // 4
                 value = mask[row, 0, query, slot].item()
                 assert value == (0 if expected else torch.finfo(torch.float32).min)

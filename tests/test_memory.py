@@ -21,17 +21,17 @@ from lade.drafting import memory_file
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import Match, SuffixIndex
-from lade.drafting.top_k_table import GRADE_BITS, NUM_GRADES, PROBABILITIES, ROW_LENGTH, TopKTable, ids_of
+from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PROBABILITIES, ROW_LENGTH, TopKTable, ids_of
 
 
 def row_of(table, key):
-    """Ids and grades of a key's row; None if it has none."""
+    """Ids and bins of a key's row; None if it has none."""
     row = table.row(key)
-    return None if row is None else (ids_of(row).tolist(), (row & NUM_GRADES - 1).tolist())
+    return None if row is None else (ids_of(row).tolist(), (row & NUM_BINS - 1).tolist())
 
 
-def packed(ids, grades):
-    return ids << GRADE_BITS | grades
+def packed(ids, bins):
+    return ids << BIN_BITS | bins
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def damage(path, kind):
             names, metadata = file.keys(), file.metadata()
             arrays = {name: file.get_tensor(name) for name in names}
         change = {
-            "ids beyond the vocabulary": lambda: arrays["rows"].__setitem__((0, 0), VOCAB << GRADE_BITS),
+            "ids beyond the vocabulary": lambda: arrays["rows"].__setitem__((0, 0), VOCAB << BIN_BITS),
             "hold ids beyond": lambda: arrays["context_rows"].__setitem__((0, 0), -1),
             "context differ in number": lambda: arrays.__setitem__("context_centre", arrays["context_after"][:2]),
             "rows differ in number": lambda: arrays.__setitem__("keys", arrays["keys"][:2]),
@@ -373,7 +373,7 @@ def test_most_likely(vocab_size, dtype):
     # Random logits have no likely tokens; the estimated sum of rows of models is better.
     allowed = 1.6 if vocab_size >= likeliest_module.LEAST_GROUPED else 1 + 1e-5
     chances = exact_chances(logits, 1.0, ids)
-    found = PROBABILITIES[rows & NUM_GRADES - 1]
+    found = PROBABILITIES[rows & NUM_BINS - 1]
     assert np.abs(np.log(found / chances))[chances > 1e-6].max() <= np.log(allowed) + np.log(1.25) / 2
     rows = most_likely(logits[:, :3])  # fewer tokens than a row holds
     assert rows.shape == (5, ROW_LENGTH)

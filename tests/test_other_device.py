@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 import lade
 from lade import decoding
 from lade.block.layout import block_layout
-from lade.common.transfer import Landing
+from lade.common.transfer import HostCopy
 from lade.drafting import contexts
 from lade.drafting.coming_draws import ComingDraws
 from lade.forward import base as forward_base
@@ -200,7 +200,7 @@ def test_sampled_behind_a_captured_tree(model, other_device, monkeypatch):
     monkeypatch.setattr(fixed, "capture", lambda forward: forward)
     monkeypatch.setattr(fixed, "numerics", lambda device: ())
     monkeypatch.setattr(torch, "equal", lambda *tensors: True)
-    monkeypatch.setattr(Landing, "start", lambda self, tensor: self._host.zero_())
+    monkeypatch.setattr(HostCopy, "start", lambda self, tensor: self._host.zero_())
     lade.config_lade(MODE="tree", CUDA_GRAPH=1, ADAPTIVE=1)  # no rows by context in so small a model
     contexts.projection.cache_clear()  # as in a new process: a capture must not wait for the copy to the device
     for arguments in ({}, {"batch_size": 2, "padding": 5}):

@@ -607,7 +607,7 @@ def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
 
     monkeypatch.setattr(fixed, "capture", capture)
     stats = check(*both(model, prompt(), do_sample=False), compiled=False)
-    assert stats.reasons.get("graph") == "the captured digest is not that of the captured logits"
+    assert stats.reasons.get("graph") == "the captured summary is not that of the captured logits"
 
 
 def test_a_digest_is_that_of_its_logits(model, graphs):
@@ -615,14 +615,14 @@ def test_a_digest_is_that_of_its_logits(model, graphs):
     seen = []
 
     def keep(step, outcome):
-        if outcome.digest is not None:
+        if outcome.summary is not None:
             count, logits = outcome.logits.shape[1], outcome.logits.float()
-            seen.append(np.abs(outcome.digest.projections[:, :count]).max())
-            assert outcome.digest.best[:, :count].tolist() == logits.argmax(-1).tolist()
-            assert outcome.digest.ids[:, :count, 0].tolist() == logits.argmax(-1).tolist()
-            np.testing.assert_allclose(outcome.digest.chances[:, :count, 0], logits.softmax(-1).amax(-1), atol=1e-5)
+            seen.append(np.abs(outcome.summary.projections[:, :count]).max())
+            assert outcome.summary.best[:, :count].tolist() == logits.argmax(-1).tolist()
+            assert outcome.summary.ids[:, :count, 0].tolist() == logits.argmax(-1).tolist()
+            np.testing.assert_allclose(outcome.summary.chances[:, :count, 0], logits.softmax(-1).amax(-1), atol=1e-5)
             expected = projected(outcome.logits, projection(logits.device))
-            np.testing.assert_allclose(outcome.digest.projections[:, :count], expected, atol=1e-4)
+            np.testing.assert_allclose(outcome.summary.projections[:, :count], expected, atol=1e-4)
 
     with tracing(keep):
         model.generate(**prompt(), do_sample=False, **NEW)

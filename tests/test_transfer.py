@@ -13,9 +13,9 @@ from support.waits import Waits, counted_on_cpu
 import lade
 from lade.common import transfer
 from lade.common.state import forget_all
-from lade.common.transfer import Landing, Parcel, to_device
+from lade.common.transfer import HostCopy, TensorBuffer, to_device
 from lade.drafting.likeliest import LEAST_GROUPED, most_likely
-from lade.drafting.top_k_table import GRADE_BITS, NUM_GRADES
+from lade.drafting.top_k_table import BIN_BITS, NUM_BINS
 
 # The mask of the prompt is set at a call's first block, and the text is copied at its end.
 ONCE_PER_CALL = {"lade/forward/cuda/static_inputs.py", "lade/verification/sequences.py"}
@@ -47,16 +47,16 @@ def parts(offset):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_parcel(device):
+def test_a_buffer(device):
     """All parts in one copy, to the same addresses each time."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
-    parcel = Parcel(parts(0), torch.device(device))
-    views = dict(parcel.tensors)
+    buffer = TensorBuffer(parts(0), torch.device(device))
+    views = dict(buffer.tensors)
     for offset in range(3):
-        parcel.fill(parts(offset))
+        buffer.fill(parts(offset))
         for name, part in parts(offset).items():
-            assert parcel.tensors[name] is views[name]
+            assert buffer.tensors[name] is views[name]
             assert torch.equal(views[name].cpu(), part)
     assert len({view.untyped_storage().data_ptr() for view in views.values() if view.numel()}) == 1
 
@@ -69,7 +69,9 @@ def test_what_goes_in_a_parcel_goes_once(monkeypatch):
         calls.append(self.shape)
         return self
 
-    monkeypatch.setattr(transfer, "Parcel", lambda like, device: SimpleNamespace(tensors=dict(like), fill=calls.append))
+    monkeypatch.setattr(
+        transfer, "TensorBuffer", lambda like, device: SimpleNamespace(tensors=dict(like), fill=calls.append)
+    )
     monkeypatch.setattr(torch.Tensor, "to", to)
     on_host, there = parts(0), torch.zeros(7, device="meta")
     found = transfer.all_to_device(on_host | {"there": there}, CUDA)
@@ -80,9 +82,9 @@ def test_what_goes_in_a_parcel_goes_once(monkeypatch):
 def test_a_parcel_from_where_it_goes():
     """A window's tokens are on the device already: they go by themselves."""
     meta = {name: part.to("meta") for name, part in parts(0).items()}
-    parcel = Parcel(meta, torch.device("meta"))
-    parcel.fill(meta)
-    assert {name: view.shape for name, view in parcel.tensors.items()} == {n: p.shape for n, p in parts(0).items()}
+    buffer = TensorBuffer(meta, torch.device("meta"))
+    buffer.fill(meta)
+    assert {name: view.shape for name, view in buffer.tensors.items()} == {n: p.shape for n, p in parts(0).items()}
 
 
 def test_only_memory_of_the_host_is_pinned():
@@ -91,19 +93,19 @@ def test_only_memory_of_the_host_is_pinned():
     assert to_device(there, torch.device("cuda")) == "on cuda"
 
 
-def test_a_landing_keeps_what_it_was_given():
+def test_a_host_copy_keeps_what_it_was_given():
     values = torch.arange(3)
-    landing = Landing(values)
-    landing.start(values)
-    found = landing.read()
+    host_copy = HostCopy(values)
+    host_copy.start(values)
+    found = host_copy.read()
     values += 1
-    landing.start(values)
-    assert (found.tolist(), landing.read().tolist()) == ([0, 1, 2], [1, 2, 3])
+    host_copy.start(values)
+    assert (found.tolist(), host_copy.read().tolist()) == ([0, 1, 2], [1, 2, 3])
 
 
 def split(rows):
     """Ids, and logarithms of probabilities in steps."""
-    return rows >> GRADE_BITS, rows & (NUM_GRADES - 1)
+    return rows >> BIN_BITS, rows & (NUM_BINS - 1)
 
 
 @pytest.mark.parametrize("vocab_size", [3, 61, 4097])
@@ -111,11 +113,11 @@ def split(rows):
 def test_one_copy_of_the_likeliest_tokens_is_as_good_as_two(vocab_size, temperature, monkeypatch):
     """What devices other than the CPU do."""
     scores = 5 * torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(0))
-    ids, grades = split(most_likely(scores, temperature))
+    ids, bins = split(most_likely(scores, temperature))
     monkeypatch.setattr(transfer, "ON_HOST", ())
     found, exact = split(most_likely(scores, temperature))
     assert np.array_equal(found, ids)
-    assert np.abs(exact - grades).max() <= int(vocab_size >= LEAST_GROUPED)  # the host estimates the sum of many
+    assert np.abs(exact - bins).max() <= int(vocab_size >= LEAST_GROUPED)  # the host estimates the sum of many
 
 
 @pytest.mark.usefixtures("static_blocks")

@@ -82,7 +82,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class AttentionSpan:
     """What a layer attends to: everything, the last `window` positions, or the current chunk of `chunk` positions."""
 
     window: int | None = None
@@ -104,15 +104,15 @@ class Reach:
         return (places - padding) // limit * limit + padding
 
     def hides(self, block: Block) -> Tensor | None:
-        """Slots out of reach. Returns [B, q, K] bool, or None where there are none."""
+        """Slots outside the span. Returns [B, q, K] bool, or None where there are none."""
         first = self.first_places(block)
         return None if first is None else block.key_positions()[:, None] < first[:, :, None]
 
 
-EVERYWHERE = Reach()
+EVERYWHERE = AttentionSpan()
 
 
-def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> Tensor:
+def block_mask(block: Block, dtype: torch.dtype, span: AttentionSpan = EVERYWHERE) -> Tensor:
     """Additive mask over the cache's slots: 0 where a query attends to a key, the dtype's minimum elsewhere.
 
     Returns [B, 1, q, K]. Additive, because eager attention would add a bool mask as 0 and 1.
@@ -120,7 +120,7 @@ def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> T
     hidden = torch.finfo(dtype).min
     batch_size, num_queries = block.tokens.shape
     device = block.visible.device
-    too_far = reach.hides(block)
+    too_far = span.hides(block)
     if batch_size == 1 and block.key_mask is None:
         start, num_slots = block.lengths[0], block.num_slots
         mask = torch.zeros(1, 1, num_queries, num_slots, dtype=dtype, device=device)
@@ -142,9 +142,11 @@ def block_mask(block: Block, dtype: torch.dtype, reach: Reach = EVERYWHERE) -> T
     return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, hidden)[:, None]
 
 
-def masks_by_layer(make: Callable[[Reach], Tensor], reaches: Reach | dict[str, Reach]) -> Tensor | dict[str, Tensor]:
-    """One mask for all layers, or a dict by layer type, in which equal reaches share a mask."""
-    if isinstance(reaches, Reach):
-        return make(reaches)
-    masks = {reach: make(reach) for reach in dict.fromkeys(reaches.values())}
-    return {layer_type: masks[reach] for layer_type, reach in reaches.items()}
+def masks_by_layer(
+    make: Callable[[AttentionSpan], Tensor], spans: AttentionSpan | dict[str, AttentionSpan]
+) -> Tensor | dict[str, Tensor]:
+    """One mask for all layers, or a dict by layer type, in which equal spans share a mask."""
+    if isinstance(spans, AttentionSpan):
+        return make(spans)
+    masks = {span: make(span) for span in dict.fromkeys(spans.values())}
+    return {layer_type: masks[span] for layer_type, span in spans.items()}

@@ -47,7 +47,7 @@ def wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-class Parcel:
+class TensorBuffer:
     """Tensors of fixed shapes on a device: views of one buffer, so that one copy from the host fills all of them."""
 
     def __init__(self, like: Mapping[str, Tensor], device: torch.device) -> None:
@@ -85,28 +85,28 @@ def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
     here = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
     if device.type != "cuda" or len(here) < 2:
         return {name: to_device(tensor, device) for name, tensor in tensors.items()}
-    parcel = Parcel(here, device)
-    parcel.fill(here)
-    return {name: tensor.to(device) for name, tensor in tensors.items() if name not in here} | parcel.tensors
+    buffer = TensorBuffer(here, device)
+    buffer.fill(here)
+    return {name: tensor.to(device) for name, tensor in tensors.items() if name not in here} | buffer.tensors
 
 
-class Landing:
+class HostCopy:
     """Host memory for copies of a device's tensors of one shape and dtype, one at a time."""
 
     def __init__(self, like: Tensor) -> None:
         """like: an example, on the device."""
         is_on_cuda = like.device.type == "cuda"
         self._host = torch.empty(like.shape, dtype=like.dtype, device=HOST, pin_memory=is_on_cuda)
-        self._landed = torch.cuda.Event() if is_on_cuda else None
+        self._is_done = torch.cuda.Event() if is_on_cuda else None
 
     def start(self, tensor: Tensor) -> None:
         """Begin to copy a tensor. The host continues."""
-        self._host.copy_(tensor, non_blocking=self._landed is not None)
-        if self._landed is not None:
-            self._landed.record(torch.cuda.current_stream(tensor.device))  # may differ from the current device
+        self._host.copy_(tensor, non_blocking=self._is_done is not None)
+        if self._is_done is not None:
+            self._is_done.record(torch.cuda.current_stream(tensor.device))  # may differ from the current device
 
     def read(self) -> npt.NDArray[Any]:
         """The latest copy. Waits for it, unless the host has waited for the device meanwhile."""
-        if self._landed is not None:
-            self._landed.synchronize()
+        if self._is_done is not None:
+            self._is_done.synchronize()
         return self._host.numpy().copy()

@@ -28,8 +28,8 @@ class RowPrior(NamedTuple):
     def chance(self, probability: float) -> float:
         return min(MAX_CHANCE, self.scale * probability**self.power)
 
-    def by_grade(self) -> list[float]:
-        """By the grade of p (`lade.drafting.top_k_table`)."""
+    def by_bin(self) -> list[float]:
+        """By the bin of p (`lade.drafting.top_k_table`)."""
         return [self.chance(float(probability)) for probability in PROBABILITIES]
 
 
@@ -67,7 +67,7 @@ class Priors:
         self.prediction = _by_length("prediction", copies)
         self.unseen = unseen
         rows = (self.token, self.rejected, self.root, *self.context)
-        self.chances = {prior: prior.by_grade() for prior in rows}
+        self.chances = {prior: prior.by_bin() for prior in rows}
 
     def of_context(self, similarity: float) -> RowPrior:
         return self.context[bisect_right(SIMILARITIES, similarity)]

@@ -15,7 +15,7 @@ from lade.drafting.prediction import Predictions
 from lade.drafting.step_costs import StepCosts
 from lade.models.base import ModelAdapter
 from lade.verification.draws import ExponentialDraws
-from lade.verification.logits import LogitsDigest
+from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
 
 ROOT_ALONE = (2, 1)  # the (N, W) of a block without a window
@@ -71,7 +71,7 @@ class Outcome:
 
     tree: the guesses as they were laid out. logits: [B, 1 + n, V] after the root and after each node. accepted: the
     accepted nodes of each row, None for a row to which nothing was committed. choices: [B, W] the model's choices
-    after the window's last level; None without a window. sequences: the committed text. digest: what the host already
+    after the window's last level; None without a window. sequences: the committed text. summary: what the host already
     has of these logits, and of padding after them; None if nothing.
     """
 
@@ -80,7 +80,7 @@ class Outcome:
     accepted: list[list[int] | None]
     choices: Tensor | None
     sequences: TokenSequences
-    digest: LogitsDigest | None = None
+    summary: LogitsSummary | None = None
 
     @property
     def num_committed(self) -> list[int]:

@@ -24,7 +24,7 @@ LARGEST_LOGIT = 1e4  # larger ones count as this: some models rule out tokens by
 LEAST_CENTRED = 8  # rows whose mean is taken for what all have in common
 MAX_PLACES = 128  # latest rows of a token that are compared
 SAVED_TOGETHER = 1024  # rows that are saved in the order of their tokens, so that a file does not spell out the texts
-BYTES_PER_RECORD = 2 * 4 * CONTEXT_SIZE + 4 * ROW_LENGTH + 160  # both contexts, ids with their grades, the index
+BYTES_PER_RECORD = 2 * 4 * CONTEXT_SIZE + 4 * ROW_LENGTH + 160  # both contexts, ids with their bins, the index
 SEED = 0  # of the projection; saved contexts depend on it
 TINY = 1e-9  # in place of 0 where something is divided by it
 

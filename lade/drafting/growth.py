@@ -16,7 +16,7 @@ from lade.drafting.coming_draws import Draws, wins
 from lade.drafting.contexts import Context
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import MAX_MATCH
-from lade.drafting.top_k_table import GRADE_BITS, NUM_GRADES, PROBABILITIES, PackedRow
+from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PROBABILITIES, PackedRow
 
 LEAST_FOR_CONTEXT = 0.1  # from this chance of a node on, the row of the most similar context is looked up
 LEAST_FOR_BOTH = 0.3  # from this chance of a node on, its token's latest row is looked up beside that one
@@ -25,7 +25,7 @@ GREEDY_LENGTH = 8  # ids of a row that are guessed in greedy decoding
 UNSEEN = "unseen token"  # source of guesses that are made to learn their rows
 
 ABOVE_ROOT = -2  # in place of the parent of the root, which is -1
-_GRADE = NUM_GRADES - 1
+_BIN = NUM_BINS - 1
 
 Edge = tuple[int, int]  # parent, token
 Guess = tuple[float, int, str]  # chance, token, source
@@ -222,15 +222,15 @@ class Grower:
 
     def _likeliest(self, found: NodeRow) -> Iterator[Guess]:
         """A row's guesses in its own order."""
-        by_grade, source = self._priors.chances[found.prior], found.prior.source
+        by_bin, source = self._priors.chances[found.prior], found.prior.source
         for both in found.row[:GREEDY_LENGTH].tolist():
-            yield found.chance * by_grade[both & _GRADE], both >> GRADE_BITS, source
+            yield found.chance * by_bin[both & _BIN], both >> BIN_BITS, source
 
     def _race(self, rows: Sequence[NodeRow], draws: Sequence[Draws], least: float) -> None:
         """Put the guesses of some rows into the heap, in the order in which the draws favour them."""
         packed = np.array([found.row for found in rows])
-        probabilities = PROBABILITIES.take(packed & _GRADE)
-        packed >>= GRADE_BITS
+        probabilities = PROBABILITIES.take(packed & _BIN)
+        packed >>= BIN_BITS
         drawn = np.empty(packed.shape, dtype=np.float32)
         for i, numbers in enumerate(draws):
             numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 from lade.drafting.contexts import CONTEXT_SIZE, LARGEST_LOGIT, NUM_COLUMNS, ContextArrays
 from lade.drafting.suffix_index import END
-from lade.drafting.top_k_table import GRADE_BITS, ROW_LENGTH, TableArrays
+from lade.drafting.top_k_table import BIN_BITS, ROW_LENGTH, TableArrays
 
 FORMAT = "lade memory 5"  # version 5; 1 to 4 were .npz files
 MAX_TEXTS = 10_000_000  # tokens
@@ -102,7 +102,7 @@ def _contents(metadata: dict[str, str], arrays: Arrays) -> Contents:
         kind, shape = ARRAYS[name]
         if array.dtype.kind != kind or array.shape[1:] != shape or not array.ndim:
             raise ValueError(f"its {name} have a wrong shape or type")
-    for name, shift in (("rows", GRADE_BITS), ("context_rows", GRADE_BITS), ("texts", 0)):
+    for name, shift in (("rows", BIN_BITS), ("context_rows", BIN_BITS), ("texts", 0)):
         ids = arrays.get(name, np.zeros(0, np.int32)) >> shift
         if ids.size and not (END if name == "texts" else 0) <= ids.min() <= ids.max() < vocab_size:
             raise ValueError(f"its {name} hold ids beyond the vocabulary")

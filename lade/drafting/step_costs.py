@@ -296,7 +296,7 @@ class StepCosts:
             self._offers = {}
 
     def _begun(self, kind: tuple[str, ...], key: tuple[Any, ...]) -> CostTable:
-        """A table of this kind: as stored, else as for the nearest length of context, else as assumed."""
+        """A table of this kind: as stored, else as for the closest length of context, else as assumed."""
         model = self._model()
         stored = load_table(model, _name(key)) if self._uses_stored else None
         if stored is not None:
@@ -305,8 +305,8 @@ class StepCosts:
             other[-3]: table for other, table in self._all.items() if _without_length(other) == _without_length(key)
         }
         if others and self._follows_clock:
-            nearest = others[min(others, key=lambda length: abs(length - key[-3]))]
-            return CostTable(nearest.costs, nearest.measured_search)
+            closest = others[min(others, key=lambda length: abs(length - key[-3]))]
+            return CostTable(closest.costs, closest.measured_search)
         assumed = assumed_costs(model, "packed" in kind, self._batch_size)
         plain = interpolated(assumed, self.sizes[0])
         return CostTable({size: interpolated(assumed, size) / plain for size in self.sizes}, is_assumed=True)

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 ROW_LENGTH = 32  # tokens of a row
-BYTES_PER_ROW = ROW_LENGTH * 4 + 136  # ids with their grades, and the index
-# Probabilities are rounded to powers of GRADE_RATIO, down to 8e-7. A grade and an id share one integer.
-GRADE_RATIO, GRADE_BITS = 1.25, 6
-NUM_GRADES = 1 << GRADE_BITS
-PROBABILITIES = GRADE_RATIO ** np.arange(1 - NUM_GRADES, 1, dtype=np.float32)  # [NUM_GRADES] by grade, rising to 1
+BYTES_PER_ROW = ROW_LENGTH * 4 + 136  # ids with their bins, and the index
+# Probabilities are rounded to powers of BIN_RATIO, down to 8e-7. A bin and an id share one integer.
+BIN_RATIO, BIN_BITS = 1.25, 6
+NUM_BINS = 1 << BIN_BITS
+PROBABILITIES = BIN_RATIO ** np.arange(1 - NUM_BINS, 1, dtype=np.float32)  # [NUM_BINS] by bin, rising to 1
 
-PackedRow = npt.NDArray[np.int32]  # [ROW_LENGTH] ids, likeliest first, each with the grade of its probability
+PackedRow = npt.NDArray[np.int32]  # [ROW_LENGTH] ids, likeliest first, each with the bin of its probability
 Packed = npt.NDArray[np.int32]  # [R, ROW_LENGTH]
 
 
@@ -33,28 +33,28 @@ def packed(ids: npt.NDArray[Any], probabilities: npt.NDArray[Any]) -> Packed:
 
     Shorter rows repeat their first id with probability 0, which adds no guess.
     """
-    with np.errstate(all="ignore"):  # probabilities of 0 and NaN get the lowest grade
-        grades = np.rint(np.log(probabilities) / np.float32(np.log(GRADE_RATIO))) + (NUM_GRADES - 1)
-    rows = ids.astype(np.int32) << GRADE_BITS
-    rows |= np.nan_to_num(grades, nan=0.0, neginf=0.0).clip(0, NUM_GRADES - 1).astype(np.int32)
+    with np.errstate(all="ignore"):  # probabilities of 0 and NaN get the lowest bin
+        bins = np.rint(np.log(probabilities) / np.float32(np.log(BIN_RATIO))) + (NUM_BINS - 1)
+    rows = ids.astype(np.int32) << BIN_BITS
+    rows |= np.nan_to_num(bins, nan=0.0, neginf=0.0).clip(0, NUM_BINS - 1).astype(np.int32)
     missing = ROW_LENGTH - rows.shape[1]
     if missing:
-        first = rows[:, :1] >> GRADE_BITS << GRADE_BITS
+        first = rows[:, :1] >> BIN_BITS << BIN_BITS
         rows = np.concatenate([rows, first.repeat(missing, axis=1)], axis=1)
     return rows
 
 
 def ids_of(rows: Packed) -> npt.NDArray[np.int32]:
     """The ids of packed rows, in their shape."""
-    return rows >> GRADE_BITS
+    return rows >> BIN_BITS
 
 
 def without(row: PackedRow, token: int) -> PackedRow | None:
     """A row without a token, of the same length; None if it has no other."""
-    others = row[row >> GRADE_BITS != token]
+    others = row[row >> BIN_BITS != token]
     if not len(others):
         return None
-    return np.concatenate([others, np.repeat(others[:1] >> GRADE_BITS << GRADE_BITS, len(row) - len(others))])
+    return np.concatenate([others, np.repeat(others[:1] >> BIN_BITS << BIN_BITS, len(row) - len(others))])
 
 
 class TopKTable:

@@ -30,7 +30,7 @@ from lade.drafting.memory import memory_for
 from lade.drafting.step_costs import Offers
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import Packed, packed
-from lade.verification.logits import LogitsDigest
+from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
@@ -111,7 +111,7 @@ class TreeDrafter:
 
     def learn(self, outcome: Outcome) -> None:
         self._vocab_size = outcome.logits.shape[-1]
-        rows, projections = self._read(outcome.logits, outcome.digest)
+        rows, projections = self._read(outcome.logits, outcome.summary)
         accepted, expected, hits = [], 0.0, 0
         for number, (text, path) in enumerate(zip(self._texts, outcome.accepted, strict=True)):
             growth = text.growth
@@ -235,11 +235,13 @@ class TreeDrafter:
         for token in islice((token for token in tokens if token not in known), room):
             growth.add(token, -1, UNSEEN, self.priors.unseen, 1)
 
-    def _read(self, logits: Tensor, digest: LogitsDigest | None = None) -> tuple[Packed, npt.NDArray[Any]]:
+    def _read(self, logits: Tensor, summary: LogitsSummary | None = None) -> tuple[Packed, npt.NDArray[Any]]:
         """Rows [B, R, ROW_LENGTH] and projections [B, R, CONTEXT_SIZE] of logits [B, R, V]."""
-        if digest is not None:
-            shape, projections = digest.ids.shape[:2], digest.projections
-            rows = packed(digest.ids.reshape(-1, digest.ids.shape[2]), digest.chances.reshape(-1, digest.ids.shape[2]))
+        if summary is not None:
+            shape, projections = summary.ids.shape[:2], summary.projections
+            rows = packed(
+                summary.ids.reshape(-1, summary.ids.shape[2]), summary.chances.reshape(-1, summary.ids.shape[2])
+            )
         else:
             logits = logits[..., : self.num_tokens]
             shape, projections = logits.shape[:2], projected(logits, projection(logits.device)).cpu().numpy()

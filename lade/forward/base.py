@@ -16,7 +16,7 @@ from lade.block.mask import Block
 from lade.config import LookaheadConfig
 from lade.models.base import ModelAdapter
 from lade.stats import GenerationStats
-from lade.verification.logits import LogitsDigest
+from lade.verification.logits import LogitsSummary
 from lade.verification.race import Race
 
 GRAPH_DEVICES = ("cuda",)  # device types whose forwards can be captured
@@ -51,7 +51,7 @@ class ForwardPath:
     # Block sizes that trees are padded to, rising; None for any size.
     sizes: tuple[int, ...] | None = None
     # Of the latest block's logits, if it was computed together with them.
-    digest: LogitsDigest | None = None
+    summary: LogitsSummary | None = None
     # Whether `forward` takes a `Race` and samples after all nodes of a block.
     samples = False
     # Seconds of the latest block's time that were spent once for all blocks of its kind.
@@ -85,8 +85,8 @@ class ForwardPath:
         """An empty cache in place of the one that the model has replaced during the prompt."""
         return self.adapter.make_cache(capacity)
 
-    def use_digests(self, nan_column: int | None, temperature: float) -> None:
-        """Settings of `digest`, known after the prompt's forward. nan_column: as in `BlockLogits`."""
+    def use_summaries(self, nan_column: int | None, temperature: float) -> None:
+        """Settings of `summary`, known after the prompt's forward. nan_column: as in `BlockLogits`."""
 
     def padded_nodes(self, num_nodes: int) -> int:
         """The number of nodes, padding included, that a tree takes in the block."""
@@ -95,7 +95,7 @@ class ForwardPath:
     def forward(self, block: Block, cache: LookaheadCache, race: Race | None = None) -> Any:
         """One forward over a block. Its keys and values are written after the committed slots of `cache`.
 
-        race: decides the tokens of `digest.sampled`; only where `samples`. Returns the model's output, logits
+        race: decides the tokens of `summary.sampled`; only where `samples`. Returns the model's output, logits
         [B, R, V].
         """
         adapter = self.adapter

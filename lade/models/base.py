@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
-from lade.block.mask import Block, Reach, block_mask, masks_by_layer
+from lade.block.mask import AttentionSpan, Block, block_mask, masks_by_layer
 from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, StaticLayer
 from lade.common.request import Request
 from lade.common.tolerance import has_exact_products
+from lade.models.attention_spans import LAYER_SPANS, layer_spans
 from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
-from lade.models.reaches import LAYER_REACH, layer_reaches
 from lade.models.reasons import calling_reason, hook_reason, rounding_reason
 from lade.models.ropes import MOVING_ROPES, has_unknown_rope, rope_settings
 from lade.models.shadow import shadow_model
@@ -87,7 +87,7 @@ class ModelAdapter:
     def unsupported_layers(self) -> str | None:
         """Why the model's layers cannot take a tree of guesses, by their types and cache layers; None if they can."""
         for layer_type in getattr(self.config, "layer_types", None) or ():
-            if layer_type not in LAYER_REACH:
+            if layer_type not in LAYER_SPANS:
                 return f"layers of type {layer_type!r} cannot take a tree of guesses"
         for layer in self.cache_layers:
             if type(layer) not in PLAIN_LAYERS:
@@ -190,7 +190,7 @@ class ModelAdapter:
 
     def masks(self, block: Block) -> Tensor | dict[str, Tensor]:
         """The additive attention mask of a block, [B, 1, q, K]: one for all layers, or a dict by layer type."""
-        return masks_by_layer(partial(block_mask, block, self.dtype), self.reaches)
+        return masks_by_layer(partial(block_mask, block, self.dtype), self.attention_spans)
 
     def begin_block(self, block: Block, cache: LookaheadCache) -> Block:
         """Make room for a block in the cache. Returns the block on the model's device."""
@@ -285,9 +285,9 @@ class ModelAdapter:
         """Change the shadow model that runs the blocks, where `needs_shadow`."""
 
     @cached_property
-    def reaches(self) -> Reach | dict[str, Reach]:
-        """How far back the layers attend: one `Reach`, or one per layer type."""
-        return layer_reaches(self.config)
+    def attention_spans(self) -> AttentionSpan | dict[str, AttentionSpan]:
+        """How far back the layers attend: one `AttentionSpan`, or one per layer type."""
+        return layer_spans(self.config)
 
     @property
     def _masked_attention(self) -> str | None:

@@ -46,7 +46,7 @@ def furthest_position(request: Request) -> int:
 
 def sees_everything(adapter: Any) -> bool:
     """Whether all layers attend to the whole text, with no window or chunks."""
-    return adapter.reaches in (EVERYWHERE, {"full_attention": EVERYWHERE})
+    return adapter.attention_spans in (EVERYWHERE, {"full_attention": EVERYWHERE})
 
 
 def forgets_nan(adapter: Any, attention_mask: Tensor | None) -> bool:

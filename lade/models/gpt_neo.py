@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.block.mask import Block, Reach, block_mask
+from lade.block.mask import AttentionSpan, Block, block_mask
 from lade.common.request import Request
 from lade.models.base import ModelAdapter
 from lade.models.shadow import Sliced
@@ -38,7 +38,7 @@ class GPTNeoAdapter(ModelAdapter):
             attention.bias = self._local if attention.attention_type == "local" else self._everything
 
     def masks(self, block: Block) -> Tensor:
-        hidden = Reach(window=self.config.window_size).hides(block)
+        hidden = AttentionSpan(window=self.config.window_size).hides(block)
         everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=block.tokens.device)
         self._everything.whole = everything
         self._local.whole = everything if hidden is None else ~hidden[:, None]

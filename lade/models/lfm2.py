@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lade.block.mask import Block, Reach
+from lade.block.mask import AttentionSpan, Block
 from lade.common.compat import CACHE_NAME
+from lade.models.attention_spans import LAYER_SPANS
 from lade.models.base import ModelAdapter
-from lade.models.reaches import LAYER_REACH
 from lade.models.shadow import take_hooks
 
 
 class Lfm2Adapter(ModelAdapter):
     def unsupported_layers(self) -> str | None:
-        others = set(self.config.layer_types) - {"conv", *LAYER_REACH}
+        others = set(self.config.layer_types) - {"conv", *LAYER_SPANS}
         return f"layers of type {min(others)!r} cannot take a tree of guesses" if others else self.shared_place()
 
     @cached_property
-    def reaches(self) -> dict[str, Reach]:
+    def attention_spans(self) -> dict[str, AttentionSpan]:
         types = set(self.config.layer_types) - {"conv"}
-        return {layer_type: LAYER_REACH[layer_type](self.config) for layer_type in types}
+        return {layer_type: LAYER_SPANS[layer_type](self.config) for layer_type in types}
 
     @property
     def prompt_model(self) -> Any:

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.mask import EVERYWHERE, Block, Reach
+from lade.block.mask import EVERYWHERE, AttentionSpan, Block
 from lade.block.recurrent_state import KEPT_LAYERS, RecurrentCache, unknown_layer
 from lade.common.compat import BOTH_LAYER, CACHE_NAME, DynamicLayer
 from lade.common.request import Request
@@ -72,7 +72,7 @@ class RecurrentAdapter(ModelAdapter):
         return super().unsupported_request(request)
 
     @cached_property
-    def reaches(self) -> Reach:
+    def attention_spans(self) -> AttentionSpan:
         return EVERYWHERE  # layers with a window are not served
 
     @cached_property

@@ -16,7 +16,7 @@ from lade.common.transfer import on_host
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsDigest:
+class LogitsSummary:
     """What the host reads of a block's logits, computed together with them and copied at once.
 
     best:    [B, R] the most likely tokens.
@@ -38,18 +38,18 @@ class LogitsDigest:
 class BlockLogits:
     """The logits after the root and after each node of a tree."""
 
-    def __init__(self, logits: Tensor, nan_column: int | None = None, digest: LogitsDigest | None = None) -> None:
+    def __init__(self, logits: Tensor, nan_column: int | None = None, summary: LogitsSummary | None = None) -> None:
         """logits: [B, 1 + n, V]. nan_column: from `lade.verification.nan_guard.find_nan_column`; None to assume that no
         row is NaN.
 
-        digest: of these logits, and of padding behind them; None to compute lazily what is asked for.
+        summary: of these logits, and of padding behind them; None to compute lazily what is asked for.
         """
-        self.logits, self.nan_column, self.digest = logits, nan_column, digest
+        self.logits, self.nan_column, self.summary = logits, nan_column, summary
 
     def best(self) -> Callable[[int, int], int]:
         """(row, node) -> the most likely token after a node (-1 = root)."""
-        if self.digest is not None:
-            return _looked_up(self.digest.best.tolist())
+        if self.summary is not None:
+            return _looked_up(self.summary.best.tolist())
         if on_host(self.logits):  # one at a time: few are asked for, and there may be 150,000 tokens
             return self._best_on_host
         # Tokens and NaN flags in one copy to the host: V is subtracted from the token of a NaN row.
@@ -66,8 +66,8 @@ class BlockLogits:
     @cached_property
     def _is_nan(self) -> list[list[bool]]:
         """Whether the logits after the root and each node are NaN, [B, 1 + n]."""
-        if self.digest is not None:
-            is_nan: list[list[bool]] = self.digest.is_nan.tolist()
+        if self.summary is not None:
+            is_nan: list[list[bool]] = self.summary.is_nan.tolist()
             return is_nan
         found: list[list[bool]] = self.logits[..., self.nan_column].isnan().tolist()
         return found

@@ -131,9 +131,9 @@ class RacedSelection(PerRowSelection):
 
     def _sample_ahead(self, tree: TokenTree, block_logits: BlockLogits) -> list[list[int]] | None:
         """The tokens after the root and all nodes, [B, 1 + n], as `winners`; None to choose one by one, as on a CPU."""
-        logits, digest = block_logits.logits, block_logits.digest
-        if digest is not None and self._race is not None:
-            tokens: list[list[int]] = digest.sampled[:, : logits.shape[1]].tolist()
+        logits, summary = block_logits.logits, block_logits.summary
+        if summary is not None and self._race is not None:
+            tokens: list[list[int]] = summary.sampled[:, : logits.shape[1]].tolist()
             return tokens
         if on_host(logits) or logits.device != self.sequences.device:
             return None

@@ -20,7 +20,7 @@ from lade.forward.cuda.kernel import MAX_HEAD_DIM, kernel_problem, left_padding,
 from lade.forward.cuda.kernel.interface import NAME as KERNEL
 from lade.forward.cuda.kernel.interface import unsupported_reason
 from lade.forward.cuda.proof import UNPROVEN, is_proven
-from lade.forward.cuda.static_inputs import DigestSettings, masks_of
+from lade.forward.cuda.static_inputs import SummarySettings, masks_of
 from lade.forward.cuda.static_shapes import (
     TOO_MANY_SLOTS,
     StaticForward,
@@ -30,7 +30,7 @@ from lade.forward.cuda.static_shapes import (
 )
 from lade.models.base import ModelAdapter
 from lade.models.shadow import shadow_model
-from lade.verification.logits import LogitsDigest
+from lade.verification.logits import LogitsSummary
 from lade.verification.race import Race
 
 WEIGHTS_WANTED = "output_attentions asks for weights that the kernel never forms"
@@ -94,8 +94,8 @@ class CudaPath(ForwardPath):
         return tuple(sorted({1 + padded_nodes(num_nodes, full) for num_nodes in range(1 + full)}))
 
     @property
-    def digest(self) -> LogitsDigest | None:  # type: ignore[override]
-        return None if self.static is None else self.static.digest
+    def summary(self) -> LogitsSummary | None:  # type: ignore[override]
+        return None if self.static is None else self.static.summary
 
     @property
     def samples(self) -> bool:  # type: ignore[override]
@@ -117,9 +117,9 @@ class CudaPath(ForwardPath):
     def replacement_cache(self, capacity: int) -> LookaheadCache:
         return self.adapter.make_cache(capacity if self.static is None else padded_capacity(capacity))
 
-    def use_digests(self, nan_column: int | None, temperature: float) -> None:
+    def use_summaries(self, nan_column: int | None, temperature: float) -> None:
         if self.static is not None:
-            self.static.digest_settings = DigestSettings(nan_column, temperature)
+            self.static.summary_settings = SummarySettings(nan_column, temperature)
 
     def padded_nodes(self, num_nodes: int) -> int:
         static = self.static
@@ -128,7 +128,7 @@ class CudaPath(ForwardPath):
     def masks(self, block: Block) -> Any:
         if not self.uses_kernel:
             return super().masks(block)
-        return masks_of(block, self.adapter.dtype, self.adapter.reaches, True, self.padding)
+        return masks_of(block, self.adapter.dtype, self.adapter.attention_spans, True, self.padding)
 
     def forward(self, block: Block, cache: LookaheadCache, race: Race | None = None) -> Any:
         static, wanted = self.static, self.call.wanted

@@ -22,7 +22,7 @@ LEAST_PLACES = 16  # tokens that a graph has room for the draws of; the next pow
 class StaticChoice:
     """The tokens sampled after all rows of one captured forward, with one kind of warpers.
 
-    They replace what the packed digest says in the column for them.
+    They replace what the packed summary says in the column for them.
     """
 
     def __init__(self, outputs: Outputs, draw_rows: Tensor, race: Race) -> None:

@@ -13,32 +13,32 @@ from torch import Tensor
 from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
-from lade.block.mask import EVERYWHERE, Block, Reach, block_mask, masks_by_layer
+from lade.block.mask import EVERYWHERE, AttentionSpan, Block, block_mask, masks_by_layer
 from lade.common.compat import CacheLayer
-from lade.common.transfer import HOST, Landing, Parcel
+from lade.common.transfer import HOST, HostCopy, TensorBuffer
 from lade.common.trial import Trial
 from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
 from lade.drafting.likeliest import likeliest
 from lade.forward.cuda.kernel import pack_mask
-from lade.verification.logits import LogitsDigest, best_on_device
+from lade.verification.logits import LogitsSummary, best_on_device
 from lade.verification.race import Race, Sampling
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
-Outputs = tuple[Tensor, ...]  # logits [B, R, V], and what `packed_digest` returns of them where that is wanted
-NUM_SINGLE, SAMPLED = 3, 2  # columns of a packed digest before the ids, and which of them holds sampled tokens
+Outputs = tuple[Tensor, ...]  # logits [B, R, V], and what `packed_summary` returns of them where that is wanted
+NUM_SINGLE, SAMPLED = 3, 2  # columns of a packed summary before the ids, and which of them holds sampled tokens
 NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with different ones
 
 
 @dataclass(frozen=True, slots=True)
-class DigestSettings:
+class SummarySettings:
     """nan_column: see `lade.verification.nan_guard.find_nan_column`. temperature: of the probabilities."""
 
     nan_column: int | None
     temperature: float
 
 
-NO_DIGEST = DigestSettings(None, 1.0)
+NO_SUMMARY = SummarySettings(None, 1.0)
 
 
 class StaticSlotLayer(CacheLayer):
@@ -92,22 +92,26 @@ def static_view(cache: LookaheadCache, slots: Tensor) -> Cache:
 
 
 def masks_of(
-    block: Block, dtype: torch.dtype, reaches: Reach | dict[str, Reach], uses_kernel: bool, padding: Tensor | None
+    block: Block,
+    dtype: torch.dtype,
+    spans: AttentionSpan | dict[str, AttentionSpan],
+    uses_kernel: bool,
+    padding: Tensor | None,
 ) -> Masks:
     """The masks of `ModelAdapter.masks`, or packed ones for lade's kernel.
 
     padding: [B] left-padding slots per row, for the kernel; None without any.
     """
     make = partial(packed_block_mask, block, padding) if uses_kernel else partial(block_mask, block, dtype)
-    return masks_by_layer(make, reaches)
+    return masks_by_layer(make, spans)
 
 
-def packed_block_mask(block: Block, padding: Tensor | None, reach: Reach = EVERYWHERE) -> Tensor:
+def packed_block_mask(block: Block, padding: Tensor | None, span: AttentionSpan = EVERYWHERE) -> Tensor:
     """The mask in the packed form of `lade.forward.cuda.kernel.packed_mask`.
 
     padding: [B] padding slots before each row's first token, None when there are none.
     """
-    visible, first = block.visible, reach.first_places(block)
+    visible, first = block.visible, span.first_places(block)
     if first is not None:
         places = block.starts() + block.offsets
         visible = visible & (places[:, None] >= first[:, :, None])
@@ -136,7 +140,7 @@ class StaticInputs:
     def __init__(self, block: Block, cache: LookaheadCache, device: torch.device) -> None:
         """An example of the shape: a block, and the cache that it is for. device: of the forward."""
         batch_size = len(block.tokens)
-        self._step = Parcel(step_inputs(block, cache, NO_DIGEST), device)  # what changes in each step
+        self._step = TensorBuffer(step_inputs(block, cache, NO_SUMMARY), device)  # what changes in each step
         sent = self._step.tensors
         self.slots, self._nan_column, self._temperature = sent["slots"], sent["nan_column"], sent["temperature"]
         self.draw_rows = sent["draw_rows"]  # [B, R] of `StaticChoice.draws`
@@ -158,7 +162,7 @@ class StaticInputs:
         self.replay: Callable[[], Outputs] | None = None  # replays the CUDA graph that reads these inputs
         self.trial = Trial(NUM_CHECKS)  # of that graph
         self.choices: dict[Sampling, Any] = {}  # a `StaticChoice` for each kind of sampling, most recently used last
-        self._landing: Landing | None = None
+        self._host_copy: HostCopy | None = None
 
     def begin_call(self, key_mask: Tensor | None, padding: Tensor | None) -> None:
         """Set what stays the same during a call, at the first block of it. key_mask: as in `Block`.
@@ -177,12 +181,12 @@ class StaticInputs:
     def end_call(self) -> None:
         self._has_begun = False
 
-    def fill(self, block: Block, cache: LookaheadCache, settings: DigestSettings, race: Race | None = None) -> None:
+    def fill(self, block: Block, cache: LookaheadCache, settings: SummarySettings, race: Race | None = None) -> None:
         """Send a block to the device: one copy, if it lies on the host. race: of the tokens after its logits' rows."""
         self._step.fill(step_inputs(block, cache, settings, race))
 
-    def packed_digest(self, logits: Tensor, num_tokens: int | None) -> Tensor:
-        """What a `LogitsDigest` of logits [B, R, V] holds, [B, R, 3 + 2 * K + CONTEXT_SIZE] int32, on the device.
+    def packed_summary(self, logits: Tensor, num_tokens: int | None) -> Tensor:
+        """What a `LogitsSummary` of logits [B, R, V] holds, [B, R, 3 + 2 * K + CONTEXT_SIZE] int32, on the device.
 
         num_tokens: ids that have an embedding.
         """
@@ -194,24 +198,24 @@ class StaticInputs:
         parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(shape), projections]
         return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
 
-    def start_digest(self, packed: Tensor) -> None:
-        """Begin to copy what `packed_digest` returned to the host."""
-        if self._landing is None:
-            self._landing = Landing(packed)
-        self._landing.start(packed)
+    def start_summary(self, packed: Tensor) -> None:
+        """Begin to copy what `packed_summary` returned to the host."""
+        if self._host_copy is None:
+            self._host_copy = HostCopy(packed)
+        self._host_copy.start(packed)
 
-    def read_digest(self) -> LogitsDigest:
-        assert self._landing is not None
-        packed = self._landing.read()
+    def read_summary(self) -> LogitsSummary:
+        assert self._host_copy is not None
+        packed = self._host_copy.read()
         ids, bits = np.split(packed[..., NUM_SINGLE:-CONTEXT_SIZE], 2, axis=-1)
         chances, projections = (
             np.ascontiguousarray(part).view(np.float32) for part in (bits, packed[..., -CONTEXT_SIZE:])
         )
-        return LogitsDigest(packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, chances, projections)
+        return LogitsSummary(packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, chances, projections)
 
 
 def step_inputs(
-    block: Block, cache: LookaheadCache, settings: DigestSettings, race: Race | None = None
+    block: Block, cache: LookaheadCache, settings: SummarySettings, race: Race | None = None
 ) -> dict[str, Tensor]:
     """The inputs of a forward of static shape for one step; on the host if the block is."""
     starts = torch.tensor(cache.lengths, device=HOST)[:, None]  # [B, 1]

@@ -33,7 +33,7 @@ from lade.forward.cuda.graphs import capture
 from lade.forward.cuda.proof import UNPROVEN, is_proven
 from lade.forward.cuda.static_choice import StaticChoice
 from lade.forward.cuda.static_inputs import (
-    NO_DIGEST,
+    NO_SUMMARY,
     NUM_SINGLE,
     Forward,
     Outputs,
@@ -41,7 +41,7 @@ from lade.forward.cuda.static_inputs import (
     masks_of,
     plain_forward,
 )
-from lade.verification.logits import LogitsDigest
+from lade.verification.logits import LogitsSummary
 from lade.verification.race import Race
 
 BACKEND: Any = "inductor"  # backend of torch.compile
@@ -127,22 +127,22 @@ class StaticForward:
         self.uses_kernel, self.compiles, self.captures = uses_kernel, config.compile, captures
         # The usual largest number of tree nodes.
         self.full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
-        # Ids that have an embedding, for a captured forward to compute the digest of its logits; None for logits alone.
+        # Ids that have an embedding, of which a captured forward summarises the logits; None for logits alone.
         self.num_tokens = None if config.uses_window else adapter.num_tokens
         self.most_slots = most_captured_slots(config, uses_kernel)
         self.samples = captures and self.num_tokens is not None and "choice" not in self.trials.captured.reasons
-        self.digest_settings = NO_DIGEST
+        self.summary_settings = NO_SUMMARY
         self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
         self._buffers = CallBuffers(self.owner, uses_kernel)
-        self._digest_at: StaticInputs | None = None  # where the digest of the latest block arrives
-        self._digest: LogitsDigest | None = None
+        self._summary_at: StaticInputs | None = None  # where the summary of the latest block arrives
+        self._summary: LogitsSummary | None = None
 
     @property
-    def digest(self) -> LogitsDigest | None:
+    def summary(self) -> LogitsSummary | None:
         """Of the latest block's logits; None if it was not computed together with them."""
-        if self._digest is None and self._digest_at is not None:
-            self._digest = self._digest_at.read_digest()
-        return self._digest
+        if self._summary is None and self._summary_at is not None:
+            self._summary = self._summary_at.read_summary()
+        return self._summary
 
     @property
     def is_on(self) -> bool:
@@ -155,7 +155,7 @@ class StaticForward:
         if self.captures:
             self.stats.reasons["graph"] = reason
         self.compiles = self.captures = False
-        self._digest_at = self._digest = None  # of a block before
+        self._summary_at = self._summary = None  # of a block before
 
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
         """As `ForwardPath.take_cache`."""
@@ -163,7 +163,7 @@ class StaticForward:
         key = None
         if self.captures:
             code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(self.owner))
-            key = (batch_size, repr(adapter.reaches), self.num_tokens, device, numerics(device), *code)
+            key = (batch_size, repr(adapter.attention_spans), self.num_tokens, device, numerics(device), *code)
         return self._buffers.begin(key, num_slots, most_slots, adapter.make_cache)
 
     def release(self) -> None:
@@ -181,9 +181,9 @@ class StaticForward:
         """Logits [B, R, V] of a block; None if the eager forward must run. `cache` has room for the block afterwards.
 
         padding: [B] slots before each row's first token, for the kernel. ordinary: the eager forward, run for
-        comparison on the first blocks of each new shape. race: decides the tokens of `digest.sampled`; None for none.
+        comparison on the first blocks of each new shape. race: decides the tokens of `summary.sampled`; None for none.
         """
-        self.preparing_seconds, self._digest_at, self._digest = 0.0, None, None
+        self.preparing_seconds, self._summary_at, self._summary = 0.0, None, None
         cache.check_room(max(cache.lengths) + 1)
         buffers = self._buffers.with_room(cache, max(cache.lengths) + block.tokens.shape[1])
         if self.captures and cache.capacity > self.most_slots:
@@ -202,15 +202,15 @@ class StaticForward:
     def call(self, inputs: StaticInputs, forward: Forward) -> Tensor:
         """Run the forward without a graph."""
         block, adapter = inputs.block, self.adapter
-        masks = masks_of(block, adapter.dtype, adapter.reaches, self.uses_kernel, inputs.padding)
+        masks = masks_of(block, adapter.dtype, adapter.attention_spans, self.uses_kernel, inputs.padding)
         return forward(
             self.model, adapter.keeps_rows, block.tokens, block.positions, masks, block.logit_rows, inputs.cache
         )
 
-    def with_digest(self, inputs: StaticInputs, forward: Forward) -> Outputs:
+    def with_summary(self, inputs: StaticInputs, forward: Forward) -> Outputs:
         """What is captured."""
         logits = self.call(inputs, forward)
-        return (logits,) if self.num_tokens is None else (logits, inputs.packed_digest(logits, self.num_tokens))
+        return (logits,) if self.num_tokens is None else (logits, inputs.packed_summary(logits, self.num_tokens))
 
     def replay(self, inputs: StaticInputs) -> Outputs:
         """Run the forward by its CUDA graph. The next replay overwrites the result."""
@@ -223,7 +223,7 @@ class StaticForward:
         shape = shape_of(block)
         inputs = buffers.inputs.pop(shape, None) or StaticInputs(block, buffers.cache, self.owner.device)
         inputs.begin_call(block.key_mask, padding)
-        inputs.fill(block, buffers.cache, self.digest_settings, race)
+        inputs.fill(block, buffers.cache, self.summary_settings, race)
         buffers.inputs[shape] = inputs
         return inputs
 
@@ -272,12 +272,12 @@ class StaticForward:
             if problem is not None:
                 raise NotUsed(problem)
             choice = None if race is None else self._choice(inputs, race)
-            logits, *digest = self.replay(inputs)
+            logits, *summary = self.replay(inputs)
             if choice is not None:
                 choice.replay()
-            if digest:
-                inputs.start_digest(*digest)
-                self._digest_at = inputs
+            if summary:
+                inputs.start_summary(*summary)
+                self._summary_at = inputs
             return logits
         except Exception as error:
             self.stats.reasons["graph"] = self.trials.captured.refuse("forward", error)
@@ -289,16 +289,16 @@ class StaticForward:
         """Capture the forward if needed and compare it with the eager one. Returns how they differ, or None."""
         if inputs.replay is None:
             with torch.cuda.device_of(inputs.block.tokens):
-                inputs.replay = capture(partial(self.with_digest, inputs, forward))
-        logits, *digest = self.replay(inputs)
+                inputs.replay = capture(partial(self.with_summary, inputs, forward))
+        logits, *summary = self.replay(inputs)
         error = logits_error(logits, ordinary())
         if error is not None:
             return f"the captured forward was off by {error:.2g} of the largest logit"
         # Of what is read from logits only the first columns choose tokens; the others order guesses.
-        found = [part[..., :NUM_SINGLE] for part in digest]
-        expected = [inputs.packed_digest(logits, self.num_tokens)[..., :NUM_SINGLE] for _ in digest]
+        found = [part[..., :NUM_SINGLE] for part in summary]
+        expected = [inputs.packed_summary(logits, self.num_tokens)[..., :NUM_SINGLE] for _ in summary]
         is_same = all(map(torch.equal, found, expected))
-        return None if is_same else "the captured digest is not that of the captured logits"
+        return None if is_same else "the captured summary is not that of the captured logits"
 
     def _choice(self, inputs: StaticInputs, race: Race) -> StaticChoice | None:
         """What samples after the graph of this shape, filled with the draws of this block; None if that fails.
