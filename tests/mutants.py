@@ -119,7 +119,7 @@ MUTANTS = [
            "models.py::test_an_unknown_family_is_tried_out", "foreign.py::test_a_hook_that_goes_by_position"),
     mutant("verdict: missing memory is remembered as one", "common/trial.py",
            "if not is_out_of_memory(error):", "if True:",
-           "models.py::test_running_out_of_memory_is_not_remembered"),
+           "foreign.py::test_missing_memory_is_no_verdict"),
     mutant("hooks: nobody is asked for leave", "models/reasons.py",
            "    return name and f", "    return name and None and f",
            "foreign.py::test_an_allowed_hook_is_tried_out", "foreign.py::test_wherever_hooks_are_put_on"),

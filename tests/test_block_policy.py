@@ -63,16 +63,6 @@ def test_a_tree_grows_until_no_larger_block_can_pay(slope, first, fall):
     assert num_nodes == 63 or num_nodes < max(8, 4 * best)
 
 
-def test_guesses_get_rarer_and_the_block_ends_there():
-    costs = measured(lambda q: 1 + 0.05 * (q - 1))
-    expected = [0.0]
-    for k in range(63):
-        expected.append(expected[-1] + 0.5 * 0.8**k)
-    size = choose_size(costs, expected, 1, 64)
-    assert 4 <= size <= 12
-    assert 0 < costs.offers(64).least_probability <= 0.05
-
-
 @pytest.mark.parametrize(("slope", "num_accepted", "part"), [(0.01, 1.0, BlockMode.WINDOW), (0.01, 0, BlockMode.PLAIN)])
 def test_mode_policy(slope, num_accepted, part):
     costs, pace = measured(lambda q: 1 + slope * (q - 1)), BlockModePolicy()

@@ -149,21 +149,6 @@ def test_texts_stay_as_they_are(model, read, sampling, batch_size):
     assert lade.last_stats().steps < 40
 
 
-def test_outputs_stay_as_they_are(model, read):
-    inputs = prompt(24)
-    arguments = {"max_new_tokens": 12, "return_dict_in_generate": True}
-    arguments |= {f"output_{name}": True for name in ("scores", "logits", "hidden_states")}
-    expected = generate_plain(model, inputs, **arguments)
-    found = model.generate(**inputs, **arguments)
-    assert read
-    assert torch.equal(found.sequences, expected.sequences)
-    for name in ("scores", "logits"):
-        for one, other in zip(found[name], expected[name], strict=True):
-            assert one.shape == other.shape
-            assert torch.allclose(one, other)
-    assert found.hidden_states[0][-1].shape == expected.hidden_states[0][-1].shape
-
-
 def test_the_forward_is_asked_for_so_many_rows(model, monkeypatch, read):
     monkeypatch.setattr(tree_module, "MAX_PROMPT_ROWS", 6)
     kept, original = [], model.forward
@@ -255,22 +240,6 @@ def test_the_first_token_does_not_wait_for_them(model, monkeypatch):
     monkeypatch.setattr(TreeDrafter, "read_prompt", spy)
     model.generate(**prompt(24), max_new_tokens=8, streamer=Streamer())
     assert order[:4] == ["put", "put", "read", "put"]  # the prompt, its token, its rows
-
-
-def test_half_precision_gives_one_text(lade_on, read):
-    model, texts = tiny_llama(torch.bfloat16), []
-    for _ in range(2):
-        with Memory().active():
-            texts.append(model.generate(**prompt(24), max_new_tokens=40))
-    assert len(read) == 2
-    assert torch.equal(*texts)
-
-
-def test_prompts_of_a_token_have_no_rows(model, read):
-    inputs = prompt(1)
-    expected = generate_plain(model, inputs, max_new_tokens=20)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=20), expected)
-    assert read == []
 
 
 def test_where_they_pay(monkeypatch):

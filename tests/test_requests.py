@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from support import VOCAB, Recorder, generate_plain, prompt, tiny_llama
+from support import VOCAB, Recorder, generate_plain, prompt
 from support.families import FAMILIES, WINDOW
 from transformers import (
     DynamicCache,
@@ -249,12 +249,6 @@ def test_a_model_whose_configuration_keeps_no_cache():
     model = named("mpt", torch.float32, use_cache=False)
     assert_same(model, prompt(), "use_cache=False", max_new_tokens=8)
     assert_same(model, prompt(), None, max_new_tokens=12, use_cache=True)
-
-
-def test_llama_takes_no_token_types():
-    inputs = prompt() | {"token_type_ids": torch.zeros(1, 24, dtype=torch.long)}
-    with pytest.raises(ValueError, match="token_type_ids"):
-        tiny_llama().generate(**inputs, max_new_tokens=4)
 
 
 def test_a_length_that_only_a_criterion_tells(model, monkeypatch, caplog):

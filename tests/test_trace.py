@@ -149,7 +149,9 @@ def test_the_default_drafter_explains_itself(tree_trace):
 def test_the_page_says_what_each_source_is():
     sources = re.search(r"const SOURCES = {\n(.*?)\n};", TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)[1]
     described = set(re.findall(r"^  (\w+): \[", sources, re.MULTILINE))
-    sources = {prior.source for prior in GREEDY.chances} | {source for source, _ in GREEDY.suffix + GREEDY.earlier}
+    sources = {prior.source for prior in GREEDY.chances} | {
+        source for source, _ in GREEDY.suffix + GREEDY.earlier + GREEDY.prediction
+    }
     assert described == {source.split()[0] for source in {*sources, UNSEEN}} | {"pool"}
 
 
