@@ -19,7 +19,7 @@ from lade.drafting.contexts import (
     projection,
 )
 from lade.drafting.contexts import projected as projected_by
-from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower, Growth
+from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower
 from lade.drafting.memory import Memory
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import BIN_BITS, ROW_LENGTH, packed
@@ -135,16 +135,6 @@ def test_a_file_does_not_spell_out_the_texts():
     for token in range(50):  # of each token the order is kept
         order = (saved.rows[saved.tokens == token, 0] >> BIN_BITS).tolist()
         assert order == sorted(order)
-
-
-def test_contexts_before_guesses():
-    text, after = DraftedText([1, 2]), contexts_of(np.random.default_rng(0), 4)
-    text.growth = Growth(tokens=[5, 6, 7], parents=[-1, 0, -1])
-    before = text.contexts_before(after)
-    assert (before[0] == 0).all()  # that of the prompt's last token is not known
-    assert np.array_equal(before[1:], after[[0, 1, 0]])
-    text.context = after[2]
-    assert np.array_equal(text.contexts_before(after)[0], after[2])
 
 
 def test_guesses_of_similar_contexts():

@@ -6,7 +6,6 @@ import torch
 from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.block.layout import BlockLayout
 from lade.drafting.acceptance import AcceptanceRatio
 from lade.drafting.block_policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
 from lade.drafting.step_costs import StepCosts
@@ -72,60 +71,6 @@ def test_grid(plain, dtype, max_block, arguments, shape):
     assert stats.steps < 60 or max_block == 2  # one guess, which all rows of a batch would have to accept
 
 
-@pytest.mark.parametrize("max_new_tokens", range(1, 14))
-def test_length_cuts_inside_accepted_guesses(model, max_new_tokens):
-    assert_exact(model, prompt(30, seed=5), max_new_tokens)
-
-
-@pytest.mark.parametrize("cut", range(2, 12))
-def test_end_of_sequence_inside_accepted_guesses(model, cut):
-    inputs = prompt(30, seed=5)
-    full = generate_plain(model, inputs, max_new_tokens=60)[0, 30:].tolist()
-    assert_exact(model, inputs, eos_token_id=[full[cut], full[cut + 3], VOCAB - 1])
-
-
-def test_embeddings_without_ids(model):
-    embeds = model.get_input_embeddings()(prompt(12)["input_ids"]).detach()
-    assert assert_exact(model, {"inputs_embeds": embeds}).steps < 60
-
-
-def test_placeholders_are_never_guessed(model):
-    """Beside embeddings, ids may be ones that the model knows nothing of."""
-    inputs = prompt(20)
-    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    foreign = inputs["input_ids"].clone()
-    foreign[:, ::2] = -100
-    foreign[:, 1::2] = VOCAB + 7
-    assert assert_exact(model, {**inputs, "input_ids": foreign, "inputs_embeds": embeds}).steps < 60
-
-
-def test_negative_control(monkeypatch):
-    """With a plain causal mask over the same blocks the output changes: the mask is what makes the tree exact."""
-    model = tiny_llama(num_hidden_layers=1)
-
-    def causal(self, tree, original=BlockLayout.offsets_and_visibility):
-        offsets, visible = original(self, tree)
-        return offsets, torch.ones_like(visible).tril()
-
-    monkeypatch.setattr(BlockLayout, "offsets_and_visibility", causal)
-    different = 0
-    for seed in range(4):
-        inputs = prompt(20, seed=seed)
-        expected = generate_plain(model, inputs, max_new_tokens=60)
-        different += not torch.equal(model.generate(**inputs, max_new_tokens=60), expected)
-    assert different > 0
-
-
-def test_bfloat16_follows_the_models_own_argmax():
-    model, inputs = tiny_llama(torch.bfloat16), prompt(20)
-    result = model.generate(**inputs, max_new_tokens=60)
-    assert lade.last_stats().steps < 60
-    logits = model(input_ids=result).logits[0, 19:-1].float()
-    chosen = logits.gather(1, result[0, 20:, None])[:, 0]
-    # Two roundings of a bfloat16 value of this size.
-    assert (logits.max(1).values - chosen <= 2 * 2**-7 * logits.abs().max()).all()
-
-
 def test_trees_and_figures_agree(model):
     trees, committed = [], []
 
@@ -168,16 +113,6 @@ def test_a_loop_is_found_and_followed_beyond_its_length(model):
 
     stats = assert_exact(model, prompt(12), 100, logits_processor=[Loop()])
     assert max(stats.accepted_lengths) > 10
-
-
-def test_learning_takes_nothing_from_the_sampler(model):
-    """Guessing draws no random numbers: whatever the mode, torch's generator ends in one state."""
-    states = []
-    for mode in ("tree", "lookahead"):
-        lade.config_lade(MODE=mode)
-        assert_exact(model, prompt(24), **SAMPLED)
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
 
 
 def test_a_row_that_ended_without_padding_holds_nobody_up(model):

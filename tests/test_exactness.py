@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support import VOCAB, generate_plain, prompt, tiny_llama
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
 from lade.block.layout import BlockLayout
@@ -101,60 +100,41 @@ def test_pool_from_prompt_hits_on_the_first_step(lade_on, model):
     assert blocks[0] > blocks[1] == 3 * 3
 
 
+MODES = {
+    "window": {"MODE": "lookahead", "LEVEL": 6, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 5},
+    "tree": {"MODE": "tree", "MAX_BLOCK": 16, "SHARE": 0},
+}
+
+
+@pytest.fixture(params=MODES.values(), ids=MODES)
+def mode(request, lade_on):
+    lade.config_lade(**request.param)
+
+
 @pytest.mark.parametrize("max_new_tokens", range(1, 14))
-def test_length_cuts_inside_an_accepted_ngram(lade_on, model, max_new_tokens):
+def test_length_cuts_inside_accepted_guesses(mode, model, max_new_tokens):
     inputs = prompt(30, seed=5)
     full = generate_plain(model, inputs, max_new_tokens=40)
     looping = {"input_ids": full, "attention_mask": torch.ones_like(full)}
-    lade.config_lade(MODE="lookahead", LEVEL=6, WINDOW_SIZE=3, GUESS_SET_SIZE=5)
     expected = generate_plain(model, looping, max_new_tokens=max_new_tokens)
     assert torch.equal(model.generate(**looping, max_new_tokens=max_new_tokens), expected)
     assert_ran()
 
 
 @pytest.mark.parametrize("cut", range(2, 12))
-def test_end_of_sequence_inside_an_accepted_ngram(lade_on, model, cut):
+def test_end_of_sequence_inside_accepted_guesses(mode, model, cut):
     inputs = prompt(30, seed=5)
     full = generate_plain(model, inputs, max_new_tokens=60)[0, 30:].tolist()
     ends = [full[cut], full[cut + 3], VOCAB - 1]  # several ids, of which whichever comes first counts
-    lade.config_lade(MODE="lookahead", LEVEL=6, WINDOW_SIZE=3, GUESS_SET_SIZE=5)
     expected = generate_plain(model, inputs, max_new_tokens=60, eos_token_id=ends)
     assert expected.shape[1] < 90
     assert torch.equal(model.generate(**inputs, max_new_tokens=60, eos_token_id=ends), expected)
     assert_ran()
 
 
-class CountingBias(LogitsProcessor):
-    """Stateful: remembers every prefix it was called with, and depends on how often."""
-
-    def __init__(self):
-        self.prefixes = []
-
-    def __call__(self, input_ids, scores):
-        self.prefixes.append(input_ids[0].tolist())
-        scores = scores.clone()
-        scores[:, len(self.prefixes) % VOCAB] += 0.02
-        return scores
-
-
-@pytest.mark.parametrize("sampling", [False, True])
-def test_processors_see_the_prefixes_of_plain_generate(lade_on, model, sampling):
-    inputs = prompt(16)
-    arguments = {"max_new_tokens": 40, "do_sample": sampling, "repetition_penalty": 1.05, "top_k": 8}
-    plain, ahead = CountingBias(), CountingBias()
-    torch.manual_seed(0)
-    expected = generate_plain(model, inputs, logits_processor=LogitsProcessorList([plain]), **arguments)
-    torch.manual_seed(0)
-    result = model.generate(**inputs, logits_processor=LogitsProcessorList([ahead]), **arguments)
-    assert torch.equal(result, expected)
-    assert ahead.prefixes == plain.prefixes
-    assert_ran()
-
-
-def test_negative_control(lade_on, monkeypatch):
+def test_negative_control(mode, monkeypatch):
     """With a plain causal mask over the same block the output changes: the mask is what makes lookahead exact."""
     model = tiny_llama(num_hidden_layers=1)
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=4, GUESS_SET_SIZE=4)
 
     def causal(self, tree, original=BlockLayout.offsets_and_visibility):
         offsets, visible = original(self, tree)
@@ -169,7 +149,7 @@ def test_negative_control(lade_on, monkeypatch):
     assert different > 0
 
 
-def test_bfloat16_follows_the_models_own_argmax(lade_on):
+def test_bfloat16_follows_the_models_own_argmax(mode):
     """In 16 bits near-ties may fall differently than in plain generate(), but each token is an argmax within a tie."""
     model = tiny_llama(torch.bfloat16)
     inputs = prompt(20)

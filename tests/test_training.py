@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from support import VOCAB, assert_same_state, generate_plain, inference_tensors, prompt, tiny_llama
+from support import assert_same_state, generate_plain, inference_tensors, prompt, tiny_llama
 from support.families import COMPOSITE, FAMILIES
 from torch import nn
 from transformers import GenerationMixin
@@ -241,46 +241,3 @@ def test_processes_that_wait_for_each_other(monkeypatch):
         GenerationMixin, "_has_unfinished_sequences", lambda self, is_finished, *_, **__: not is_finished
     )
     assert "other processes" in both(tiny_llama().train(), synced_gpus=True).fallback_reason
-
-
-def test_grpo_of_trl(tmp_path):
-    """TRL's trainer, whose rollouts are in training mode: the same rewards and weights with lade as without."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{number}": number for number in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", bos_token="w1", eos_token="w2")
-    texts = [" ".join(f"w{(3 * row + place % 7) % VOCAB}" for place in range(12)) for row in range(4)]
-    found = []
-    for switch in ("0", "1"):
-        completions = []
-
-        def reward(completion_ids, completions=completions, **_):
-            completions.append(completion_ids)
-            return [float(sum(ids) % 17) for ids in completion_ids]
-
-        model = tiny_llama(torch.float32)
-        model.warnings_issued = {}
-        settings = trl.GRPOConfig(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, num_generations=4,
-            max_completion_length=16, learning_rate=1e-2, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
-            seed=3, disable_tqdm=True, logging_strategy="no",
-        )  # fmt: skip
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("USE_LADE", switch)
-            lade.log_history(clear=True)
-            dataset = datasets.Dataset.from_dict({"prompt": texts})
-            trainer = trl.GRPOTrainer(
-                model=model, reward_funcs=reward, args=settings, train_dataset=dataset, processing_class=tokenizer
-            )
-            trainer.train()
-        found.append((completions, model.state_dict()))
-    calls = lade.log_history()
-    assert len(calls) >= 3
-    for stats in calls:
-        assert_ran(stats)
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], weight) for name, weight in found[1][1].items())
