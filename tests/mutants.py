@@ -248,7 +248,7 @@ MUTANTS = [
            "chain(model.parameters(), model.buffers())]", "()]",
            "static_shapes.py::test_captured_anew_where_a_graph_would_not_notice"),
     mutant("graphs: the block of the capture stays", "forward/cuda/static_inputs.py",
-           "        self._step.fill(step_inputs(block, cache, settings, race))", "        pass",
+           "        self._step.fill(step_inputs(block, cache, *others))", "        pass",
            "static_shapes.py::test_captured_once_for_all_calls"),
     mutant("graphs: the draws of the capture stay", "forward/cuda/static_choice.py",
            "torch.cat(race.draws, out=self.draws[: sum(map(len, race.draws))])", "pass",

@@ -429,7 +429,7 @@ def test_a_cache_that_grows_behind_the_last_graph(model, graphs, monkeypatch):
     class Off(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             if blocks and input_ids.shape[1] > 34:
-                blocks[-1].turn_off("enough")
+                blocks[-1].compiles = blocks[-1].captures = False
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     blocks = []

@@ -122,12 +122,6 @@ def _restore(own: dict[str, Any], names: Iterable[str], before: dict[str, Any]) 
             own[name] = value
 
 
-def _ids(container: Any) -> list[int]:
-    """What a container holds, by identity: tensors cannot be compared as a whole."""
-    items = (*container, *container.values()) if isinstance(container, dict) else container
-    return sorted(map(id, items))
-
-
 def _is_plain(name: str, value: Any) -> bool:
     return name not in OWN_DICTIONARIES and (isinstance(value, PLAIN) or type(value) in CONTAINERS)
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 READABLE = ("cpu", "cuda")  # devices whose generators can be copied
-# Threads share a device's generator, whose state `ExponentialDraws` and `DrawRing` read and set later. Without this
-# lock, two calls could get the same draws.
+# Threads share a device's generator, whose state `ExponentialDraws` reads and sets later. Without this lock,
+# two calls could get the same draws.
 drawing = threading.RLock()
 
 
@@ -83,18 +83,6 @@ class ExponentialDraws:
                     draws = self._of(index, vocab_size)
         self._num_drawn = max(self._num_drawn, index + 1)
         return draws
-
-    def take_over(self, index: int, draws: list[Tensor]) -> None:
-        """Continue after draws made elsewhere with the device's generator, which were its latest.
-
-        index: token number of the first of `draws`, [B, V] each.
-        """
-        self.first, self._draws = index, deque(draws)
-        self._num_drawn = index + len(draws)
-        if self._copy is not None:
-            state = generator_state(self._device)
-            self._states = deque([state] * (len(draws) + 1))
-            self._copy.set_state(state)
 
     def forget(self, index: int) -> None:
         """Drop the draws of tokens before `index`."""

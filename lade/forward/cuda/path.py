@@ -20,7 +20,7 @@ from lade.forward.cuda.kernel import MAX_HEAD_DIM, kernel_problem, left_padding,
 from lade.forward.cuda.kernel.interface import NAME as KERNEL
 from lade.forward.cuda.kernel.interface import unsupported_reason
 from lade.forward.cuda.proof import UNPROVEN, is_proven
-from lade.forward.cuda.static_inputs import SummarySettings, masks_of
+from lade.forward.cuda.static_inputs import masks_of
 from lade.forward.cuda.static_shapes import (
     TOO_MANY_SLOTS,
     StaticForward,
@@ -57,7 +57,7 @@ class CudaPath(ForwardPath):
     def serving(cls, call: BlockCall) -> CudaPath | None:
         config, reasons, device = call.config, call.stats.reasons, call.adapter.model.device
         captures = config.cuda_graph is True or (config.cuda_graph is None and can_capture(device))
-        no_shapes = static_shapes_reason(call.adapter) if config.compile or captures else None
+        no_shapes = static_shapes_reason(call) if config.compile or captures else None
         if config.compile and no_shapes is not None:
             reasons["compile"] = no_shapes
         refusal = (
@@ -119,7 +119,7 @@ class CudaPath(ForwardPath):
 
     def use_summaries(self, nan_column: int | None, temperature: float) -> None:
         if self.static is not None:
-            self.static.summary_settings = SummarySettings(nan_column, temperature)
+            self.static.nan_column, self.static.temperature = nan_column or 0, temperature
 
     def padded_nodes(self, num_nodes: int) -> int:
         static = self.static
@@ -131,12 +131,9 @@ class CudaPath(ForwardPath):
         return masks_of(block, self.adapter.dtype, self.adapter.attention_spans, True, self.padding)
 
     def forward(self, block: Block, cache: LookaheadCache, race: Race | None = None) -> Any:
-        static, wanted = self.static, self.call.wanted
-        if static is not None and wanted:
-            static.turn_off(f"{min(wanted)} asks for more than the compiled forward returns")
         ordinary = super().forward
-        if static is not None and static.is_on:
-            logits = static.logits(block, cache, self.padding, lambda: ordinary(block, cache).logits, race)
+        if self.static is not None and self.static.is_on:
+            logits = self.static.logits(block, cache, self.padding, lambda: ordinary(block, cache).logits, race)
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits)
         return ordinary(block, cache)
@@ -149,8 +146,9 @@ class CudaPath(ForwardPath):
             self.call.stats.used_kernel, self.call.stats.reasons["kernel"] = False, problem
 
 
-def static_shapes_reason(adapter: ModelAdapter) -> str | None:
+def static_shapes_reason(call: BlockCall) -> str | None:
     """Why blocks cannot have static shapes, to be compiled or captured, as a sentence; None if they can."""
+    adapter = call.adapter
     reason = changed_attention(adapter)
     if reason is not None:
         return reason
@@ -162,7 +160,7 @@ def static_shapes_reason(adapter: ModelAdapter) -> str | None:
         return f"compiled or captured forwards take no {min(adapter.carried)}"
     if adapter.needs_equal_lengths:
         return "rotary frequencies of this model depend on the length of the text"
-    return None
+    return f"{min(call.wanted)} asks for more than the compiled forward returns" if call.wanted else None
 
 
 def kernel_refusal(call: BlockCall, is_captured: bool) -> tuple[str | None, Tensor | None]:
@@ -175,7 +173,7 @@ def kernel_refusal(call: BlockCall, is_captured: bool) -> tuple[str | None, Tens
         return "", None
     reason = WEIGHTS_WANTED if "output_attentions" in call.wanted else None
     if reason is None and use_flash is None:
-        reason = slow_kernel_reason(adapter, is_captured and not call.wanted)
+        reason = slow_kernel_reason(adapter, is_captured)
     reason = reason or changed_attention(adapter) or unsupported_reason(adapter.model)
     if reason is not None or call.key_mask is None:
         return reason, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,17 +27,6 @@ Masks = Tensor | dict[str, Tensor]
 Outputs = tuple[Tensor, ...]  # logits [B, R, V], and what `packed_summary` returns of them where that is wanted
 NUM_SINGLE, SAMPLED = 3, 2  # columns of a packed summary before the ids, and which of them holds sampled tokens
 NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with different ones
-
-
-@dataclass(frozen=True, slots=True)
-class SummarySettings:
-    """nan_column: see `lade.verification.nan_guard.find_nan_column`. temperature: of the probabilities."""
-
-    nan_column: int | None
-    temperature: float
-
-
-NO_SUMMARY = SummarySettings(None, 1.0)
 
 
 class StaticSlotLayer(CacheLayer):
@@ -140,7 +128,7 @@ class StaticInputs:
     def __init__(self, block: Block, cache: LookaheadCache, device: torch.device) -> None:
         """An example of the shape: a block, and the cache that it is for. device: of the forward."""
         batch_size = len(block.tokens)
-        self._step = TensorBuffer(step_inputs(block, cache, NO_SUMMARY), device)  # what changes in each step
+        self._step = TensorBuffer(step_inputs(block, cache), device)  # what changes in each step
         sent = self._step.tensors
         self.slots, self._nan_column, self._temperature = sent["slots"], sent["nan_column"], sent["temperature"]
         self.draw_rows = sent["draw_rows"]  # [B, R] of `StaticChoice.draws`
@@ -181,9 +169,9 @@ class StaticInputs:
     def end_call(self) -> None:
         self._has_begun = False
 
-    def fill(self, block: Block, cache: LookaheadCache, settings: SummarySettings, race: Race | None = None) -> None:
-        """Send a block to the device: one copy, if it lies on the host. race: of the tokens after its logits' rows."""
-        self._step.fill(step_inputs(block, cache, settings, race))
+    def fill(self, block: Block, cache: LookaheadCache, *others: Any) -> None:
+        """Send a block to the device: one copy, if it lies on the host. others: as for `step_inputs`."""
+        self._step.fill(step_inputs(block, cache, *others))
 
     def packed_summary(self, logits: Tensor, num_tokens: int | None) -> Tensor:
         """What a `LogitsSummary` of logits [B, R, V] holds, [B, R, 3 + 2 * K + CONTEXT_SIZE] int32, on the device.
@@ -215,9 +203,12 @@ class StaticInputs:
 
 
 def step_inputs(
-    block: Block, cache: LookaheadCache, settings: SummarySettings, race: Race | None = None
+    block: Block, cache: LookaheadCache, nan_column: int = 0, temperature: float = 1.0, race: Race | None = None
 ) -> dict[str, Tensor]:
-    """The inputs of a forward of static shape for one step; on the host if the block is."""
+    """The inputs of a forward of static shape for one step; on the host if the block is.
+
+    nan_column, temperature: of the summary of its logits. race: of the tokens after its logits' rows.
+    """
     starts = torch.tensor(cache.lengths, device=HOST)[:, None]  # [B, 1]
     none = torch.zeros(len(starts), len(block.logit_rows), dtype=torch.long, device=HOST)
     return {
@@ -227,8 +218,8 @@ def step_inputs(
         "logit_rows": block.logit_rows,
         "starts": starts,
         "slots": starts + torch.arange(block.tokens.shape[1], device=HOST),  # [B, q]
-        "nan_column": torch.tensor([settings.nan_column or 0], device=HOST),
-        "temperature": torch.tensor(settings.temperature, dtype=torch.float32, device=HOST),
+        "nan_column": torch.tensor([nan_column], device=HOST),
+        "temperature": torch.tensor(temperature, dtype=torch.float32, device=HOST),
         "visible": block.visible,
         "draw_rows": none if race is None else race.index(none.shape[1]),
     }

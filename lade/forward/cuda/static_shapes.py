@@ -33,7 +33,6 @@ from lade.forward.cuda.graphs import capture
 from lade.forward.cuda.proof import UNPROVEN, is_proven
 from lade.forward.cuda.static_choice import StaticChoice
 from lade.forward.cuda.static_inputs import (
-    NO_SUMMARY,
     NUM_SINGLE,
     Forward,
     Outputs,
@@ -131,31 +130,19 @@ class StaticForward:
         self.num_tokens = None if config.uses_window else adapter.num_tokens
         self.most_slots = most_captured_slots(config, uses_kernel)
         self.samples = captures and self.num_tokens is not None and "choice" not in self.trials.captured.reasons
-        self.summary_settings = NO_SUMMARY
+        self.temperature, self.nan_column = 1.0, 0  # of the summary, known after the prompt
         self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
         self._buffers = CallBuffers(self.owner, uses_kernel)
         self._summary_at: StaticInputs | None = None  # where the summary of the latest block arrives
-        self._summary: LogitsSummary | None = None
 
     @property
     def summary(self) -> LogitsSummary | None:
         """Of the latest block's logits; None if it was not computed together with them."""
-        if self._summary is None and self._summary_at is not None:
-            self._summary = self._summary_at.read_summary()
-        return self._summary
+        return None if self._summary_at is None else self._summary_at.read_summary()
 
     @property
     def is_on(self) -> bool:
         return self.compiles or self.captures
-
-    def turn_off(self, reason: str) -> None:
-        """Use the eager forward for the rest of the call. reason: a sentence."""
-        if self.compiles:
-            self.stats.reasons["compile"] = reason
-        if self.captures:
-            self.stats.reasons["graph"] = reason
-        self.compiles = self.captures = False
-        self._summary_at = self._summary = None  # of a block before
 
     def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
         """As `ForwardPath.take_cache`."""
@@ -183,7 +170,7 @@ class StaticForward:
         padding: [B] slots before each row's first token, for the kernel. ordinary: the eager forward, run for
         comparison on the first blocks of each new shape. race: decides the tokens of `summary.sampled`; None for none.
         """
-        self.preparing_seconds, self._summary_at, self._summary = 0.0, None, None
+        self.preparing_seconds, self._summary_at = 0.0, None
         cache.check_room(max(cache.lengths) + 1)
         buffers = self._buffers.with_room(cache, max(cache.lengths) + block.tokens.shape[1])
         if self.captures and cache.capacity > self.most_slots:
@@ -223,7 +210,7 @@ class StaticForward:
         shape = shape_of(block)
         inputs = buffers.inputs.pop(shape, None) or StaticInputs(block, buffers.cache, self.owner.device)
         inputs.begin_call(block.key_mask, padding)
-        inputs.fill(block, buffers.cache, self.summary_settings, race)
+        inputs.fill(block, buffers.cache, self.nan_column, self.temperature, race)
         buffers.inputs[shape] = inputs
         return inputs
 

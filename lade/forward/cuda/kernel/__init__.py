@@ -80,19 +80,8 @@ def block_attention(
     The Triton kernel runs on CUDA if it supports the dtype and head size and passed its self-check (`kernel_problem`);
     otherwise plain torch. A token without visible keys gets zeros.
     """
-    attend = _compiled_block_attention if torch.compiler.is_compiling() else _dispatch
-    return attend(query, keys, values, packed, scale, softcap, sinks)
-
-
-def _dispatch(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _compiled_block_attention(query, keys, values, packed, scale, softcap, sinks)
     named: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     kernel = _kernel_for(query, keys, values)
     if kernel is None:
@@ -111,8 +100,18 @@ def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Te
     return triton_block_attention
 
 
-# One opaque operation for torch.compile, which need not trace how a kernel is chosen and launched.
-_compiled_block_attention = torch.library.custom_op("lade::block_attention", _dispatch, mutates_args=())
+@torch.library.custom_op("lade::block_attention", mutates_args=())
+def _compiled_block_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One opaque operation for torch.compile, which need not trace how a kernel is chosen and launched."""
+    return block_attention(query, keys, values, packed, scale=scale, softcap=softcap, sinks=sinks)
 
 
 @_compiled_block_attention.register_fake
