@@ -14,7 +14,7 @@ import lade
 from lade import augment, config, switch
 from lade.common import notices
 from lade.config import LookaheadConfig
-from lade.switch import current_config, is_enabled
+from lade.switch import current_config
 
 
 @pytest.fixture(autouse=True)
@@ -281,18 +281,6 @@ def test_temporary_settings():
     with pytest.raises(ValueError, match="LEVEL"), switch.temporary_settings(LEVEL=1):
         pass
     assert sizes() == (5, 3, 7)
-
-
-@pytest.mark.parametrize("value", ["1", "true", "YES", "On", " 1 "])
-def test_switched_on(monkeypatch, value):
-    monkeypatch.setenv("USE_LADE", value)
-    assert is_enabled()
-
-
-@pytest.mark.parametrize("value", ["0", "", "no", "off", "false", "2"])
-def test_switched_off(monkeypatch, value):
-    monkeypatch.setenv("USE_LADE", value)
-    assert not is_enabled()
 
 
 def test_every_public_name_exists():

@@ -530,8 +530,3 @@ def test_processes_that_store_at_once_damage_no_file(cache):
     assert list(cache.iterdir()) == stored_files()
     (file,) = stored_files()
     assert "table 99" in json.loads(file.read_text())["tables"]
-
-
-def test_plain_is_untouched(wild_clock, cache):
-    generate_plain(tiny_llama(), prompt(12), max_new_tokens=60)
-    assert not cache.exists()

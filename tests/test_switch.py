@@ -60,7 +60,7 @@ def seeded(model, inputs, **arguments):
         ("", ["USE_LADE=1"]),
         ("2", ["USE_LADE='2'", "1, true, yes, on", "0, false, no, off"]),
         ("ture", ["USE_LADE='ture'"]),
-        *[(value, None) for value in ("0", "false", "No", " off ", "1", "on")],
+        *[(value, None) for value in ("0", "false", "No", " off ", "1", "on", "true", "YES")],
     ],
 )
 def test_one_line_at_the_first_call(value, said, monkeypatch, caplog, model):
@@ -76,7 +76,7 @@ def test_one_line_at_the_first_call(value, said, monkeypatch, caplog, model):
     for part in said or ():
         assert part in messages[0]
         assert "\n" not in messages[0]
-    assert (lade.last_stats().fallback_reason is None) == (value in ("1", "on"))
+    assert (lade.last_stats().fallback_reason is None) == (value in ("1", "on", "true", "YES"))
 
 
 def test_no_line_for_who_switches_it_on_in_code(caplog, model):

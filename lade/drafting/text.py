@@ -63,14 +63,13 @@ class DraftedText:
         """At most `count` tokens each of what followed the longest earlier occurrence of the text's end, the shortest
         match first: in the text itself, in texts of other calls where that one is longer, and in the prediction."""
         found, own = [], self._index.match()
+        if self._prediction is not None:
+            match = self._prediction.match(self.tokens[max(self._prompt_length, len(self.tokens) - MAX_MATCH) :])
+            if match is not None:
+                found.append(Copy(self._prediction.following(match.place, count), 0, match.length, priors.prediction))
         if own is not None:
             found.append(Copy(self._index.following(own.place, count), 0, own.length, priors.suffix))
         other = None if texts is None else texts.match(self.tokens[-MAX_MATCH:])
         if texts is not None and other is not None and (own is None or other.length > own.length):
             found.append(Copy(texts.following(other.place, count), 0, other.length, priors.earlier))
-        if self._prediction is not None:
-            match = self._prediction.match(self.tokens[max(self._prompt_length, len(self.tokens) - MAX_MATCH) :])
-            if match is not None:
-                following = self._prediction.following(match.place, count)
-                found.append(Copy(following, 0, match.length, priors.prediction))
         return sorted(found, key=attrgetter("length"))  # where two guess the same token, the last one goes on
