@@ -57,7 +57,7 @@ def adapter_or_reason(request: Request) -> ModelAdapter | str:
 
 
 def unsupported_call(request: Request) -> str | None:
-    """What can be told without an adapter."""
+    """Checks that need no adapter."""
     model: Any = request.model
     config, model_kwargs = request.generation_config, request.model_kwargs
     if not isinstance(request.model, PreTrainedModel):

@@ -34,7 +34,7 @@ WINDOW_TOKENS = 8  # new tokens in lookahead mode, whose steps all have one shap
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """What a warm-up has done.
+    """The result of a warm-up.
 
     block_tokens: the sizes of blocks that are captured or compiled. reasons: why something is not, as sentences.
     """

@@ -57,7 +57,7 @@ def off_reason() -> str:
 
 
 def off_hint() -> str | None:
-    """How to switch lookahead on; None where it is on, or off on purpose."""
+    """Instructions to switch lookahead on, as a sentence; None if it is on, or off on purpose."""
     value = environment_switch()
     if _switch.get() is not None or value in (*ON_VALUES, *OFF_VALUES):
         return None

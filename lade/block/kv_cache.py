@@ -160,7 +160,7 @@ class LookaheadCache(Cache):
         self.lengths, self.slots, self._block_tokens, self.in_block = [], None, None, False
 
     def end_prefill(self, batch_size: int) -> None:
-        """From now on `update` writes blocks."""
+        """Switch from prompts to blocks: `update` writes at `lengths`."""
         self.lengths = [self.slot_layers[0].prefilled] * batch_size
         self.in_block = True
 
@@ -217,7 +217,7 @@ class LookaheadCache(Cache):
             data[:, row, :, start : start + part.shape[2]] = part
 
     def _used(self) -> list[Tensor]:
-        """What belongs to layers, [S, B, H, C, D] per storage."""
+        """The parts of the storages that layers use, [S, B, H, C, D] each."""
         return [storage.data[: len(storage.owners)] for storage in self._storages]
 
     def allocate(self, layer: SlotLayer, key_states: Tensor, value_states: Tensor) -> None:

@@ -83,7 +83,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpan:
-    """What a layer attends to: everything, the last `window` positions, or the current chunk of `chunk` positions."""
+    """The positions a layer attends to: all, the last `window` positions, or the current chunk of `chunk` positions."""
 
     window: int | None = None
     chunk: int | None = None

@@ -33,7 +33,7 @@ class StateAndSlotLayer(*filter(None, [STATE_LAYER]), SlotLayer):  # type: ignor
         STATE_LAYER.__init__(self, **settings)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of the slots where keys and values are given, else of a state."""
+        """Allocate slots if keys and values are given, else a state."""
         (SlotLayer if args else STATE_LAYER).lazy_initialization(self, *args, **kwargs)
 
 

@@ -70,7 +70,7 @@ class TokenTree:
         return TokenTree(tokens, parents)
 
     def first_paths(self, is_finished: list[bool]) -> TokenTree:
-        """Of each row the path of first children, all as long as the shortest; none for a finished row."""
+        """The path of first children of each row, all as long as the shortest; none for a finished row."""
         paths: list[list[int]] = []
         for parents, has_ended in zip(self.parents, is_finished, strict=True):
             path: list[int] = []

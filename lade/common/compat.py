@@ -129,7 +129,7 @@ def tells_attention() -> bool:
 
 
 def tells_ropes() -> bool:
-    """With `rope_parameters`, and with the `rope_scaling` of older configuration files."""
+    """Both from `rope_parameters` and from the `rope_scaling` of older configuration files."""
     new = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     configs = small_config(rope_parameters=new), small_config(rope_scaling={"type": "dynamic", "factor": 2.0})
     return [config.rope_parameters.get("rope_type") for config in configs] == ["dynamic"] * 2
@@ -210,7 +210,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
 
 
 def problems() -> Iterator[str]:
-    """What is not as lade needs it, a sentence each."""
+    """The incompatibilities found, a sentence each."""
     for owner, names in NAMES.items():
         for name, _, passed in (each.partition("(") for each in names):
             found: Any = getattr(owner, name, None)

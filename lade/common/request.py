@@ -75,7 +75,7 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """Of a text, prompt included."""
+        """The maximum length of a text, prompt included."""
         return self.prompt_length + self.num_new
 
     @property

@@ -46,7 +46,7 @@ class PerModel(Generic[T]):
         return found
 
     def all(self) -> list[T]:
-        """What the slots of all models hold, where there is anything."""
+        """The values of all models that have one."""
         with _lock:
             return [state[self] for state in _states.values() if self in state]
 

@@ -1,4 +1,4 @@
-"""How far two computations of the same numbers may be apart: one table for all self-checks.
+"""Tolerances of all self-checks: the differences allowed between two computations of the same numbers.
 
 Differences are relative to the largest expected value. The bounds lie well above what another order of summation
 changes, and well below what a wrong mask, position or cache slot changes.
@@ -28,7 +28,7 @@ EXACT_PRODUCTS = ("highest", "ieee", "none")  # what torch calls products of flo
 
 
 def product_precision() -> tuple[str, ...]:
-    """What torch calls the precision of float32 products now, on CUDA and on a CPU."""
+    """torch's present settings for the precision of float32 products, on CUDA and on a CPU."""
     found = [
         getattr(getattr(device, "matmul", None), "fp32_precision", None) for device in (backends.cuda, backends.mkldnn)
     ]
@@ -61,5 +61,5 @@ def excess(difference: float, scale: float, what: str, dtype: torch.dtype) -> fl
 
 
 def logits_error(found: Tensor, expected: Tensor) -> float | None:
-    """How far logits are from the expected ones, relative to the largest; None where that is rounding."""
+    """The largest difference from the expected logits, relative to the largest of them; None if it is rounding."""
     return excess(largest_difference(found, expected), largest_value(expected), "logits", expected.dtype)

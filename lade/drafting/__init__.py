@@ -1,4 +1,4 @@
-"""What proposes guesses: one interface, and a registry of drafters by the name that MODE selects."""
+"""Drafters propose guesses: their interface, and a registry by the name that MODE selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often guesses of each source are accepted: priors, and the ratio of accepted to expected guesses."""
+"""Acceptance probabilities of guesses by source: priors, and the ratio of accepted to expected guesses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RowPrior(NamedTuple):
         return min(MAX_CHANCE, self.scale * probability**self.power)
 
     def by_bin(self) -> list[float]:
-        """By the bin of p (`lade.drafting.top_k_table`)."""
+        """`chance` for each bin of p (`lade.drafting.top_k_table`)."""
         return [self.chance(float(probability)) for probability in PROBABILITIES]
 
 
@@ -74,7 +74,7 @@ class Priors:
 
 
 def _by_length(source: str, chances: tuple[float, ...]) -> CopyPriors:
-    """For 0 to MAX_MATCH equal tokens. chances: by LENGTHS."""
+    """Source and acceptance for 0 to MAX_MATCH equal tokens. chances: by LENGTHS."""
     places = [max(0, bisect_right(LENGTHS, length) - 1) for length in range(MAX_MATCH + 1)]
     return [(f"{source} of {LENGTHS[place]}", chances[place]) for place in places]
 

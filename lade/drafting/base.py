@@ -123,7 +123,7 @@ class DraftRequest:
         costs: StepCosts | None,
         predictions: Predictions | None,
     ) -> DraftRequest:
-        """What a call of generate() asks of its drafter. Arguments as the fields."""
+        """Make the request of a call of generate(). Arguments as the fields."""
         settings = request.generation_config
         is_sampled = bool(settings.do_sample)
         return cls(

@@ -44,7 +44,7 @@ class CheckedDrafter(Drafter):
         return draft
 
     def _problems(self, draft: Draft, batch_size: int, max_offset: int | None) -> Iterator[str]:
-        """What breaks a rule. Each rule relies on those before it."""
+        """The rules that are broken, as sentences. Each rule relies on those before it."""
         tree, last_id = draft.tree, self._num_tokens - 1
         if (len(tree.tokens), len(tree.parents)) != (batch_size, batch_size):
             yield f"must have one tree for each of the {batch_size} rows, got {len(tree.tokens)}"

@@ -1,4 +1,4 @@
-"""What the draws of sampling say about tokens to come.
+"""Predicts sampled tokens from the draws of the next steps.
 
 Given these draws and estimated probabilities, lade can predict the sampled token. The prediction only orders guesses.
 """

@@ -43,7 +43,7 @@ class ContextRow(NamedTuple):
 
 
 class ContextArrays(NamedTuple):
-    """What is saved: R tokens, their rows, the contexts of the tokens and of what follows them, and the mean that
+    """The saved arrays: R tokens, their rows, the contexts of the tokens and of what follows them, and the mean that
     contexts are relative to, [1, CONTEXT_SIZE]."""
 
     tokens: npt.NDArray[Any]

@@ -95,7 +95,7 @@ class Growth:
         return found
 
     def best_path(self) -> Growth:
-        """From the root on the likeliest child alone, without unseen tokens."""
+        """The path of likeliest children from the root, without unseen tokens."""
         path: list[int] = []
         while True:
             end = path[-1] if path else -1

@@ -12,7 +12,6 @@ from torch import Tensor
 from lade.common.transfer import on_host
 from lade.drafting.top_k_table import ROW_LENGTH, Packed, packed
 
-MAX_SORTED = 2**14  # probabilities that torch sorts directly: for so few of them nothing is faster
 LEAST_GROUPED = 16 * ROW_LENGTH  # tokens of a vocabulary in which looking for groups first pays
 # Up to so many tokens: the size of a group that is fastest, and about how many times its largest probability all of it
 # has together, in groups without likely tokens. Probabilities of 4,586 rows of the bundled checkpoint (4,096 tokens)
@@ -55,30 +54,8 @@ def likeliest(logits: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor
     temperature: a tensor [] in a captured forward, where its value may change.
     """
     chances = (logits.detach().float() / temperature).softmax(dim=-1)
-    num_tokens = chances.shape[1]
-    if chances.numel() <= MAX_SORTED or num_tokens < LEAST_GROUPED:
-        values, ids = chances.topk(min(ROW_LENGTH, num_tokens))
-        return values, ids
-    groups = _grouped(chances)  # [M, group_size, G]
-    best = groups.amax(dim=1).topk(ROW_LENGTH, sorted=False).indices
-    members = torch.arange(groups.shape[1], device=chances.device)[:, None] * groups.shape[2]
-    ids = (best[:, None] + members).flatten(1)  # [M, group_size * ROW_LENGTH]
-    values, places = groups.flatten(1).gather(1, ids).topk(ROW_LENGTH, dim=-1)
-    return values, ids.gather(1, places)
-
-
-def _grouped(chances: Tensor) -> Tensor:
-    """Tokens in groups, of which the ROW_LENGTH with the largest maxima hold the ROW_LENGTH largest numbers.
-
-    A maximum over groups is several times as fast as a sort, and leaves little to sort. chances: [M, V]. Returns
-    [M, group_size, G]; group g holds the ids g, g + G, .., and -1 in place of what is no token.
-    """
-    num_rows, num_tokens = chances.shape
-    group_size = 8 if num_tokens <= 2**13 else 32 if num_tokens <= 2**15 else 64
-    num_groups = -(-num_tokens // group_size)
-    if num_groups * group_size > num_tokens:
-        chances = torch.nn.functional.pad(chances, (0, num_groups * group_size - num_tokens), value=-1.0)
-    return chances.view(num_rows, group_size, num_groups)
+    values, ids = chances.topk(min(ROW_LENGTH, chances.shape[1]))
+    return values, ids
 
 
 def _likeliest_by_groups(logits: Tensor, temperature: float) -> Rows:
@@ -118,7 +95,7 @@ def _weights(logits: npt.NDArray[np.float32], largest: npt.NDArray[Any], tempera
 
 
 def _largest(bits: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Where the ROW_LENGTH largest numbers of each row are, and what they are, largest first, [M, ROW_LENGTH] each.
+    """Indices and values of the ROW_LENGTH largest numbers of each row, largest first, [M, ROW_LENGTH] each.
 
     bits: [M, N] of float32 numbers, and overwritten. numpy sorts numbers with fast instructions, but does not return
     their indices: so each number's index replaces its last bits. As integers they keep their order, NaN included.

@@ -97,7 +97,7 @@ class LookaheadDrafter(Drafter):
         return {"pool": [self._num_proposed, self._num_accepted]}
 
     def explain(self, row: int) -> Explanation:
-        """For `Draft.explain`."""
+        """The sources of a row's guesses and the reason for the block's size, see `Draft.explain`."""
         return Explanation(sources=("pool",) * self._num_nodes[row], reason=REASONS[self._mode])
 
     def _choose_mode(self) -> BlockMode:

@@ -1,4 +1,4 @@
-"""What the tree drafter remembers across calls: rows of likely next tokens, and texts where asked for."""
+"""The tree drafter's memory across calls: rows of likely next tokens, and texts if asked for."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Memory:
 
 
 def identity_of(model: Any) -> dict[str, Any]:
-    """What identifies a model in any dtype: type, sizes, and signs of its embedding if they can be read."""
+    """Identifies a model in any dtype: type, sizes, and signs of its embedding if they can be read."""
     config = model.config.get_text_config()
     weight = model.get_input_embeddings().weight
     signs = ""
@@ -215,7 +215,7 @@ def identity_of(model: Any) -> dict[str, Any]:
 
 
 def _difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """What tells two models apart, as a sentence; None when they are the same one, or fine-tuned from each other."""
+    """How two models differ, as a sentence; None if they are the same, or fine-tuned from each other."""
     for name in ("model_type", "vocab_size", "hidden_size"):
         if mine[name] != other[name]:
             return f"{name} is {other[name]!r}, not {mine[name]!r}"

@@ -42,7 +42,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is saved of a memory.
+    """The saved contents of a memory.
 
     identity: of its model, None if none has used it. contexts: None without rows. texts: ids, END after each text; None
     if they are left out.

@@ -22,14 +22,14 @@ _current: ContextVar[Predictions | None] = ContextVar("prediction", default=None
 
 
 class Prediction:
-    """What one row's answer is expected to resemble."""
+    """The text that one row's answer is expected to resemble."""
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self._store = TextStore(KEY_LENGTH + len(ids) + 1)
         self._store.add([BEGIN] * KEY_LENGTH + list(ids))
 
     def match(self, answer: list[int]) -> Match | None:
-        """Where the end of the answer stands in the prediction. answer: the generated tokens, or the latest of them."""
+        """The place in the prediction that matches the end of the answer. answer: the latest generated tokens."""
         return self._store.match([*[BEGIN] * KEY_LENGTH, *answer][-MAX_MATCH:])
 
     def following(self, place: int, count: int) -> list[int]:

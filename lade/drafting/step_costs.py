@@ -1,4 +1,4 @@
-"""What a step of q tokens costs, relative to a plain step.
+"""The cost model: cost of a step of q tokens, relative to a plain step.
 
 Costs begin from a table that an earlier process has stored, or from one assumed for the hardware. In float32 and
 float64, where a block's size cannot change the text, the times of steps correct them, and a settled table is stored for
@@ -312,18 +312,18 @@ class StepCosts:
         return CostTable({size: interpolated(assumed, size) / plain for size in self.sizes}, is_assumed=True)
 
     def cost(self, num_tokens: int) -> float:
-        """Of a step of q tokens and those that run again, relative to a plain one."""
+        """The cost of a step of q tokens and those that run again, relative to a plain step."""
         num_tokens += self._num_waiting
         return self._table.measured(num_tokens) if self._follows_clock else self._table.assumed(num_tokens)
 
     @property
     def plain_cost(self) -> float:
-        """Of a step without guesses."""
+        """The cost of a step without guesses."""
         return self.cost(self.sizes[0])
 
     @property
     def search_cost(self) -> float:
-        """Of a search for guesses, in plain steps."""
+        """The cost of a search for guesses, in plain steps."""
         return self._table.measured_search if self._follows_clock else self._table.start_search
 
     @property

@@ -1,4 +1,4 @@
-"""Where the end of a text has occurred in it before, and what followed there."""
+"""Finds earlier occurrences of the end of a text, and the tokens that followed them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class DraftedText:
 
     @property
     def to_keep(self) -> list[int]:
-        """What later calls may repeat: the generated tokens, after the end of the prompt, by which they are found."""
+        """The generated tokens, after the end of the prompt: later calls find and repeat them."""
         return self.tokens[max(0, self._prompt_length - MAX_MATCH) :]
 
     def begin_step(self, num_generated: int) -> None:

@@ -142,7 +142,7 @@ class TreeDrafter:
                 self.memory.texts.add(text.to_keep)
 
     def explain(self, row: int) -> Explanation:
-        """For `Draft.explain`."""
+        """The sources of a row's guesses and the reason for the block's size, see `Draft.explain`."""
         growth, reason = self._texts[row].growth, self._reason
         compared: list[tuple[int, float, float]] = []
         if self._compared is not None:
@@ -196,7 +196,7 @@ class TreeDrafter:
             growth.cut(size - 1)
 
     def _narrow(self, rows: list[int]) -> None:
-        """Where the model takes chains: the best path of each tree, all as long as the shortest."""
+        """Replace trees by their best paths, all as long as the shortest, if the model takes only chains."""
         if self._takes_chains:
             paths = [self._texts[row].growth.best_path() for row in rows]
             length = min((len(path.tokens) for path in paths), default=0)
@@ -260,7 +260,7 @@ class TreeDrafter:
 
 
 def _num_prompt_rows(request: DraftRequest) -> int:
-    """How many of each prompt's tokens logits are asked for: none on a CPU, where they cost what they gain."""
+    """The number of each prompt's last tokens whose logits are learned from; 0 on a CPU, where it does not pay."""
     batch_size, length = request.prompt_ids.shape
     is_dear = on_host(request.prompt_ids) and request.config.adaptive
     if request.is_split or length < 2 or is_dear:

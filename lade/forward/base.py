@@ -1,4 +1,4 @@
-"""How a call's blocks run: what a path is asked, and the ordinary path, which is the model's own forward."""
+"""Forward paths: their interface, and the ordinary path, the model's own forward."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ForwardPath:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What of the next block's forward changes its cost."""
+        """Properties of the next block's forward that change its cost."""
         return ()
 
     @cached_property

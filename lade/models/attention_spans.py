@@ -1,4 +1,4 @@
-"""What each layer of a model attends to, by its configuration."""
+"""Attention spans of a model's layers, by its configuration."""
 
 from __future__ import annotations
 

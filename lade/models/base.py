@@ -286,7 +286,7 @@ class ModelAdapter:
 
     @cached_property
     def attention_spans(self) -> AttentionSpan | dict[str, AttentionSpan]:
-        """How far back the layers attend: one `AttentionSpan`, or one per layer type."""
+        """The positions the layers attend to: one `AttentionSpan`, or one per layer type."""
         return layer_spans(self.config)
 
     @property
@@ -319,7 +319,7 @@ class ModelAdapter:
 
     @cached_property
     def unusual_parts(self) -> list[nn.Module]:
-        """Those of `parts` in training mode, or with a replaced or compiled forward."""
+        """The modules in training mode, or with a replaced or compiled forward."""
         return [
             part
             for part in self.parts
@@ -334,7 +334,7 @@ class ModelAdapter:
 
     @cached_property
     def code(self) -> Code:
-        """What code runs inside the model's forward, and who wrote it."""
+        """The code that runs inside the model's forward, and the packages that it comes from."""
         return code_of(self.parts, dict.fromkeys((self.config._attn_implementation, self._masked_attention)))
 
     @cached_property

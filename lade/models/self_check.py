@@ -120,7 +120,7 @@ def trial_errors(
 
 
 def tree_errors(run: TrialRun) -> tuple[float, float]:
-    """Of a block with a wrong guess, and after it a branch of two right ones, whose rows a causal mask would change."""
+    """Errors of a block with a wrong guess, and then a branch of two right ones, which a causal mask would change."""
     (root, first, second, *_), wrong = run.tokens, run.wrong
     run.begin()
 
@@ -136,7 +136,7 @@ def tree_errors(run: TrialRun) -> tuple[float, float]:
 
 
 def chain_errors(run: TrialRun) -> tuple[float, float]:
-    """Of four chains: wrong guesses, one whose first guess is right, one of right guesses, and a token alone."""
+    """Errors of four chains: wrong guesses, one whose first guess is right, one of right guesses, and a token alone."""
 
     def differences(blocks: list[tuple[list[Tensor], int]], puts_back: bool = True) -> float:
         """blocks: tokens, and how many of them are right."""
@@ -178,7 +178,7 @@ class TrialRun:
         return plain_logits(self.adapter, self._prefix, torch.stack(self.tokens), cache, self._masks)
 
     def doubt(self) -> float:
-        """How far plain decoding differs where the cache is a caller's own and keeps every key of a sliding window."""
+        """The difference of plain decoding with a caller's cache, which keeps every key of a sliding window."""
         kinds = {type(layer) for layer in DynamicCache(config=self.adapter.config).layers}
         if DynamicSlidingWindowLayer not in kinds or not kinds <= set(PLAIN_LAYERS):
             return 0.0

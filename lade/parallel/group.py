@@ -196,7 +196,7 @@ class ProcessGroup(SingleProcess):
         self._broadcast("integers", torch.tensor([*tokens, *ended]), LEADER)
 
     def receive_tokens(self, num_rows: int) -> tuple[list[int], list[bool]]:
-        """What the leader has passed to `send_tokens`."""
+        """The tokens that the leader has passed to `send_tokens`."""
         values = torch.zeros(2 * num_rows, dtype=torch.long)
         self._broadcast("integers", values, LEADER)
         return values[:num_rows].tolist(), values[num_rows:].bool().tolist()

@@ -67,7 +67,7 @@ def split_row(parents: list[int], costs: list[int]) -> list[list[int]]:
 
 
 def fill(costs: list[int], amount: int) -> list[float]:
-    """How much of `amount` each rank gets, so that the largest sum of cost and share is minimal (water-filling)."""
+    """Divide `amount` among ranks so that the largest sum of cost and share is minimal (water-filling)."""
     level = 0.0
     for count, cost in enumerate(sorted(costs)):
         if count and level <= cost:  # the cheaper ranks take everything

@@ -57,7 +57,7 @@ class ExponentialDraws:
         return self._copy is not None
 
     def ahead(self, index: int, count: int, vocab_size: int) -> list[Tensor]:
-        """What `draw` will return for `count` tokens from number `index` (from 0) on, if no other code draws.
+        """The draws that `draw` will return for `count` tokens from number `index` (from 0) on, if no other code draws.
 
         vocab_size: width of the logits. Returns [B, V] each.
         """

@@ -17,7 +17,7 @@ from lade.common.transfer import on_host
 
 @dataclass(frozen=True, slots=True)
 class LogitsSummary:
-    """What the host reads of a block's logits, computed together with them and copied at once.
+    """Reductions of a block's logits, computed together with them and copied to the host at once.
 
     best:    [B, R] the most likely tokens.
     is_nan:  [B, R] whether the logits in the NaN column are NaN.

@@ -50,7 +50,7 @@ class OutputRecorder:
             self.collected[name] += (found[name],)
 
     def result(self, sequences: Any, cache: Any) -> Any:
-        """What generate() returns: the ids, or the dictionary around them."""
+        """The return value of generate(): the ids, or the dictionary around them."""
         if not self._returns_dict:
             return sequences
         fields: dict[str, Any] = {CACHE_NAME: cache, **self.collected}

@@ -39,7 +39,7 @@ class Sampling:
 
     @classmethod
     def of(cls, processors: Iterable[Any], kinds: frozenset[type]) -> Sampling | None:
-        """Of processors that are exactly of these kinds, no subclasses, with only constant parameters; or None."""
+        """Make one of processors that are exactly of these kinds and have only constant parameters; None of others."""
         # Copies, since compiled or captured steps must not change with the caller's objects.
         warpers = tuple(map(copy, processors))
         if not kinds.issuperset(map(type, warpers)):
@@ -58,7 +58,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What decides the tokens after all nodes of a step: argmax(p / e), with one exponential draw e per token.
+    """Inputs that decide the tokens after all nodes of a step: argmax(p / e), one exponential draw e per token.
 
     draws:  of consecutive tokens, [B, V] each.
     places: [B, 1 + n] which of them serve the tokens after the root and each node.

@@ -1,4 +1,4 @@
-"""What differs if several processes share each step, for one process alone.
+"""Operations that differ if several processes share each step; here for one process alone.
 
 `lade.parallel` derives from it. It is imported when DIST_WORKERS asks for more than one process.
 """

@@ -106,7 +106,7 @@ Copies = dict[int, PackedWeight]  # by the weights' ids
 
 @dataclass
 class ModelCopies:
-    """What the calls of a model share."""
+    """Packed copies and verdicts that the calls of a model share."""
 
     copies: Copies = field(default_factory=dict)
     trial: Trial = field(default_factory=Trial)

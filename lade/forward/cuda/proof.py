@@ -1,4 +1,4 @@
-"""What a GPU has shown: until `benchmarks/gpu_check.py` has passed on a machine, "auto" uses neither graphs nor kernel.
+"""Results of `benchmarks/gpu_check.py`: until it has passed on a machine, "auto" uses neither graphs nor kernel.
 
 The check stores its result in the cache folder, for this GPU and these versions of torch and lade.
 """

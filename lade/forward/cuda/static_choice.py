@@ -47,7 +47,7 @@ class StaticChoice:
         torch.cat(race.draws, out=self.draws[: sum(map(len, race.draws))])
 
     def call(self) -> None:
-        """What is captured."""
+        """The captured function: sample all rows."""
         self._sampled.copy_(winners(*self._parts))
 
     def replay(self) -> None:

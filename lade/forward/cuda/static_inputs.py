@@ -174,7 +174,7 @@ class StaticInputs:
         self._step.fill(step_inputs(block, cache, *others))
 
     def packed_summary(self, logits: Tensor, num_tokens: int | None) -> Tensor:
-        """What a `LogitsSummary` of logits [B, R, V] holds, [B, R, 3 + 2 * K + CONTEXT_SIZE] int32, on the device.
+        """A `LogitsSummary` of logits [B, R, V] on the device, [B, R, 3 + 2 * K + CONTEXT_SIZE] int32.
 
         num_tokens: ids that have an embedding.
         """

@@ -60,7 +60,7 @@ SMALLEST_TREE = 8  # nodes with the root; larger trees are padded to the next po
 
 @dataclass
 class ModelTrials:
-    """What was tried on a model: compiled forwards by shape, and whether it can be captured, "forward" and "choice"."""
+    """Trials of a model: compiled forwards by shape, and whether it can be captured, "forward" and "choice"."""
 
     forwards: dict[Hashable, Forward] = field(default_factory=dict)
     compiled: Trial = field(default_factory=Trial)
@@ -137,7 +137,7 @@ class StaticForward:
 
     @property
     def summary(self) -> LogitsSummary | None:
-        """Of the latest block's logits; None if it was not computed together with them."""
+        """The summary of the latest block's logits; None if it was not computed together with them."""
         return None if self._summary_at is None else self._summary_at.read_summary()
 
     @property
@@ -195,7 +195,7 @@ class StaticForward:
         )
 
     def with_summary(self, inputs: StaticInputs, forward: Forward) -> Outputs:
-        """What is captured."""
+        """The captured function: forward, and summary of the logits if it is wanted."""
         logits = self.call(inputs, forward)
         return (logits,) if self.num_tokens is None else (logits, inputs.packed_summary(logits, self.num_tokens))
 
@@ -288,7 +288,7 @@ class StaticForward:
         return None if is_same else "the captured summary is not that of the captured logits"
 
     def _choice(self, inputs: StaticInputs, race: Race) -> StaticChoice | None:
-        """What samples after the graph of this shape, filled with the draws of this block; None if that fails.
+        """The sampling graph after the graph of this shape, filled with the draws of this block; None if that fails.
 
         The forward's graph is right all the same: tokens are then sampled without one.
         """

@@ -22,7 +22,7 @@ _trial = Trial()  # by device, dtype and variant
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What was wrong with the kernel in this process, as a sentence; None if nothing was."""
+    """Why the kernel failed its self-check in this process, as a sentence; None if it did not."""
     found: list[Any] = list(_trial.reasons.items())
     return next((problem for (*place, _), problem in found if place == [device, dtype]), None)
 
