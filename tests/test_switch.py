@@ -2,13 +2,12 @@
 
 import asyncio
 import contextvars
-import io
 import logging
 import threading
 
 import pytest
 import torch
-from support import ROOT, forked, generate_plain, prompt, python, tiny_llama
+from support import ROOT, forked, prompt, python, tiny_llama
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,7 +16,6 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteriaList,
     StopStringCriteria,
-    TextStreamer,
 )
 
 import lade
@@ -379,25 +377,6 @@ def test_called_by_something_else(model):
     assert ran()
 
 
-def test_streaming_goes_with_the_patch(model):
-    """What the message of the refusal says to do instead."""
-
-    class Decoder:
-        def decode(self, tokens, **kwargs):
-            return " ".join(map(str, tokens)) + " "
-
-    texts = []
-    for context in (lade.enabled(False), lade.enabled()):
-        out = io.StringIO()
-        streamer = TextStreamer(Decoder())
-        streamer.on_finalized_text = lambda text, stream_end=False, out=out: out.write(text)
-        with context:
-            model.generate(**prompt(), max_new_tokens=12, streamer=streamer)
-        texts.append(out.getvalue())
-    assert lade.last_stats().fallback_reason is None
-    assert texts[0] == texts[1] != ""
-
-
 # Summaries.
 
 
@@ -433,14 +412,3 @@ def test_no_summary_without_lookahead(model, capsys):
 def test_importing_stays_light():
     program = "import sys, lade; print({'torch', 'transformers'} & set(sys.modules), 'lade' in sys.modules)"
     assert python("-c", program).stdout == "set() True\n"
-
-
-def test_register_drafter_is_public(model):
-    from lade.drafting.tree import TreeDrafter
-
-    made = []
-    lade.register_drafter("of a test", lambda request: made.append(request) or TreeDrafter(request))
-    plain = generate_plain(model, prompt(), max_new_tokens=16)
-    with lade.enabled(MODE="of a test"):
-        assert torch.equal(model.generate(**prompt(), max_new_tokens=16), plain)
-    assert len(made) == 1
