@@ -46,8 +46,8 @@ def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
     # What it does around the model's own forward: masks, slots.
     yield forward.ForwardPath, "forward", "lay out"
     yield base.ModelAdapter, "ordinary_forward", "forward"
-    yield fixed.StaticForward, "call", "forward"
-    yield fixed.StaticForward, "replay", "forward"
+    yield fixed.StaticPath, "run", "forward"
+    yield fixed.StaticPath, "replay", "forward"
     yield fixed.StaticChoice, "replay", "forward"
     for cls in classes("lade", "verify"):
         if issubclass(cls, rules.Selection):

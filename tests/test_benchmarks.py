@@ -16,7 +16,7 @@ from support import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lade import switch
-from lade.forward.cuda import path as cuda_path
+from lade.forward.cuda import kernel_path
 from lade.stats import GenerationStats
 
 ROOT = Path(__file__).parent.parent
@@ -282,7 +282,7 @@ def test_plain_torch_is_not_timed_in_the_kernels_place(module, lade_on, monkeypa
     monkeypatch.setattr(step_cost, "LEAST_SECONDS", 0.0)
     with switch.temporary_settings(USE_FLASH=1):
         step_cost.forward_costs(tiny_llama(), args, lambda: None, rows.append)
-        monkeypatch.setattr(cuda_path, "kernel_problem", lambda device, dtype: "the kernel failed")
+        monkeypatch.setattr(kernel_path, "kernel_problem", lambda device, dtype: "the kernel failed")
         with pytest.raises(SystemExit, match="the kernel failed"):
             step_cost.forward_costs(tiny_llama(), args, lambda: None, rows.append)
     assert len(rows) == 1

@@ -10,7 +10,8 @@ from lade.config import LookaheadConfig
 from lade.forward import base
 from lade.forward.base import BlockCall, ForwardPath, path_for
 from lade.forward.cpu.path import CpuPath
-from lade.forward.cuda.path import CudaPath
+from lade.forward.cuda.kernel_path import KernelPath
+from lade.forward.cuda.static_shapes import StaticPath
 from lade.models import adapter_for
 
 CPU = torch.device("cpu")
@@ -25,8 +26,8 @@ def path_of(model, **settings):
     [
         (lambda: tiny_llama(num_key_value_heads=4), {}, ForwardPath),
         (tiny_llama, {}, CpuPath),
-        (tiny_llama, {"compile": True}, CudaPath),
-        (tiny_llama, {"use_flash": True}, CudaPath),
+        (tiny_llama, {"compile": True}, StaticPath),
+        (tiny_llama, {"use_flash": True}, KernelPath),
         (tiny_llama, {"cuda_graph": True}, CpuPath),  # refused, with a reason
     ],
     ids=["ordinary", "grouped", "compiled", "kernel", "graphs"],

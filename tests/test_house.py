@@ -145,6 +145,7 @@ TESTED_IN = {
     "forward.cuda.kernel": "kernels",
     "forward.cuda.kernel.interface": "kernel_interface",
     "forward.cuda.kernel.self_check": "automatic",
+    "forward.cuda.kernel_path": "forward_paths",
     "forward.cuda.path": "automatic",
     "forward.cuda.proof": "automatic",
     "forward.cuda.static_inputs": "static_shapes",

@@ -159,10 +159,8 @@ def test_compiled_forwards_go_on_without_it(model, monkeypatch):
     """Nothing decides the tokens of later blocks any more."""
     lade.config_lade(COMPILE=1)
     monkeypatch.setattr(StaticChoice, "replay", lambda self: None)
-    races, fixed_inputs = [], fixed.StaticForward._fixed_inputs
-    monkeypatch.setattr(
-        fixed.StaticForward, "_fixed_inputs", lambda *args: races.append(args[-1]) or fixed_inputs(*args)
-    )
+    races, fixed_inputs = [], fixed.StaticPath._fixed_inputs
+    monkeypatch.setattr(fixed.StaticPath, "_fixed_inputs", lambda *args: races.append(args[-1]) or fixed_inputs(*args))
     stats = check(model)
     assert stats.compiled_steps == stats.steps - 1
     assert stats.reasons.get("graph") == WRONG

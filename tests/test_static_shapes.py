@@ -96,7 +96,7 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
     """The control of the test above: a cache that says how long the text is."""
     torch._dynamo.utils.counters.clear()
 
-    def call(self, inputs, forward, original=fixed.StaticForward.call):
+    def call(self, inputs, forward, original=fixed.StaticPath.run):
         inputs.cache.layers[0].length = self._buffers._buffers.cache.lengths[0]
         return original(self, inputs, forward)
 
@@ -104,7 +104,7 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
         assert getattr(self, "length", 1) > 0
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(fixed.StaticForward, "call", call)
+    monkeypatch.setattr(fixed.StaticPath, "run", call)
     monkeypatch.setattr(fixed_inputs.StaticSlotLayer, "update", update)
     with torch._dynamo.config.patch(error_on_recompile=True):
         expected, found = both(model, prompt(), do_sample=False)
@@ -434,11 +434,11 @@ def test_a_cache_that_grows_behind_the_last_graph(model, graphs, monkeypatch):
 
     blocks = []
 
-    def spy(self, *args, original=fixed.StaticForward.take_cache, **kwargs):
+    def spy(self, *args, original=fixed.StaticPath.take_cache, **kwargs):
         blocks.append(self)
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(fixed.StaticForward, "take_cache", spy)
+    monkeypatch.setattr(fixed.StaticPath, "take_cache", spy)
     expected, found = both(model, prompt(), do_sample=False, max_new_tokens=80, stopping_criteria=[Off()])
     assert torch.equal(expected, found)
     assert 0 < lade.last_stats().captured_steps < lade.last_stats().steps - 1

@@ -97,14 +97,8 @@ class Growth:
     def best_path(self) -> Growth:
         """The path of likeliest children from the root, without unseen tokens."""
         path: list[int] = []
-        while True:
-            end = path[-1] if path else -1
-            children = [
-                node for node, parent in enumerate(self.parents) if parent == end and self.sources[node] != UNSEEN
-            ]
-            if not children:
-                break
-            path.append(max(children, key=self.chances.__getitem__))
+        while (child := self.likeliest_child(path[-1] if path else -1)) is not None:
+            path.append(child)
         found = Growth(*([column[node] for node in path] for column in self._columns()))
         found.parents = list(range(-1, len(path) - 1))
         return found

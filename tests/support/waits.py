@@ -29,7 +29,7 @@ from lade import decoding
 from lade.common import transfer
 from lade.common.transfer import HOST, to_device
 from lade.forward.cuda.static_choice import StaticChoice
-from lade.forward.cuda.static_shapes import StaticForward
+from lade.forward.cuda.static_shapes import StaticPath
 from lade.models.base import ModelAdapter
 
 # Operators that bring a value, or a shape that depends on values, to the host.
@@ -237,7 +237,7 @@ def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     memory.add(on_device)
     operators = CountOperators(waits, memory)
 
-    forwards: list[tuple[Any, str]] = [(StaticForward, "replay"), (StaticForward, "call")]
+    forwards: list[tuple[Any, str]] = [(StaticPath, "replay"), (StaticPath, "run")]
     forwards += [(ModelAdapter, "ordinary_forward")]
     patches = [mock.patch.object(owner, name, operators.aside(getattr(owner, name))) for owner, name in forwards]
     # A graph beside that of the forward.

@@ -22,14 +22,16 @@ from transformers import PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
+from lade.common.compat import CausalLMOutputWithPast
 from lade.common.state import PerModel
 from lade.common.tolerance import logits_error
 from lade.common.trial import NotUsed, Trial
 from lade.config import LookaheadConfig
 from lade.forward.base import BlockCall, can_capture
-from lade.forward.cuda.buffer_pool import Buffers, CallBuffers, has_captured
+from lade.forward.cuda.buffer_pool import Buffers, CallBuffers, has_captured, padded_capacity
 from lade.forward.cuda.fingerprint import fingerprint, numerics
 from lade.forward.cuda.graphs import capture
+from lade.forward.cuda.kernel_path import KernelPath
 from lade.forward.cuda.proof import UNPROVEN, is_proven
 from lade.forward.cuda.static_choice import StaticChoice
 from lade.forward.cuda.static_inputs import (
@@ -105,79 +107,92 @@ def most_captured_slots(config: LookaheadConfig, uses_kernel: bool) -> float:
     return inf if uses_kernel or config.cuda_graph else MOST_SLOTS_WITHOUT_KERNEL
 
 
-class StaticForward:
-    """Runs one call's blocks by compiled or captured forwards until that fails."""
+class StaticPath(KernelPath):
+    """Runs one call's blocks by compiled or captured forwards of static shapes, by the ordinary one once that fails."""
 
-    def __init__(
-        self,
-        call: BlockCall,
-        model: Any,
-        *,
-        uses_kernel: bool,
-        captures: bool,
-    ) -> None:
-        """model: runs the blocks, the user's or a shadow model. uses_kernel: whether its attention is lade's kernel.
-
-        captures: whether blocks are captured.
-        """
-        adapter, config = call.adapter, call.config
-        self.adapter, self.owner, self.model, self.stats = adapter, adapter.model, model, call.stats
-        self.trials = _trials.of(self.owner)
-        self.uses_kernel, self.compiles, self.captures = uses_kernel, config.compile, captures
+    def __init__(self, call: BlockCall, uses_kernel: bool, padding: Tensor | None, captures: bool) -> None:
+        """uses_kernel, padding: as for `KernelPath`. captures: whether blocks are captured."""
+        super().__init__(call, uses_kernel, padding)
+        config, self.stats = call.config, call.stats
+        self.trials = _trials.of(self.adapter.model)
+        self.compiles, self.captures = config.compile, captures
         # The usual largest number of tree nodes.
         self.full_tree = (config.ngram_size - 1) * config.num_guesses if config.uses_window else config.max_block - 1
         # Ids that have an embedding, of which a captured forward summarises the logits; None for logits alone.
-        self.num_tokens = None if config.uses_window else adapter.num_tokens
+        self.num_tokens = None if config.uses_window else self.adapter.num_tokens
         self.most_slots = most_captured_slots(config, uses_kernel)
-        self.samples = captures and self.num_tokens is not None and "choice" not in self.trials.captured.reasons
+        self.may_sample = self.num_tokens is not None and "choice" not in self.trials.captured.reasons
         self.temperature, self.nan_column = 1.0, 0  # of the summary, known after the prompt
-        self.preparing_seconds = 0.0  # part of the latest block's time spent capturing and comparing
-        self._buffers = CallBuffers(self.owner, uses_kernel)
+        self._buffers = CallBuffers(self.adapter.model, uses_kernel)
         self._summary_at: StaticInputs | None = None  # where the summary of the latest block arrives
-
-    @property
-    def summary(self) -> LogitsSummary | None:
-        """The summary of the latest block's logits; None if it was not computed together with them."""
-        return None if self._summary_at is None else self._summary_at.read_summary()
 
     @property
     def is_on(self) -> bool:
         return self.compiles or self.captures
 
-    def take_cache(self, num_slots: int, most_slots: int, batch_size: int) -> LookaheadCache:
-        """As `ForwardPath.take_cache`."""
-        adapter, model, device = self.adapter, self.model, self.owner.device
+    @property
+    def kind(self) -> tuple[str, ...]:
+        return (*super().kind, *("graph",) * self.captures)
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        if self.call.config.uses_window:
+            return None
+        return tuple(sorted({1 + padded_nodes(count, self.full_tree) for count in range(1 + self.full_tree)}))
+
+    @property
+    def summary(self) -> LogitsSummary | None:  # type: ignore[override]
+        return None if self._summary_at is None else self._summary_at.read_summary()
+
+    @property
+    def samples(self) -> bool:  # type: ignore[override]
+        is_here = self.call.device == self.adapter.model.device  # draws are made on the prompt's
+        return self.captures and self.may_sample and is_here
+
+    def take_cache(self, most_slots: int) -> LookaheadCache:
+        adapter, model, num_slots = self.adapter, self.model, self.call.num_slots
+        if (adapter.model.tp_size or 1) > 1:  # its ranks would have to agree on the pooled caches
+            return self.replacement_cache(num_slots)
         key = None
         if self.captures:
-            code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(self.owner))
-            key = (batch_size, repr(adapter.attention_spans), self.num_tokens, device, numerics(device), *code)
+            device = adapter.model.device
+            code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(adapter.model))
+            key = (self.call.num_rows, repr(adapter.attention_spans), self.num_tokens, device, numerics(device), *code)
         return self._buffers.begin(key, num_slots, most_slots, adapter.make_cache)
 
-    def release(self) -> None:
-        """Return the call's graphs to the pool, with the cache and inputs that they read."""
+    def replacement_cache(self, capacity: int) -> LookaheadCache:
+        return self.adapter.make_cache(padded_capacity(capacity))
+
+    def use_summaries(self, nan_column: int | None, temperature: float) -> None:
+        self.nan_column, self.temperature = nan_column or 0, temperature
+
+    def padded_nodes(self, num_nodes: int) -> int:
+        return padded_nodes(num_nodes, self.full_tree) if self.is_on else num_nodes
+
+    def close(self, num_generated: int) -> None:
         self._buffers.end()
+        super().close(num_generated)
 
-    def logits(
-        self,
-        block: Block,
-        cache: LookaheadCache,
-        padding: Tensor | None,
-        ordinary: Callable[[], Tensor],
-        race: Race | None = None,
-    ) -> Tensor | None:
-        """Logits [B, R, V] of a block; None if the eager forward must run. `cache` has room for the block afterwards.
-
-        padding: [B] slots before each row's first token, for the kernel. ordinary: the eager forward, run for
-        comparison on the first blocks of each new shape. race: decides the tokens of `summary.sampled`; None for none.
-        """
+    def forward(self, block: Block, cache: LookaheadCache, race: Race | None = None) -> Any:
         self.preparing_seconds, self._summary_at = 0.0, None
+        ordinary = partial(super().forward, block, cache)
+        logits = self._logits(block, cache, lambda: ordinary().logits, race) if self.is_on else None
+        return ordinary() if logits is None else CausalLMOutputWithPast(logits=logits)
+
+    def _logits(
+        self, block: Block, cache: LookaheadCache, ordinary: Callable[[], Tensor], race: Race | None
+    ) -> Tensor | None:
+        """Logits [B, R, V] of a block; None if the ordinary forward must run. `cache` then has room for the block.
+
+        ordinary: that forward, run for comparison on the first blocks of each new shape.
+        """
         cache.check_room(max(cache.lengths) + 1)
         buffers = self._buffers.with_room(cache, max(cache.lengths) + block.tokens.shape[1])
         if self.captures and cache.capacity > self.most_slots:
             self.captures, self.stats.reasons["graph"] = False, TOO_MANY_SLOTS
         if not self.is_on:
             return None
-        inputs = self._fixed_inputs(buffers, block, padding, race)
+        inputs = self._fixed_inputs(buffers, block, race)
         forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
         logits = self._captured(inputs, forward, ordinary, race) if self.captures else None
         self.stats.captured_steps += logits is not None
@@ -186,7 +201,7 @@ class StaticForward:
         self.stats.compiled_steps += logits is not None and self.compiles
         return logits
 
-    def call(self, inputs: StaticInputs, forward: Forward) -> Tensor:
+    def run(self, inputs: StaticInputs, forward: Forward) -> Tensor:
         """Run the forward without a graph."""
         block, adapter = inputs.block, self.adapter
         masks = masks_of(block, adapter.dtype, adapter.attention_spans, self.uses_kernel, inputs.padding)
@@ -196,7 +211,7 @@ class StaticForward:
 
     def with_summary(self, inputs: StaticInputs, forward: Forward) -> Outputs:
         """The captured function: forward, and summary of the logits if it is wanted."""
-        logits = self.call(inputs, forward)
+        logits = self.run(inputs, forward)
         return (logits,) if self.num_tokens is None else (logits, inputs.packed_summary(logits, self.num_tokens))
 
     def replay(self, inputs: StaticInputs) -> Outputs:
@@ -204,12 +219,12 @@ class StaticForward:
         assert inputs.replay is not None
         return inputs.replay()
 
-    def _fixed_inputs(self, buffers: Buffers, block: Block, padding: Tensor | None, race: Race | None) -> StaticInputs:
+    def _fixed_inputs(self, buffers: Buffers, block: Block, race: Race | None) -> StaticInputs:
         """The static inputs of this shape, filled with this block."""
         buffers.drop_stale()
         shape = shape_of(block)
-        inputs = buffers.inputs.pop(shape, None) or StaticInputs(block, buffers.cache, self.owner.device)
-        inputs.begin_call(block.key_mask, padding)
+        inputs = buffers.inputs.pop(shape, None) or StaticInputs(block, buffers.cache, self.adapter.model.device)
+        inputs.begin_call(block.key_mask, self.padding)
         inputs.fill(block, buffers.cache, self.nan_column, self.temperature, race)
         buffers.inputs[shape] = inputs
         return inputs
@@ -230,7 +245,7 @@ class StaticForward:
 
     def _run_compiled(self, inputs: StaticInputs, forward: Forward) -> Tensor | None:
         try:
-            return self.call(inputs, forward)
+            return self.run(inputs, forward)
         except Exception as error:  # remembered, so that no later call retries
             self.stats.reasons["compile"] = self.trials.compiled.refuse(self._key(inputs), error)
             self.compiles = False
@@ -239,7 +254,7 @@ class StaticForward:
     def _compile(self, key: Hashable, inputs: StaticInputs, ordinary: Callable[[], Tensor]) -> str | None:
         """Compile by running once. The cache ends as the eager forward leaves it, up to rounding."""
         forward: Forward = compile_copy(plain_forward)
-        error = logits_error(self.call(inputs, forward), ordinary())
+        error = logits_error(self.run(inputs, forward), ordinary())
         self.trials.forwards[key] = forward
         return None if error is None else f"the compiled forward was off by {error:.2g} of the largest logit"
 
@@ -292,7 +307,7 @@ class StaticForward:
 
         The forward's graph is right all the same: tokens are then sampled without one.
         """
-        if not self.samples:
+        if not self.may_sample:
             return None
         try:
             began = perf_counter()
@@ -310,7 +325,7 @@ class StaticForward:
             return choice
         except Exception as error:
             self.stats.reasons["graph"] = self.trials.captured.refuse("choice", error)
-            self.samples = False
+            self.may_sample = False
             return None
 
     def _check_choice(self, inputs: StaticInputs, choice: StaticChoice) -> str | None:
