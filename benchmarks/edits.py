@@ -3,9 +3,10 @@
     python benchmarks/edits.py --model_path MODEL --dtype float32 --set HumanEval.jsonl
 
 Each function of a file of JSON lines with `prompt`, `canonical_solution` and `entry_point` (HumanEval's) is edited
-three times: renamed, given one more argument, given another docstring. Every edit is asked for once by each method, the
-methods next to each other in an order that changes from edit to edit. `lade_predicted` is lade with the function as it
-was as PREDICTION. Each call of lade begins with an empty memory (SHARE=0). Ratios are to plain generate() on the same
+three times: renamed, given one more argument, given another docstring. A fourth question, "again", has it written a
+second time after a change of the question. Each is asked once by each method, the methods next to each other in an
+order that changes from one to the next. `lade_predicted` is lade with the function as it was as PREDICTION, or with the
+first answer. Each call of lade begins with an empty memory (SHARE=0). Ratios are to plain generate() on the same
 edit. Ends with one JSON line.
 """
 
@@ -29,25 +30,32 @@ EDITS = {
     "docstring": "Replace the function's docstring by one short sentence without examples, and leave the rest as it is.",
 }
 QUESTION = "{edit}\n\n```python\n{function}```\n\nAnswer with the whole function in a Python code block, nothing else."
+WRITE = "Write this function:\n\n```python\n{head}```"
+AGAIN = "\n\nGive its arguments short names."
 METHODS = ("plain", "prompt_lookup", "lade", "lade_predicted")
 
 
-def read_edits(path: Path, limit: int, tokenizer: Any, device: str) -> list[dict[str, Any]]:
-    """Three edits of each of the first functions: the model's inputs, and the ids of the function as it was."""
+def read_edits(model: Any, tokenizer: Any, path: Path, limit: int, common: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each of the first functions three edits and a changed question: the model's inputs, and the ids of the text
+    that its answer will resemble."""
+
+    def asked(content: str) -> Any:
+        turns = [{"role": "user", "content": content}]
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        return inputs.to(model.device)
+
     edits = []
     for line in path.read_text(encoding="utf-8").splitlines()[:limit]:
         row = json.loads(line)
         function = row["prompt"] + row["canonical_solution"]
+        before = tokenizer(function, add_special_tokens=False)["input_ids"]
         for kind, edit in EDITS.items():
             content = QUESTION.format(edit=edit.format(name=row["entry_point"]), function=function)
-            inputs = tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}],
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=True,
-            )
-            before = tokenizer(function, add_special_tokens=False)["input_ids"]
-            edits.append({"kind": kind, "inputs": inputs.to(device), "before": before})
+            edits.append({"kind": kind, "inputs": asked(content), "before": before})
+        written = WRITE.format(head=row["prompt"])
+        with use_lade(False):
+            before, _ = generate_timed(model, asked(written), **common)
+        edits.append({"kind": "again", "inputs": asked(written + AGAIN), "before": before})
     return edits
 
 
@@ -121,9 +129,9 @@ def main() -> None:
     model, tokenizer = harness.load_model(args)
     if not tokenizer.chat_template:
         parser.error(f"--model_path must be a chat model, {args.model_path!r} has no chat template")
-    edits = read_edits(args.set, args.limit, tokenizer, args.device)
     common: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "repetition_penalty": 1.0}
     lade.augment_all()
+    edits = read_edits(model, tokenizer, args.set, args.limit, common)
     figures: dict[str, Any] = {"benchmark": "edits", "environment": harness.environment(model), "settings": common}
     with harness.reporting(figures, args.out):
         figures["rows"] = run(model, edits, common)

@@ -333,9 +333,9 @@ def test_edits(command, tmp_path):
     path = tmp_path / "functions.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     figures = command("edits", *SMALL, "--set", str(path))
-    assert [row["edit"] for row in figures["rows"]] == ["rename", "argument", "docstring"] * 2
+    assert [row["edit"] for row in figures["rows"]] == ["rename", "argument", "docstring", "again"] * 2
     for method in ("prompt_lookup", "lade", "lade_predicted"):
-        assert figures["all"][method]["identical"] == 6
+        assert figures["all"][method]["identical"] == 8
     assert all(row["lade_predicted"]["steps"] <= 12 for row in figures["rows"])
 
 
