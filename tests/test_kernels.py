@@ -28,7 +28,9 @@ LONG = os.environ.get("LADE_LONG_TESTS") == "1"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = "not installed" not in (kernels.unavailable_reason() or "")
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
-runs_kernel = pytest.mark.skipif(not kernels.is_available(), reason=f"no kernel here: {kernels.unavailable_reason()}")
+runs_kernel = pytest.mark.skipif(
+    kernels.unavailable_reason() is not None, reason=f"no kernel here: {kernels.unavailable_reason()}"
+)
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TRIED = (F16, BF16, F32)
@@ -223,7 +225,7 @@ def test_one_captured_graph_serves_all_lengths():
 
 @beside
 def interpreted():
-    if not HAS_TRITON or kernels.is_available():
+    if not HAS_TRITON or (kernels.unavailable_reason() is None):
         return None
     chosen = (
         "-rs",
@@ -236,7 +238,7 @@ def interpreted():
 
 
 @needs_triton
-@pytest.mark.skipif(kernels.is_available(), reason="the kernel's tests run by themselves")
+@pytest.mark.skipif(kernels.unavailable_reason() is None, reason="the kernel's tests run by themselves")
 def test_kernel_in_the_interpreter(interpreted):
     passed = re.search(r"(\d+) passed", interpreted.stdout)
     assert interpreted.returncode == 0, interpreted.stdout[-5000:]
@@ -348,7 +350,7 @@ def test_compiled_step_does_not_recompile_as_the_text_grows():
             assert_close(compiled(**arguments), expected, F64)
 
 
-@pytest.mark.skipif(kernels.is_available(), reason="the kernel is there")
+@pytest.mark.skipif(kernels.unavailable_reason() is None, reason="the kernel is there")
 def test_says_why_there_is_no_kernel():
     assert re.search(r"triton is not installed|no CUDA device|capability|NVIDIA", kernels.unavailable_reason())
 

@@ -597,7 +597,7 @@ def test_a_model_is_let_go_by_its_graphs(uses_kernel, graphs):
     assert cache() is None
 
 
-def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
+def test_a_wrong_summary_is_noticed(model, graphs, monkeypatch):
     """Of right logits: the text must not depend on it."""
     lade.config_lade(MODE="tree", MAX_BLOCK=16)
     trace = fixed.capture
@@ -610,7 +610,7 @@ def test_a_wrong_digest_is_noticed(model, graphs, monkeypatch):
     assert stats.reasons.get("graph") == "the captured summary is not that of the captured logits"
 
 
-def test_a_digest_is_that_of_its_logits(model, graphs):
+def test_a_summary_is_that_of_its_logits(model, graphs):
     lade.config_lade(MODE="tree", MAX_BLOCK=16)
     seen = []
 

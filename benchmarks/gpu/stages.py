@@ -145,7 +145,7 @@ def kernel_row(
     return {
         "passed": max(errors.values()) <= TOLERANCE["attention"][dtype] and problem is None,
         "errors": errors,
-        "used_kernel": kernels.is_available() and query.is_cuda and problem is None,
+        "used_kernel": (kernels.unavailable_reason() is None) and query.is_cuda and problem is None,
         "problem": problem or kernels.unavailable_reason(),
     }
 

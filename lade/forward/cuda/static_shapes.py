@@ -345,5 +345,4 @@ def compile_copy(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A compiled copy. Torch limits recompilations per code object, so each shape of each model gets its own."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    compiled: Callable[..., Tensor] = torch.compile(copy, fullgraph=True, dynamic=False, backend=BACKEND)
-    return compiled
+    return torch.compile(copy, fullgraph=True, dynamic=False, backend=BACKEND)

@@ -22,7 +22,6 @@ from lade.forward.cuda.kernel.self_check import checked, kernel_problem
 
 __all__ = [
     "block_attention",
-    "is_available",
     "is_packed",
     "kernel_problem",
     "left_padding",
@@ -34,11 +33,6 @@ __all__ = [
 
 MAX_HEAD_DIM = 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def is_available() -> bool:
-    """Whether the Triton kernel can run in this process."""
-    return unavailable_reason() is None
 
 
 @lru_cache(maxsize=1)
@@ -91,9 +85,9 @@ def block_attention(
 
 def _kernel_for(query: Tensor, keys: Tensor, values: Tensor) -> Callable[..., Tensor] | None:
     """The Triton kernel if it supports these inputs, else None. Imports triton only if it does."""
-    has_kernel = query.dtype == keys.dtype == values.dtype and query.dtype in KERNEL_DTYPES
-    has_kernel = has_kernel and max(keys.shape[3], values.shape[3]) <= MAX_HEAD_DIM
-    if not (query.is_cuda and has_kernel and is_available()):
+    is_served = query.dtype == keys.dtype == values.dtype and query.dtype in KERNEL_DTYPES
+    is_served = is_served and max(keys.shape[3], values.shape[3]) <= MAX_HEAD_DIM
+    if not (query.is_cuda and is_served and unavailable_reason() is None):
         return None
     from lade.forward.cuda.kernel.triton_attention import triton_block_attention
 

@@ -1,13 +1,13 @@
 """Block attention as a Triton kernel; see docs/gpu.md.
 
-The only module that imports triton; import it after `lade.forward.cuda.kernel.is_available()`. Tested in Triton's
-interpreter and compiled for sm_80 and sm_90; not run on a GPU yet.
+The only module that imports triton; import it where `unavailable_reason()` is None. Tested in Triton's interpreter and
+compiled for sm_80 and sm_90; not run on a GPU yet.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,7 +43,6 @@ def _attend(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    # fmt: on
     """Online softmax over one tile of keys, in slots [N]: updates the maximum [M] (log2), the sum of weights [M] and
     the weighted values [M, D_v].
     """
@@ -76,7 +75,6 @@ def _attend(
 
 
 # No specialisation on values that change between steps, which would trigger recompilation.
-# fmt: off
 @triton.jit(do_not_specialize=["packed_stride_b", "packed_stride_q", "num_queries", "num_splits"])
 def split_kernel(
     query, keys, values, packed, partial, log_sums,
@@ -89,7 +87,6 @@ def split_kernel(
     KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    # fmt: on
     """Attention over one split of the keys. Grid: (tiles of M query rows, splits, batch rows * key/value heads).
 
     Row r of a key/value head is query token r // GROUP of its query head r % GROUP. Writes partial [B*H_kv, splits,
@@ -139,7 +136,7 @@ def split_kernel(
         best, total, output = _attend(
             best, total, output, tile, keys, values, slot, key_stride_c, value_stride_c, is_key, visible,
             inner_scale, outer_scale, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, HAS_SOFTCAP, UPCAST,
-        )  # fmt: skip
+        )
     for index in range(tl.maximum(begin, prefix_tiles), end):
         other = (index - prefix_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)  # block tokens
         is_key = other < num_queries
@@ -154,7 +151,7 @@ def split_kernel(
         best, total, output = _attend(
             best, total, output, tile, keys, values, slot, key_stride_c, value_stride_c, is_key, visible,
             inner_scale, outer_scale, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, HAS_SOFTCAP, UPCAST,
-        )  # fmt: skip
+        )
 
     has_seen = total > 0
     output = output / tl.where(has_seen, total, 1.0)[:, None]
@@ -164,7 +161,6 @@ def split_kernel(
     tl.store(partial + out_row[:, None] * VALUE_DIM + value_dim[None, :], output, mask=out_mask)
 
 
-# fmt: off
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
     partial, log_sums, sinks, output, num_rows, num_kv_heads, num_splits,
@@ -207,8 +203,7 @@ def merge_kernel(
     tl.store(output + out_row[:, None] * VALUE_DIM + dim[None, :], result.to(output.dtype.element_ty), mask=out_mask)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Tile sizes of a program: M query rows by N keys."""
 
     block_m: int
