@@ -15,7 +15,7 @@ import torch
 import transformers
 from packaging.version import Version
 from support import assert_same_state, generate_plain, inference_tensors
-from support.families import COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
+from support.families import CHAINS, COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
 
 import lade
 from lade import models
@@ -31,12 +31,6 @@ FALLS_BACK = {
     "doge-window": "selects its keys",
 }
 CHAIN = "recurrent: chains of guesses"
-CHAINS = set(
-    """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid granitemoehybrid-attention-only kimi_linear mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
-    qwen3_next zamba2 zaya
-    """.split()  # noqa: SIM905
-)
 RETURNS_ANOTHER_CACHE = {"lfm2", "lfm2_moe", "lfm3"}  # than lade could fill in: plain generate() makes it
 REGISTERED = set(models._adapters)
 rows: list[tuple[str, ...]] = []

@@ -393,6 +393,14 @@ RECURRENT = [
            layer_types=["hybrid_sliding", "hybrid"], **INKLING, unpadded_vocab_size=VOCAB),
 ]  # fmt: skip
 
+# Those that are served.
+CHAINS = set(
+    """
+    bailing_hybrid bamba falcon_h1 granitemoehybrid granitemoehybrid-attention-only kimi_linear mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
+    qwen3_next zamba2 zaya
+    """.split()  # noqa: SIM905
+)
+
 
 IMAGE = VOCAB - 1  # the token that stands for a piece of an image; text prompts avoid the last ten ids
 
