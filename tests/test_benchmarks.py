@@ -313,6 +313,18 @@ def test_known_acceptance(command):
         assert abs(methods[f"{name} 3"]["tokens_per_step"] - 3) < 0.5
 
 
+def test_recurrent(command):
+    pytest.importorskip("transformers.models.qwen3_5")
+    figures = command(
+        *("recurrent", "--shape", "tiny", "--dtype", "float32", "--trials", "1", "--prompts", "1"),
+        *("--tokens_per_step", "2", "--max_new_tokens", "24", "--context", "8"),
+    )
+    assert all(row["identical"] == 1 for row in figures["methods"].values())
+    assert figures["methods"]["lade 2"]["tokens_per_step"] > 1
+    assert list(figures["milliseconds"]) == ["plain", "1", "2", "4", "8", "16"]
+    assert "not supported with stateful models" in figures["prompt_lookup"]
+
+
 def test_the_chance_of_a_guess(module):
     chance = module("known_acceptance").chance_of(2.0, 3)
     assert abs(sum(chance**i for i in range(4)) - 2) < 1e-9
