@@ -29,10 +29,10 @@ from lade.models import adapter_for
 from lade.models.recurrent import RecurrentAdapter
 
 ROWS = (1, 2, 4, 8, 16)
-SIZES = (
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim vocab_size"
-).split()
+SIZES = """
+    hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim vocab_size
+""".split()  # noqa: SIM905
 SHAPES = {
     "tiny": (64, 128, 4, 4, 2, 16, 4, 4, 16, 16, 256),  # nobody's: to see whether the command works
     "0b8": (1024, 3584, 24, 8, 2, 256, 16, 16, 128, 128, 248_320),  # Qwen3.5-0.8B
