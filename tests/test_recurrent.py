@@ -236,7 +236,9 @@ def assert_same_cache(found, expected):
         for name in ("keys", "values", "conv_states", "recurrent_states", "has_previous_state"):
             one, other = (getattr(layer, name, None) for layer in (mine, theirs))
             scale = max((float(part.abs().max()) for part in tensors(other)), default=0.0)
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * scale)  # most states are float32
+            torch.testing.assert_close(
+                one, other, rtol=0, atol=1e-4 * scale
+            )  # most states are float32, amplified likewise
 
 
 def tensors(part):
