@@ -27,7 +27,7 @@ from lade.models.compiled import can_pass_by
 T = TypeVar("T")
 AUTHORS = frozenset({"torch", "transformers", "accelerate", "lade"})  # top-level packages
 TRANSFORMERS = frozenset({"transformers"})
-RETAINS_NOTHING = AUTHORS | {"peft"}  # packages whose hooks need no permission
+RETAINS_NOTHING = AUTHORS | {"peft", "compressed_tensors"}  # packages whose hooks need no permission
 # Under these names any other function is foreign, even one of transformers.
 STOCK = {"attention sdpa": sdpa_attention_forward}
 EAGER = "eager_attention_forward"  # the global in each modeling file that "eager" refers to
