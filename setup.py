@@ -12,8 +12,12 @@ TEST = ["pytest>=8", "pytest-xdist", "hypothesis", "accelerate>=1.0", "prompt_to
 # What tests/test_clients.py tries; with constraints for torch and transformers, or some of these choose others.
 CLIENTS = [
     "accelerate",
+    "compressed-tensors",
     "datasets",
+    "hqq",
+    "inspect-ai",
     "langchain-huggingface",
+    "lighteval",
     "lm-eval",
     "lm-format-enforcer",
     "optimum-quanto",

@@ -234,6 +234,74 @@ def quanto(model, tokenizer):
     return write(model, tokenizer)
 
 
+@client("hqq", "hqq", "weights in 4 bits")
+def hqq(model, tokenizer):
+    from hqq.core.quantize import BaseQuantizeConfig
+    from hqq.models.hf.base import AutoHQQHFModel
+
+    settings = BaseQuantizeConfig(nbits=4, group_size=64)
+    AutoHQQHFModel.quantize_model(model, quant_config=settings, compute_dtype=torch.float32, device="cpu")
+    return after_self_check(model, tokenizer)
+
+
+@client("compressed-tensors", "compressed-tensors", "weights in 8 bits, one scale per row")
+def compressed(model, tokenizer):
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=8, strategy="channel"))
+    apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
+    for part in model.modules():
+        if hasattr(part, "weight_scale"):
+            part.weight_scale.data = part.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+    return after_self_check(model, tokenizer)
+
+
+@client(
+    "optimum-quanto, cache", "optimum-quanto", "keys and values in 4 bits", reason="cache_implementation='quantized'"
+)
+def quantised_cache(model, tokenizer):
+    settings = {"backend": "quanto", "nbits": 4}
+    return write(model, tokenizer, cache_implementation="quantized", cache_config=settings)
+
+
+@client("lighteval", "lighteval", "`greedy_until` in a batch of two")
+def lighteval(model, tokenizer):
+    from lighteval.models.transformers.transformers_model import TransformersModel, TransformersModelConfig
+    from lighteval.tasks.requests import Doc, SamplingMethod
+
+    settings = TransformersModelConfig(
+        model_name=BUNDLED, dtype="float32", batch_size=2, device="cpu", max_length=512, cache_dir=tempfile.mkdtemp()
+    )
+    arguments = {"choices": [""], "gold_index": 0, "sampling_methods": [SamplingMethod.GENERATIVE]}
+    docs = [
+        Doc(query=text, id=str(number), task_name="task", generation_size=NEW, stop_sequences=["\n\n"], **arguments)
+        for number, text in enumerate([CODE, OTHER])
+    ]
+    return [answer.text for answer in TransformersModel(settings).greedy_until(docs)]
+
+
+@client("inspect-ai", "inspect-ai", "two questions to `hf/`, sampled")
+def inspect_ai(model, tokenizer):
+    import inspect_ai
+    from inspect_ai.dataset import Sample
+    from inspect_ai.model import get_model
+    from inspect_ai.solver import generate
+
+    samples = [Sample(input=text, target="") for text in (QUESTION, "What does os.walk do?")]
+    asked = get_model(
+        "hf/local", model_path=BUNDLED, tokenizer_path=BUNDLED, device="cpu", memoize=False, torch_dtype=torch.float32
+    )
+    task = inspect_ai.Task(dataset=samples, solver=generate())
+    log, *_ = inspect_ai.eval(task, model=asked, max_tokens=NEW, seed=1, log_dir=tempfile.mkdtemp(), display="none")
+    assert log.status == "success", log.error
+    return [sample.output.completion for sample in log.samples]
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -376,6 +444,15 @@ def write(model, tokenizer, **arguments):
         return (greedy,)
     sampled = model.generate(**inputs, max_new_tokens=NEW, do_sample=True, temperature=0.7, **arguments)
     return greedy, tokenizer.decode(sampled[0])
+
+
+def after_self_check(model, tokenizer):
+    """As `write`, of calls behind those that pay for the self-check of code that lade does not know."""
+    inputs = tokenizer(OTHER, return_tensors="pt")
+    for _ in range(2):
+        model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    lade.log_history(clear=True)
+    return write(model, tokenizer)
 
 
 def equal(one, other):
