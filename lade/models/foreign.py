@@ -27,7 +27,8 @@ from lade.models.compiled import can_pass_by
 T = TypeVar("T")
 AUTHORS = frozenset({"torch", "transformers", "accelerate", "lade"})  # top-level packages
 TRANSFORMERS = frozenset({"transformers"})
-RETAINS_NOTHING = AUTHORS | {"peft", "compressed_tensors"}  # packages whose hooks need no permission
+# Packages whose hooks, and forwards on modules, need no permission.
+RETAINS_NOTHING = AUTHORS | {"compressed_tensors", "peft", "trl"}
 # Under these names any other function is foreign, even one of transformers.
 STOCK = {"attention sdpa": sdpa_attention_forward}
 EAGER = "eager_attention_forward"  # the global in each modeling file that "eager" refers to

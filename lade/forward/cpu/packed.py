@@ -51,8 +51,8 @@ LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow
 LARGE_BYTES = 1 << 29  # of copies whose making is said
 # The share of free memory that the copies may take.
 COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
-# A product is compared on random inputs until so many elements have been seen, but not more often than this. In
-# float32 so many of its columns are enough.
+# A product whose bits must agree is compared on random inputs until so many elements have been seen, but not more often
+# than this. Within rounding once is enough, with so many of its columns.
 COMPARED_ELEMENTS, MOST_COMPARISONS, COMPARED_COLUMNS = 1 << 15, 64, 512
 # Relative to the largest element. A bfloat16 product without widening must have the same bits.
 PRODUCT_TOLERANCE, WIDENED_TOLERANCE = 1e-5, 1e-2
@@ -257,7 +257,7 @@ class Packing:
             self._note(shared.trial.refusal)
 
     def is_same(self, found: Tensor, expected: Tensor) -> bool:
-        """Bit for bit in half precision, within rounding in float32, or where products are widened.
+        """Bit for bit in half precision, within rounding in float32 and where products are widened.
 
         So in half precision no text depends on whether there was memory to pack.
         """
@@ -303,15 +303,16 @@ class PackedLinear(nn.Linear):
     def _difference(self, shape: torch.Size, packing: Packing, packed: Tensor) -> str | None:
         """How the packed product of random inputs differs from torch's, as a sentence; None if it does not."""
         numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
-        columns = COMPARED_COLUMNS if packing.is_exact or packing.widens else self.out_features
+        is_rounded = packing.is_exact or packing.widens
+        columns = COMPARED_COLUMNS if is_rounded else self.out_features
         bias = None if self.bias is None else self.bias[:columns]
-        num_elements = shape[:-1].numel() * min(columns, self.out_features)
-        for _ in range(min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
+        num_elements = shape[:-1].numel() * self.out_features
+        for _ in range(1 if is_rounded else min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
             input = torch.randn(shape, generator=numbers).to(packing.dtype)
             found = self._product(input, packing, packed)[..., :columns]
             if not packing.is_same(found.contiguous(), linear(input, self.weight[:columns], bias)):
                 sizes = f"{shape[:-1].numel()} x {shape[-1]} by {shape[-1]} x {self.out_features}"
-                how = "is not within rounding of" if packing.is_exact or packing.widens else "differs in its bits from"
+                how = "is not within rounding of" if is_rounded else "differs in its bits from"
                 return f"the packed product of {sizes} in {str(packing.dtype)[6:]} {how} torch's own, which ran instead"
         return None
 
