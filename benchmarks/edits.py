@@ -83,11 +83,10 @@ def run_method(model: Any, edit: dict[str, Any], method: str, common: dict[str, 
         return *found, stats.steps
 
 
-def run(model: Any, edits: list[dict[str, Any]], common: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per edit."""
+def run(model: Any, edits: list[dict[str, Any]], common: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Append one row per edit."""
     for method in METHODS:
         run_method(model, edits[-1], method, common)  # a warm-up
-    rows: list[dict[str, Any]] = []
     for number, edit in enumerate(edits):
         turn = number % len(METHODS)
         found = {method: run_method(model, edit, method, common) for method in METHODS[turn:] + METHODS[:turn]}
@@ -98,7 +97,6 @@ def run(model: Any, edits: list[dict[str, Any]], common: dict[str, Any]) -> list
             row[method] = {"steps": steps, "ratio": round(seconds / own_seconds, 3), "identical": ids == tokens}
         rows.append(row)
         print(row, flush=True)
-    return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -132,10 +130,12 @@ def main() -> None:
     common: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "repetition_penalty": 1.0}
     lade.augment_all()
     edits = read_edits(model, tokenizer, args.set, args.limit, common)
+    rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {"benchmark": "edits", "environment": harness.environment(model), "settings": common}
+    figures["rows"] = rows
     with harness.reporting(figures, args.out):
-        figures["rows"] = run(model, edits, common)
-        figures |= summary(figures["rows"])
+        run(model, edits, common, rows)
+        figures |= summary(rows)
 
 
 if __name__ == "__main__":

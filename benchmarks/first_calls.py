@@ -42,10 +42,11 @@ def generate(
     return output[0, inputs["input_ids"].shape[1] :].tolist(), seconds
 
 
-def run(model: Any, sets: dict[str, list[Any]], methods: list[str], common: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per prompt, in the order of the calls."""
+def run(
+    model: Any, sets: dict[str, list[Any]], methods: list[str], common: dict[str, Any], rows: list[dict[str, Any]]
+) -> None:
+    """Append one row per prompt, in the order of the calls."""
     generate(model, {name: part[:, :8] for name, part in next(iter(sets.values()))[0].items()}, "plain", common)
-    rows: list[dict[str, Any]] = []
     for place in range(max(map(len, sets.values()))):
         for name, prompts in sets.items():
             if place >= len(prompts):
@@ -66,7 +67,6 @@ def run(model: Any, sets: dict[str, list[Any]], methods: list[str], common: dict
                 row[f"{method}_identical"] = found[method][0] == tokens
             rows.append(row)
             print(row, flush=True)
-    return rows
 
 
 def summary(rows: list[dict[str, Any]], methods: list[str]) -> dict[str, Any]:
@@ -108,21 +108,23 @@ def main() -> None:
         common |= {"temperature": args.temperature, "top_k": 0, "top_p": 1.0}
     common["repetition_penalty"] = 1.0
     lade.augment_all()
+    rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {
         "benchmark": "first_calls",
         "environment": harness.environment(model),
         "settings": common,
+        "rows": rows,
     }
     resident = {"loaded": harness.resident_mib()}
     with tempfile.TemporaryDirectory() as folder, harness.reporting(figures, args.out):
         os.environ["LADE_CACHE"] = folder
-        figures["rows"] = run(model, sets, args.methods, common)
+        run(model, sets, args.methods, common, rows)
         resident["with lade"] = harness.resident_mib()
         lade.restore_all()
         resident["after restore_all()"] = harness.resident_mib()
         print("resident MiB", resident)
         figures["resident_mib"] = resident
-        figures |= summary(figures["rows"], args.methods)
+        figures |= summary(rows, args.methods)
 
 
 if __name__ == "__main__":
