@@ -123,18 +123,23 @@ def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    shapes.add_shape_argument(parser, "the text is known")
-    parser.set_defaults(shape="1b6")
+def add_arguments(parser: argparse.ArgumentParser, block: int) -> None:
+    """The arguments of `measure`. block: the default size."""
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--tokens_per_step", type=numbers, default=[1.5, 2.0, 3.0], help="S, separated by commas")
-    parser.add_argument("--block", type=int, default=16, help="q, the tokens of a block")
+    parser.add_argument("--block", type=int, default=block, help="q, the tokens of a block")
     parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the JSON there as well")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shapes.add_shape_argument(parser, "the text is known")
+    parser.set_defaults(shape="1b6")
+    add_arguments(parser, block=16)
     args = parser.parse_args()
     if args.block < 2 or not all(1 < wanted < args.block for wanted in args.tokens_per_step):
         parser.error(f"--tokens_per_step must lie between 1 and --block, got {args.tokens_per_step} and {args.block}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -92,14 +91,7 @@ def known_to_lade() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0b8", choices=list(SHAPES))
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--tokens_per_step", type=known_acceptance.numbers, default=[1.5, 2.0, 3.0])
-    parser.add_argument("--block", type=int, default=8, help="q, the tokens of a block without those that wait")
-    parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the JSON there as well")
+    known_acceptance.add_arguments(parser, block=8)
     args = parser.parse_args()
     lade.augment_all()
     model = model_of(args)

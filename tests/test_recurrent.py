@@ -4,12 +4,11 @@ a user's code sees and the random numbers as they are without lade."""
 import functools
 import os
 import random
-import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support import Recorder, beside, forked, generate_plain
+from support import Recorder, beside, forked_twice, generate_plain
 from support.families import CHAINS, RECURRENT, VOCAB
 from transformers import DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
 
@@ -289,15 +288,12 @@ print(lade.last_stats().fallback_reason, sum(lade.last_stats().block_tokens) > l
 
 
 @beside
-def outputs_of_processes():
-    """What a program prints in two processes, one after the other."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = [forked(PROGRAM, USE_LADE="1", LADE_CACHE=folder) for _ in range(2)]
-        return [(one.stdout, one.stderr) for one in found]
+def recurrent_outputs():
+    return forked_twice(PROGRAM)
 
 
-def test_bfloat16_in_two_processes(outputs_of_processes):
-    first, second = outputs_of_processes
+def test_bfloat16_in_two_processes(recurrent_outputs):
+    first, second = recurrent_outputs
     assert first[0] == second[0]
     assert first[0].endswith("None True\n"), first[1]
 

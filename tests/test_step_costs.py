@@ -6,14 +6,13 @@ import logging
 import os
 import random
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support import beside, forked, generate_plain, prompt, tiny_llama
+from support import beside, forked, forked_twice, generate_plain, prompt, tiny_llama
 from transformers import GenerationMixin
 
 import lade
@@ -494,10 +493,7 @@ for seed in range(4):
 
 @beside
 def outputs_of_processes():
-    """What a program prints in two processes, one after the other."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = [forked(PROGRAM, USE_LADE="1", LADE_CACHE=folder) for _ in range(2)]
-        return [(one.stdout, one.stderr) for one in found]
+    return forked_twice(PROGRAM)
 
 
 def test_real_processes_agree(outputs_of_processes):

@@ -20,7 +20,7 @@ from support.models import (
     tiny,
     tiny_llama,
 )
-from support.processes import ENVIRONMENT, ROOT, beside, forked, python
+from support.processes import ENVIRONMENT, ROOT, beside, forked, forked_twice, python
 
 __all__ = [
     "ENVIRONMENT",
@@ -31,6 +31,7 @@ __all__ = [
     "assert_same_state",
     "beside",
     "forked",
+    "forked_twice",
     "generate_plain",
     "inference_tensors",
     "is_patched",

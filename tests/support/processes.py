@@ -38,6 +38,7 @@ def beside(program):
     process must not depend on what a test has changed, nor change anything itself. A worker of pytest-xdist does not
     know which tests will be its own: there they run when they are needed.
     """
+    assert program.__name__ not in programs, f"two programs are called {program.__name__}"
     programs[program.__name__] = program
 
     @pytest.fixture(name=program.__name__, scope="session")
@@ -64,6 +65,13 @@ def forked(program: str, **environment: str) -> subprocess.CompletedProcess[str]
         process.start()
         process.join()
         return subprocess.CompletedProcess(program, process.exitcode, *(path.read_text() for path in paths))
+
+
+def forked_twice(program: str) -> list[tuple[str, str]]:
+    """What a program prints in two processes, one after the other, with one new cache folder: stdout, stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = [forked(program, USE_LADE="1", LADE_CACHE=folder) for _ in range(2)]
+        return [(one.stdout, one.stderr) for one in found]
 
 
 class AtTerminal:
