@@ -24,6 +24,8 @@ from unittest import mock
 import lade
 from lade import decoding, stats
 from lade.block import kv_cache, layout
+from lade.drafting.lookahead import LookaheadDrafter
+from lade.drafting.tree import TreeDrafter
 from lade.forward import base as forward
 from lade.forward.cuda import static_shapes as fixed
 from lade.models import base
@@ -36,7 +38,7 @@ Enter = Callable[[str], AbstractContextManager]
 
 def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
     """Where each part is found: an object, the name of its function, the part."""
-    for cls in classes("lade.drafting", "propose"):
+    for cls in (LookaheadDrafter, TreeDrafter):
         yield cls, "propose", "propose"
         yield cls, "learn", "learn"
     yield decoding, "block_layout", "lay out"
@@ -48,7 +50,6 @@ def functions_of_parts() -> Iterator[tuple[Any, str, str]]:
     yield base.ModelAdapter, "ordinary_forward", "forward"
     yield fixed.StaticPath, "run", "forward"
     yield fixed.StaticPath, "replay", "forward"
-    yield fixed.StaticChoice, "replay", "forward"
     for cls in classes("lade", "verify"):
         if issubclass(cls, rules.Selection):
             yield cls, "verify", "verify"

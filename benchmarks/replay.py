@@ -320,7 +320,7 @@ def summary_of(rows: list[Row]) -> LogitsSummary:
     """What the tree drafter reads of logits."""
     _, ids, probabilities, projections = (np.stack(column)[None] for column in zip(*rows, strict=True))
     shape = ids.shape[:2]
-    return LogitsSummary(ids[..., 0], np.zeros(shape, bool), np.full(shape, -1), ids, probabilities, projections)
+    return LogitsSummary(ids[..., 0], np.zeros(shape, bool), ids, probabilities, projections)
 
 
 def steps_of_loop(model: Any, recording: Recording, config: dict[str, Any]) -> int:

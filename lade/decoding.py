@@ -28,8 +28,7 @@ from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.stats import GenerationStats
 from lade.verification.logits import BlockLogits, best_tokens
 from lade.verification.nan_guard import find_nan_column
-from lade.verification.race import RacedSelection
-from lade.verification.selection import Accepted, PerRowSelection, selection_for
+from lade.verification.selection import Accepted, selection_for
 from lade.verification.single_process import SingleProcess
 
 FIRST_CAPACITY = 1024  # most slots allocated for new tokens at first
@@ -98,8 +97,7 @@ class DecodingCall:
         adapter.carry(request.model_kwargs)
 
         kind = selection_for(request, self.callers_cache is not None or adapter.needs_equal_lengths)
-        is_raced = kind is PerRowSelection and type(group) is SingleProcess
-        self.selection = group.selection(RacedSelection if is_raced else kind, request)
+        self.selection = group.selection(kind, request)
         self.nan_guard = self.selection.nan_guard
 
         batch_size, prompt_length = request.input_ids.shape
@@ -154,7 +152,7 @@ class DecodingCall:
         """Choose the first token from the prompt's logits: a step with an empty tree."""
         self.selection.recorder.begin_step(outputs, None)
         tree, logits = TokenTree.empty(len(self.cache.lengths)), outputs.logits[:, -1:]
-        self.vocab_size, self.nan_column = logits.shape[-1], find_nan_column(logits[:, 0])
+        self.nan_column = find_nan_column(logits[:, 0])
         part = self.group.partition(tree, ROOT_ALONE)
         block_logits, _ = self.group.exchange(part, BlockLogits(logits, self.nan_column), None)
         accepted = self.selection.verify(tree, block_logits)
@@ -201,9 +199,7 @@ class DecodingCall:
 
     def forward(self, step: Step) -> Any:
         """Run the model over the block. Returns the model's output."""
-        selection = self.selection
-        race = selection.begin_race(step.tree, self.vocab_size) if self.path.samples else None
-        outputs = self.path.forward(step.block, self.cache, race)
+        outputs = self.path.forward(step.block, self.cache)
         wait_for(self.device)
         self.stats.steps += 1
         self.stats.block_tokens.append(step.num_tokens)

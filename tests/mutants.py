@@ -265,9 +265,6 @@ MUTANTS = [
     mutant("graphs: the block of the capture stays", "forward/cuda/static_inputs.py",
            "        self._step.fill(step_inputs(block, cache, *others))", "        pass",
            "static_shapes.py::test_captured_once_for_all_calls"),
-    mutant("graphs: the draws of the capture stay", "forward/cuda/static_choice.py",
-           "torch.cat(race.draws, out=self.draws[: sum(map(len, race.draws))])", "pass",
-           "static_choice.py::test_same_text_and_random_numbers"),
     # How blocks run on a CPU.
     mutant("grouped attention: prompts without a mask are not causal", "forward/cpu/grouped_attention.py",
            "or attention_mask is None", "or False",

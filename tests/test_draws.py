@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from support import Recorder, generate_plain, prompt, seeded, tiny_llama
+from support import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.token_tree import TokenTree
@@ -20,7 +20,6 @@ from lade.drafting.memory import Memory
 from lade.drafting.tree import TreeDrafter
 from lade.verification import draws as noise_module
 from lade.verification.draws import ExponentialDraws
-from lade.verification.race import RacedSelection
 from lade.verification.sequences import TokenSequences
 
 CPU = torch.device("cpu")
@@ -281,40 +280,6 @@ def test_guesses_follow_the_draws():
     probabilities[0, 20:28] = torch.tensor([0.25, 0.2, 0.15, 0.1, 0.1, 0.1, 0.05, 0.05])
     assert np.mean([first_guess_is_right(seed, probabilities, True) for seed in range(100)]) > 0.8
     assert np.mean([first_guess_is_right(seed, probabilities, False) for seed in range(100)]) < 0.4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "is_batched"),
-    [
-        ({}, True),
-        ({"temperature": 0.6, "top_k": 20}, True),
-        ({"top_k": 0, "min_p": 0.05}, True),
-        ({"top_p": 0.8}, False),
-        ({"repetition_penalty": 1.2}, False),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "others-draw"])
-def test_a_step_sampled_at_once(arguments, is_batched, batch_size, is_alone, lade_on, monkeypatch):
-    """As on a GPU, where each token would make the host wait: plain generate()'s text and random numbers."""
-    model, inputs = tiny_llama(torch.float32, num_hidden_layers=1), prompt(batch_size=batch_size)
-    arguments = {"do_sample": True, "max_new_tokens": 40} | arguments
-    lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
-    expected = seeded(generate_plain, model, inputs, **arguments)
-    found, compared, sample = [], iter(range(1000)), RacedSelection._sample_ahead
-    monkeypatch.setattr(transfer, "ON_HOST", ())
-    monkeypatch.setattr(RacedSelection, "_sample_ahead", lambda *args: found.append(sample(*args)) or found[-1])
-    if not is_alone:  # noticed at the sixth token: from there on the generator itself draws, what it would have drawn
-        same = noise_module.same_state
-        monkeypatch.setattr(noise_module, "same_state", lambda *args: same(*args) and next(compared) != 5)
-    text, states = seeded(model.generate, **inputs, **arguments)
-    assert torch.equal(text, expected[0])
-    assert all(map(torch.equal, states, expected[1]))
-    stats = lade.last_stats()
-    assert stats.steps < stats.generated_tokens / batch_size
-    assert (found[0] is not None) == is_batched
-    assert (found[-1] is not None) == (is_batched and is_alone)
 
 
 def test_a_probability_that_is_no_number_is_refused_at_once(lade_on, monkeypatch):

@@ -45,9 +45,9 @@ def test_a_path_of_ones_own(lade_on, monkeypatch):
     class Counting(ForwardPath):
         kind = ("counting",)
 
-        def forward(self, block, cache, race=None):
+        def forward(self, block, cache):
             blocks.append(block.tokens.shape[1])
-            return super().forward(block, cache, race)
+            return super().forward(block, cache)
 
     monkeypatch.setattr(base, "resolve_name", lambda name: Counting)
     expected = generate_plain(model, prompt(), max_new_tokens=30)

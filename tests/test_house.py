@@ -166,7 +166,6 @@ TESTED_IN = {
     "eligibility": "contract",
     "verification.logits": "nan_guard",
     "verification.outputs": "contract",
-    "verification.race": "draws",
     "verification.selection": "contract",
     "verification.single_process": "parallel",
 }

@@ -121,34 +121,22 @@ def test_one_copy_of_the_likeliest_tokens_is_as_good_as_two(vocab_size, temperat
 
 
 @pytest.mark.usefixtures("static_blocks")
-@pytest.mark.parametrize(
-    ("sampling", "waits_at_most", "launches_at_most"),
-    [({"do_sample": False}, 1, 5), ({"do_sample": True, "temperature": 0.8, "top_k": 50}, 3, 10)],
-    ids=["greedy", "sampled"],
-)
-def test_waits_of_a_captured_step(sampling, waits_at_most, launches_at_most, graphs):
-    """Of a tree: one, for the forward. A copy there, a copy back, and the keys and values of a path that has to move.
-
-    Where tokens are sampled: the draws, which are read by the host for eight tokens at once, and the choice's own
-    graph.
-    """
+def test_waits_of_a_captured_greedy_step(graphs):
+    """Of a tree: one, for the forward. A copy there, a copy back, and the keys and values of a moved path."""
     model, waits = tiny_llama(num_hidden_layers=1), Waits()
     lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0, SHARE=0)
-    check(*both(model, prompt(), **sampling), compiled=False, captured=True)
+    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
     forget_all()  # what was made outside does not count as a device's memory
     with counted_on_cpu(waits, *model.parameters(), prompt()):
-        model.generate(**prompt(), **sampling, max_new_tokens=100)
+        model.generate(**prompt(), do_sample=False, max_new_tokens=100)
         with lade.stats.tracing(waits.end_step):
-            model.generate(**prompt(), **sampling, max_new_tokens=100)
+            model.generate(**prompt(), do_sample=False, max_new_tokens=100)
             waits.begin()
     assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
     assert waits.num_steps > 2
-    places = ("drafting/coming_draws", "verification/draws", "forward/cuda/static_choice", "forward/cuda/static_shapes")
-    parts = {f"lade/{place}.py" for place in places} if sampling["do_sample"] else set()
-    found = {row["what"] for row in waits.per_step()}
-    assert found == {"wait_for", *(["cpu"] if parts else [])}, waits.per_step()
+    assert {row["what"] for row in waits.per_step()} == {"wait_for"}, waits.per_step()
     found = {row["where"].split(":")[0] for row in waits.per_step(waits.launches)}
-    assert parts <= found <= {"lade/common/transfer.py", "lade/block/kv_cache.py", *ONCE_PER_CALL, *parts}, found
+    assert found <= {"lade/common/transfer.py", "lade/block/kv_cache.py", *ONCE_PER_CALL}, found
     figures = waits.figures()
-    assert 1 <= figures["waits_per_step"] <= waits_at_most
-    assert 2 <= figures["launches_per_step"] <= launches_at_most
+    assert figures["waits_per_step"] == 1
+    assert 2 <= figures["launches_per_step"] <= 5

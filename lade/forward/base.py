@@ -17,7 +17,6 @@ from lade.config import LookaheadConfig
 from lade.models.base import ModelAdapter
 from lade.stats import GenerationStats
 from lade.verification.logits import LogitsSummary
-from lade.verification.race import Race
 
 GRAPH_DEVICES = ("cuda",)  # device types whose forwards can be captured
 
@@ -52,8 +51,6 @@ class ForwardPath:
     sizes: tuple[int, ...] | None = None
     # Of the latest block's logits, if it was computed together with them.
     summary: LogitsSummary | None = None
-    # Whether `forward` takes a `Race` and samples after all nodes of a block.
-    samples = False
     # Seconds of the latest block's time that were spent once for all blocks of its kind.
     preparing_seconds = 0.0
     # Whether the latest block's time may be learned as that of its `kind`.
@@ -92,11 +89,10 @@ class ForwardPath:
         """The number of nodes, padding included, that a tree takes in the block."""
         return num_nodes
 
-    def forward(self, block: Block, cache: LookaheadCache, race: Race | None = None) -> Any:
+    def forward(self, block: Block, cache: LookaheadCache) -> Any:
         """One forward over a block. Its keys and values are written after the committed slots of `cache`.
 
-        race: decides the tokens of `summary.sampled`; only where `samples`. Returns the model's output, logits
-        [B, R, V].
+        Returns the model's output, logits [B, R, V].
         """
         adapter = self.adapter
         block = adapter.begin_block(block.to(self.call.device), cache)

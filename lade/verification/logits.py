@@ -21,7 +21,6 @@ class LogitsSummary:
 
     best:    [B, R] the most likely tokens.
     is_nan:  [B, R] whether the logits in the NaN column are NaN.
-    sampled: [B, R] the tokens sampled after these rows; -1 where none was, or where a probability is NaN.
     ids:     [B, R, K] the K most likely tokens that have an embedding, in order of their probabilities.
     chances: [B, R, K] these probabilities, at the temperature of the call.
     projections: [B, R, C] what tells apart the contexts that they are (`lade.drafting.contexts.projected`).
@@ -29,7 +28,6 @@ class LogitsSummary:
 
     best: npt.NDArray[Any]
     is_nan: npt.NDArray[Any]
-    sampled: npt.NDArray[Any]
     ids: npt.NDArray[Any]
     chances: npt.NDArray[Any]
     projections: npt.NDArray[Any]

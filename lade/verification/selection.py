@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,10 +113,6 @@ class Selection:
     def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
         """Which of some rows have ended with these tokens, the last of their texts. were_guessed: as for `walk`."""
         raise NotImplementedError
-
-    def begin_race(self, tree: TokenTree, vocab_size: int) -> Any:
-        """A `Race` of verification/race.py, which decides all nodes' next tokens; None to choose one by one."""
-        return None
 
     def without_finished(self, tree: TokenTree, max_depth: int) -> TokenTree:
         """Replace finished rows' guesses by nothing, or by pad tokens where such rows go on with them."""

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 from lade import decoding
 from lade.common import transfer
 from lade.common.transfer import HOST, to_device
-from lade.forward.cuda.static_choice import StaticChoice
 from lade.forward.cuda.static_shapes import StaticPath
 from lade.models.base import ModelAdapter
 
@@ -240,8 +239,6 @@ def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     forwards: list[tuple[Any, str]] = [(StaticPath, "replay"), (StaticPath, "run")]
     forwards += [(ModelAdapter, "ordinary_forward")]
     patches = [mock.patch.object(owner, name, operators.aside(getattr(owner, name))) for owner, name in forwards]
-    # A graph beside that of the forward.
-    patches.append(mock.patch.object(StaticChoice, "replay", operators.aside(StaticChoice.replay, launches=1)))
     patches.append(mock.patch.object(transfer, "ON_HOST", ()))
     patches.append(counted_wait(waits))
     with ExitStack() as stack:

@@ -13,7 +13,6 @@ from lade.forward.cpu.grouped_attention import NAME as GROUPED
 from lade.forward.cpu.grouped_attention import can_group
 from lade.forward.cpu.packed import Packing, begin_packing, pack_layers
 from lade.models.shadow import shadow_model
-from lade.verification.race import Race
 
 
 class CpuPath(ForwardPath):
@@ -51,10 +50,10 @@ class CpuPath(ForwardPath):
             pack_layers(shadow, self.packing)
         return shadow
 
-    def forward(self, block: Block, cache: LookaheadCache, race: Race | None = None) -> Any:
+    def forward(self, block: Block, cache: LookaheadCache) -> Any:
         if self.packing is not None:
             self.packing.begin_step()
-        return super().forward(block, cache, race)
+        return super().forward(block, cache)
 
     def close(self, num_generated: int) -> None:
         if self.packing is not None:

@@ -36,8 +36,7 @@ class Buffers:
 
     def replays(self) -> list[Any]:
         """The captured graphs."""
-        found = [inputs for inputs in self.inputs.values() if inputs.replay is not None]
-        return [replay for inputs in found for replay in (inputs.replay, *inputs.choices.values())]
+        return [inputs.replay for inputs in self.inputs.values() if inputs.replay is not None]
 
     @property
     def is_kept(self) -> bool:

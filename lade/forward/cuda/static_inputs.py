@@ -20,12 +20,11 @@ from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
 from lade.drafting.likeliest import likeliest
 from lade.forward.cuda.kernel import pack_mask
 from lade.verification.logits import LogitsSummary, best_on_device
-from lade.verification.race import Race, Sampling
 
 Forward = Callable[..., Tensor]
 Masks = Tensor | dict[str, Tensor]
 Outputs = tuple[Tensor, ...]  # logits [B, R, V], and what `packed_summary` returns of them where that is wanted
-NUM_SINGLE, SAMPLED = 3, 2  # columns of a packed summary before the ids, and which of them holds sampled tokens
+NUM_SINGLE = 2  # columns of a packed summary before the ids
 NUM_CHECKS = 2  # replays compared: with the inputs of the capture, and with different ones
 
 
@@ -131,7 +130,6 @@ class StaticInputs:
         self._step = TensorBuffer(step_inputs(block, cache), device)  # what changes in each step
         sent = self._step.tensors
         self.slots, self._nan_column, self._temperature = sent["slots"], sent["nan_column"], sent["temperature"]
-        self.draw_rows = sent["draw_rows"]  # [B, R] of `StaticChoice.draws`
         self.padding = torch.zeros(batch_size, dtype=torch.int32, device=device)  # slots before each row's first token
         self.block = Block(
             tokens=sent["tokens"],
@@ -149,7 +147,6 @@ class StaticInputs:
         self.cache = static_view(cache, self.slots)
         self.replay: Callable[[], Outputs] | None = None  # replays the CUDA graph that reads these inputs
         self.trial = Trial(NUM_CHECKS)  # of that graph
-        self.choices: dict[Sampling, Any] = {}  # a `StaticChoice` for each kind of sampling, most recently used last
         self._host_copy: HostCopy | None = None
 
     def begin_call(self, key_mask: Tensor | None, padding: Tensor | None) -> None:
@@ -174,16 +171,15 @@ class StaticInputs:
         self._step.fill(step_inputs(block, cache, *others))
 
     def packed_summary(self, logits: Tensor, num_tokens: int | None) -> Tensor:
-        """A `LogitsSummary` of logits [B, R, V] on the device, [B, R, 3 + 2 * K + CONTEXT_SIZE] int32.
+        """A `LogitsSummary` of logits [B, R, V] on the device, [B, R, 2 + 2 * K + CONTEXT_SIZE] int32.
 
         num_tokens: ids that have an embedding.
         """
         is_nan = logits.index_select(-1, self._nan_column).isnan()  # [B, R, 1]
-        sampled = torch.full_like(is_nan, -1, dtype=torch.int32)  # see `StaticChoice`
         values, ids = likeliest(logits[..., :num_tokens].flatten(0, 1), self._temperature)  # [B * R, K]
         chances, shape = values.view(torch.int32), (*logits.shape[:2], -1)
         projections = projected(logits[..., :num_tokens], self._projection).view(torch.int32)
-        parts = [best_on_device(logits)[..., None], is_nan, sampled, ids.view(shape), chances.view(shape), projections]
+        parts = [best_on_device(logits)[..., None], is_nan, ids.view(shape), chances.view(shape), projections]
         return torch.cat([part.to(torch.int32) for part in parts], dim=-1)
 
     def start_summary(self, packed: Tensor) -> None:
@@ -199,18 +195,17 @@ class StaticInputs:
         chances, projections = (
             np.ascontiguousarray(part).view(np.float32) for part in (bits, packed[..., -CONTEXT_SIZE:])
         )
-        return LogitsSummary(packed[..., 0], packed[..., 1] != 0, packed[..., SAMPLED], ids, chances, projections)
+        return LogitsSummary(packed[..., 0], packed[..., 1] != 0, ids, chances, projections)
 
 
 def step_inputs(
-    block: Block, cache: LookaheadCache, nan_column: int = 0, temperature: float = 1.0, race: Race | None = None
+    block: Block, cache: LookaheadCache, nan_column: int = 0, temperature: float = 1.0
 ) -> dict[str, Tensor]:
     """The inputs of a forward of static shape for one step; on the host if the block is.
 
-    nan_column, temperature: of the summary of its logits. race: of the tokens after its logits' rows.
+    nan_column, temperature: of the summary of its logits.
     """
     starts = torch.tensor(cache.lengths, device=HOST)[:, None]  # [B, 1]
-    none = torch.zeros(len(starts), len(block.logit_rows), dtype=torch.long, device=HOST)
     return {
         "tokens": block.tokens,
         "offsets": block.offsets,
@@ -221,5 +216,4 @@ def step_inputs(
         "nan_column": torch.tensor([nan_column], device=HOST),
         "temperature": torch.tensor(temperature, dtype=torch.float32, device=HOST),
         "visible": block.visible,
-        "draw_rows": none if race is None else race.index(none.shape[1]),
     }

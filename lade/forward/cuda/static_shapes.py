@@ -33,7 +33,6 @@ from lade.forward.cuda.fingerprint import fingerprint, numerics
 from lade.forward.cuda.graphs import capture
 from lade.forward.cuda.kernel_path import KernelPath
 from lade.forward.cuda.proof import UNPROVEN, is_proven
-from lade.forward.cuda.static_choice import StaticChoice
 from lade.forward.cuda.static_inputs import (
     NUM_SINGLE,
     Forward,
@@ -43,7 +42,6 @@ from lade.forward.cuda.static_inputs import (
     plain_forward,
 )
 from lade.verification.logits import LogitsSummary
-from lade.verification.race import Race
 
 BACKEND: Any = "inductor"  # backend of torch.compile
 # A call for fewer new tokens captures nothing new unless CUDA_GRAPH=1: a graph costs about eight forwards, a tree has
@@ -56,13 +54,12 @@ TOO_MANY_SLOTS = (
     f"without the kernel a captured block reads all slots of the cache, here more than {MOST_SLOTS_WITHOUT_KERNEL} "
     "(CUDA_GRAPH=1 captures all the same)"
 )
-KEPT_CHOICES = 4  # the most recently used kinds of sampling after one of these graphs
 SMALLEST_TREE = 8  # nodes with the root; larger trees are padded to the next power of two
 
 
 @dataclass
 class ModelTrials:
-    """Trials of a model: compiled forwards by shape, and whether it can be captured, "forward" and "choice"."""
+    """Trials of a model: compiled forwards by shape, and whether its forward can be captured."""
 
     forwards: dict[Hashable, Forward] = field(default_factory=dict)
     compiled: Trial = field(default_factory=Trial)
@@ -121,7 +118,6 @@ class StaticPath(KernelPath):
         # Ids that have an embedding, of which a captured forward summarises the logits; None for logits alone.
         self.num_tokens = None if config.uses_window else self.adapter.num_tokens
         self.most_slots = most_captured_slots(config, uses_kernel)
-        self.may_sample = self.num_tokens is not None and "choice" not in self.trials.captured.reasons
         self.temperature, self.nan_column = 1.0, 0  # of the summary, known after the prompt
         self._buffers = CallBuffers(self.adapter.model, uses_kernel)
         self._summary_at: StaticInputs | None = None  # where the summary of the latest block arrives
@@ -143,11 +139,6 @@ class StaticPath(KernelPath):
     @property
     def summary(self) -> LogitsSummary | None:  # type: ignore[override]
         return None if self._summary_at is None else self._summary_at.read_summary()
-
-    @property
-    def samples(self) -> bool:  # type: ignore[override]
-        is_here = self.call.device == self.adapter.model.device  # draws are made on the prompt's
-        return self.captures and self.may_sample and is_here
 
     def take_cache(self, most_slots: int) -> LookaheadCache:
         adapter, model, num_slots = self.adapter, self.model, self.call.num_slots
@@ -173,15 +164,13 @@ class StaticPath(KernelPath):
         self._buffers.end()
         super().close(num_generated)
 
-    def forward(self, block: Block, cache: LookaheadCache, race: Race | None = None) -> Any:
+    def forward(self, block: Block, cache: LookaheadCache) -> Any:
         self.preparing_seconds, self._summary_at = 0.0, None
         ordinary = partial(super().forward, block, cache)
-        logits = self._logits(block, cache, lambda: ordinary().logits, race) if self.is_on else None
+        logits = self._logits(block, cache, lambda: ordinary().logits) if self.is_on else None
         return ordinary() if logits is None else CausalLMOutputWithPast(logits=logits)
 
-    def _logits(
-        self, block: Block, cache: LookaheadCache, ordinary: Callable[[], Tensor], race: Race | None
-    ) -> Tensor | None:
+    def _logits(self, block: Block, cache: LookaheadCache, ordinary: Callable[[], Tensor]) -> Tensor | None:
         """Logits [B, R, V] of a block; None if the ordinary forward must run. `cache` then has room for the block.
 
         ordinary: that forward, run for comparison on the first blocks of each new shape.
@@ -192,9 +181,9 @@ class StaticPath(KernelPath):
             self.captures, self.stats.reasons["graph"] = False, TOO_MANY_SLOTS
         if not self.is_on:
             return None
-        inputs = self._fixed_inputs(buffers, block, race)
+        inputs = self._fixed_inputs(buffers, block)
         forward = self._compiled(inputs, ordinary) if self.compiles else plain_forward
-        logits = self._captured(inputs, forward, ordinary, race) if self.captures else None
+        logits = self._captured(inputs, forward, ordinary) if self.captures else None
         self.stats.captured_steps += logits is not None
         if logits is None and self.compiles:
             logits = self._run_compiled(inputs, forward)
@@ -219,13 +208,13 @@ class StaticPath(KernelPath):
         assert inputs.replay is not None
         return inputs.replay()
 
-    def _fixed_inputs(self, buffers: Buffers, block: Block, race: Race | None) -> StaticInputs:
+    def _fixed_inputs(self, buffers: Buffers, block: Block) -> StaticInputs:
         """The static inputs of this shape, filled with this block."""
         buffers.drop_stale()
         shape = shape_of(block)
         inputs = buffers.inputs.pop(shape, None) or StaticInputs(block, buffers.cache, self.adapter.model.device)
         inputs.begin_call(block.key_mask, self.padding)
-        inputs.fill(block, buffers.cache, self.nan_column, self.temperature, race)
+        inputs.fill(block, buffers.cache, self.nan_column, self.temperature)
         buffers.inputs[shape] = inputs
         return inputs
 
@@ -258,9 +247,7 @@ class StaticPath(KernelPath):
         self.trials.forwards[key] = forward
         return None if error is None else f"the compiled forward was off by {error:.2g} of the largest logit"
 
-    def _captured(
-        self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor], race: Race | None
-    ) -> Tensor | None:
+    def _captured(self, inputs: StaticInputs, forward: Forward, ordinary: Callable[[], Tensor]) -> Tensor | None:
         """Logits by a CUDA graph, captured at a call's first block of the shape; None if that is not possible.
 
         The second block is compared as well, since only different inputs reveal values that the capture froze as
@@ -273,10 +260,7 @@ class StaticPath(KernelPath):
             self.preparing_seconds = perf_counter() - began
             if problem is not None:
                 raise NotUsed(problem)
-            choice = None if race is None else self._choice(inputs, race)
             logits, *summary = self.replay(inputs)
-            if choice is not None:
-                choice.replay()
             if summary:
                 inputs.start_summary(*summary)
                 self._summary_at = inputs
@@ -301,40 +285,6 @@ class StaticPath(KernelPath):
         expected = [inputs.packed_summary(logits, self.num_tokens)[..., :NUM_SINGLE] for _ in summary]
         is_same = all(map(torch.equal, found, expected))
         return None if is_same else "the captured summary is not that of the captured logits"
-
-    def _choice(self, inputs: StaticInputs, race: Race) -> StaticChoice | None:
-        """The sampling graph after the graph of this shape, filled with the draws of this block; None if that fails.
-
-        The forward's graph is right all the same: tokens are then sampled without one.
-        """
-        if not self.may_sample:
-            return None
-        try:
-            began = perf_counter()
-            choice = inputs.choices.pop(race.sampling, None)
-            if choice is None or not choice.has_room(race):
-                choice = StaticChoice(self.replay(inputs), inputs.draw_rows, race)
-            choice.fill(race)
-            problem = choice.trial.reason("choice", partial(self._check_choice, inputs, choice))
-            self.preparing_seconds += perf_counter() - began
-            if problem is not None:
-                raise NotUsed(problem)
-            inputs.choices[race.sampling] = choice
-            if len(inputs.choices) > KEPT_CHOICES:
-                del inputs.choices[next(iter(inputs.choices))]
-            return choice
-        except Exception as error:
-            self.stats.reasons["graph"] = self.trials.captured.refuse("choice", error)
-            self.may_sample = False
-            return None
-
-    def _check_choice(self, inputs: StaticInputs, choice: StaticChoice) -> str | None:
-        """Capture the choice if needed and compare it. Returns how it differs, or None."""
-        if choice.graph is None:
-            with torch.cuda.device_of(choice.draws):
-                choice.graph = capture(choice.call)
-        self.replay(inputs)  # which leaves nothing of what the capture has written
-        return choice.difference()
 
 
 def shape_of(block: Block) -> tuple[torch.Size, ...]:
