@@ -12,8 +12,7 @@ from lade import decoding
 from lade.common import notices
 from lade.drafting import step_costs, with_mode
 from lade.drafting import tree as recycling
-from lade.drafting.block_policy import BlockMode, BlockModePolicy, EarlyStop, choose_size
-from lade.drafting.growth import Grower
+from lade.drafting.block_policy import BlockMode, BlockModePolicy, choose_size
 from lade.drafting.step_costs import SIZES, StepCosts
 from lade.drafting.tree import TreeDrafter
 from lade.forward.base import ForwardPath
@@ -34,10 +33,6 @@ def measured(curve):
     return costs
 
 
-def early_stop(costs, limit=64):
-    return EarlyStop(costs.offers(limit), 1.0, 0.0)
-
-
 @pytest.mark.parametrize(
     ("slope", "chance", "best"), [(0.01, 0.5, 64), (0.2, 0.5, 64), (0.2, 0.1, 1), (0.0, 0.0, 1), (1.0, 0.9, 1)]
 )
@@ -45,22 +40,6 @@ def test_the_best_rate_wins(slope, chance, best):
     costs = measured(lambda q: 1 + slope * (q - 1))
     assert choose_size(costs, [chance * k for k in range(64)], 1, 64) == best
     assert choose_size(costs, [chance * k for k in range(64)], 1, 10) == min(best, 10)
-
-
-@pytest.mark.parametrize("slope", [0.0, 0.01, 0.05, 0.3])
-@pytest.mark.parametrize(("first", "fall"), [(0.9, 0.5), (0.9, 1.0), (0.3, 0.7), (0.05, 1.0), (0.01, 0.5)])
-def test_a_tree_grows_until_no_larger_block_can_pay(slope, first, fall):
-    """The choice is the one that a full tree would lead to, and fewer guesses are looked for."""
-    costs = measured(lambda q: 1 + slope * (q - 1))
-    expected = [0.0]
-    for k in range(1, 64):
-        expected.append(expected[-1] + first / k**fall)
-    stop, num_nodes = early_stop(costs), 0
-    while num_nodes < 63 and not stop.update(num_nodes, expected[num_nodes], first / (num_nodes + 1) ** fall):
-        num_nodes += 1
-    best = choose_size(costs, expected, 1, 64)
-    assert choose_size(costs, expected[: num_nodes + 1], 1, 64) == best
-    assert num_nodes == 63 or num_nodes < max(8, 4 * best)
 
 
 @pytest.mark.parametrize(("slope", "num_accepted", "part"), [(0.01, 1.0, BlockMode.WINDOW), (0.01, 0, BlockMode.PLAIN)])
@@ -159,26 +138,6 @@ def test_a_dear_machine_gets_plain_steps(priced, settings):
     assert stats.plain_step_share > 0.8
     later = stats.block_tokens[0 if settings["MODE"] == "auto" else 10 :]
     assert sum(later) <= 1.2 * 100  # a plain call would have cost 100
-
-
-@pytest.mark.parametrize("slope", [1.0], indirect=True)
-def test_where_no_block_pays_no_tree_is_grown(priced, monkeypatch):
-    """What may follow is looked up behind the root alone, not behind guesses that will not be laid out."""
-    looked_up, inner = [], Grower._expand
-
-    def look(self, nodes, *args):
-        looked_up.extend(nodes)
-        inner(self, nodes, *args)
-
-    monkeypatch.setattr(Grower, "_expand", look)
-    model, steps = tiny_llama(), {}
-    for adaptive in (1, 0):  # the last is the control
-        looked_up.clear()
-        lade.config_lade(MODE="tree", ADAPTIVE=adaptive, SHARE=0)
-        model.generate(**prompt(12), max_new_tokens=60)
-        steps[adaptive] = len(looked_up) / lade.last_stats().steps
-    assert steps[1] < 2
-    assert steps[0] > 4
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ def test_guesses_of_similar_contexts():
 
     def guesses(context):
         grower = Grower(memory, GREEDY, [5, 8], context, lambda depth: None, (), ())
-        growth, _ = grower.grow(3, 8, 0.0, None)
+        growth = grower.grow(3, 8, 0.0)
         return growth.tokens, growth.chances, grower
 
     certain = GREEDY.of_context(1.0).chance(1.0)

@@ -35,7 +35,7 @@ def test_short_rows_hold_each_guess_once(draws):
     """A vocabulary of fewer tokens than a row holds."""
     memory = Memory()
     memory.table.put([1], packed(np.arange(8)[None], np.full((1, 8), 0.1)))
-    grown, _ = grower_of(memory, [1], lambda depth: draws).grow(1, ROW_LENGTH, 0.0, None)
+    grown = grower_of(memory, [1], lambda depth: draws).grow(1, ROW_LENGTH, 0.0)
     assert sorted(grown.tokens) == list(range(8))
 
 
@@ -105,7 +105,7 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
         _, found = wins(chances[None], draws[depth].take(ids)[None], np.array([[prior.sharpness]]))
         return [(token, prior.chance(float(p))) for token, p in zip(ids, found[0], strict=True)]
 
-    grown, _ = grower.grow(max_depth, size, 0.0, None)
+    grown = grower.grow(max_depth, size, 0.0)
     frontier, expected = [(-1.0, 6, 0)], []
     while len(expected) <= size:
         negative, token, depth = heapq.heappop(frontier)

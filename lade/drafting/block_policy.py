@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import lru_cache
-from math import sqrt
 
 from lade.drafting.step_costs import Offers, StepCosts
 
@@ -35,45 +33,6 @@ def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limi
     compared = compared_sizes(costs.offers(limit), expected, num_rows)
     size, *_ = max(compared, key=lambda offer: offer[1] / offer[2])
     return size
-
-
-@lru_cache(maxsize=256)
-def _expected_gains(sizes: tuple[int, ...], place: int) -> list[float]:
-    """Expected accepted guesses that each larger block adds to size `sizes[place]`, in units of the next guess's
-    chance.
-
-    Assumes that chances fall with the rank of the guess: the k-th has chance * sqrt(size / k).
-    """
-    size = sizes[place]
-    return [1 + 2 * (sqrt(size * (larger - 1)) - size) for larger in sizes[place + 1 :]]
-
-
-class EarlyStop:
-    """Stops the best-first growth of a tree once no larger block can pay better."""
-
-    def __init__(self, offers: Offers, ratio: float, unseen: float) -> None:
-        """ratio: accepted guesses per expected one. unseen: chance of a guess that needs no growth of the tree."""
-        self._offers, self._ratio, self._unseen = offers, ratio, unseen
-        self._place = 0  # index of the smallest size that the tree has not reached yet
-        self._best = 0.0  # most tokens per cost among the sizes reached
-
-    def update(self, num_nodes: int, expected: float, chance: float) -> bool:
-        """Take in how far the tree has grown. Returns whether that is enough.
-
-        num_nodes: guesses so far, one more per call. expected: sum of their chances. chance: upper bound of the next
-        one's.
-        """
-        sizes, costs, place = self._offers.sizes, self._offers.costs, self._place
-        if place == len(sizes):
-            return True
-        if num_nodes + 1 < sizes[place]:
-            return False
-        self._place += 1
-        gain = 1 + self._ratio * expected
-        self._best = max(self._best, gain / costs[place])
-        next_gain = self._ratio * max(chance, self._unseen)
-        larger = zip(_expected_gains(sizes, place), costs[place + 1 :], strict=True)
-        return all(gain + next_gain * more <= self._best * cost for more, cost in larger)
 
 
 PATIENCE = 1.5  # plain steps that guessing may lose on a fully predictable text before the first pause

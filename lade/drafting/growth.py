@@ -11,7 +11,6 @@ import numpy as np
 
 from lade.drafting.acceptance import CopyPriors, Priors, RowPrior
 from lade.drafting.base import FOREIGN
-from lade.drafting.block_policy import EarlyStop
 from lade.drafting.coming_draws import Draws, wins
 from lade.drafting.contexts import Context
 from lade.drafting.memory import Memory
@@ -142,21 +141,16 @@ class Grower:
         # The next guess of each source: -chance, order, token, parent, source, and the guesses after it.
         self._heap: list[tuple[float, int, int, int, str, Iterator[Guess]]] = []
 
-    def grow(self, max_depth: int, size: int, least: float, stop: EarlyStop | None) -> tuple[Growth, bool]:
-        """The likeliest tree of at most `size` nodes, none of whose chance is below `least`.
-
-        stop: asked for each size. Returns also whether it ended the growth.
-        """
+    def grow(self, max_depth: int, size: int, least: float) -> Growth:
+        """The likeliest tree of at most `size` nodes, none of whose chance is below `least`."""
         heap, growth, known = self._heap, self._growth, self._known
         chances, depths = growth.chances, growth.depths
         waiting: list[int] = []  # nodes that are not expanded
-        expected, is_stopped = 0.0, False
         if size > 0 and max_depth > 0:
             for copy in self._copies:
                 self._follow(copy, -1, 1.0, least)
             self._expand([-1], least)
-            is_stopped = stop is not None and stop.update(0, 0.0, -heap[0][0] if heap else 0.0)
-        while len(chances) < size and not is_stopped:
+        while len(chances) < size:
             if waiting and (not heap or -heap[0][0] <= LIKELY_CHILD * chances[waiting[0]]):
                 self._expand(waiting, least)
                 waiting.clear()
@@ -170,11 +164,9 @@ class Grower:
             known.add((parent, token))
             chance, depth = -negative, 1 if parent < 0 else depths[parent] + 1
             growth.add(token, parent, source, chance, depth)
-            expected += chance
-            is_stopped = stop is not None and stop.update(len(chances), expected, chance)
             if depth < max_depth and chance * LIKELY_CHILD >= least:
                 waiting.append(len(chances) - 1)
-        return growth.by_chance(), is_stopped
+        return growth.by_chance()
 
     def _expand(self, nodes: Sequence[int], least: float) -> None:
         """Put the likeliest guess of each source after some nodes into the heap."""

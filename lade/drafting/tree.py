@@ -21,7 +21,7 @@ from lade.block.token_tree import TokenTree
 from lade.common.transfer import on_host
 from lade.drafting.acceptance import GREEDY, SAMPLED, AcceptanceRatio
 from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
-from lade.drafting.block_policy import EarlyStop, SpeculationBackoff, choose_size, compared_sizes
+from lade.drafting.block_policy import SpeculationBackoff, choose_size, compared_sizes
 from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.contexts import projected, projection
 from lade.drafting.growth import UNSEEN, Grower, Growth
@@ -182,8 +182,7 @@ class TreeDrafter:
         offers, ratio = costs.offers(self.max_block), self.ratio.value
         room, least = offers.sizes[-1] - 1, offers.least_probability / ratio
         for row in rows:
-            stop = EarlyStop(offers, ratio, self.priors.unseen)
-            self._texts[row].growth = self._grow(row, max_depth, room, least, stop)
+            self._texts[row].growth = self._grow(row, max_depth, room, least)
         self._narrow(rows)
         grown = [self._texts[row].growth for row in rows]
         expected = [
@@ -204,10 +203,10 @@ class TreeDrafter:
                 path.cut(length)
                 self._texts[row].growth = path
 
-    def _grow(self, row: int, max_depth: int, size: int, least: float = 0.0, stop: EarlyStop | None = None) -> Growth:
+    def _grow(self, row: int, max_depth: int, size: int, least: float = 0.0) -> Growth:
         """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`.
 
-        stop: ends growth once no larger tree can pay; None for the whole size.
+        Tokens without a row fill what is left: the step that tries them learns their rows.
         """
         text, priors = self._texts[row], self.priors
         sources = (text.rejected_row, priors.rejected), (text.root_row, priors.root)
@@ -215,9 +214,8 @@ class TreeDrafter:
         copies = text.copies(self.memory.texts, priors, max_depth)
         draws_at = partial(self._draws_at, row)
         grower = Grower(self.memory, priors, text.tokens, text.context, draws_at, rows, copies)
-        growth, is_stopped = grower.grow(max_depth, size, least, stop)
-        if not is_stopped:  # the step that tries tokens without a row learns their rows
-            self._add_unseen(growth, reversed(list(self.memory.unseen)), size)
+        growth = grower.grow(max_depth, size, least)
+        self._add_unseen(growth, reversed(list(self.memory.unseen)), size)
         return growth
 
     def _draws_at(self, row: int, depth: int) -> Draws | None:
