@@ -53,9 +53,8 @@ def warmup(
     """Compile and capture what calls of about these sizes will use under current settings. lade must be switched on.
 
     prompt_tokens, max_new_tokens: of a later call, in tokens; they determine the cache's capacity, a power of two,
-    which graphs depend on. batch_size: number of prompts. arguments: further arguments of generate(), the same as in
-    that call, because a captured step contains those of sampling as constants. Raises ValueError for numbers below 1,
-    and RuntimeError if lade does not run.
+    which graphs depend on. batch_size: number of prompts. arguments: further arguments of generate(), as in that call.
+    Raises ValueError for numbers below 1, and RuntimeError if lade does not run.
     """
     for name, value in (
         ("prompt_tokens", prompt_tokens),
