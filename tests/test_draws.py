@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from support import Recorder, generate_plain, prompt, tiny_llama
+from support import Recorder, generate_plain, prompt, seeded, tiny_llama
 
 import lade
 from lade.block.token_tree import TokenTree
@@ -280,6 +280,29 @@ def test_guesses_follow_the_draws():
     probabilities[0, 20:28] = torch.tensor([0.25, 0.2, 0.15, 0.1, 0.1, 0.1, 0.05, 0.05])
     assert np.mean([first_guess_is_right(seed, probabilities, True) for seed in range(100)]) > 0.8
     assert np.mean([first_guess_is_right(seed, probabilities, False) for seed in range(100)]) < 0.4
+
+
+@pytest.mark.parametrize("arguments", [{}, {"top_p": 0.8}, {"repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "others-draw"])
+def test_sampled_on_a_device(arguments, batch_size, is_alone, lade_on, monkeypatch):
+    """Where numpy cannot read scores: plain generate()'s text and random numbers."""
+    model, inputs = tiny_llama(torch.float32, num_hidden_layers=1), prompt(batch_size=batch_size)
+    arguments = {"do_sample": True, "max_new_tokens": 40} | arguments
+    lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
+    expected = seeded(generate_plain, model, inputs, **arguments)
+    monkeypatch.setattr(transfer, "ON_HOST", ())
+    compared, stops, stop = iter(range(1000)), [], ExponentialDraws._stop_reading_ahead
+    monkeypatch.setattr(ExponentialDraws, "_stop_reading_ahead", lambda *args: stops.append(None) or stop(*args))
+    if not is_alone:  # noticed at the sixth token: from there on the generator itself draws what it would have drawn
+        same = noise_module.same_state
+        monkeypatch.setattr(noise_module, "same_state", lambda *args: same(*args) and next(compared) != 5)
+    text, states = seeded(model.generate, **inputs, **arguments)
+    assert torch.equal(text, expected[0])
+    assert all(map(torch.equal, states, expected[1]))
+    assert len(stops) == (not is_alone)
+    stats = lade.last_stats()
+    assert stats.steps < stats.generated_tokens / batch_size
 
 
 def test_a_probability_that_is_no_number_is_refused_at_once(lade_on, monkeypatch):

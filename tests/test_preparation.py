@@ -27,8 +27,7 @@ def test_trees(arguments, batch_size, model, graphs):
     assert found.block_tokens == (8, 16)
     assert found.captured_steps >= 4
     assert found.reasons == ()
-    num_graphs = 2  # of each size one
-    assert len(graphs) == num_graphs
+    assert len(graphs) == 2  # of each size one
     for seed in range(2):
         inputs = prompt(seed=seed, batch_size=batch_size)
         torch.manual_seed(0)
@@ -36,7 +35,7 @@ def test_trees(arguments, batch_size, model, graphs):
         torch.manual_seed(0)
         assert torch.equal(model.generate(**inputs, max_new_tokens=40, **arguments), expected)
         assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
-    assert len(graphs) == num_graphs
+    assert len(graphs) == 2
 
 
 def test_without_it_calls_capture(model, graphs):
