@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from support.processes import ENVIRONMENT, ROOT
@@ -49,7 +50,8 @@ def test_stages_run_on_a_cpu(tmp_path):
     assert [row["passed"] for row in stages["kernel"]["rows"].values()] == 5 * [True]
     speed = stages["speed"]["rows"]
     assert speed["captured"]["captured_steps"] > 0 == speed["eager"]["captured_steps"]
-    assert all(row["milliseconds_per_step"]["median"] > 0 for row in speed.values())
+    # A step's time is the difference of two calls' times: on a busy machine it has any sign.
+    assert all(np.isfinite(row["milliseconds_per_step"]["median"]) for row in speed.values())
     assert set(found["verdicts"].values()) == {None}  # no time of a stand-in decides anything
 
 
