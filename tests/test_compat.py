@@ -341,11 +341,7 @@ def gone_before():
 
 def test_a_name_that_is_gone_before_lade_is_imported(gone_before):
     error, place = gone_before.stdout.splitlines()
-    for text in (
-        "cannot import name 'DynamicSlidingWindowLayer'",
-        transformers.__version__,
-        version_of_lade.TESTED,
-    ):
+    for text in ("cannot import name 'DynamicSlidingWindowLayer'", transformers.__version__, version_of_lade.TESTED):
         assert text in error
     assert place == "transformers.generation.utils"
 

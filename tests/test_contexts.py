@@ -10,14 +10,7 @@ from support import generate_plain, prompt, tiny_llama
 import lade
 from lade.drafting import drafts_from
 from lade.drafting.acceptance import GREEDY
-from lade.drafting.contexts import (
-    CONTEXT_SIZE,
-    LEAST_CENTRED,
-    MAX_PLACES,
-    UNKNOWN,
-    ContextTable,
-    projection,
-)
+from lade.drafting.contexts import CONTEXT_SIZE, LEAST_CENTRED, MAX_PLACES, UNKNOWN, ContextTable, projection
 from lade.drafting.contexts import projected as projected_by
 from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower
 from lade.drafting.memory import Memory

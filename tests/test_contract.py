@@ -933,8 +933,7 @@ class NoRows(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [(OwnPositions, "prepare_inputs_for_generation"), (NoRows, None), ("train", "training")],
+    ("kind", "reason"), [(OwnPositions, "prepare_inputs_for_generation"), (NoRows, None), ("train", "training")]
 )
 def test_models_that_differ(kind, reason):
     model = tiny_llama(attention_dropout=0.3) if kind == "train" else kind(tiny_llama().config).double().eval()

@@ -182,16 +182,7 @@ def file_testing(name: str) -> str | None:
 
 def test_every_module_has_a_test_file():
     modules = {name.removesuffix(".__init__") for name in imports()}
-    without_code = {
-        "block",
-        "common",
-        "drafting",
-        "forward",
-        "forward.cpu",
-        "forward.cuda",
-        "parallel",
-        "verification",
-    }
+    without_code = {"block", "common", "drafting", "forward", "forward.cpu", "forward.cuda", "parallel", "verification"}
     for name in modules - without_code:
         file = file_testing(name)
         assert file, f"lade/{name}: name a test file after it, or add it to TESTED_IN"

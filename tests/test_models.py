@@ -3,13 +3,12 @@
 import copy
 import functools
 import re
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import dispatch_model
-from support import VOCAB, generate_plain, prompt, tiny_llama
+from support import VOCAB, compare, generate_plain, in_threads, prompt, tiny_llama
 from support.families import FAMILIES
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flex_attention
@@ -69,25 +68,19 @@ def build(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [(Obedient, None), (IgnoresMask, "ignore the mask"), (IgnoresPositions, "trial block")],
+    ("kind", "reason"), [(Obedient, None), (IgnoresMask, "ignore the mask"), (IgnoresPositions, "trial block")]
 )
 def test_an_unknown_family_is_tried_out(kind, reason):
     model = build(kind)
     for _ in range(2):  # the second time from memory
-        expected = generate_plain(model, prompt(), max_new_tokens=30)
-        assert torch.equal(model.generate(**prompt(), max_new_tokens=30), expected)
-        found = lade.last_stats().fallback_reason
-        assert found is None if reason is None else reason in found
+        compare(model, reason=reason, max_new_tokens=30)
 
 
 def test_a_subclass_of_a_known_family_is_tried_out_too():
     torch.manual_seed(0)
     model = IgnoresMask(LlamaConfig(**SIZES)).double().eval()
     assert model.config.model_type == "llama"
-    expected = generate_plain(model, prompt(), max_new_tokens=30, eos_token_id=None)
-    assert torch.equal(model.generate(**prompt(), max_new_tokens=30, eos_token_id=None), expected)
-    assert "ignore the mask" in lade.last_stats().fallback_reason
+    compare(model, reason="ignore the mask", max_new_tokens=30, eos_token_id=None)
 
 
 def test_the_trial_waits_until_it_pays(monkeypatch, caplog):
@@ -104,11 +97,11 @@ def test_the_trial_waits_until_it_pays(monkeypatch, caplog):
         (50, None, [64, 128]),
         (8, None, [64, 128]),
     ):
-        assert_same(model, prompt(), reason, max_new_tokens=num_new, eos_token_id=None)
+        compare(model, reason=reason, max_new_tokens=num_new, eos_token_id=None)
         assert lengths == tried
     model, lengths[:] = build(Obedient), []
-    assert_same(model, prompt(), None, max_new_tokens=200, eos_token_id=None)
-    assert_same(model, prompt(), None, max_new_tokens=8, eos_token_id=None)
+    for num_new in (200, 8):
+        compare(model, max_new_tokens=num_new, eos_token_id=None)
     assert lengths == [256]
     assert not [record for record in caplog.records if "plain generate()" in record.message]
 
@@ -120,30 +113,16 @@ def test_a_trial_that_raises_is_a_reason(monkeypatch):
         raise AssertionError("a mask of two dimensions, please")
 
     monkeypatch.setattr(models.self_check, "trial_errors", broken)
-    expected = generate_plain(model, prompt(), max_new_tokens=8)
-    assert torch.equal(model.generate(**prompt(), max_new_tokens=8), expected)
-    assert "two dimensions" in lade.last_stats().fallback_reason
-
-
-def assert_same(model, inputs, reason, **arguments):
-    """Plain generate()'s output, and why lookahead did not run (None: it did)."""
-    expected = generate_plain(model, inputs, **arguments)
-    found = model.generate(**inputs, **arguments)
-    assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
-    said = lade.last_stats().fallback_reason
-    assert said is None if reason is None else reason in said
+    compare(model, reason="two dimensions", max_new_tokens=8)
 
 
 def test_a_longer_text_is_tried_out_anew():
     """A window that the code does not use, whatever the configuration says, shows only beyond it."""
     torch.manual_seed(0)
     model = Obedient(UnknownConfig(**SIZES, sliding_window=100)).double().eval()
-    assert_same(model, prompt(24), None, max_new_tokens=30, eos_token_id=None)
+    compare(model, max_new_tokens=30, eos_token_id=None)
     for cache in (DynamicCache, lambda: DynamicCache(config=model.config)):
-        plain = generate_plain(model, prompt(120), max_new_tokens=12, eos_token_id=None, past_key_values=cache())
-        found = model.generate(**prompt(120), max_new_tokens=12, eos_token_id=None, past_key_values=cache())
-        assert torch.equal(found, plain)
-        assert lade.last_stats().fallback_reason is not None
+        compare(model, prompt(120), "", max_new_tokens=12, eos_token_id=None, cache=cache)
 
 
 def test_layers_with_another_attention_than_the_model_says():
@@ -151,7 +130,7 @@ def test_layers_with_another_attention_than_the_model_says():
     for layer in model.model.layers:
         layer.self_attn.config = copy.copy(model.config)
         layer.self_attn.config._attn_implementation = "eager"
-    assert_same(model, prompt(), "its layers say 'eager'", max_new_tokens=20)
+    compare(model, reason="its layers say 'eager'")
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "llama4_text", "lfm2", "gpt_neo", "mpt", "phi3"])
@@ -159,14 +138,14 @@ def test_a_name_alone_does_not_make_a_family(model_type):
     """The class is another, so its code is tried out as any other's."""
     model = build(Obedient)
     model.config.model_type = model_type
-    assert_same(model, prompt(), None, max_new_tokens=20)
+    compare(model, max_new_tokens=20)
 
 
 def test_a_hook_that_is_a_plain_function():
     model = named("phi3")
     original = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs))
-    assert_same(model, prompt(), "of its own", max_new_tokens=8)
+    compare(model, reason="of its own", max_new_tokens=8)
 
 
 def test_guesses_have_embeddings():
@@ -176,7 +155,7 @@ def test_guesses_have_embeddings():
     head = torch.nn.Linear(48, VOCAB + 20, bias=False).double()
     torch.nn.init.normal_(head.weight, std=0.3)
     model.lm_head = head
-    assert_same(model, prompt(), None, max_new_tokens=30, suppress_tokens=list(range(VOCAB, VOCAB + 20)))
+    compare(model, max_new_tokens=30, suppress_tokens=list(range(VOCAB, VOCAB + 20)))
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "bloom", "falcon-alibi", "mpt", "lfm2", "llama4_text"])
@@ -185,7 +164,7 @@ def test_compiled_modules_have_no_view(name):
     # What module.compile() leaves behind: a call bound to the module itself.
     for module in model.modules():
         module._compiled_call_impl = module._call_impl
-    assert_same(model, prompt(), "dispatched or patched", max_new_tokens=12)
+    compare(model, reason="dispatched or patched", max_new_tokens=12)
 
 
 @pytest.mark.parametrize(("name", "path"), [("mpt", "transformer.blocks.0.attn"), ("lfm2", "model.layers.0.conv"),
@@ -200,7 +179,7 @@ def test_hooks_on_modules_that_a_view_replaces(name, path):
 
     before = model.generate(**prompt(), max_new_tokens=20)
     handle = model.get_submodule(path).register_forward_hook(lade.allow_hook(steer))
-    assert_same(model, prompt(), None, max_new_tokens=20)
+    compare(model, max_new_tokens=20)
     assert len(calls) > 20
     assert not torch.equal(model.generate(**prompt(), max_new_tokens=20), before)
     handle.remove()
@@ -223,9 +202,8 @@ def test_a_changed_view_is_a_view(lade_on):
 def test_mpt_up_to_its_last_position():
     model = named("mpt")
     model.config.max_seq_len = 48
-    inputs = prompt(24, batch_size=3)
     lade.config_lade(MODE="lookahead", WINDOW_SIZE=7, GUESS_SET_SIZE=7)
-    assert_same(model, inputs, None, max_new_tokens=24)
+    compare(model, prompt(24, batch_size=3), max_new_tokens=24)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +215,7 @@ def test_mpt_up_to_its_last_position():
     ],
 )
 def test_what_a_family_cannot_show(name, arguments, reason):
-    assert_same(named(name), prompt(24), reason, max_new_tokens=12, **arguments)
+    compare(named(name), reason=reason, max_new_tokens=12, **arguments)
 
 
 @pytest.mark.parametrize("cached", [38, 40])
@@ -269,18 +247,14 @@ def test_the_documented_example():
     exec(code.partition("lade.register_adapter")[0], names)
     torch.manual_seed(0)
     model = names["StyledLlama"](names["StyledConfig"](**SIZES)).double().eval()
+    model.generation_config.eos_token_id = None
     arguments = prompt() | {"style": torch.randn(SIZES["hidden_size"]).double()}
-    plain = generate_plain(model, arguments, max_new_tokens=40, eos_token_id=None)
-
-    assert torch.equal(model.generate(**arguments, max_new_tokens=40, eos_token_id=None), plain)
-    assert "style" in lade.last_stats().fallback_reason
+    compare(model, arguments, "style", max_new_tokens=40)
     exec(code, names)
     model.__class__ = names["StyledLlama"]
-    assert torch.equal(model.generate(**arguments, max_new_tokens=40, eos_token_id=None), plain)
-    assert lade.last_stats().fallback_reason is None
-    assert lade.last_stats().steps < 40
-    unstyled = model.generate(**prompt(), max_new_tokens=40, eos_token_id=None)
-    assert not torch.equal(unstyled, plain)
+    assert compare(model, arguments, max_new_tokens=40).steps < 40
+    styled, unstyled = (model.generate(**inputs, max_new_tokens=40) for inputs in (arguments, prompt()))
+    assert not torch.equal(unstyled, styled)
 
 
 @pytest.mark.parametrize("bad", ["LlamaAdapter", object, None])
@@ -312,10 +286,7 @@ def flash():
 
 
 def test_attention_without_masks_keeps_its_setting(flash):
-    expected = generate_plain(flash, prompt(), max_new_tokens=30)
-    assert torch.equal(flash.generate(**prompt(), max_new_tokens=30), expected)
-    assert lade.last_stats().fallback_reason is None
-    assert lade.last_stats().steps < 30
+    assert compare(flash, max_new_tokens=30).steps < 30
     assert flash.config._attn_implementation == "stand_in_flash"
 
 
@@ -324,9 +295,7 @@ def test_unknown_attention_falls_back(model):
     AttentionInterface.register("my_attention", sdpa_attention_forward)
     own = tiny_llama()
     own.config._attn_implementation = "my_attention"
-    expected = generate_plain(own, prompt(), max_new_tokens=9)
-    assert torch.equal(own.generate(**prompt(), max_new_tokens=9), expected)
-    assert "my_attention" in lade.last_stats().fallback_reason
+    compare(own, reason="my_attention", max_new_tokens=9)
 
 
 def test_flex_attention(monkeypatch):
@@ -336,11 +305,10 @@ def test_flex_attention(monkeypatch):
     monkeypatch.setattr(flex_attention.WrappedFlexAttention, "_instance", None)
     flex = tiny_llama(torch.float32, attention="flex_attention", num_hidden_layers=1)
     try:
-        expected = generate_plain(flex, prompt(), max_new_tokens=6)
+        generate_plain(flex, prompt(), max_new_tokens=6)
     except Exception as problem:  # flex attention runs where torch can trace
         pytest.skip(f"flex attention does not run here: {type(problem).__name__}")
-    assert torch.equal(flex.generate(**prompt(), max_new_tokens=6), expected)
-    assert lade.last_stats().fallback_reason is None
+    compare(flex, max_new_tokens=6)
     assert flex.config._attn_implementation == "flex_attention"
 
 
@@ -366,17 +334,8 @@ def test_views_of_one_model_in_threads(flash):
     """Each call has its own view."""
     inputs = [prompt(seed=seed) for seed in range(3)]
     expected = [generate_plain(flash, each, max_new_tokens=24) for each in inputs]
-    found = [None] * 3
-
-    def run(index):
-        found[index] = flash.generate(**inputs[index], max_new_tokens=24)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    found = in_threads(lambda each: flash.generate(**each, max_new_tokens=24), *inputs)
+    assert all(map(torch.equal, found, expected))
 
 
 def parts_on_disk(model, tmp_path):
@@ -403,20 +362,14 @@ def test_models_dispatched_by_accelerate(tmp_path, name):
 
 
 def test_a_dispatched_model_that_needs_a_view_falls_back(tmp_path):
-    model = named("gpt_neo")
-    expected = generate_plain(model, prompt(), max_new_tokens=12)
-    dispatched = parts_on_disk(model, tmp_path)
-    assert torch.equal(dispatched.generate(**prompt(), max_new_tokens=12), expected)
-    assert "dispatched" in lade.last_stats().fallback_reason
+    compare(parts_on_disk(named("gpt_neo"), tmp_path), reason="dispatched", max_new_tokens=12)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_dynamic_int8(model):
     """Activations are rounded by one scale for the whole block."""
     quantised = torch.ao.quantization.quantize_dynamic(tiny_llama(torch.float32), {torch.nn.Linear}, dtype=torch.qint8)
-    expected = generate_plain(quantised, prompt(), max_new_tokens=40)
-    assert torch.equal(quantised.generate(**prompt(), max_new_tokens=40), expected)
-    assert "dynamic int8" in lade.last_stats().fallback_reason
+    compare(quantised, reason="dynamic int8", max_new_tokens=40)
 
 
 def test_int8_weights():
@@ -424,9 +377,7 @@ def test_int8_weights():
     torchao = pytest.importorskip("torchao.quantization")
     quantised = tiny_llama(torch.float32)
     torchao.quantize_(quantised, torchao.Int8WeightOnlyConfig())
-    expected = generate_plain(quantised, prompt(), max_new_tokens=40)
-    assert torch.equal(quantised.generate(**prompt(), max_new_tokens=40), expected)
-    assert lade.last_stats().steps < 40
+    assert compare(quantised, max_new_tokens=40).steps < 40
 
 
 def test_a_trial_leaves_nothing_for_the_call(lade_on):
@@ -440,7 +391,5 @@ def test_a_trial_leaves_nothing_for_the_call(lade_on):
     other = Ordinary(layer.w1.in_features, layer.w1.out_features, bias=False).to(layer.w1.weight.dtype)
     other.weight.data.copy_(layer.w1.weight)
     layer.w1 = other
-    expected = generate_plain(model, prompt(24), max_new_tokens=20)
     for _ in range(2):  # the first call tries the model
-        assert torch.equal(model.generate(**prompt(24), max_new_tokens=20), expected)
-        assert lade.last_stats().fallback_reason is None
+        compare(model, max_new_tokens=20)

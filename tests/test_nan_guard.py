@@ -13,10 +13,7 @@ from support import Recorder, generate_plain, prompt, tiny_llama
 import lade
 from lade.verification.nan_guard import NanGuard, find_nan_column
 
-MODES = {
-    "lookahead": {"LEVEL": 4, "WINDOW_SIZE": 4, "GUESS_SET_SIZE": 4},
-    "tree": {"MODE": "tree", "MAX_BLOCK": 16},
-}
+MODES = {"lookahead": {"LEVEL": 4, "WINDOW_SIZE": 4, "GUESS_SET_SIZE": 4}, "tree": {"MODE": "tree", "MAX_BLOCK": 16}}
 REQUESTS = {
     "greedy": {},
     "by-row": {"repetition_penalty": 1.1},

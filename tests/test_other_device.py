@@ -72,8 +72,7 @@ def layout_there(*sizes):
     with _disable_current_modes():
         layout = block_layout(*sizes[:3], torch.device("cpu"), *sizes[4:])
         return replace(
-            layout,
-            **{name: getattr(layout, name).to(META) for name in ("offsets", "visible", "logit_rows")},
+            layout, **{name: getattr(layout, name).to(META) for name in ("offsets", "visible", "logit_rows")}
         )
 
 

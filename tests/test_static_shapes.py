@@ -19,14 +19,7 @@ from support.families import FAMILIES
 from support.graphs import NOT_HERE, kept_buffers
 from support.static_shapes import NEW, both, check
 from torch.utils._pytree import tree_map
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    StoppingCriteria,
-)
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, Gemma2Config, Gemma2ForCausalLM, StoppingCriteria
 
 import lade
 from lade import decoding

@@ -1,11 +1,12 @@
 """What several test files share: models and prompts, processes, stand-ins for CUDA graphs. Test files import from here
 alone.
 
-`models` and `processes` are re-exported. `families` is the table of small random models, `ranks` the processes of
-tests/test_parallel.py, `graphs` the stand-ins for CUDA graphs, `static_shapes` the comparisons that go with them.
-`guard_pages` and `compile_kernels` are programs. Fixtures that more than one file takes are in `fixtures`.
+`comparison`, `models` and `processes` are re-exported. `families` is the table of small random models, `ranks` the
+processes of tests/test_parallel.py, `graphs` the stand-ins for CUDA graphs, `static_shapes` the comparisons that go with
+them. `guard_pages` and `compile_kernels` are programs. Fixtures that more than one file takes are in `fixtures`.
 """
 
+from support.comparison import compare, in_threads
 from support.models import (
     TOKENIZER,
     VOCAB,
@@ -30,9 +31,11 @@ __all__ = [
     "Recorder",
     "assert_same_state",
     "beside",
+    "compare",
     "forked",
     "forked_twice",
     "generate_plain",
+    "in_threads",
     "inference_tensors",
     "is_patched",
     "padded_prompt",

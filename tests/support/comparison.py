@@ -1,0 +1,48 @@
+"""Calls with lade beside the same calls without it."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+import lade
+from support.models import generate_plain, prompt, seeded
+
+
+def compare(model, inputs=None, reason=None, cache=None, **arguments):
+    """Compare a call's text, and torch's generator afterwards, with those of plain generate() from the same seed.
+
+    reason: part of why lookahead does not run; None where it does, with blocks of several tokens. cache: makes the
+    `past_key_values` of each call. Returns the call's figures.
+    """
+    inputs, arguments = prompt() if inputs is None else inputs, {"max_new_tokens": 24} | arguments
+    caches = [{"past_key_values": cache()} if cache else {} for _ in range(2)]
+    expected, states = seeded(generate_plain, model, inputs, **arguments, **caches[0])
+    found, states_after = seeded(model.generate, **inputs, **arguments, **caches[1])
+    stats = lade.last_stats()
+    assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
+    assert all(map(torch.equal, states_after, states))
+    if reason is not None:
+        assert stats.fallback_reason is not None
+        assert reason in stats.fallback_reason
+        return stats
+    assert stats.fallback_reason is None
+    assert len(stats.block_tokens) == stats.steps - 1
+    assert max(stats.block_tokens, default=2) > 1  # the prompt's forward may have given all tokens
+    return stats
+
+
+def in_threads(function, *values):
+    """What a function returns for each value, called with all of them at once."""
+    results: list = [None] * len(values)
+
+    def work(index):
+        results[index] = function(values[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(values))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
