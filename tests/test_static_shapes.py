@@ -7,17 +7,16 @@ is a C++ compiler. CUDA graphs are stood in for by a trace that, like a graph, r
 
 import gc
 import shutil
-import threading
 import weakref
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from support import generate_plain, padded_prompt, prompt, tiny, tiny_llama
+from support import compare, generate_plain, in_threads, padded_prompt, prompt, tiny, tiny_llama
 from support.families import FAMILIES
 from support.graphs import NOT_HERE, kept_buffers
-from support.static_shapes import NEW, both, check
+from support.static_shapes import NEW, check, check_captured
 from torch.utils._pytree import tree_map
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, Gemma2Config, Gemma2ForCausalLM, StoppingCriteria
 
@@ -44,11 +43,11 @@ def model():
 @pytest.mark.parametrize(
     ("inputs", "attention", "arguments"),
     [
-        (prompt(), "sdpa", {"do_sample": False}),
+        (prompt(), "sdpa", {}),
         (prompt(), "eager", {"do_sample": True, "top_k": 20}),
         (prompt(batch_size=3), "sdpa", {"do_sample": True, "top_k": 20}),
-        (padded_prompt(), "sdpa", {"do_sample": False}),
-        (padded_prompt(), "eager", {"do_sample": False}),
+        (padded_prompt(), "sdpa", {}),
+        (padded_prompt(), "eager", {}),
     ],
     ids=["one", "sampled", "batch-sampled", "padded", "padded-eager-attention"],
 )
@@ -57,7 +56,7 @@ def test_same_tokens(inputs, attention, arguments, monkeypatch):
     # Eager attention's softmax is float32's: the smallest float64, which masks what is hidden, would be minus infinity
     # there.
     model = tiny_llama(torch.float64 if attention == "sdpa" else torch.float32, attention=attention)
-    stats = check(*both(model, inputs, **arguments))
+    stats = check(model, inputs, **arguments)
     assert stats.reasons.get("compile") is None
     assert set(stats.block_tokens) == {3 * 3 + 3 * 2}
 
@@ -65,13 +64,13 @@ def test_same_tokens(inputs, attention, arguments, monkeypatch):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with a C++ compiler")
 def test_same_tokens_compiled_by_torch(monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
-    check(*both(tiny_llama(torch.float32, num_hidden_layers=1), prompt(), do_sample=False))
+    check(tiny_llama(torch.float32, num_hidden_layers=1), prompt())
 
 
 def test_windows_by_layer():
     sizes = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 8}
     # Its attention is the eager one.
-    check(*both(tiny(Gemma2ForCausalLM, Gemma2Config, torch.float32, **sizes), prompt(), do_sample=False))
+    check(tiny(Gemma2ForCausalLM, Gemma2Config, torch.float32, **sizes), prompt())
 
 
 def test_nothing_is_compiled_anew_while_the_text_grows(model):
@@ -79,7 +78,7 @@ def test_nothing_is_compiled_anew_while_the_text_grows(model):
     torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(2):
-            stats = check(*both(model, prompt(seed=seed), do_sample=False, max_new_tokens=100))
+            stats = check(model, prompt(seed=seed), max_new_tokens=100)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     assert stats.steps > 10
@@ -100,18 +99,21 @@ def test_that_count_notices_what_depends_on_the_length(model, monkeypatch):
     monkeypatch.setattr(fixed.StaticPath, "run", call)
     monkeypatch.setattr(fixed_inputs.StaticSlotLayer, "update", update)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        expected, found = both(model, prompt(), do_sample=False)
-    stats = lade.last_stats()
-    assert torch.equal(expected, found)
+        stats = compare(model, **NEW)
     assert "RecompileError" in stats.reasons.get("compile")
     assert 0 < stats.compiled_steps < stats.steps - 1  # what came before was compiled, the rest went on
+
+
+def few_ids(length):
+    """A prompt with many tails for each n-gram."""
+    ids = torch.randint(3, 12, (1, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def test_trees_of_several_sizes(model):
     lade.config_lade(GUESS_SET_SIZE=7)
     torch._dynamo.utils.counters.clear()
-    ids = torch.randint(3, 12, (1, 120), generator=torch.Generator().manual_seed(0))  # few ids: many tails for each
-    stats = check(*both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, do_sample=False))
+    stats = check(model, few_ids(120))
     sizes = {tokens - 9 for tokens in stats.block_tokens}
     assert len(sizes) > 1
     assert sizes <= {7, 15, 21}
@@ -122,7 +124,7 @@ def test_a_cache_that_grows(model, monkeypatch):
     monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
     monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
     torch._dynamo.utils.counters.clear()
-    check(*both(model, prompt(), do_sample=False, max_new_tokens=80))
+    check(model, max_new_tokens=80)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # 64 and 128 slots
 
 
@@ -141,7 +143,7 @@ def test_failure_is_told_once_and_costs_nothing_more(model, monkeypatch):
 
     monkeypatch.setattr(fixed, "BACKEND", broken)
     for _ in range(2):
-        stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+        stats = check(model, is_compiled=False)
         assert "no such machine" in stats.reasons.get("compile")
         assert "\n" not in stats.reasons.get("compile")
     assert len(tried) == 1
@@ -152,18 +154,8 @@ def test_a_wrong_result_is_noticed(model, monkeypatch):
         return lambda *args: [output + 1 for output in graph(*args)]
 
     monkeypatch.setattr(fixed, "BACKEND", wrong)
-    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    stats = check(model, is_compiled=False)
     assert stats.reasons.get("compile").startswith("the compiled forward was off by ")
-
-
-def test_a_model_is_let_go():
-    model = tiny_llama(num_hidden_layers=1)
-    model.generate(**prompt(), max_new_tokens=8)
-    assert lade.last_stats().compiled_steps > 0
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.parametrize(
@@ -177,7 +169,7 @@ def test_a_model_is_let_go():
 def test_refused(make, reason):
     lade.config_lade(CUDA_GRAPH=1)
     model = make()
-    model.generate(**prompt(), max_new_tokens=8, do_sample=False)
+    model.generate(**prompt(), max_new_tokens=8)
     stats = lade.last_stats()
     assert (stats.fallback_reason, stats.compiled_steps, stats.captured_steps) == (None, 0, 0)
     assert stats.reasons.get("compile").startswith(reason)
@@ -192,43 +184,24 @@ def test_on_a_private_view(uses_kernel, model, monkeypatch):
     lade.config_lade(USE_FLASH=uses_kernel)
     torch._dynamo.utils.counters.clear()
     for seed in range(2):
-        stats = check(*both(model, prompt(seed=seed), do_sample=False))
+        stats = check(model, prompt(seed=seed))
         assert stats.used_kernel == uses_kernel
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_requests_that_want_more_than_logits(model):
     wanted = {"output_hidden_states": True, "return_dict_in_generate": True}
-    expected, found = both(model, prompt(), do_sample=False, **wanted)
-    assert torch.equal(expected.sequences, found.sequences)
-    stats = lade.last_stats()
+    stats = compare(model, **NEW, **wanted)
     assert stats.reasons.get("compile") == "output_hidden_states asks for more than the compiled forward returns"
     assert stats.compiled_steps == 0
     assert set(stats.block_tokens[1:]) != {15}  # and nothing is padded
 
 
-def padded_prompt_of(seed):
-    inputs = padded_prompt()
-    is_text = inputs["attention_mask"].bool()
-    inputs["input_ids"][is_text] = prompt(24, batch_size=3, seed=seed)["input_ids"][is_text]
-    return inputs
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "settings"),
-    [
-        (lambda seed: prompt(seed=seed), {"do_sample": False}, {}),
-        (lambda seed: prompt(batch_size=3, seed=seed), {"do_sample": True, "top_k": 20}, {}),
-        (padded_prompt_of, {"do_sample": False}, {}),
-        (padded_prompt_of, {"do_sample": False}, {"USE_FLASH": 1}),
-    ],
-    ids=["one", "batch-sampled", "padded", "padded-kernel"],
-)
-def test_captured_once_for_all_calls(make, arguments, settings, model, graphs):
-    lade.config_lade(**settings)
+@pytest.mark.parametrize(("batch_size", "arguments"), [(1, {}), (3, {"do_sample": True, "top_k": 20})])
+def test_captured_once_for_all_calls(batch_size, arguments, model, graphs):
     for seed, max_new_tokens in enumerate((32, 20, 40)):
-        expected, found = both(model, make(seed), **arguments, max_new_tokens=max_new_tokens)
-        stats = check(expected, found, compiled=False, captured=True)
+        inputs = prompt(batch_size=batch_size, seed=seed)
+        stats = check_captured(model, inputs, **arguments, max_new_tokens=max_new_tokens)
         assert stats.reasons.get("graph") is None
     assert len(graphs) == 1
     assert len(kept_buffers(model)) == 1
@@ -238,24 +211,17 @@ def test_compiled_and_captured_once_for_all_calls(model, graphs):
     for number, compiles in enumerate((True, False), start=1):
         lade.config_lade(COMPILE=compiles)
         for seed in range(2):
-            check(*both(model, prompt(seed=seed), do_sample=False), compiled=compiles, captured=True)
+            check(model, prompt(seed=seed), is_compiled=compiles, is_captured=True)
         assert len(graphs) == number
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"]
-)
+@pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
 def test_trees_captured_once_for_all_calls(arguments, model, graphs):
     """Once for each size."""
-    ids = torch.randint(3, 12, (1, 60), generator=torch.Generator().manual_seed(0))
     sizes, counts = set(), []
     for max_block in (16, 64, 16, 64):
         lade.config_lade(MODE="tree", MAX_BLOCK=max_block)
-        stats = check(
-            *both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **arguments),
-            compiled=False,
-            captured=True,
-        )
+        stats = check_captured(model, few_ids(60), **arguments)
         sizes |= set(stats.block_tokens)
         counts.append(len(graphs))
     assert len(sizes) > 1
@@ -266,12 +232,7 @@ def test_only_so_many_shapes_are_kept(model, graphs, monkeypatch):
     """Those that were used last."""
     monkeypatch.setattr(kept, "KEPT_SHAPES", 1)
     lade.config_lade(GUESS_SET_SIZE=7)
-    ids = torch.randint(3, 12, (1, 120), generator=torch.Generator().manual_seed(0))
-    stats = check(
-        *both(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, do_sample=False),
-        compiled=False,
-        captured=True,
-    )
+    stats = check_captured(model, few_ids(120))
     assert len(graphs) > 1
     (buffers,) = kept_buffers(model)
     (inputs,) = buffers.inputs.values()
@@ -281,8 +242,8 @@ def test_only_so_many_shapes_are_kept(model, graphs, monkeypatch):
 def test_one_graph_with_padding_and_without(model, graphs):
     for uses_kernel in (False, True):
         lade.config_lade(USE_FLASH=uses_kernel)
-        for inputs in (prompt(batch_size=3), padded_prompt(), prompt(batch_size=3)):
-            check(*both(model, inputs, do_sample=False), compiled=False, captured=True)
+        for inputs in (padded_prompt(), prompt(batch_size=3, seed=1), padded_prompt(), prompt(batch_size=3)):
+            check_captured(model, inputs)
     assert len(graphs) == 2  # each attention's
 
 
@@ -298,7 +259,7 @@ def test_mixed_lengths_are_captured_once(mode, uses_kernel, model, graphs, captu
     lade.config_lade(MODE=mode, USE_FLASH=uses_kernel, ADAPTIVE=0, MAX_BLOCK=16)
     for place in range(24):
         inputs = prompt(LENGTHS[place % 4], seed=place % 5)
-        model.generate(**inputs, do_sample=False, max_new_tokens=(8, 60)[place % 3 == 0])
+        model.generate(**inputs, max_new_tokens=(8, 60)[place % 3 == 0])
         assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
     assert len(graphs) == len(captured_at)
     assert len(captured_at) == len(set(captured_at))
@@ -323,7 +284,7 @@ def test_what_is_kept_is_bounded_by_bytes(model, graphs, monkeypatch):
     """The set used last stays, older ones go."""
     sizes = []
     for length in (10, 250, 10):
-        model.generate(**prompt(length), do_sample=False, **NEW)
+        model.generate(**prompt(length), **NEW)
         sizes.append([buffers.num_bytes for buffers in kept_buffers(model)])
     assert [len(found) for found in sizes] == [1, 2, 2]
     small, large = sorted(sizes[-1])
@@ -331,12 +292,12 @@ def test_what_is_kept_is_bounded_by_bytes(model, graphs, monkeypatch):
     captures = len(graphs)
     monkeypatch.setattr(kept, "KEPT_BYTES", small + large - 1)
     for length in (10, 250, 10):
-        model.generate(**prompt(length), do_sample=False, **NEW)
+        model.generate(**prompt(length), **NEW)
         assert sum(buffers.num_bytes for buffers in kept_buffers(model)) < small + large
     assert len(graphs) == captures + 3
     monkeypatch.setattr(kept, "KEPT_BYTES", small - 1)
     forget_all()
-    model.generate(**prompt(10), do_sample=False, **NEW)
+    model.generate(**prompt(10), **NEW)
     assert not kept_buffers(model)
 
 
@@ -353,14 +314,14 @@ def test_bytes_of_a_graph_count(model, graphs, monkeypatch):
             return self.replay()
 
     monkeypatch.setattr(fixed, "capture", Large)
-    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    check_captured(model)
     assert not kept_buffers(model)
 
 
 def test_nothing_is_kept_without_graphs(model):
-    check(*both(model, prompt(), do_sample=False))
+    check(model)
     lade.config_lade(COMPILE=0)
-    check(*both(model, prompt(), do_sample=False), compiled=False)
+    check(model, is_compiled=False)
     assert not kept_buffers(model)
 
 
@@ -381,18 +342,18 @@ def test_captured_anew_where_a_graph_would_not_notice(graphs):
         model.config.final_logit_softcapping = 30.0  # what some models read in each forward
 
     changes = [other_weights, other_code, other_scale, other_setting, lambda: model.set_attn_implementation("sdpa")]
-    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    check_captured(model)
     for count, change in enumerate(changes, start=2):
         change()
         for _ in range(2):
-            check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+            check_captured(model)
             assert len(graphs) == count
     assert len(kept_buffers(model)) == len(graphs)  # what was changed may be put back, as an adapter is
 
 
 def test_other_settings_of_the_process_and_of_the_call(model, graphs):
     def run(inputs=None, **arguments):
-        check(*both(model, inputs or prompt(), do_sample=False, **arguments), compiled=False, captured=True)
+        check_captured(model, inputs or prompt(), **arguments)
         return len(graphs)
 
     assert [run(), run()] == [1, 1]
@@ -407,7 +368,7 @@ def test_a_graph_of_a_cache_that_has_grown(model, graphs, monkeypatch):
     monkeypatch.setattr(decoding, "FIRST_CAPACITY", 1)
     monkeypatch.setattr(kv_cache, "MIN_CAPACITY", 32)
     for max_new_tokens, count in [(80, 2), (80, 2), (10, 2), (80, 2), (10, 2)]:  # 64 and 128 slots; 64
-        check(*both(model, prompt(), do_sample=False, max_new_tokens=max_new_tokens), compiled=False, captured=True)
+        check_captured(model, max_new_tokens=max_new_tokens)
         assert len(graphs) == count
 
 
@@ -429,16 +390,15 @@ def test_a_cache_that_grows_behind_the_last_graph(model, graphs, monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(fixed.StaticPath, "take_cache", spy)
-    expected, found = both(model, prompt(), do_sample=False, max_new_tokens=80, stopping_criteria=[Off()])
-    assert torch.equal(expected, found)
-    assert 0 < lade.last_stats().captured_steps < lade.last_stats().steps - 1
+    stats = compare(model, max_new_tokens=80, stopping_criteria=[Off()])
+    assert 0 < stats.captured_steps < stats.steps - 1
     assert not kept_buffers(model)
 
 
 def test_what_a_call_leaves_in_a_cache_is_gone(model, graphs):
-    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    check_captured(model)
     kept_buffers(model)[0].cache.layers[0].values.fill_(torch.nan)
-    check(*both(model, prompt(seed=2), do_sample=False), compiled=False, captured=True)
+    check_captured(model, prompt(seed=2))
     assert len(graphs) == 1
 
 
@@ -467,7 +427,7 @@ def test_a_text_that_goes_on(model, graphs):
         ids = prompt()["input_ids"]
         for _ in range(2):
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            ids = run(inputs, past_key_values=cache, do_sample=False, **NEW)
+            ids = run(inputs, past_key_values=cache, **NEW)
         outputs.append(ids)
     assert torch.equal(*outputs)
     assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
@@ -482,34 +442,24 @@ def test_buffers_are_for_one_call_at_a_time(model, graphs, monkeypatch):
     def interrupted(*args, **kwargs):
         if not inner:
             inner.append(None)  # this is the outer call's own
-            inner[0] = model.generate(**prompt(seed=1), do_sample=False, **NEW)
+            inner[0] = model.generate(**prompt(seed=1), **NEW)
         return prefill(*args, **kwargs)
 
     monkeypatch.setattr(model, "_prefill", interrupted, raising=False)
-    outer = model.generate(**prompt(), do_sample=False, **NEW)
+    outer = model.generate(**prompt(), **NEW)
     assert len(kept_buffers(model)) == 2
     assert len(graphs) == 2
     for seed, output in enumerate((outer, inner[0])):
-        assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
+        assert torch.equal(output, generate_plain(model, prompt(seed=seed), **NEW))
 
 
 def test_in_threads(model, graphs):
     """More calls at once than sets that are kept."""
     for seed in range(2):
-        check(*both(model, prompt(seed=seed), do_sample=False), compiled=False, captured=True)
-    outputs = {}
-
-    def work(seed):
-        outputs[seed] = model.generate(**prompt(seed=seed), do_sample=False, **NEW)
-
-    threads = [threading.Thread(target=work, args=[seed]) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(outputs) == 4
-    for seed, output in outputs.items():
-        assert torch.equal(output, generate_plain(model, prompt(seed=seed), do_sample=False, **NEW))
+        check_captured(model, prompt(seed=seed))
+    outputs = in_threads(lambda seed: model.generate(**prompt(seed=seed), **NEW), *range(4))
+    for seed, output in enumerate(outputs):
+        assert torch.equal(output, generate_plain(model, prompt(seed=seed), **NEW))
     buffers = kept_buffers(model)
     assert len({id(each.cache) for each in buffers}) == len(buffers)
 
@@ -525,9 +475,9 @@ def test_an_exception_keeps_nothing(model, graphs):
 
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
-            model.generate(**prompt(), do_sample=False, **NEW, stopping_criteria=[Full()])
+            model.generate(**prompt(), **NEW, stopping_criteria=[Full()])
         assert not kept_buffers(model)
-        check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+        check_captured(model)
     assert len(graphs) == 3  # the second of the two broken calls had what the first good one left
 
 
@@ -541,11 +491,11 @@ def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
     """Neither a capture's nor, in a later call, a replay's; the text is right all the same."""
     with monkeypatch.context() as patch:
         patch.setattr(fixed, "capture", off_by_one)
-        stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+        stats = check(model, is_compiled=False)
         assert stats.reasons.get("graph").startswith("the captured forward was off by ")
         assert not kept_buffers(model)
 
-    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    check_captured(model)
     (buffers,) = kept_buffers(model)
     (inputs,) = buffers.inputs.values()
     replay, count = inputs.replay, iter(range(100))
@@ -556,9 +506,7 @@ def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
         return replay()
 
     inputs.replay = fail_later
-    expected, found = both(model, prompt(), do_sample=False)
-    stats = lade.last_stats()
-    assert torch.equal(expected, found)
+    stats = compare(model, **NEW)
     assert (stats.captured_steps, stats.reasons.get("graph")) == (3, "RuntimeError: device lost")
     assert not kept_buffers(model)
 
@@ -567,24 +515,27 @@ def test_graphs_outlive_a_call_that_cannot_use_them(model, graphs):
     # transformers puts hooks of its own on the model when hidden states are first asked for, and graphs are captured
     # anew behind them.
     generate_plain(model, prompt(), max_new_tokens=1, output_hidden_states=True, return_dict_in_generate=True)
-    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
-    model.generate(**prompt(), do_sample=False, **NEW, output_hidden_states=True, return_dict_in_generate=True)
+    check_captured(model)
+    model.generate(**prompt(), **NEW, output_hidden_states=True, return_dict_in_generate=True)
     assert lade.last_stats().captured_steps == 0
-    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    check_captured(model)
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("uses_kernel", [False, True], ids=["model", "view"])
-def test_a_model_is_let_go_by_its_graphs(uses_kernel, graphs):
-    lade.config_lade(USE_FLASH=uses_kernel)
+@pytest.mark.parametrize(
+    "settings",
+    [{"COMPILE": 1, "CUDA_GRAPH": 0}, {"USE_FLASH": 0}, {"USE_FLASH": 1}],
+    ids=["compiled", "captured", "captured-view"],
+)
+def test_a_model_is_let_go(settings, graphs):
+    lade.config_lade(**settings)
     model = tiny_llama(num_hidden_layers=1)
-    model.generate(**prompt(), do_sample=False, max_new_tokens=8)
-    assert lade.last_stats().captured_steps > 0
-    gone, cache = weakref.ref(model), weakref.ref(kept_buffers(model)[0].cache)
+    model.generate(**prompt(), max_new_tokens=8)
+    assert lade.last_stats().compiled_steps + lade.last_stats().captured_steps > 0
+    gone = [weakref.ref(model), *(weakref.ref(buffers.cache) for buffers in kept_buffers(model))]
     del model
     gc.collect()
-    assert gone() is None
-    assert cache() is None
+    assert [each() for each in gone] == [None] * (1 if "COMPILE" in settings else 2)
 
 
 def test_a_wrong_summary_is_noticed(model, graphs, monkeypatch):
@@ -596,7 +547,7 @@ def test_a_wrong_summary_is_noticed(model, graphs, monkeypatch):
         return trace(lambda: (forward()[0], forward()[1] + 1))
 
     monkeypatch.setattr(fixed, "capture", capture)
-    stats = check(*both(model, prompt(), do_sample=False), compiled=False)
+    stats = check(model, is_compiled=False)
     assert stats.reasons.get("graph") == "the captured summary is not that of the captured logits"
 
 
@@ -615,14 +566,14 @@ def test_a_summary_is_that_of_its_logits(model, graphs):
             np.testing.assert_allclose(outcome.summary.projections[:, :count], expected, atol=1e-4)
 
     with tracing(keep):
-        model.generate(**prompt(), do_sample=False, **NEW)
+        model.generate(**prompt(), **NEW)
     assert len(seen) > 3
     assert min(seen) > 0
 
 
 def test_no_graphs_on_a_cpu(model):
     lade.config_lade(CUDA_GRAPH=1)
-    stats = check(*both(model, prompt(), do_sample=False))
+    stats = check(model)
     assert stats.reasons.get("graph") == NOT_HERE
 
 
@@ -632,9 +583,10 @@ def test_family(family):
     """Every block is compiled, or the call says why none was; the tokens are plain generate()'s either way."""
     if not family.exists:
         pytest.skip(f"transformers has no {family.model_class}")
-    expected, found = both(family.build(), prompt(), do_sample=False, max_new_tokens=12)
+    model = family.build()
+    expected = generate_plain(model, prompt(), max_new_tokens=12)
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=12), expected)
     stats = lade.last_stats()
-    assert torch.equal(expected, found)
     if stats.fallback_reason is None:
         assert stats.compiled_steps == (0 if stats.reasons.get("compile") else stats.steps - 1)
 
@@ -651,20 +603,20 @@ def test_captured_by_cuda(compiled, uses_kernel, monkeypatch):
     monkeypatch.setattr(fixed, "capture", lambda run, capture=fixed.capture: captured.append(run) or capture(run))
     for seed in range(3):
         inputs = {name: tensor.cuda() for name, tensor in prompt(seed=seed).items()}
-        stats = check(*both(model, inputs, do_sample=False), compiled=compiled, captured=True)
+        stats = check(model, inputs, is_compiled=compiled, is_captured=True)
         assert stats.reasons.get("graph") is None
     assert len(captured) == 1
 
 
 def test_hooks_are_run_and_nothing_is_compiled(model):
     """Also one that was put on after the forward had been compiled."""
-    check(*both(model, prompt(20)))
+    check(model, prompt(20))
     layer = model.model.layers[0].mlp
     for register in (layer.register_forward_hook, torch.nn.modules.module.register_module_forward_hook):
         handle = register(lade.allow_hook(lambda part, _, output: -output if part is layer else output))
         try:
-            check(*both(model, prompt(20)), compiled=False)
+            check(model, prompt(20), is_compiled=False)
         finally:
             handle.remove()
         assert "hooks" in lade.last_stats().reasons.get("compile")
-    check(*both(model, prompt(20)))
+    check(model, prompt(20))

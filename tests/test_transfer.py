@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support import prompt, tiny_llama
-from support.static_shapes import both, check
+from support.static_shapes import check_captured
 from support.waits import Waits, counted_on_cpu
 
 import lade
@@ -125,7 +125,7 @@ def test_waits_of_a_captured_greedy_step(graphs):
     """Of a tree: one, for the forward. A copy there, a copy back, and the keys and values of a moved path."""
     model, waits = tiny_llama(num_hidden_layers=1), Waits()
     lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0, SHARE=0)
-    check(*both(model, prompt(), do_sample=False), compiled=False, captured=True)
+    check_captured(model)
     forget_all()  # what was made outside does not count as a device's memory
     with counted_on_cpu(waits, *model.parameters(), prompt()):
         model.generate(**prompt(), do_sample=False, max_new_tokens=100)
