@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import generate_plain, prompt, tiny_llama
+from support import compare, generate_plain, prompt, tiny_llama
 from support.graphs import NOT_HERE, kept_buffers
 from torch.utils._pytree import tree_map
 from transformers import BloomConfig
@@ -79,14 +79,7 @@ def kernel(monkeypatch):
 
 def run(model, inputs=None, **arguments):
     """Figures of a call whose output is plain generate()'s."""
-    inputs, arguments = inputs or prompt(), NEW | arguments
-    expected = generate_plain(model, inputs, **arguments)
-    found = model.generate(**inputs, **arguments)
-    stats = lade.last_stats()
-    assert torch.equal(expected, found)
-    assert stats.fallback_reason is None
-    assert stats.steps <= stats.generated_tokens
-    return stats
+    return compare(model, inputs, **NEW | arguments)
 
 
 @pytest.mark.parametrize(("keyword", "field"), [("USE_FLASH", "use_flash"), ("CUDA_GRAPH", "cuda_graph")])
@@ -362,13 +355,7 @@ def test_the_kernel_by_itself(model, on_cuda, kernel):
 def test_not_the_kernel_by_itself(settings, arguments, reason, on_cuda, kernel):
     lade.config_lade(**settings)
     model = tiny_llama(attention="eager", dtype=F32)
-    outputs = [
-        generate(**prompt(), **NEW | arguments)
-        for generate in (lambda **named: generate_plain(model, {}, **named), model.generate)
-    ]
-    assert torch.equal(*(getattr(output, "sequences", output) for output in outputs))
-    stats = lade.last_stats()
-    assert stats.fallback_reason is None
+    stats = run(model, **arguments)
     assert not stats.used_kernel
     assert stats.reasons.get("kernel").startswith(reason)
     assert not kernel.calls

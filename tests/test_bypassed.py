@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 import transformers
-from support import TOKENIZER, generate_plain, prompt, tiny_llama
+from support import TOKENIZER, compare, generate_plain, prompt, tiny_llama
 from transformers import DynamicCache, GenerationMixin, cache_utils, masking_utils
 from transformers.generation import utils
 
@@ -134,20 +134,6 @@ def test_code_that_is_exchanged(monkeypatch):
     assert replaced_function() is None
 
 
-def both(model, reason, inputs=None, **arguments):
-    """Plain generate()'s text, and why lookahead did not run (None: it did)."""
-    arguments = {"max_new_tokens": 20, "do_sample": False} | arguments
-    texts = []
-    for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
-        torch.manual_seed(5)
-        caches = {name: make() for name, make in arguments.items() if name == "past_key_values"}
-        texts.append(run(model, inputs or prompt(16), **arguments | caches))
-    assert torch.equal(*texts)
-    found = lade.last_stats().fallback_reason
-    assert found is None if reason is None else reason in found
-    return texts[0]
-
-
 def rounded(update):
     """A quantized cache, as people make it."""
 
@@ -160,9 +146,10 @@ def rounded(update):
 @pytest.mark.parametrize("kind", [cache_utils.Cache, cache_utils.DynamicCache, cache_utils.DynamicLayer])
 def test_a_cache_that_is_quantized(monkeypatch, kind):
     model = tiny_llama()
-    ordinary = both(model, None)
+    ordinary = generate_plain(model, prompt(), max_new_tokens=20)
     monkeypatch.setattr(kind, "update", rounded(kind.update), raising=False)
-    assert not torch.equal(both(model, "update has been replaced"), ordinary)
+    compare(model, reason="update has been replaced", max_new_tokens=20)
+    assert not torch.equal(generate_plain(model, prompt(), max_new_tokens=20), ordinary)
 
 
 @pytest.mark.parametrize("is_layer", [False, True])
@@ -174,8 +161,8 @@ def test_one_cache_that_is_quantized(is_layer):
         return made
 
     model = tiny_llama()
-    both(model, "update of its own", past_key_values=cache)
-    both(model, None, past_key_values=lambda: DynamicCache(config=model.config))
+    compare(model, reason="update of its own", cache=cache)
+    compare(model, cache=lambda: DynamicCache(config=model.config))
 
 
 @pytest.mark.parametrize("name", ["prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
@@ -188,7 +175,7 @@ def test_methods_of_another_accelerator(monkeypatch, name):
         return arguments if positions is None else arguments | {"position_ids": positions * 2}
 
     monkeypatch.setattr(GenerationMixin, name, shifted)
-    both(tiny_llama(), f"{name} has been replaced")
+    compare(tiny_llama(), reason=f"{name} has been replaced")
 
 
 def test_a_choice_of_ones_own(monkeypatch):
@@ -196,7 +183,7 @@ def test_a_choice_of_ones_own(monkeypatch):
     model = tiny_llama()
     multinomial = torch.multinomial
     monkeypatch.setattr(torch, "multinomial", lambda p, *args, **kwargs: multinomial(p.roll(1, -1), *args, **kwargs))
-    both(model, "torch.multinomial has been replaced", do_sample=True)
+    compare(model, reason="torch.multinomial has been replaced", do_sample=True)
 
 
 def test_a_criterion_that_is_patched(monkeypatch):
@@ -204,7 +191,8 @@ def test_a_criterion_that_is_patched(monkeypatch):
     monkeypatch.setattr(
         transformers.EosTokenCriteria, "__call__", lambda self, ids, scores, **kw: torch.ones(len(ids)).bool()
     )
-    assert both(model, "EosTokenCriteria.__call__ has been replaced", eos_token_id=2).shape[1] == 17
+    compare(model, reason="EosTokenCriteria.__call__ has been replaced", eos_token_id=2)
+    assert generate_plain(model, prompt(), max_new_tokens=20, eos_token_id=2).shape[1] == 25
 
 
 def test_a_processor_that_is_patched(monkeypatch):
@@ -214,7 +202,7 @@ def test_a_processor_that_is_patched(monkeypatch):
     monkeypatch.setattr(
         kind, "__call__", lambda self, ids, scores: (seen.append(ids.shape), original(self, ids, scores))[1]
     )
-    both(tiny_llama(), None, prompt(12, batch_size=3), do_sample=True, top_k=5)
+    compare(tiny_llama(), prompt(12, batch_size=3), max_new_tokens=20, do_sample=True, top_k=5)
     assert seen[:20] == seen[20:]
 
 
@@ -237,10 +225,12 @@ def test_a_forward_on_a_module_meets_no_guesses():
         trace.append(x.shape[1])
         return stock(x) * (-9.0 if len(trace) % 22 == 3 else 1.0)
 
-    ordinary = both(model, None, max_new_tokens=22)
+    compare(model, prompt(16), max_new_tokens=22)
+    ordinary = generate_plain(model, prompt(16), max_new_tokens=22)
     mlp.forward = controlled
-    assert not torch.equal(both(model, "controlled, put in place of a forward,", max_new_tokens=22), ordinary)
+    compare(model, prompt(16), "controlled, put in place of a forward,", max_new_tokens=22)
     assert trace == [16, *[1] * 21] * 2
+    assert not torch.equal(generate_plain(model, prompt(16), max_new_tokens=22), ordinary)
     recorder = lambda x: stock(x)  # noqa: E731
     mlp.forward = lade.allow_hook(recorder)
-    assert torch.equal(both(model, None, max_new_tokens=22), ordinary)
+    compare(model, prompt(16), max_new_tokens=22)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import generate_plain, prompt, tiny_llama
+from support import compare, generate_plain, prompt, tiny_llama
 from support.families import FAMILIES
 from transformers import CompileConfig
 
@@ -55,22 +55,8 @@ def check(compiles, build=tiny_llama, inputs=None, **arguments):
     with torch.compiler.set_stance("fail_on_recompile"):
         found = model.generate(**inputs, **arguments)
     assert torch.equal(found, expected)
-    assert_ran(lade.last_stats())
+    assert lade.last_stats().fallback_reason is None
     return model
-
-
-def both(model, inputs=None, **arguments):
-    inputs = prompt() if inputs is None else inputs
-    arguments = {"max_new_tokens": 24} | arguments
-    expected = generate_plain(model, inputs, **arguments)
-    found = model.generate(**inputs, **arguments)
-    assert torch.equal(found, expected)
-    return lade.last_stats()
-
-
-def assert_ran(stats):
-    assert stats.fallback_reason is None
-    assert stats.steps < stats.generated_tokens
 
 
 def test_dynamos_limit():
@@ -78,8 +64,8 @@ def test_dynamos_limit():
     model = tiny_llama(num_hidden_layers=1)
     compile_forward(model, backend="eager", fullgraph=True)
     with dynamo.config.patch(recompile_limit=4, accumulated_recompile_limit=4):
-        assert_ran(both(model))
-        assert_ran(both(model, prompt(31)))
+        compare(model)
+        compare(model, prompt(31))
 
 
 @pytest.mark.parametrize("compiles", [compile_forward, compile_module, compile_layers, compile_parts])
@@ -177,7 +163,7 @@ def test_compiled_blocks_of_a_compiled_model(monkeypatch):
     expected = generate_plain(model, prompt(), max_new_tokens=24)
     compile_forward(model, backend="eager", fullgraph=True)
     assert torch.equal(model.generate(**prompt(), max_new_tokens=24), expected)
-    assert_ran(lade.last_stats())
+    assert lade.last_stats().fallback_reason is None
     assert lade.last_stats().reasons.get("compile") is None
     assert lade.last_stats().compiled_steps > 0
     shapes = dynamo.utils.counters["stats"]["unique_graphs"]
@@ -191,7 +177,6 @@ def test_compile_config():
     model = tiny_llama(num_hidden_layers=1)
     settings = CompileConfig(backend="eager", fullgraph=False, mode=None)
     settings._compile_all_devices = True
-    stats = both(model, max_new_tokens=8, compile_config=settings, cache_implementation="static")
-    assert "compile_config" in stats.fallback_reason
-    assert_ran(both(model, compile_config=settings))  # a dynamic cache is not compiled for
-    assert_ran(both(model, compile_config=settings, cache_implementation="static", disable_compile=True))
+    compare(model, None, "compile_config", max_new_tokens=8, compile_config=settings, cache_implementation="static")
+    compare(model, compile_config=settings)  # a dynamic cache is not compiled for
+    compare(model, compile_config=settings, cache_implementation="static", disable_compile=True)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from support import Recorder, generate_plain, prompt, seeded, tiny_llama
+from support import Recorder, compare, generate_plain, prompt, seeded, tiny_llama
 
 import lade
 from lade.block.token_tree import TokenTree
@@ -158,10 +158,7 @@ def test_another_default_dtype(lade_on):
     lade.config_lade(MODE="tree", MAX_BLOCK=8, SHARE=0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        torch.manual_seed(1)
-        plain = generate_plain(model, inputs, max_new_tokens=20, do_sample=True)
-        torch.manual_seed(1)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=True), plain)
+        compare(model, inputs, max_new_tokens=20, do_sample=True)
     finally:
         torch.set_default_dtype(torch.float32)
     assert lade.last_stats().fallback_reason is None
@@ -173,10 +170,7 @@ def test_numpy_told_to_raise(lade_on, batch_size):
     model, inputs = tiny_llama(torch.float32), prompt(12, batch_size)
     arguments = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.003, "top_k": 0}
     with np.errstate(all="raise"):
-        torch.manual_seed(1)
-        plain = generate_plain(model, inputs, **arguments)
-        torch.manual_seed(1)
-        assert torch.equal(model.generate(**inputs, **arguments), plain)
+        compare(model, inputs, **arguments)
     assert lade.last_stats().fallback_reason is None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support import generate_plain, inference_tensors, prompt, tiny_llama
+from support import compare, generate_plain, in_threads, inference_tensors, prompt, run_both, tiny_llama
 from support.families import FAMILIES
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -79,12 +79,7 @@ def test_float32_texts_are_plain_ones(lade_on, products, mode, sampled):
     model = tiny_llama(torch.float32)
     lade.config_lade(MODE=mode, PACK=1)
     for seed in range(3):
-        inputs = prompt(seed=seed)
-        torch.manual_seed(seed)
-        expected = generate_plain(model, inputs, max_new_tokens=NEW, **sampled)
-        torch.manual_seed(seed)
-        found, stats = generate(model, inputs, **sampled)
-        assert torch.equal(found, expected)
+        stats = compare(model, prompt(seed=seed), max_new_tokens=NEW, **sampled)
         assert stats.packed_weights == 15  # seven of each of two layers, and the head
         assert stats.packed_bytes == sum(p.numel() * 4 for p in model.parameters() if p.dim() == 2) - 61 * 48 * 4
         assert stats.reasons.get("packed") is None
@@ -242,11 +237,7 @@ def test_every_family_in_float32(lade_on, products, family):
         pytest.skip(f"transformers {transformers.__version__} has no {family.model_class}")
     model = family.build().float()
     lade.config_lade(PACK=1, LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
-    arguments = {**prompt(), "max_new_tokens": 12, "do_sample": False}
-    expected = generate_plain(model, arguments)
-    found = model.generate(**arguments)
-    stats = lade.last_stats()
-    assert torch.equal(found, expected)
+    stats = run_both(model, max_new_tokens=12)
     assert bool(products) == bool(stats.packed_weights)
     assert stats.packed_weights or stats.fallback_reason or stats.reasons.get("packed")
     assert not inference_tensors(model)
@@ -321,18 +312,9 @@ def test_small_weights_in_float32(lade_on, monkeypatch, pays):
     model = tiny_llama(torch.float32, hidden_size=512, intermediate_size=192, num_key_value_heads=1)
     small = model.model.layers[0].self_attn.k_proj.weight.numel()
     assert small < packed.SMALL_ELEMENTS == model.model.layers[0].mlp.up_proj.weight.numel()
-    found, stats = generate(model, prompt())
-    assert torch.equal(found, generate_plain(model, prompt(), max_new_tokens=NEW))
-    if pays:
-        assert (stats.packed_weights, stats.reasons.get("packed")) == (
-            10,
-            None,
-        )  # of each of two layers all but k and v
-    else:
-        assert (stats.packed_weights, stats.reasons.get("packed")) == (
-            0,
-            "the model has no linear layers that gain by it",
-        )
+    stats = compare(model, max_new_tokens=NEW)
+    assert stats.packed_weights == (10 if pays else 0)  # of each of two layers all but k and v
+    assert stats.reasons.get("packed") == (None if pays else "the model has no linear layers that gain by it")
 
 
 @pytest.mark.parametrize(("torch_takes", "packed_takes", "pays"), [(3, 2, True), (2, 2, False), (2, 3, False)])
@@ -433,16 +415,7 @@ def test_calls_share_the_copies(lade_on, products, monkeypatch):
     pack = packed.pack
     monkeypatch.setattr(packed, "pack", lambda weight: packs.append(weight) or pack(weight))
     lade.config_lade(PACK=1)
-    texts = [None] * 4
-
-    def run(place):
-        texts[place], _ = generate(model, prompt())
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    texts = in_threads(lambda inputs: generate(model, inputs)[0], *[prompt()] * 4)
     assert len(packs) == 15
     assert all(torch.equal(text, texts[0]) for text in texts)
 
@@ -451,10 +424,7 @@ def test_tied_weights_are_packed_once(lade_on, products):
     model = tiny_llama(torch.float32, tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     lade.config_lade(PACK=1)
-    expected = generate_plain(model, prompt(), max_new_tokens=NEW)
-    found, stats = generate(model, prompt())
-    assert torch.equal(found, expected)
-    assert stats.packed_weights == 15
+    assert compare(model, max_new_tokens=NEW).packed_weights == 15
 
 
 # Changes of the weights.
@@ -555,11 +525,7 @@ def test_a_training_loop_packs_ever_more_rarely(lade_on, products):
     lade.config_lade(SHARE=0)
     counts = []
     for _ in range(7):  # each change of the weights doubles what packing has to wait for
-        expected = generate_plain(model, prompt(), max_new_tokens=80)
-        found = model.generate(**prompt(), max_new_tokens=80)
-        stats = lade.last_stats()
-        assert torch.equal(found, expected)
-        counts.append(bool(stats.packed_weights))
+        counts.append(bool(compare(model, max_new_tokens=80).packed_weights))
         train(model, fused=True)
     assert counts == [True, False, True, False, False, False, True]  # 64 tokens, then 128 since the change, then 256
 

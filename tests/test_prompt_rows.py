@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support import VOCAB, generate_plain, padded_prompt, prompt, tiny_llama
+from support import VOCAB, compare, generate_plain, padded_prompt, prompt, tiny_llama
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
@@ -172,9 +172,7 @@ def test_rows_that_the_user_asks_for(model, monkeypatch, read):
     for kept, shapes in ((0, [(1, MAX_PROMPT_ROWS, VOCAB)]), (torch.tensor([0, -1]), [])):
         del read[:]
         arguments = {"max_new_tokens": 8, "logits_to_keep": kept}
-        expected = generate_plain(model, inputs, **arguments)
-        assert torch.equal(model.generate(**inputs, **arguments), expected)
-        assert lade.last_stats().fallback_reason is None
+        compare(model, inputs, **arguments)
         assert read == shapes
 
 
@@ -182,9 +180,7 @@ def test_rows_that_the_user_asks_for(model, monkeypatch, read):
 def test_a_prompt_in_chunks_has_none(model, read, chunk):
     """Each chunk would compute as many."""
     inputs = prompt(24, batch_size=2)
-    expected = generate_plain(model, inputs, max_new_tokens=20, prefill_chunk_size=chunk)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=20, prefill_chunk_size=chunk), expected)
-    assert lade.last_stats().fallback_reason is None
+    compare(model, inputs, max_new_tokens=20, prefill_chunk_size=chunk)
     assert read == []
 
 
@@ -193,8 +189,7 @@ def test_embeddings_in_place_of_ids(model, read):
     inputs = prompt(24)
     embeddings = model.get_input_embeddings()(inputs["input_ids"]).detach()
     arguments = {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"], "max_new_tokens": 20}
-    expected = generate_plain(model, {}, **arguments)
-    assert torch.equal(model.generate(**arguments), expected)
+    compare(model, {}, **arguments)
     assert read == []
     ids, memory = distinct_prompt()["input_ids"], Memory()
     ids[0, 10] = -1
@@ -278,8 +273,7 @@ def test_drafters_of_users(model, lade_on, has_prompt_rows):
     register_drafter("mine", Mine)
     lade.config_lade(MODE="mine")
     inputs = prompt(24)
-    expected = generate_plain(model, inputs, max_new_tokens=20)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=20), expected)
+    compare(model, inputs, max_new_tokens=20)
     assert [tuple(logits.shape) for logits in got] == [(1, 4, VOCAB)] * has_prompt_rows
 
 

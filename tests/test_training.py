@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from support import assert_same_state, generate_plain, inference_tensors, prompt, tiny_llama
+from support import assert_same_state, compare, generate_plain, inference_tensors, prompt, tiny_llama
 from support.families import COMPOSITE, FAMILIES
 from torch import nn
 from transformers import GenerationMixin
@@ -39,25 +39,6 @@ def set_randomness(model, value):
     return count
 
 
-def both(model, inputs=None, **arguments):
-    """The output without and with lade, from the same seed, and torch's generator afterwards."""
-    inputs = prompt() if inputs is None else inputs
-    arguments = {"max_new_tokens": 24} | arguments
-    outcomes = []
-    for call in (generate_plain, lambda model, inputs, **kw: model.generate(**inputs, **kw)):
-        torch.manual_seed(5)
-        outcomes.append((call(model, inputs, **arguments), torch.get_rng_state()))
-    (expected, state), (found, state_after) = outcomes
-    assert torch.equal(found, expected)
-    assert torch.equal(state_after, state)
-    return lade.last_stats()
-
-
-def assert_ran(stats):
-    assert stats.fallback_reason is None
-    assert stats.steps < stats.generated_tokens
-
-
 # One of each class: windows and frequencies are settings, of which training changes nothing.
 CLASSES = {family.model_class: family for family in reversed([*FAMILIES, *COMPOSITE])}
 
@@ -80,7 +61,7 @@ def test_families(family):
         assert "random numbers" in reason
         return
     assert reason is None
-    both(model, inputs, max_new_tokens=8)
+    compare(model, inputs, max_new_tokens=8)
     assert not inference_tensors(model)
     model(**inputs).logits.sum().backward()
     if set_randomness(model, 0.1) and family.model_class not in HAS_NO_DROPOUT:
@@ -108,7 +89,7 @@ def test_a_loop_of_reinforcement_learning(name):
             optimizer.zero_grad()
             rollouts.append(text)
         assert torch.equal(*rollouts)
-        assert_ran(lade.last_stats())
+        assert lade.last_stats().fallback_reason is None
         assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
         assert not inference_tensors(models[1])
         texts.append(rollouts[1])
@@ -119,33 +100,31 @@ def test_a_loop_of_reinforcement_learning(name):
 def test_active_dropout_falls_back(name):
     model = next(family for family in FAMILIES if family.name == name).build().train()
     set_randomness(model, 0.1)
-    reason = both(model).fallback_reason
-    assert "training mode" in reason
-    assert both(model).fallback_reason == reason
+    assert len({compare(model, reason="training mode").fallback_reason for _ in range(2)}) == 1
     model.eval()
-    assert_ran(both(model))
+    compare(model)
 
 
 def test_one_part_in_training_mode():
     """Within a model in eval mode: only where that part has something random."""
     model = tiny_llama(attention_dropout=0.4)
-    assert_ran(both(model))
+    compare(model)
     model.model.layers[1].self_attn.train()
-    assert "random numbers" in both(model, do_sample=True).fallback_reason
+    compare(model, reason="random numbers", do_sample=True)
     model.model.layers[1].self_attn.attention_dropout = 0.0
-    assert_ran(both(model))
+    compare(model)
     model.train()  # the other layer's is still there
-    assert "random numbers" in both(model, do_sample=True).fallback_reason
+    compare(model, reason="random numbers", do_sample=True)
 
 
 def test_checkpointing():
     model = tiny_llama()
     model.gradient_checkpointing_enable()
-    assert_ran(both(model))
+    compare(model)
     model.train()
-    assert "checkpointing" in both(model).fallback_reason
+    compare(model, reason="checkpointing")
     model.gradient_checkpointing_disable()
-    assert_ran(both(model))
+    compare(model)
 
 
 class Plain(nn.Linear):
@@ -189,16 +168,16 @@ def test_modules_of_other_kinds(kind):
         mlp.act_fn = nn.Sequential(
             nn.Flatten(0, -2), kind(64) if kind is nn.BatchNorm1d else kind(), Restored()
         ).double()
-    assert_ran(both(model.eval()))
+    compare(model.eval())
     twin = copy.deepcopy(model.train())
     reason = training_reason(adapter_for(model))
     assert_same_state(model, twin)
     if kind in (Plain, NoisyBySetting):
         assert reason is None
-        assert_ran(both(model))
+        compare(model)
         if kind is NoisyBySetting:
             model.model.layers[0].mlp.down_proj.noise = 0.1
-            assert "random numbers" in both(model, do_sample=True).fallback_reason
+            compare(model, reason="random numbers", do_sample=True)
     else:
         assert "in training mode" in reason
 
@@ -218,19 +197,15 @@ def test_a_forward_put_in_place_of_a_modules_own(asks):
         return nn.functional.dropout(stock(x), 0.5, mlp.training)
 
     mlp.forward = lade.allow_hook(with_dropout if asks else lambda x: stock(x))
-    stats = both(model)
-    if asks:
-        assert "in training mode" in stats.fallback_reason
-    else:
-        assert_ran(stats)
+    compare(model, reason="in training mode" if asks else None)
 
 
 def test_eval_mode_is_not_tried_out(monkeypatch):
     asked = []
     monkeypatch.setattr(eligibility, "training_reason", asked.append)
-    assert_ran(both(tiny_llama()))
+    compare(tiny_llama())
     assert not asked
-    assert_ran(both(tiny_llama().train()))
+    compare(tiny_llama().train())
     assert len(asked) == 1
 
 
@@ -240,4 +215,4 @@ def test_processes_that_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(
         GenerationMixin, "_has_unfinished_sequences", lambda self, is_finished, *_, **__: not is_finished
     )
-    assert "other processes" in both(tiny_llama().train(), synced_gpus=True).fallback_reason
+    compare(tiny_llama().train(), reason="other processes", synced_gpus=True)

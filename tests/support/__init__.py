@@ -6,7 +6,7 @@ processes of tests/test_parallel.py, `graphs` the stand-ins for CUDA graphs, `st
 them. `guard_pages` and `compile_kernels` are programs. Fixtures that more than one file takes are in `fixtures`.
 """
 
-from support.comparison import compare, in_threads
+from support.comparison import compare, in_threads, run_both
 from support.models import (
     TOKENIZER,
     VOCAB,
@@ -41,6 +41,7 @@ __all__ = [
     "padded_prompt",
     "prompt",
     "python",
+    "run_both",
     "seeded",
     "tiny",
     "tiny_llama",

@@ -10,11 +10,10 @@ import lade
 from support.models import generate_plain, prompt, seeded
 
 
-def compare(model, inputs=None, reason=None, cache=None, **arguments):
-    """Compare a call's text, and torch's generator afterwards, with those of plain generate() from the same seed.
+def run_both(model, inputs=None, cache=None, **arguments):
+    """Figures of a call whose text is plain generate()'s from the same seed, as is the state of torch's generator.
 
-    reason: part of why lookahead does not run; None where it does, with blocks of several tokens. cache: makes the
-    `past_key_values` of each call. Returns the call's figures.
+    cache: makes the `past_key_values` of each call.
     """
     inputs, arguments = prompt() if inputs is None else inputs, {"max_new_tokens": 24} | arguments
     caches = [{"past_key_values": cache()} if cache else {} for _ in range(2)]
@@ -23,6 +22,12 @@ def compare(model, inputs=None, reason=None, cache=None, **arguments):
     stats = lade.last_stats()
     assert torch.equal(getattr(found, "sequences", found), getattr(expected, "sequences", expected))
     assert all(map(torch.equal, states_after, states))
+    return stats
+
+
+def compare(model, inputs=None, reason=None, **arguments):
+    """`run_both`. reason: part of why lookahead does not run; None where it does, with blocks of several tokens."""
+    stats = run_both(model, inputs, **arguments)
     if reason is not None:
         assert stats.fallback_reason is not None
         assert reason in stats.fallback_reason
