@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 from accelerate import cpu_offload
-from support import TOKENIZER, VOCAB, Recorder, compare, generate_plain, prompt, tiny_llama
+from support import TOKENIZER, VOCAB, Recorder, compare, generate_plain, in_threads, prompt, seeded, tiny_llama
 from transformers import (
     DynamicCache,
     LlamaForCausalLM,
@@ -186,6 +186,7 @@ def assert_same(ahead, plain):
     assert ahead.keys() == plain.keys()
     for name, value in plain.items():
         if isinstance(value, torch.Tensor):
+            assert ahead[name].dtype == value.dtype
             assert torch.equal(ahead[name], value), name
         else:
             assert ahead[name] == value, name
@@ -196,6 +197,14 @@ def assert_ran():
     assert stats.fallback_reason is None
     assert len(stats.block_tokens) == stats.steps - 1
     return stats
+
+
+def check(model, inputs, arguments, once=lambda make: make(), streams=False):
+    """Lookahead runs, and all that can be seen of the call is plain generate()'s, which is returned."""
+    plain = once(lambda: observe(model, inputs, arguments, on=False, streams=streams))
+    assert_same(observe(model, inputs, arguments, on=True, streams=streams), plain)
+    assert_ran()
+    return plain
 
 
 BY_MODE = {
@@ -239,9 +248,7 @@ def model():
 @pytest.mark.parametrize("case", CASES)
 def test_one_row(model, case, once):
     inputs = prompt(24, seed=3)
-    plain = once(lambda: observe(model, inputs, CASES[case], on=False, streams=True))
-    assert_same(observe(model, inputs, CASES[case], on=True, streams=True), plain)
-    assert_ran()
+    plain = check(model, inputs, CASES[case], once, streams=True)
     # Without a streamer the fastest rules apply; the tokens are the same.
     assert_same(observe(model, inputs, CASES[case], on=True), plain | {"stream": None})
     assert assert_ran().generated_tokens == plain["result"].shape[1] - 24
@@ -251,9 +258,7 @@ def test_one_row(model, case, once):
 @pytest.mark.parametrize("case", [case for case in CASES if "guidance" not in case])
 def test_batch(model, case, once):
     inputs = padded(4)
-    plain = once(lambda: observe(model, inputs, CASES[case], on=False))
-    assert_same(observe(model, inputs, CASES[case], on=True), plain)
-    assert_ran()
+    check(model, inputs, CASES[case], once)
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 8, 16])
@@ -261,9 +266,8 @@ def test_batch(model, case, once):
 def test_ragged_greedy_batches(model, batch_size, ends, once):
     inputs = padded(batch_size)
     arguments = {"max_new_tokens": 48, "eos_token_id": ends}
-    expected = once(lambda: generate_plain(model, inputs, **arguments))
-    assert torch.equal(model.generate(**inputs, **arguments), expected)
-    stats = assert_ran()
+    check(model, inputs, arguments, once)
+    stats = lade.last_stats()
     if ends is None:
         assert stats.tokens_per_step > 1.15
         assert stats.steps < 48
@@ -286,9 +290,7 @@ def test_batched_streams_and_sequences(model, batch_size, sampling, once):
     inputs = padded(batch_size)
     arguments = {"max_new_tokens": 20, "num_return_sequences": 2 if sampling else 1, "do_sample": sampling,
                  "eos_token_id": [4, 9, 17]}  # fmt: skip
-    plain = once(lambda: observe(model, inputs, arguments, on=False, streams=True))
-    assert_same(observe(model, inputs, arguments, on=True, streams=True), plain)
-    assert_ran()
+    check(model, inputs, arguments, once, streams=True)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -407,11 +409,7 @@ INPUTS = {
 def test_inputs(model, case):
     inputs, arguments = INPUTS[case]
     arguments = {"max_new_tokens": 40} | arguments
-    plain = observe(model, inputs, arguments, on=False)
-    ahead = observe(model, inputs, arguments, on=True)
-    assert_same(ahead, plain)
-    assert ahead["result"].dtype == plain["result"].dtype
-    assert_ran()
+    check(model, inputs, arguments)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -425,9 +423,8 @@ def test_inputs_embeds(model, batch_size, with_ids):
     }
     if with_ids:
         arguments["input_ids"] = inputs["input_ids"]
-    plain = observe(model, {}, arguments, on=False)
-    assert_same(observe(model, {}, arguments, on=True), plain)
-    assert assert_ran().steps < 40
+    check(model, {}, arguments)
+    assert lade.last_stats().steps < 40
 
 
 def rope_model(rope: str):
@@ -507,14 +504,11 @@ def test_streamers_can_tell_guesses(model, do_sample):
     """Each step commits its accepted guesses and then one token that was not guessed."""
     streamer, plain = GuessRecorder(), GuessRecorder()
     arguments = {"max_new_tokens": 60, "do_sample": do_sample, "top_k": 2}
-    torch.manual_seed(0)
-    generate_plain(model, prompt(24), **arguments, streamer=plain)
-    torch.manual_seed(0)
-    model.generate(**prompt(24), **arguments, streamer=streamer)
-    assert_ran()
+    seeded(generate_plain, model, prompt(24), **arguments, streamer=plain)
+    seeded(model.generate, **prompt(24), **arguments, streamer=streamer)
+    stats = assert_ran()
     assert streamer.calls == plain.calls
     assert plain.guesses == []
-    stats = lade.last_stats()
     # calls[0] is the prompt, calls[1] comes from its forward; the last step may end in a guess.
     steps = [1 + length for length, count in stats.accepted_lengths.items() for _ in range(count)]
     assert 0 <= len(streamer.guesses) - (sum(steps) - len(steps)) <= 1
@@ -640,12 +634,7 @@ def test_two_largest_lengths(model, limits, do_sample):
     """The list's own `max_length` is that of the first; a text ends at the smallest."""
     criteria = StoppingCriteriaList(map(MaxLengthCriteria, limits))
     arguments = {"stopping_criteria": criteria, "do_sample": do_sample}
-    torch.manual_seed(3)
-    expected = generate_plain(model, prompt(24, 2), **arguments)
-    torch.manual_seed(3)
-    assert torch.equal(model.generate(**prompt(24, 2), **arguments), expected)
-    assert expected.shape == (2, 30)
-    assert_ran()
+    assert check(model, prompt(24, 2), arguments)["result"].shape == (2, 30)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -655,9 +644,7 @@ def test_rows_that_end_without_a_pad_id(batch_size):
     model.generation_config.pad_token_id = None
     inputs = prompt(24, batch_size)
     arguments = LENGTHS["own_criterion"]
-    plain = observe(model, inputs, arguments, on=False)
-    assert_same(observe(model, inputs, arguments, on=True), plain)
-    assert_ran()
+    check(model, inputs, arguments)
 
 
 def test_finished_rows_of_a_lockstep_batch_go_on_with_pad_tokens(model, monkeypatch):
@@ -856,23 +843,19 @@ def test_invalid_arguments_raise_what_plain_raises(model, wrong):
     assert errors[0] == errors[1]
 
 
-FALLBACKS = {
-    "beams": {"num_beams": 2},
-    "beam_sampling": {"num_beams": 2, "do_sample": True},
-    "prompt_lookup": {"prompt_lookup_num_tokens": 3, "eos_token_id": 2},
-    "no_cache": {"use_cache": False},
-    "assistant": {"assistant_model": making(lambda: tiny_llama(num_hidden_layers=1))},
-}
-
-
-@pytest.mark.parametrize("case", FALLBACKS)
-def test_fallbacks(model, case):
-    inputs = prompt(24)
-    arguments = {"max_new_tokens": 12} | FALLBACKS[case]
-    plain = observe(model, inputs, arguments, on=False)
-    assert_same(observe(model, inputs, arguments, on=True), plain)
-    assert lade.last_stats().fallback_reason
-    assert "USE_LADE" not in lade.last_stats().fallback_reason
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"num_beams": 2}, "beam search"),
+        ({"num_beams": 2, "do_sample": True}, "beam search"),
+        ({"prompt_lookup_num_tokens": 3, "eos_token_id": 2}, "assisted"),
+        ({"use_cache": False}, "use_cache"),
+        ({"assistant_model": tiny_llama(num_hidden_layers=1)}, "assisted"),
+    ],
+    ids=["beams", "beam_sampling", "prompt_lookup", "no_cache", "assistant"],
+)
+def test_fallbacks(model, arguments, reason):
+    compare(model, None, reason, max_new_tokens=12, **arguments)
 
 
 def test_encoder_decoder_falls_back():
@@ -929,10 +912,7 @@ def test_models_that_differ(kind, reason):
     model = tiny_llama(attention_dropout=0.3) if kind == "train" else kind(tiny_llama().config).double().eval()
     model.train(kind == "train")
     arguments = {"max_new_tokens": 20, "eos_token_id": None}
-    plain = observe(model, prompt(24), arguments, on=False)
-    assert_same(observe(model, prompt(24), arguments, on=True), plain)
-    found = lade.last_stats().fallback_reason
-    assert found is None if reason is None else reason in found
+    compare(model, None, reason, **arguments)
 
 
 def test_gradients_fall_back(model):
@@ -988,9 +968,7 @@ def test_rows_far_ahead_wait_for_the_slowest(model, monkeypatch, row_wise):
 
     monkeypatch.setattr(rules.PerRowSelection, "_commit", watch)
     arguments = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.01}
-    plain = observe(model, padded(4), arguments, on=False)
-    assert_same(observe(model, padded(4), arguments, on=True), plain)
-    assert_ran()
+    check(model, padded(4), arguments)
     # A row that is not far ahead may still accept a whole n-gram of 4, or a tree of 15 guesses in one line.
     assert max(leads) <= 2 + (4 if lade.current_config().uses_window else 16)
 
@@ -1000,18 +978,7 @@ def test_threads(num_models):
     models = [tiny_llama(num_hidden_layers=1 + i) for i in range(num_models)]
     jobs = [(models[i % num_models], prompt(20 + i, seed=i)) for i in range(4)]
     expected = [generate_plain(model, inputs, max_new_tokens=40) for model, inputs in jobs]
-    results: list = [None] * len(jobs)
-
-    def work(index):
-        model, inputs = jobs[index]
-        result = model.generate(**inputs, max_new_tokens=40)
-        results[index] = (result, lade.last_stats())
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = in_threads(lambda job: (job[0].generate(**job[1], max_new_tokens=40), lade.last_stats()), *jobs)
     for (result, stats), reference in zip(results, expected, strict=True):
         assert torch.equal(result, reference)
         assert stats.fallback_reason is None
