@@ -169,7 +169,7 @@ class DecodingCall:
             self.costs.at(self.path.kind, max(self.cache.lengths), self.cache.num_waiting)
         is_idle = self.selection.is_idle
         draft = self.drafter.propose(self.selection.sequences, is_idle, max_offset)
-        return draft.as_chains(is_idle) if self.adapter.is_recurrent else draft
+        return draft.as_chains(is_idle) if self.adapter.takes_chains else draft
 
     def lay_out(self, draft: Draft, roots: list[int] | None = None) -> Step:
         """Compute the block's tokens, positions, visibility and logit rows. roots: by default the last of each text."""

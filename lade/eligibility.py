@@ -102,7 +102,7 @@ def unsupported_cache(request: Request, adapter: ModelAdapter) -> str | None:
         return None  # generate() made it for this call, and nothing else reads it
     for layer in cache.layers:
         # A sliding layer drops keys outside its window, which a block may still need.
-        forgets = type(layer) is DynamicSlidingWindowLayer and layer.cumulative_length >= layer.sliding_window
+        forgets = isinstance(layer, DynamicSlidingWindowLayer) and layer.cumulative_length >= layer.sliding_window
         if forgets or type(layer) not in adapter.kept_layers:
             return f"{CACHE_NAME} with a {type(layer).__name__} does not keep every key"
     return None

@@ -30,7 +30,7 @@ FALLS_BACK = {
     "doge": "selects its keys",
     "doge-window": "selects its keys",
 }
-CHAIN = "recurrent: chains of guesses"
+CHAIN = "chains of guesses"
 RETURNS_ANOTHER_CACHE = {"lfm2", "lfm2_moe", "lfm3"}  # than lade could fill in: plain generate() makes it
 REGISTERED = set(models._adapters)
 rows: list[tuple[str, ...]] = []

@@ -1,4 +1,5 @@
-"""A cache for models with a recurrent state, which cannot drop a token: states are put back instead.
+"""A cache for models that take chains of guesses alone: those with a recurrent state, which cannot drop a token, and
+those whose queries select keys. States are put back instead.
 
 Before each block the states are copied. If not all of its guesses are accepted, the copies are put back, and the
 committed tokens of the block wait: they run again in front of the next block, in the same slots. Nothing else is
@@ -17,9 +18,20 @@ from transformers import Cache
 
 from lade.block.kv_cache import LookaheadCache, SlotLayer
 from lade.block.mask import Block
-from lade.common.compat import BOTH_LAYER, NO_LAYER, STATE_LAYER, DynamicLayer
+from lade.common.compat import (
+    BOTH_LAYER,
+    INDEXED_LAYER,
+    NO_LAYER,
+    STATE_LAYER,
+    WINDOWED_BOTH_LAYER,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
-KEPT_LAYERS = (DynamicLayer, STATE_LAYER, BOTH_LAYER, NO_LAYER)
+STATE_AND_SLOT_LAYERS = (BOTH_LAYER, WINDOWED_BOTH_LAYER)
+SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, INDEXED_LAYER, *STATE_AND_SLOT_LAYERS)
+KEPT_LAYERS = (*SLOT_LAYERS, STATE_LAYER, NO_LAYER)
+INDEX = ("indexer_keys", "indexer_position_ids")  # of an indexed layer, [B, T, D] and [3, B, T]
 MAX_WAITING = 8  # committed tokens that wait; with more the next step has no guesses, after which none waits
 
 
@@ -35,6 +47,14 @@ class StateAndSlotLayer(*filter(None, [STATE_LAYER]), SlotLayer):  # type: ignor
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate slots if keys and values are given, else a state."""
         (SlotLayer if args else STATE_LAYER).lazy_initialization(self, *args, **kwargs)
+
+
+class IndexedSlotLayer(SlotLayer, *filter(None, [INDEXED_LAYER])):  # type: ignore[misc]
+    """A layer with keys by which each query selects those that it attends to. They grow as a state does."""
+
+    def get_seq_length(self) -> int:
+        """Tokens of the layer's index, which some models ask for between its update and the end of their forward."""
+        return super().get_seq_length() if self.indexer_keys is None else self.indexer_keys.shape[1]
 
 
 def unknown_layer(layers: Iterable[Any]) -> str | None:
@@ -56,6 +76,9 @@ def copy_states(source: Cache, target: Cache) -> None:
                 theirs.update_conv_state(state, index)
             if (state := mine.recurrent_states[index]) is not None:
                 theirs.update_recurrent_state(state, index)
+        if getattr(mine, INDEX[0], None) is not None:
+            theirs.lazy_initialization_indexer(mine.indexer_keys)
+            vars(theirs).update({name: getattr(mine, name) for name in INDEX})
 
 
 class RecurrentCache(LookaheadCache):
@@ -66,22 +89,24 @@ class RecurrentCache(LookaheadCache):
 
     def __init__(self, layers: list[Any], capacity: int, uniform: bool = True) -> None:
         """layers: of the cache that generate() would use."""
-        super().__init__(sum(type(layer) in (DynamicLayer, BOTH_LAYER) for layer in layers), capacity, uniform)
-        slot_layers = iter(range(len(self.slot_layers)))
+        super().__init__(sum(type(layer) in SLOT_LAYERS for layer in layers), capacity, uniform)
+        places = iter(range(len(self.slot_layers)))
         self.layers: list[Any] = []
         for layer in layers:
-            if type(layer) is DynamicLayer:
-                self.layers.append(self.slot_layers[next(slot_layers)])
-            elif type(layer) is BOTH_LAYER:
-                both = StateAndSlotLayer(self, number_of_states=layer.number_of_states)
-                self.slot_layers[next(slot_layers)] = both
-                self.layers.append(both)
-            else:
-                states = {"number_of_states": layer.number_of_states} if type(layer) is STATE_LAYER else {}
+            states = {"number_of_states": layer.number_of_states} if hasattr(layer, "number_of_states") else {}
+            if type(layer) not in SLOT_LAYERS:
                 self.layers.append(type(layer)(**states))
+                continue
+            place = next(places)
+            if type(layer) in STATE_AND_SLOT_LAYERS:
+                self.slot_layers[place] = StateAndSlotLayer(self, **states)
+            elif type(layer) is INDEXED_LAYER:
+                self.slot_layers[place] = IndexedSlotLayer(self)
+            self.slot_layers[place].is_sliding = layer.is_sliding  # by which the model makes the layer's mask
+            self.layers.append(self.slot_layers[place])
         self._waiting: Tensor | None = None  # [B, w] ids
         self._tokens: Tensor  # [B, w + q] of the current block
-        self._copies: list[tuple[dict[int, Any], int, Tensor]] = []
+        self._copies: list[tuple[dict[Any, Any], Any, Tensor]] = []
 
     @property
     def num_waiting(self) -> int:
@@ -148,9 +173,10 @@ class RecurrentCache(LookaheadCache):
             self._waiting = self._tokens[:, :num_done] if num_done else None
         self._copies = []
 
-    def _states(self) -> Iterator[tuple[dict[int, Any], int, Tensor]]:
+    def _states(self) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
         """All states, each with the dictionary and the key where it lies."""
         for layer in self.layers:
             for name in ("conv_states", "recurrent_states"):
                 states = getattr(layer, name, {})
                 yield from ((states, index, state) for index, state in states.items() if state is not None)
+            yield from ((vars(layer), name, vars(layer)[name]) for name in INDEX if vars(layer).get(name) is not None)

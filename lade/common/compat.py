@@ -73,6 +73,8 @@ OWN_DICTIONARIES = ("_parameters", "_buffers", "_modules", *HOOKS)
 # Classes of cache layers that not every version has.
 BOTH_LAYER: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 STATE_LAYER: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+WINDOWED_BOTH_LAYER: Any = getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None)
+INDEXED_LAYER: Any = getattr(cache_utils, "DynamicIndexedLayer", None)  # each query selects its keys
 NO_LAYER: Any = getattr(cache_utils, "DummyLayer", None)
 # Those that keep every key, except those out of a sliding window, or share another layer's keys.
 PLAIN_LAYERS = tuple(kind for kind in (DynamicLayer, DynamicSlidingWindowLayer, NO_LAYER) if kind is not None)

@@ -136,7 +136,7 @@ class DraftRequest:
             draws=draws,
             costs=costs,
             is_exact=adapter.is_exact,
-            takes_chains=adapter.is_recurrent,
+            takes_chains=adapter.takes_chains,
             predictions=predictions,
         )
 

@@ -52,6 +52,9 @@ REGULAR = frozenset(
     """.split()  # noqa: SIM905
 )
 
+# Layer types that take chains of guesses in models that are not marked as stateful.
+CHAIN_LAYERS = frozenset({"hybrid", "hybrid_sliding", "indexed_attention", "linear_attention"})
+
 _adapters: dict[str, type[ModelAdapter]] = dict.fromkeys(REGULAR, ModelAdapter)
 _adapters |= {model_type: adapter for adapter, types in ADAPTERS.items() for model_type in types.split()}
 _vouched_for: set[str] = set()  # model types registered by the user
@@ -79,7 +82,9 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     model_type = model.config.model_type
     is_of_family = model_type in _vouched_for or type(model).__module__.startswith("transformers.models.")
     kind = _adapters.get(model_type) if is_of_family else None
-    return (kind or (RecurrentAdapter if model._is_stateful else ModelAdapter))(model)
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    takes_chains = model._is_stateful or not CHAIN_LAYERS.isdisjoint(layer_types)
+    return (kind or (RecurrentAdapter if takes_chains else ModelAdapter))(model)
 
 
 def needs_self_check(adapter: ModelAdapter) -> bool:

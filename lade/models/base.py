@@ -38,7 +38,7 @@ class ModelAdapter:
     """
 
     # Class attributes that a family may set.
-    is_recurrent: bool = False  # takes chains of guesses alone, in rows of equal lengths
+    takes_chains: bool = False  # takes chains of guesses alone, in rows of equal lengths
     kept_layers: tuple[Any, ...] = (*PLAIN_LAYERS, StaticLayer)  # classes of a caller's cache that may come and go
     safe_hooks: tuple[str, ...] = ()  # names in `reasons.HOOKS` that change nothing after the prompt
     prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # model arguments used by the prompt's forward only
@@ -55,7 +55,7 @@ class ModelAdapter:
         model = self.model
         if model.config.is_encoder_decoder:
             return "encoder-decoder models are not supported"
-        if model._is_stateful and not self.is_recurrent:
+        if model._is_stateful and not self.takes_chains:
             return "models with a recurrent state cannot take a tree of guesses"
         return (
             self.unsupported_layers()

@@ -1,4 +1,5 @@
-"""Models whose layers keep a state from token to token: Mamba-2, gated delta rules, their mixtures with attention.
+"""Models that take chains of guesses: their layers keep a state from token to token (Mamba-2, gated delta rules, their
+mixtures with attention), or each query selects the keys that it attends to.
 
 A block is a chain of guesses, so the model's own masks serve it, and its forward continues from the states as it does
 from a prompt in pieces. Whether it really does, the self-check finds out.
@@ -14,8 +15,8 @@ from transformers import DynamicCache
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, AttentionSpan, Block
-from lade.block.recurrent_state import KEPT_LAYERS, RecurrentCache, unknown_layer
-from lade.common.compat import BOTH_LAYER, CACHE_NAME, DynamicLayer
+from lade.block.recurrent_state import KEPT_LAYERS, SLOT_LAYERS, RecurrentCache, unknown_layer
+from lade.common.compat import CACHE_NAME
 from lade.common.request import Request
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter
@@ -25,7 +26,7 @@ from lade.switch import current_config
 # logits have, or leaves out a mask that a token without padding does not need.
 HOOKS_OF_PROMPTS = frozenset({"bamba", "falcon_h1", "mamba2", "nemotron_h", "zamba2"})
 # Model types with Qwen's image encoder.
-WITH_PICTURES = frozenset({"qwen3_5", "qwen3_5_moe"})
+WITH_PICTURES = frozenset({"glm5_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"})
 
 
 NO_LIMIT = (0.0, float("inf"))  # of a time step
@@ -37,7 +38,7 @@ def has_limit(part: Any) -> bool:
 
 
 class RecurrentAdapter(ModelAdapter):
-    is_recurrent = True
+    takes_chains = True
     kept_layers = KEPT_LAYERS
 
     @property
@@ -73,11 +74,13 @@ class RecurrentAdapter(ModelAdapter):
 
     @cached_property
     def attention_spans(self) -> AttentionSpan:
-        return EVERYWHERE  # layers with a window are not served
+        """The narrowest, for checks of a call: the model makes its own masks."""
+        windows = [layer.sliding_window for layer in self.cache_layers if getattr(layer, "is_sliding", False)]
+        return AttentionSpan(window=min(windows)) if windows else EVERYWHERE
 
     @cached_property
     def _has_slots(self) -> bool:
-        return any(type(layer) in (DynamicLayer, BOTH_LAYER) for layer in self.cache_layers)
+        return any(type(layer) in SLOT_LAYERS for layer in self.cache_layers)
 
     @cached_property
     def changes_shadow(self) -> bool:

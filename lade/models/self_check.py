@@ -75,7 +75,7 @@ def self_check_reason(
         with keeping_generators(adapter.model), keeping_state(adapter.model):
             # A fresh adapter, since it keeps state of the check.
             error, effect = trial_errors(type(adapter)(adapter.model), length, *sizes)
-        ratios = STATE_EFFECT_RATIO if adapter.is_recurrent else MASK_EFFECT_RATIO
+        ratios = STATE_EFFECT_RATIO if adapter.takes_chains else MASK_EFFECT_RATIO
         is_fine = error * ratios[adapter.dtype] < effect  # not where either is nan
         return None if is_fine else reason_of_difference(adapter, subject, is_masked=key_mask is not None)
 
@@ -84,7 +84,7 @@ def self_check_reason(
 
 def reason_of_difference(adapter: ModelAdapter, subject: str, is_masked: bool) -> str:
     """Why a model whose logits differed in the self-check is not served. is_masked: as for `trial_errors`."""
-    if adapter.is_recurrent:
+    if adapter.takes_chains:
         return (
             f"a trial block on {subject} differed from one-token decoding by more than rounding: a forward of several tokens "
             "does not continue from the recurrent state, or leaves another one"
@@ -109,14 +109,14 @@ def trial_errors(
     """The largest difference of trial blocks' logits from plain decoding's, and the effect of a fault in them.
 
     The second figure is what the first is judged against: the difference where the tree mask is ignored or, in a model
-    with a recurrent state, where a rejected guess stays in the state.
+    with a recurrent state, where rejected guesses stay in the state.
 
     length: of the text in tokens, at most the model's positions. largest_block: size in tokens of another block with
     more wrong guesses, since code may depend on the size. num_rows: B, all with the same text. is_masked: mask part of
     the prompt.
     """
     run = TrialRun(adapter, length, largest_block, num_rows, is_masked)
-    return chain_errors(run) if adapter.is_recurrent else tree_errors(run)
+    return chain_errors(run) if adapter.takes_chains else tree_errors(run)
 
 
 def tree_errors(run: TrialRun) -> tuple[float, float]:
@@ -152,7 +152,7 @@ def chain_errors(run: TrialRun) -> tuple[float, float]:
     (a, b, c, d, e, f, g), wrong = run.tokens, run.wrong
     long = [a, *[wrong] * (run.largest_block - 1)]
     error = differences([(long, 1), ([b, c, wrong], 2), ([d, e, f], 3), ([g], 1)])
-    return error, differences([([a, wrong], 1), ([b, c], 2)], puts_back=False)
+    return error, differences([(long, 1), ([b, c], 2)], puts_back=False)
 
 
 class TrialRun:

@@ -89,6 +89,10 @@ class Family:
                 weight.data.normal_(std=0.5)
             if weight.dim() > 1:
                 weight.data *= self.spread
+        if "indexed_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
+            # The padding token's zeros make all keys equal, and which of them topk() takes depends on the shape.
+            embedding = model.get_input_embeddings().weight.data
+            embedding[0] = embedding[1:3].mean(dim=0)
         if self.inputs is not None:
             model.get_output_embeddings().weight.data[-10:] = 0  # a greedy text holds no image tokens
         model.generation_config.eos_token_id = None  # random models would stop anywhere
@@ -144,7 +148,7 @@ HALF_ROTARY = rope("default", partial_rotary_factor=0.5)
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
 
 LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # multi-head latent attention
-INDEXED = {"index_topk": WINDOW, "index_head_dim": 16, "index_n_heads": 8}  # the 8 best keys of each query
+INDEXED = {"index_topk": 32, "index_head_dim": 16, "index_n_heads": 64}  # the 32 best keys of each query
 
 FAMILIES = [
     family("llama", "LlamaForCausalLM"),
@@ -295,19 +299,10 @@ FAMILIES = [
     family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", layer_types=SLIDING_AND_FULL, sliding_window=WINDOW),
 ]  # fmt: skip
 
-# Queries that choose their keys, compressed keys, causal heads of models made for something else: lookahead or the
+# Compressed keys, causal heads of models made for something else: lookahead or the
 # original code.
 OTHERS = [
     family("doge-window", "DogeForCausalLM", "keeps the 8 highest keys", keep_window_size=WINDOW),
-    family("axk2", "AXK2ForCausalLM", **LATENT, **INDEXED),
-    family("deepseek_v32", "DeepseekV32ForCausalLM", first_k_dense_replace=1, n_group=2, topk_group=1, **LATENT,
-           **INDEXED),
-    family("dots3_note_text", "Dots3NoteForCausalLM", **LATENT, **INDEXED, sliding_window=WINDOW,
-           layer_types=["indexed_attention", "sliding_attention"], shared_experts_intermediate_size=32,
-           swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16, swa_kv_lora_rank=16,
-           swa_head_dim=16, swa_qk_nope_head_dim=8, swa_v_head_dim=12),
-    family("glm_moe_dsa", "GlmMoeDsaForCausalLM", first_k_dense_replace=1, **LATENT, **INDEXED),
-    family("hy_v4", "HYV4ForCausalLM", attention="eager", **LATENT, **INDEXED),
     family("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM", layer_types=["minimax_m3_sparse", "full_attention"],
            index_head_dim=16, index_block_size=4, index_topk_blocks=2, dense_intermediate_size=64),
     family("ctrl", "CTRLLMHeadModel", attention="eager"),
@@ -352,8 +347,11 @@ INKLING = {"sliding_window_size": WINDOW, "d_rel": 8, "rel_extent": 512, "swa_he
     ("swa_num_attention_heads", "swa_num_key_value_heads"), 4
 )
 LINEAR_AND_FULL = ["linear_attention", "full_attention"]
+LINEAR_AND_INDEXED = ["linear_attention", "indexed_attention"]
+QWEN4 = {"hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+         "indexer_budget": 8, "indexer_compress_ratio": 4}  # fmt: skip
 
-# Layers that carry a state from token to token: chains of guesses, or the original code.
+# Layers that carry a state from token to token, and queries that select keys: chains of guesses, or the original code.
 RECURRENT = [
     family("mamba", "MambaForCausalLM", attention="eager", state_size=8),
     family("mamba2", "Mamba2ForCausalLM", attention="eager", head_dim=24, state_size=8, n_groups=1, chunk_size=16),
@@ -364,9 +362,7 @@ RECURRENT = [
     family("qwen3_next", "Qwen3NextForCausalLM", layer_types=LINEAR_AND_FULL, **LINEAR),
     family("qwen3_5_text", "Qwen3_5ForCausalLM", layer_types=LINEAR_AND_FULL, **LINEAR),
     family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", layer_types=LINEAR_AND_FULL, **LINEAR),
-    family("qwen4_exp_text", "Qwen4ExpForCausalLM", layer_types=LINEAR_AND_FULL, **LINEAR,
-           hc_count=2, hc_lowrank=8, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8,
-           indexer_compress_ratio=4),
+    family("qwen4_exp_text", "Qwen4ExpForCausalLM", layer_types=LINEAR_AND_INDEXED, **LINEAR, **QWEN4),
     family("rwkv", "RwkvForCausalLM", attention="eager", context_length=512, spread=2.0),
     family("recurrent_gemma", "RecurrentGemmaForCausalLM", attention="eager", block_types=["recurrent", "attention"],
            lru_width=48, attention_window_size=WINDOW, w_init_variance_scale=1.0, spread=2.0),
@@ -387,6 +383,15 @@ RECURRENT = [
     family("olmo_hybrid", "OlmoHybridForCausalLM", layer_types=LINEAR_AND_FULL),
     family("xlstm", "xLSTMForCausalLM", attention="eager", hidden_size=64, qk_dim_factor=1.0),
     family("zaya", "ZayaForCausalLM", num_experts_per_tok=1, router_hidden_size=16, spread=3.0),
+    family("axk2", "AXK2ForCausalLM", **LATENT, **INDEXED),
+    family("deepseek_v32", "DeepseekV32ForCausalLM", first_k_dense_replace=1, n_group=2, topk_group=1, **LATENT,
+           **INDEXED),
+    family("dots3_note_text", "Dots3NoteForCausalLM", **LATENT, **INDEXED, sliding_window=WINDOW,
+           layer_types=["indexed_attention", "sliding_attention"], shared_experts_intermediate_size=32,
+           swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16, swa_kv_lora_rank=16,
+           swa_head_dim=16, swa_qk_nope_head_dim=8, swa_v_head_dim=12),
+    family("glm_moe_dsa", "GlmMoeDsaForCausalLM", first_k_dense_replace=1, **LATENT, **INDEXED),
+    family("hy_v4", "HYV4ForCausalLM", attention="eager", **LATENT, **INDEXED),
     family("inkling_text", "InklingForCausalLM", layer_types=["hybrid_sliding", "hybrid"],
            mlp_layer_types=["dense", "sparse"], **INKLING, logits_mup_width_multiplier=1.0, n_shared_experts=2),
     family("inkling2_text", "Inkling2ForCausalLM", attention="eager", dtype=torch.float32,
@@ -396,8 +401,9 @@ RECURRENT = [
 # Those that are served.
 CHAINS = set(
     """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid granitemoehybrid-attention-only kimi_linear mamba2 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
-    qwen3_next zamba2 zaya
+    axk2 bailing_hybrid bamba deepseek_v32 dots3_note_text falcon_h1 glm_moe_dsa granitemoehybrid
+    granitemoehybrid-attention-only hy_v4 inkling_text inkling2_text kimi_linear mamba2 nemotron_h olmo_hybrid
+    qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text zamba2 zaya
     """.split()  # noqa: SIM905
 )
 
@@ -486,10 +492,14 @@ COMPOSITE = [
               vision_config=part("Glm4vVisionConfig"), image_token_id=IMAGE, video_token_id=IMAGE - 1,
               image_start_token_id=IMAGE - 3, image_end_token_id=IMAGE - 2, video_start_token_id=IMAGE - 4,
               video_end_token_id=IMAGE - 5),
-    composite("glm5_next", "Glm5NextForConditionalGeneration", QWEN, "states, and keys selected by each query",
-              text_config=part("Glm5NextTextConfig", layer_types=["linear_attention", "indexed_attention"],
+    composite("qwen4_exp", "Qwen4ExpForConditionalGeneration", QWEN, "recurrent, keys selected by each query",
+              text_config=part("Qwen4ExpTextConfig", rope_parameters=MROPE, layer_types=LINEAR_AND_INDEXED, **LINEAR,
+                               **QWEN4),
+              vision_config=part("Qwen4ExpVisionConfig"), **QWEN_IDS),
+    composite("glm5_next", "Glm5NextForConditionalGeneration", QWEN, "recurrent, keys selected by each query",
+              text_config=part("Glm5NextTextConfig", layer_types=LINEAR_AND_INDEXED,
                                mlp_layer_types=["dense", "sparse"], linear_head_dim=8, linear_num_heads=4,
-                               num_key_value_heads=4, qk_rope_head_dim=0, index_n_heads=2, index_head_dim=16,
+                               num_key_value_heads=4, qk_rope_head_dim=0, index_n_heads=64, index_head_dim=16,
                                index_topk=WINDOW, index_kpool=4, hc_mult=2),
               vision_config=part("Glm5NextVisionConfig"), image_token_id=IMAGE, video_token_id=IMAGE - 1,
               image_start_token_id=IMAGE - 3, image_end_token_id=IMAGE - 2, video_start_token_id=IMAGE - 4,
