@@ -207,7 +207,10 @@ def write_table(path):
     plain = [
         f"`{name}`" + " (eager)" * (attention == "eager") for (name, note), attention in served.items() if not note
     ]
-    refused = {}
+    noted, refused = {}, {}
+    for name, note in served:
+        if note:
+            noted.setdefault(note, []).append(f"`{name}`")
     for name, note, _, what in rows:
         if what != "lookahead":
             reason = re.sub(r"this '\w+' model", "this model", what)
@@ -223,9 +226,9 @@ def write_table(path):
         "",
         f"Lookahead: {', '.join(plain)}.",
         "",
-        "| lookahead | of interest |",
+        "| of interest | lookahead |",
         "|---|---|",
-        *(f"| `{name}` | {note} |" for name, note in served if note),
+        *(f"| {note} | {', '.join(names)} |" for note, names in noted.items()),
         "",
         "| why the original code runs | families |",
         "|---|---|",

@@ -17,11 +17,11 @@ from transformers.generation.streamers import BaseStreamer
 import lade
 from lade import decoding
 from lade.block.layout import block_layout
-from lade.common.transfer import HostCopy
 from lade.drafting import contexts
 from lade.drafting.coming_draws import ComingDraws
 from lade.forward import base as forward_base
 from lade.forward.cuda import static_shapes as fixed
+from lade.forward.cuda.transfer import HostCopy
 from lade.models import base
 from lade.verification import draws as draws_module
 

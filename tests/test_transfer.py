@@ -13,12 +13,14 @@ from support.waits import Waits, counted_on_cpu
 import lade
 from lade.common import transfer
 from lade.common.state import forget_all
-from lade.common.transfer import HostCopy, TensorBuffer, to_device
+from lade.common.transfer import to_device
 from lade.drafting.likeliest import LEAST_GROUPED, most_likely
 from lade.drafting.top_k_table import BIN_BITS, NUM_BINS
+from lade.forward.cuda.transfer import HostCopy, TensorBuffer
 
 # The mask of the prompt is set at a call's first block, and the text is copied at its end.
 ONCE_PER_CALL = {"lade/forward/cuda/static_inputs.py", "lade/verification/sequences.py"}
+COPIES = {"lade/common/transfer.py", "lade/forward/cuda/transfer.py", "lade/block/kv_cache.py"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -59,24 +61,6 @@ def test_a_buffer(device):
             assert buffer.tensors[name] is views[name]
             assert torch.equal(views[name].cpu(), part)
     assert len({view.untyped_storage().data_ptr() for view in views.values() if view.numel()}) == 1
-
-
-def test_what_goes_in_a_parcel_goes_once(monkeypatch):
-    """A copy of each part beside it would make the host wait for each."""
-    calls = []
-
-    def to(self, device):
-        calls.append(self.shape)
-        return self
-
-    monkeypatch.setattr(
-        transfer, "TensorBuffer", lambda like, device: SimpleNamespace(tensors=dict(like), fill=calls.append)
-    )
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    on_host, there = parts(0), torch.zeros(7, device="meta")
-    found = transfer.all_to_device(on_host | {"there": there}, CUDA)
-    assert found.keys() == {*on_host, "there"}
-    assert [list(call) for call in calls] == [list(on_host), [7]]
 
 
 def test_a_parcel_from_where_it_goes():
@@ -136,7 +120,7 @@ def test_waits_of_a_captured_greedy_step(graphs):
     assert waits.num_steps > 2
     assert {row["what"] for row in waits.per_step()} == {"wait_for"}, waits.per_step()
     found = {row["where"].split(":")[0] for row in waits.per_step(waits.launches)}
-    assert found <= {"lade/common/transfer.py", "lade/block/kv_cache.py", *ONCE_PER_CALL}, found
+    assert found <= COPIES | ONCE_PER_CALL, found
     figures = waits.figures()
     assert figures["waits_per_step"] == 1
     assert 2 <= figures["launches_per_step"] <= 5

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.common.transfer import all_to_device, to_device
+from lade.common.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """The query tokens of one forward pass, which follow the committed tokens of each row.
 
-    Without a window it is laid out on the host, and goes to the model's device in one copy.
+    Without a window it is laid out on the host.
 
     tokens:      [B, q] ids.
     offsets:     [B, q] positions relative to the row's root.
@@ -77,7 +77,7 @@ class Block:
             return self
         names = ("tokens", "offsets", "positions", "visible", "logit_rows", "key_mask")
         tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        moved: dict[str, Any] = {**all_to_device(tensors, device)}
+        moved: dict[str, Any] = {name: to_device(tensor, device) for name, tensor in tensors.items()}
         return replace(self, **moved)
 
 

@@ -146,7 +146,9 @@ class CountOperators(TorchDispatchMode):
         is_on_device = any(map(self.memory.holds, given))
         if name == "aten::copy_" and is_on_device and not all(map(self.memory.holds, given)):
             where = place(sys._getframe(1))
-            if not where.startswith("lade/common/transfer.py"):  # whose memory on the host is pinned
+            if not where.startswith(
+                ("lade/common/transfer.py", "lade/forward/cuda/transfer.py")
+            ):  # whose memory on the host is pinned
                 self.waits.add("copy", where)
         if name == "aten::copy_" and not self.memory.holds(args[0]):
             if is_on_device:  # to the host

@@ -14,11 +14,12 @@ from transformers import Cache
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import EVERYWHERE, AttentionSpan, Block, block_mask, masks_by_layer
 from lade.common.compat import CacheLayer
-from lade.common.transfer import HOST, HostCopy, TensorBuffer
+from lade.common.transfer import HOST
 from lade.common.trial import Trial
 from lade.drafting.contexts import CONTEXT_SIZE, projected, projection
 from lade.drafting.likeliest import likeliest
 from lade.forward.cuda.kernel import pack_mask
+from lade.forward.cuda.transfer import HostCopy, TensorBuffer
 from lade.verification.logits import LogitsSummary, best_on_device
 
 Forward = Callable[..., Tensor]
