@@ -14,6 +14,7 @@ CLIENTS = [
     "accelerate",
     "compressed-tensors",
     "datasets",
+    "dspy",
     "hqq",
     "inspect-ai",
     "langchain-huggingface",

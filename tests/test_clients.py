@@ -21,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -101,15 +102,7 @@ def served_in_one_batch(model, tokenizer):
 
 
 def over_http(**options):
-    from transformers.cli.serve import Serve
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    url = f"http://localhost:{port}"
-    server = Serve(force_model=BUNDLED, dtype="float32", device="cpu", port=port, non_blocking=True, **options)
-    try:
-        wait_for(server, f"{url}/health")
+    with serving(**options) as url:
         chat = {"model": BUNDLED, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": NEW}
         answer = json.loads(post(f"{url}/v1/chat/completions", chat))["choices"][0]["message"]["content"]
         if options:
@@ -119,6 +112,21 @@ def over_http(**options):
         text = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces if piece["choices"])
         completion = {"model": BUNDLED, "prompt": CODE, "max_tokens": NEW}
         return answer, text, json.loads(post(f"{url}/v1/completions", completion))["choices"][0]["text"]
+
+
+@contextmanager
+def serving(**options):
+    """The address of `transformers serve` in this process."""
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    url = f"http://localhost:{port}"
+    server = Serve(force_model=BUNDLED, dtype="float32", device="cpu", port=port, non_blocking=True, **options)
+    try:
+        wait_for(server, f"{url}/health")
+        yield url
     finally:
         server.kill_server()
 
@@ -138,6 +146,33 @@ def post(url, body):
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return answer.read().decode()
+
+
+@client("`transformers chat`", "rich", "a question, over `transformers serve`")
+def chat_command(model, tokenizer):
+    with serving() as url:
+        command = [sys.executable, "-m", "transformers.cli.transformers", "chat", BUNDLED, f"{url}/v1"]
+        said = subprocess.run(
+            [*command, f"max_new_tokens={NEW}", "do_sample=False"],
+            input=f"{QUESTION}\n!exit\n",
+            capture_output=True,
+            text=True,
+            check=False,
+            env=ENVIRONMENT,
+        )
+        assert said.returncode == 0, said.stderr
+        return [line for line in said.stdout.splitlines() if "tok/s" not in line]
+
+
+@client("dspy", "dspy", "a question, over `transformers serve`")
+def dspy(model, tokenizer):
+    import dspy
+
+    with serving() as url:
+        client = dspy.LM(
+            f"openai/{BUNDLED}", api_base=f"{url}/v1", api_key="none", temperature=0, max_tokens=NEW, cache=False
+        )
+        return client(QUESTION)
 
 
 @client(
@@ -506,7 +541,7 @@ def test_client(client, lade_on, monkeypatch, caplog):
         assert row_steps < tokens
         result = lookahead(len(calls), tokens, row_steps)
     rows[client.name] = (
-        transformers.__version__ if client.package == "fastapi" else version,
+        transformers.__version__ if client.name.startswith("`transformers") else version,
         client.what,
         result,
         client.note,

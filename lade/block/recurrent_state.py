@@ -102,7 +102,6 @@ class RecurrentCache(LookaheadCache):
                 self.slot_layers[place] = StateAndSlotLayer(self, **states)
             elif type(layer) is INDEXED_LAYER:
                 self.slot_layers[place] = IndexedSlotLayer(self)
-            self.slot_layers[place].is_sliding = layer.is_sliding  # by which the model makes the layer's mask
             self.layers.append(self.slot_layers[place])
         self._waiting: Tensor | None = None  # [B, w] ids
         self._tokens: Tensor  # [B, w + q] of the current block
