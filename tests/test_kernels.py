@@ -13,12 +13,12 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from support import beside, forked, python
+from support.attention import BF16, F16, F32, F64, Case, tensors_of
 
 from lade.common.trial import Trial
 from lade.forward.cuda import kernel as kernels
@@ -32,27 +32,9 @@ runs_kernel = pytest.mark.skipif(
     kernels.unavailable_reason() is not None, reason=f"no kernel here: {kernels.unavailable_reason()}"
 )
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TRIED = (F16, BF16, F32)
 MISMATCH = "the interpreter of this triton does not go with this numpy"
 TOLERANCE = {F16: 2e-3, BF16: 1.6e-2, F32: 4e-6, F64: 1e-13}
-
-
-@dataclass(frozen=True)
-class Case:
-    q: int
-    lengths: tuple[int, ...]
-    heads: int = 1
-    kv_heads: int = 1
-    dim: int = 64
-    value_dim: int | None = None
-    dtype: torch.dtype = F32
-    window: int | None = None
-    softcap: float | None = None
-    has_sinks: bool = False
-    padding: int = 0
-    spare: int = 3  # slots of capacity that nothing has been written to
-    splits: int | None = None
 
 
 CASES = [
@@ -105,32 +87,15 @@ def make(case: Case, unused: float) -> tuple[dict, torch.Tensor]:
 
     unused: what the slots hold that no token sees.
     """
-    generator = torch.Generator().manual_seed(case.q)
-    batch_size, capacity = len(case.lengths), max(case.lengths) + case.q + case.spare
-    dims = (case.dim, case.value_dim or case.dim)
-    query = torch.randn(batch_size, case.heads, case.q, case.dim, generator=generator).to(case.dtype)
-    # As they lie in a cache of three layers whose heads are wider than needed: strided.
-    keys, values = (
-        torch.randn(batch_size, case.kv_heads, capacity, dim + 16, generator=generator).to(case.dtype)[..., :dim]
-        for dim in dims
-    )
-    visible = torch.rand(batch_size, case.q, case.q, generator=generator) < 0.3
-    visible |= torch.eye(case.q, dtype=torch.bool)
-    offsets = torch.randint(0, 8, (batch_size, case.q), generator=generator)
-    offsets[:, 0] = 0
-    sinks = torch.randn(case.heads, generator=generator).to(case.dtype) if case.has_sinks else None
-
-    expected = torch.zeros(batch_size, case.q, case.heads, dims[1], dtype=F64)
+    arguments, visible, offsets = tensors_of(case)
+    query, keys, values, sinks = (arguments[name] for name in ("query", "keys", "values", "sinks"))
+    batch_size, _, capacity, value_dim = values.shape
+    expected = torch.zeros(batch_size, case.q, case.heads, value_dim, dtype=F64)
     is_seen = torch.zeros(batch_size, capacity, dtype=torch.bool)
-    window = case.window or 10**9  # keys this many positions or more before a token are hidden
     for row, token in itertools.product(range(batch_size), range(case.q)):
         length, offset = case.lengths[row], offsets[row, token].item()
-        slots = [slot for slot in range(case.padding, length) if length + offset - slot < window]
-        slots += [
-            length + other
-            for other in range(case.q)
-            if visible[row, token, other] and offset - offsets[row, other].item() < window
-        ]
+        slots = [slot for slot in range(case.padding, length) if length + offset - slot < case.reach]
+        slots += [length + other for other in range(case.q) if visible[row, token, other]]
         is_seen[row, slots] = True
         for head in range(case.heads):
             kv_head = head * case.kv_heads // case.heads
@@ -143,13 +108,9 @@ def make(case: Case, unused: float) -> tuple[dict, torch.Tensor]:
             expected[row, token, head] = weights @ values[row, kv_head, slots].double()
     for states in (keys, values):
         states.masked_fill_(~is_seen[:, None, :, None], unused)
-
-    lengths = torch.tensor(case.lengths)
-    first_slots = (lengths[:, None] + offsets - window + 1).clamp(min=case.padding)
-    packed = kernels.pack_mask(visible & (offsets[:, :, None] - offsets[:, None] < window), lengths, first_slots)
-    arguments = {"query": query, "keys": keys, "values": values, "packed": packed, "sinks": sinks}
-    arguments = {name: None if value is None else value.to(DEVICE) for name, value in arguments.items()}
-    return arguments | {"scale": 1 / 9, "softcap": case.softcap}, expected
+    return {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+    }, expected
 
 
 def assert_close(output: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -227,14 +188,19 @@ def test_one_captured_graph_serves_all_lengths():
 def interpreted():
     if not HAS_TRITON or (kernels.unavailable_reason() is None):
         return None
-    chosen = (
+    chosen = "test_kernel_is or test_kernel_on or test_kernel_passes or test_kernel_touches"
+    return python(
+        "-m",
+        "pytest",
         "-rs",
         "-p",
         "no:cacheprovider",
         "-k",
-        "test_kernel_is or test_kernel_on or test_kernel_passes or test_kernel_touches",
+        chosen,
+        __file__,
+        TRITON_INTERPRET="1",
+        LADE_LONG_TESTS=str(int(LONG)),
     )
-    return python("-m", "pytest", *chosen, __file__, TRITON_INTERPRET="1", LADE_LONG_TESTS=str(int(LONG)))
 
 
 @needs_triton

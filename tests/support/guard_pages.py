@@ -15,7 +15,7 @@ import os
 import random
 import signal
 import traceback
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from torch import Tensor
 from lade.forward.cuda import kernel as kernels
 from lade.forward.cuda.kernel import triton_attention as ours
 from lade.forward.cuda.kernel.packed_mask import FIRST, LENGTH
+from support.attention import BF16, F16, F32, Case, tensors_of
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 TOLERANCE = {F16: 2e-2, BF16: 1e-1, F32: 1e-4}
 LIBC = ctypes.CDLL(None, use_errno=True)
 PROT_NONE = 0
@@ -35,41 +35,27 @@ MISTAKES = {"one slot more than there is": (LENGTH, 1), "a slot before the first
 new_empty = torch.Tensor.new_empty
 
 
-@dataclass(frozen=True)
-class Call:
-    q: int
-    lengths: tuple[int, ...]
-    heads: int = 1
-    kv_heads: int = 1
-    dim: int = 64
-    value_dim: int | None = None
-    dtype: torch.dtype = F16
-    window: int | None = None
-    has_sinks: bool = False
-    padding: int = 0
-    splits: int | None = None
-
-
+call = partial(Case, dtype=F16, spare=0)  # there is no slot behind the longest row's block
 CALLS = [
-    Call(1, (0,)),
-    Call(1, (63,), heads=8, dim=128, splits=3),
-    Call(1, (300,), heads=4, dtype=BF16, window=100, splits=64),
-    Call(3, (64, 0), heads=4, kv_heads=2, dim=80, has_sinks=True),
-    Call(3, (1, 65), dim=96, value_dim=64, dtype=F32, padding=1, splits=16),
-    Call(33, (65,), heads=8, dim=80, value_dim=128, window=2, has_sinks=True),
-    Call(33, (200, 3), heads=2, kv_heads=2, padding=3, dtype=BF16),
-    Call(65, (63,), heads=2, dim=96, dtype=F32, splits=2),
-    Call(65, (1,), dim=256, value_dim=192, has_sinks=True),
-    Call(257, (64,), dtype=BF16, window=64),
+    call(1, (0,)),
+    call(1, (63,), heads=8, dim=128, splits=3),
+    call(1, (300,), heads=4, dtype=BF16, window=100, splits=64),
+    call(3, (64, 0), heads=4, kv_heads=2, dim=80, has_sinks=True),
+    call(3, (1, 65), dim=96, value_dim=64, dtype=F32, padding=1, splits=16),
+    call(33, (65,), heads=8, dim=80, value_dim=128, window=2, has_sinks=True),
+    call(33, (200, 3), heads=2, kv_heads=2, padding=3, dtype=BF16),
+    call(65, (63,), heads=2, dim=96, dtype=F32, splits=2),
+    call(65, (1,), dim=256, value_dim=192, has_sinks=True),
+    call(257, (64,), dtype=BF16, window=64),
 ]
-FAULTY = Call(3, (61,), has_sinks=True, splits=1)
+FAULTY = call(3, (61,), has_sinks=True, splits=1)
 
 
-def more_calls() -> list[Call]:
+def more_calls() -> list[Case]:
     """All sizes, each with options drawn for it."""
     draw = random.Random(0)
     return [
-        Call(
+        call(
             q,
             (length, *draw.choice(((), (0,), (7,)))),
             heads=group * draw.choice((1, 2)),
@@ -118,34 +104,9 @@ class Guards:
         return copied
 
 
-def arguments_of(call: Call) -> dict:
-    """Of block_attention. Keys and values lie strided, as in a cache, and there is no slot behind the longest row's
-    block."""
-    generator = torch.Generator().manual_seed(call.q)
-    batch_size, capacity = len(call.lengths), max(call.lengths) + call.q
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(call.dtype)
-
-    query = normal(batch_size, call.q, call.heads, call.dim).transpose(1, 2)
-    keys = normal(batch_size, call.kv_heads, capacity, call.dim + 16)[..., : call.dim]
-    values = normal(batch_size, capacity, call.kv_heads, call.value_dim or call.dim).transpose(1, 2)
-    visible = torch.rand(batch_size, call.q, call.q, generator=generator) < 0.3
-    visible |= torch.eye(call.q, dtype=torch.bool)
-    lengths = torch.tensor(call.lengths)
-    first_slots = lengths.clamp(max=call.padding)
-    if call.window is not None:  # of the prefix, from another slot on for each token
-        offsets = torch.randint(0, 8, (batch_size, call.q), generator=generator)
-        first_slots = torch.maximum(first_slots[:, None], lengths[:, None] + offsets - call.window + 1)
-    packed = kernels.pack_mask(visible, lengths, first_slots)
-    sinks = normal(call.heads) if call.has_sinks else None
-    tensors = {"query": query, "keys": keys, "values": values, "packed": packed, "sinks": sinks}
-    return tensors | {"scale": 1 / 9}
-
-
-def run(call: Call, at_end: bool, fault: str | None = None) -> bool:
+def run(case: Case, at_end: bool, fault: str | None = None) -> bool:
     """Whether the result is right. fault: a tensor to be misplaced, or one of MISTAKES."""
-    arguments = arguments_of(call)
+    arguments, *_ = tensors_of(case)
     expected = kernels.reference_block_attention(**arguments).float()
     if fault in MISTAKES:
         column, change = MISTAKES[fault]
@@ -161,20 +122,20 @@ def run(call: Call, at_end: bool, fault: str | None = None) -> bool:
         return guards.copy(next(results), made.fill_(float("nan"))) if made.numel() else made
 
     torch.Tensor.new_empty = new_guarded
-    output = ours.triton_block_attention(**guarded, num_splits=call.splits)
+    output = ours.triton_block_attention(**guarded, num_splits=case.splits)
     if next(results, None) is not None:
         raise RuntimeError("not all results were guarded")
-    return fault is None and bool((output.float() - expected).abs().max() < TOLERANCE[call.dtype])
+    return fault is None and bool((output.float() - expected).abs().max() < TOLERANCE[case.dtype])
 
 
-def end_of(call: Call, at_end: bool, fault: str | None = None) -> int:
+def end_of(case: Case, at_end: bool, fault: str | None = None) -> int:
     """What becomes of a process that runs it: 0 where the result is right, 1 where not, minus the signal that ended
     it."""
     process = os.fork()
     if process == 0:
         status = 2
         try:
-            status = int(not run(call, at_end, fault))
+            status = int(not run(case, at_end, fault))
         except Exception:
             traceback.print_exc()
         finally:
@@ -187,9 +148,9 @@ def found() -> dict:
     did not die."""
     calls = CALLS + more_calls() * (os.environ.get("LADE_LONG_TESTS") == "1")
     unsound = [
-        f"{call}, at the {'end' if at_end else 'start'}: {found}"
-        for call, at_end in itertools.product(calls, (True, False))
-        if (found := end_of(call, at_end))
+        f"{case}, at the {'end' if at_end else 'start'}: {found}"
+        for case, at_end in itertools.product(calls, (True, False))
+        if (found := end_of(case, at_end))
     ]
     faulty = [(name, at_end) for name in (*TENSORS, *RESULTS) for at_end in (True, False)]
     faulty += [(name, change > 0) for name, (_, change) in MISTAKES.items()]
