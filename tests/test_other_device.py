@@ -151,16 +151,33 @@ def test_decoding_in_lockstep(settings, arguments, model, other_device):
         generate(model, streamer=Impatient(), **arguments)
 
 
-@pytest.mark.parametrize("uses_kernel", [0, 1])
-def test_blocks_of_fixed_shapes(uses_kernel, model, other_device, monkeypatch):
-    """What a CUDA graph would capture: the host must not wait in it."""
+@pytest.fixture
+def captures(other_device, monkeypatch):
+    """What a CUDA graph would capture runs as it is: the host must not wait in it."""
     monkeypatch.setattr(forward_base, "GRAPH_DEVICES", ("meta",))
     monkeypatch.setattr(fixed, "capture", lambda forward: forward)
     monkeypatch.setattr(fixed, "numerics", lambda device: ())  # torch knows no autocast for that device
-    lade.config_lade(CUDA_GRAPH=1, USE_FLASH=uses_kernel, **LOOKAHEAD)
+    contexts.projection.cache_clear()  # as in a new process: a capture must not wait for the copy to the device
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampling"),
+    [
+        (LOOKAHEAD, {"do_sample": False}),
+        (LOOKAHEAD | {"USE_FLASH": 1}, {"do_sample": False}),
+        ({"MODE": "tree", "ADAPTIVE": 1}, {"do_sample": True, "temperature": 0.8, "top_k": 20}),
+    ],
+    ids=["lookahead", "kernel", "tree"],
+)
+def test_blocks_of_fixed_shapes(settings, sampling, model, captures, monkeypatch):
+    """By tensors of that device alone; no rows by context in so small a model."""
+    if sampling["do_sample"]:  # comparisons need values, which there are none of
+        monkeypatch.setattr(torch, "equal", lambda *tensors: True)
+        monkeypatch.setattr(HostCopy, "start", lambda self, tensor: self._host.zero_())
+    lade.config_lade(CUDA_GRAPH=1, **settings)
     for arguments in ({}, {"batch_size": 2, "padding": 5}):
-        _, stats = generate(model, do_sample=False, **arguments)
-        assert (stats.reasons.get("graph"), stats.used_kernel) == (None, bool(uses_kernel))
+        _, stats = generate(model, **sampling, **arguments)
+        assert (stats.reasons.get("graph"), stats.used_kernel) == (None, "USE_FLASH" in settings)
         assert stats.captured_steps == stats.steps - 1
 
 
@@ -191,18 +208,3 @@ def test_a_mask_left_on_the_cpu_is_noticed(model, other_device, monkeypatch):
     monkeypatch.setattr(base, "block_mask", mask_on_cpu)
     with pytest.raises(MixedDevices):
         generate(model, do_sample=False)
-
-
-def test_sampled_behind_a_captured_tree(model, other_device, monkeypatch):
-    """By tensors of that device alone. Comparisons need values, which there are none of."""
-    monkeypatch.setattr(forward_base, "GRAPH_DEVICES", ("meta",))
-    monkeypatch.setattr(fixed, "capture", lambda forward: forward)
-    monkeypatch.setattr(fixed, "numerics", lambda device: ())
-    monkeypatch.setattr(torch, "equal", lambda *tensors: True)
-    monkeypatch.setattr(HostCopy, "start", lambda self, tensor: self._host.zero_())
-    lade.config_lade(MODE="tree", CUDA_GRAPH=1, ADAPTIVE=1)  # no rows by context in so small a model
-    contexts.projection.cache_clear()  # as in a new process: a capture must not wait for the copy to the device
-    for arguments in ({}, {"batch_size": 2, "padding": 5}):
-        _, stats = generate(model, do_sample=True, temperature=0.8, top_k=20, **arguments)
-        assert stats.reasons.get("graph") is None
-        assert stats.captured_steps == stats.steps - 1

@@ -118,9 +118,8 @@ def test_waits_of_a_captured_greedy_step(graphs):
             waits.begin()
     assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
     assert waits.num_steps > 2
-    assert {row["what"] for row in waits.per_step()} == {"wait_for"}, waits.per_step()
-    found = {row["where"].split(":")[0] for row in waits.per_step(waits.launches)}
+    assert {what for what, _ in waits.places} == {"wait_for"}, waits.places
+    found = {where.split(":")[0] for _, where in waits.launches}
     assert found <= COPIES | ONCE_PER_CALL, found
-    figures = waits.figures()
-    assert figures["waits_per_step"] == 1
-    assert 2 <= figures["launches_per_step"] <= 5
+    assert sum(waits.places.values()) == waits.num_steps
+    assert 2 <= sum(waits.launches.values()) / waits.num_steps <= 5

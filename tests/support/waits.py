@@ -9,6 +9,7 @@ what is computed from these.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import traceback
 from collections import Counter
@@ -44,13 +45,13 @@ SKIPPED_FILES = ("waits.py", "contextlib.py", "_contextlib.py", "functools.py")
 
 
 class Waits:
-    """Where the host waited, and what it launched, over the steps of the calls under way.
+    """Where the host waited, and what it launched, over the steps of the calls under way: (what, where) -> how often.
 
     The prefill and the step after it do not count.
     """
 
     def __init__(self) -> None:
-        self.places: Counter[tuple[str, str]] = Counter()  # (what, where) -> how often
+        self.places: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[tuple[str, str]] = Counter()
         self.num_steps = 0
         self.is_counting = False
@@ -72,22 +73,6 @@ class Waits:
         if self.is_counting:
             self.launches[what, where] += 1
 
-    def per_step(self, counted: Counter[tuple[str, str]] | None = None) -> list[dict[str, Any]]:
-        """The places, most frequent first. counted: `launches`, in place of the waits."""
-        steps = max(1, self.num_steps)
-        return [
-            {"what": what, "where": where, "per_step": round(count / steps, 3)}
-            for (what, where), count in (self.places if counted is None else counted).most_common()
-            if count
-        ]
-
-    def figures(self) -> dict[str, Any]:
-        steps = max(1, self.num_steps)
-        return {
-            "waits_per_step": round(sum(self.places.values()) / steps, 3),
-            "launches_per_step": round(sum(self.launches.values()) / steps, 3),
-        }
-
 
 def place(frame: FrameType | None) -> str:
     """The innermost line of lade or transformers, or else of anyone but torch and this file."""
@@ -96,18 +81,9 @@ def place(frame: FrameType | None) -> str:
         path = Path(part.filename)
         if "torch" in path.parts or path.name in SKIPPED_FILES or path.parent.name in SKIPPED_FILES:
             continue
-        return f"{short_path(path)}:{part.lineno} {part.name}"
+        found = re.search(r"(lade|transformers)/(?!.*/(lade|transformers)/).*", path.as_posix())  # from the package on
+        return f"{found[0] if found else path.name}:{part.lineno} {part.name}"
     return "?"
-
-
-def short_path(path: Path) -> str:
-    """From the package's name on."""
-    names = list(path.parts)
-    for package in ("lade", "transformers"):
-        if package in names:
-            start = len(names) - 1 - names[::-1].index(package)
-            return "/".join(names[start:])
-    return path.name
 
 
 class DeviceMemory:
