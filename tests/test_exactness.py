@@ -65,24 +65,6 @@ def test_grid(lade_on, plain, settings, dtype):
     assert_ran()
 
 
-@pytest.mark.parametrize("forward_one", [0, 1])
-@pytest.mark.parametrize("from_prompt", [0, 1])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_settings_change_nothing(lade_on, forward_one, from_prompt, attention):
-    model = tiny_llama(torch.float32, attention)
-    lade.config_lade(
-        MODE="lookahead",
-        LEVEL=4,
-        WINDOW_SIZE=5,
-        GUESS_SET_SIZE=4,
-        ALWAYS_FWD_ONE=forward_one,
-        POOL_FROM_PROMPT=from_prompt,
-    )
-    for seed in range(2):
-        inputs = prompt(30, seed=seed)
-        assert compare(model, inputs, max_new_tokens=48).steps < 48
-
-
 def test_pool_from_prompt_hits_on_the_first_step(lade_on, model):
     """A prompt that already holds the answer is verified at once, and not when the pool starts empty."""
     inputs = prompt(20)

@@ -4,9 +4,7 @@ import weakref
 
 import pytest
 import torch
-from support import generate_plain, prompt, tiny_llama
 
-import lade
 from lade.block.kv_cache import LookaheadCache
 
 
@@ -74,20 +72,6 @@ def test_never_written_slots_are_zero():
     cache = LookaheadCache(num_layers=1, capacity=256)
     write(cache, [[1], [1]], layers=1)
     assert cache.layers[0].values[:, :, 1:].abs().sum() == 0
-
-
-def test_a_forward_that_the_user_compiled(lade_on):
-    """Nothing in the cache breaks the graph."""
-    model, inputs = tiny_llama(num_hidden_layers=1), prompt(20)
-    plain = generate_plain(model, inputs, max_new_tokens=8)
-    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-    lade.config_lade(MODE="lookahead", LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2)
-    try:
-        assert torch.equal(model.generate(**inputs, max_new_tokens=8), plain)
-    finally:
-        torch._dynamo.reset()
-    assert lade.last_stats().fallback_reason is None
-    assert lade.last_stats().steps < 8
 
 
 def test_the_memory_is_free_when_the_cache_is_gone():
