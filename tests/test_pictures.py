@@ -64,12 +64,13 @@ def test_the_moving_picture_shows_what_plain_generate_writes(pictures, drawn, la
 
 def test_a_recording_holds_what_is_typed_and_answered():
     recording = load("recording")
-    program = "print(input('one? ')[::-1]); print(input('two? ').upper())"
-    cast = recording.as_cast(recording.record([sys.executable, "-c", program], ("abc", "def"), quiet=0.3))
+    # It answers with one write, at which the next line may be typed; a second is enough on a busy machine, too.
+    program = "print(input('one? ')[::-1], 'two? ', sep='\\n', end='', flush=True); print(input().upper())"
+    cast = recording.as_cast(recording.record([sys.executable, "-c", program], ("abc", "def"), quiet=1.0))
     head, *events = map(json.loads, cast.splitlines())
     assert head["version"] == 2
     text = "".join(text for _, kind, text in events if kind == "o")
     assert text.replace("\r", "") == "one? abc\ncba\ntwo? def\nDEF\n"
     seconds = [second for second, *_ in events]
     assert seconds == sorted(seconds)
-    assert seconds[-1] > 0.6  # two pauses
+    assert seconds[-1] > 2  # two pauses

@@ -353,7 +353,7 @@ def leave(rank):
     first = model.generate(**prompt(20), max_new_tokens=8).tolist()
     during = added()
     atexit._run_exitfuncs()
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while added() and time.monotonic() < end:  # a thread that was joined is listed for a moment
         time.sleep(0.01)
     return (during, added()), first, model.generate(**prompt(20), max_new_tokens=8).tolist()
