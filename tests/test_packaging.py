@@ -50,10 +50,15 @@ def test_extras_hold_what_tests_need(package):
     tree = ast.parse((ROOT / "tests" / "test_clients.py").read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "client"]
     packages = {call.args[1].value for call in calls if len(call.args) > 1}
-    parts = {"fastapi": "transformers", "rich": "transformers", "lm_eval": "lm-eval"}  # package -> requirement that brings it along
+    parts = {
+        "fastapi": "transformers",
+        "rich": "transformers",
+        "lm_eval": "lm-eval",
+    }  # package -> requirement that brings it along
     assert len(packages) >= 10
     assert {parts.get(package, package) for package in packages} <= names
-    pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    paths = (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt")
+    pinned = "".join(path.read_text(encoding="utf-8") for path in paths)
     for line in package["extras_require"]["test"]:
         assert re.split(r"[<>=\[]", line)[0] in pinned
 

@@ -49,9 +49,10 @@ def main() -> int:
 
 
 def requirements() -> list[str]:
-    """The lines of requirements.txt, torch first."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    """The lines of requirements.txt, torch first, and of the tests' own."""
+    paths = (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt")
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith(("#", "-r"))]
 
 
 def newer_release() -> str | None:
