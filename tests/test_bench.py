@@ -19,20 +19,12 @@ from lade.commands.measure import Method, Run, run_methods
 from lade.commands.progress import progress_bar
 from lade.commands.prompts import OWN_PROMPTS, as_inputs, read_prompts
 from lade.commands.tune import CANDIDATES, KEEP_DEFAULT, NOTHING_PAYS, describe, is_worth_it, report, tune
-from lade.common import notices
 
 BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
+pytestmark = pytest.mark.usefixtures("new_settings")
 PROMPTS = [prompt(20), prompt(30, seed=1)]  # the first to choose by, the second to judge by
 WINDOWS = tuple({"MODE": "lookahead", "LEVEL": n, "WINDOW_SIZE": w, "GUESS_SET_SIZE": w} for n, w in ((3, 2), (5, 7)))
 COMMON = {"max_new_tokens": 24}
-
-
-@pytest.fixture(autouse=True)
-def keep_config(monkeypatch):
-    monkeypatch.setattr(switch, "_default", config.LookaheadConfig())
-    monkeypatch.setattr(switch, "_environment_is_read", False)
-    monkeypatch.setattr(notices, "_said", set())
-    monkeypatch.delenv("LADE_CONFIG", raising=False)
 
 
 @pytest.fixture
@@ -177,18 +169,7 @@ def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, l
     monkeypatch.setenv("LADE_CONFIG", "what was found before.json")
     monkeypatch.setattr(bench, "tune", lambda *arguments: tune(*arguments, WINDOWS[:1]))
     out = tmp_path / "found.json"
-    arguments = [
-        "--model_path",
-        checkpoint,
-        "--device",
-        "cpu",
-        "--max_new_tokens",
-        "8",
-        "--limit",
-        "2",
-        "--trials",
-        "1",
-    ]
+    arguments = f"--model_path {checkpoint} --device cpu --max_new_tokens 8 --limit 2 --trials 1".split()
     assert commands.main(["bench", "--tune", *arguments, "--out", str(out)]) == 0
     shown, content = capsys.readouterr().out, json.loads(out.read_text())
     assert str(out) in shown
@@ -342,8 +323,8 @@ def test_prompts_of_ones_own(tmp_path):
 
 def test_bench_from_the_command_line(checkpoint, tmp_path, capsys, lade_on):
     out = tmp_path / "bench.json"
-    arguments = ["--model_path", checkpoint, "--device", "cpu", "--max_new_tokens", "24", "--limit", "1"]
-    assert commands.main(["bench", *arguments, "--trials", "2", "--out", str(out), "--level", "4"]) == 0
+    arguments = f"--model_path {checkpoint} --device cpu --max_new_tokens 24 --limit 1 --trials 2 --level 4".split()
+    assert commands.main(["bench", *arguments, "--out", str(out)]) == 0
     shown, figures = capsys.readouterr().out, json.loads(out.read_text())
     assert [line.split()[0] for line in shown.splitlines()[1:5]] == list(bench.METHODS) == list(figures["methods"])
     assert {row["identical_outputs"] for row in figures["methods"].values()} == {1.0}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support import ROOT, beside, forked, generate_plain, is_patched, prompt, tiny_llama
+from support import ROOT, beside, forked, generate_plain, is_patched, prompt, tiny, tiny_llama
 from transformers import GenerationMixin, MptConfig, MptForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import lade
@@ -87,15 +87,9 @@ class Renaming:
 
     def renamed(self, code, old, new):
         names = tuple(new if name == old else name for name in code.co_names)
-        constants = tuple(
-            new
-            if isinstance(constant, str) and constant == old
-            else self.renamed(constant, old, new)
-            if isinstance(constant, types.CodeType)
-            else constant
-            for constant in code.co_consts
-        )
-        return code.replace(co_names=names, co_consts=constants)
+        constants = [new if constant == old else constant for constant in code.co_consts]
+        inner = [self.renamed(each, old, new) if isinstance(each, types.CodeType) else each for each in constants]
+        return code.replace(co_names=names, co_consts=tuple(inner))
 
 
 @pytest.fixture
@@ -108,13 +102,8 @@ def refuses(*says):
     before = {name: vars(GenerationMixin).get(name) for name in ("generate", "_sample", "_beam_search")}
     with pytest.raises(ImportError) as error:
         lade.augment_all()
-    for text in (
-        *says,
-        transformers.__version__,
-        torch.__version__,
-        version_of_lade.TESTED,
-        "nothing has been patched",
-    ):
+    versions = transformers.__version__, torch.__version__, version_of_lade.TESTED
+    for text in (*says, *versions, "nothing has been patched"):
         assert text in str(error.value)
     assert not is_patched()
     return {name: vars(GenerationMixin).get(name) for name in before} == before
@@ -164,17 +153,7 @@ def _has_unfinished_sequences(self, this_peer_finished, synced_gpus, device, gro
     """One more that must be passed."""
 
 
-def _sample(
-    self,
-    input_ids,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    synced_gpus,
-    streamer,
-    first,
-    **model_kwargs,
-):
+def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, first, **_):
     """One more that lade would not pass on."""
 
 
@@ -260,27 +239,9 @@ def test_an_untested_version_gets_one_warning_and_runs(monkeypatch, caplog, lade
 
 
 def longrope_model():
-    torch.manual_seed(0)
     rope = {"rope_type": "longrope", "long_factor": [4.0] * 6, "short_factor": [1.0] * 6, "rope_theta": 1e4}
-    sizes = {
-        "vocab_size": 61,
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = Phi3Config(
-        **sizes,
-        rope_parameters=rope,
-        max_position_embeddings=256,
-        original_max_position_embeddings=48,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = Phi3ForCausalLM(config).double().eval()
-    model.generation_config.eos_token_id = None
-    return model
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 48}
+    return tiny(Phi3ForCausalLM, Phi3Config, intermediate_size=64, rope_parameters=rope, **lengths, eos_token_id=2)
 
 
 def test_rotary_frequencies_that_the_configuration_does_not_tell_are_refused(lade_on, rename):
@@ -364,19 +325,17 @@ def private_names(tree):
     return [{name for name in names if name.startswith("_") and not name.startswith("__")} for names in (read, defined)]
 
 
+def trees_but_the_tables():
+    """What lade's files say, without the table, whose checks may use what they like."""
+    paths = set((ROOT / "lade").rglob("*.py")) - {ROOT / "lade" / "common" / "compat.py"}
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
 def test_every_private_name_is_in_the_table():
     """What a file of lade reads with an underscore is lade's own, the interpreter's, or one of the table."""
-    known = {
-        *re.findall(r"\w+", Path(compat.__file__).read_text(encoding="utf-8")),
-        "_exit",
-        "_run_module_as_main",
-        "_fields",
-        "_asdict",
-    }
-    paths = set((ROOT / "lade").rglob("*.py")) - {
-        ROOT / "lade" / "common" / "compat.py"
-    }  # whose checks may use what they like
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    known = set(re.findall(r"\w+", Path(compat.__file__).read_text(encoding="utf-8")))
+    known |= {"_exit", "_run_module_as_main", "_fields", "_asdict"}
+    trees = trees_but_the_tables()
     own = set().union(*(private_names(tree)[1] for tree in trees.values()))
     unknown = {path.name: found for path, tree in trees.items() if (found := private_names(tree)[0] - own - known)}
     assert unknown == {}
@@ -384,8 +343,8 @@ def test_every_private_name_is_in_the_table():
 
 
 def test_nothing_else_is_imported_from_the_depths_of_transformers():
-    for path in set((ROOT / "lade").rglob("*.py")) - {ROOT / "lade" / "common" / "compat.py"}:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees_but_the_tables().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
                 assert node.module == "transformers", f"{path.name} imports from {node.module}"
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):

@@ -12,17 +12,10 @@ from transformers import GenerationMixin
 
 import lade
 from lade import augment, config, switch
-from lade.common import notices
 from lade.config import LookaheadConfig
 from lade.switch import current_config
 
-
-@pytest.fixture(autouse=True)
-def keep_config(monkeypatch):
-    monkeypatch.setattr(switch, "_default", LookaheadConfig())
-    monkeypatch.setattr(switch, "_environment_is_read", False)
-    monkeypatch.setattr(notices, "_said", set())
-    monkeypatch.delenv("LADE_CONFIG", raising=False)
+pytestmark = pytest.mark.usefixtures("new_settings")
 
 
 def test_only_what_is_given_changes():

@@ -283,19 +283,7 @@ with open(os.path.join(folder, os.environ["RANK"]), "w") as file:
 """
 
 
-OPTIONS = [
-    "--standalone",
-    "--nproc_per_node=2",
-    "-m",
-    "lade",
-    "--level",
-    "4",
-    "--window",
-    "3",
-    "--guess",
-    "4",
-    "--debug",
-]
+OPTIONS = "--standalone --nproc_per_node=2 -m lade --level 4 --window 3 --guess 4 --debug"
 
 
 @beside
@@ -305,7 +293,7 @@ def torchrun():
     with TemporaryDirectory() as folder:
         script, log = Path(folder, "script.py"), Path(folder, "log")
         script.write_text(SCRIPT)
-        status = ranks.torchrun(log, *OPTIONS, str(script), folder, os.path.dirname(__file__))
+        status = ranks.torchrun(log, *OPTIONS.split(), str(script), folder, os.path.dirname(__file__))
         # From files: torchrun's processes write unbuffered to one pipe, piece by piece.
         found = [json.loads(file.read_text()) for rank in range(2) if (file := Path(folder, str(rank))).exists()]
         return status, log.read_text(), found

@@ -9,9 +9,10 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import lade
-from lade import augment, eligibility
+from lade import augment, eligibility, switch
+from lade.common import notices
 from lade.common.compat import require_names
-from lade.config import MODES
+from lade.config import MODES, LookaheadConfig
 from lade.models import self_check
 from lade.switch import temporary_settings
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
@@ -30,6 +31,15 @@ def no_drafter_stays():
     yield
     for mode in MODES.keys() - before.keys():
         del MODES[mode]
+
+
+@pytest.fixture
+def new_settings(monkeypatch):
+    """Settings as in a new process, with nothing said yet; those before are put back."""
+    monkeypatch.setattr(switch, "_default", LookaheadConfig())
+    monkeypatch.setattr(switch, "_environment_is_read", False)
+    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.delenv("LADE_CONFIG", raising=False)
 
 
 @pytest.fixture(scope="session")
