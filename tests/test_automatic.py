@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import compare, generate_plain, prompt, tiny_llama
+from support import compare, generate_plain, note_calls, prompt, tiny_llama
 from support.graphs import NOT_HERE, kept_buffers
 from torch.utils._pytree import tree_map
 from transformers import BloomConfig
@@ -265,9 +265,7 @@ def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch
 
 def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
     lade.config_lade(**ONE_SHAPE)
-    compared = []
-    inner = fixed.logits_error
-    monkeypatch.setattr(fixed, "logits_error", lambda *args: compared.append(args) or inner(*args))
+    compared = note_calls(monkeypatch, fixed, "logits_error")
     for _ in range(3):
         run(model)
     assert (len(on_cuda), len(compared)) == (1, fixed_inputs.NUM_CHECKS)
@@ -301,8 +299,8 @@ def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeyp
 
 
 def test_what_a_step_costs_depends_on_the_way(on_cuda, kernel, monkeypatch):
-    kinds, at, model = [], StepCosts.at, tiny_llama(num_key_value_heads=4)  # one each, or some blocks are "grouped"
-    monkeypatch.setattr(StepCosts, "at", lambda self, kind, *args: kinds.append(kind) or at(self, kind, *args))
+    model = tiny_llama(num_key_value_heads=4)  # one each, or some blocks are "grouped"
+    kinds = note_calls(monkeypatch, StepCosts, "at", lambda costs, kind, *_: kind)
     for settings, kind in (
         ({}, ("kernel", "graph")),
         ({"USE_FLASH": 0}, ("graph",)),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import generate_plain, prompt, tiny_llama
+from support import generate_plain, note_calls, prompt, tiny_llama
 
 import lade
 from lade.drafting import drafts_from
@@ -69,12 +69,8 @@ def test_the_most_similar_row_of_a_token_is_found(steps, capacity):
 def test_the_latest_rows_of_a_token_are_compared():
     contexts, table = contexts_of(np.random.default_rng(0), MAX_PLACES + 2), ContextTable(1000)
     put(table, [3] * len(contexts), contexts)
-    assert [number_of(table.find(3, contexts[number])) == number for number in (0, 1, 2, MAX_PLACES + 1)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    found = [number_of(table.find(3, contexts[number])) == number for number in (0, 1, 2, MAX_PLACES + 1)]
+    assert found == [False, False, True, True]
 
 
 def projected(logits):
@@ -182,20 +178,15 @@ def test_the_text_is_plain_and_a_saved_memory_goes_on(tmp_path, lade_on, argumen
 
 def test_each_row_of_a_batch_has_its_own_context(lade_on, monkeypatch):
     lade.config_lade(MODE="tree", MAX_BLOCK=8, ADAPTIVE=0)
-    model, memory, taken, expected = tiny_llama(), Memory(), [], []
+    model, memory, expected = tiny_llama(), Memory(), []
     memory.warm(model, [list(range(3, 43))])  # from here on contexts are known
-    inner = DraftedText.contexts_before
-
-    def take(self, after):
-        taken.append(after[0])
-        return inner(self, after)
+    taken = note_calls(monkeypatch, DraftedText, "contexts_before", lambda text, after: after[0])
 
     def keep(step, outcome):
         for row in (0, 1):
             if outcome.accepted[row] is not None:  # a row may be done before the other
                 expected.append(memory.contexts.contexts(projected(outcome.logits[row, :1]))[0])
 
-    monkeypatch.setattr(DraftedText, "contexts_before", take)
     with memory.active(), tracing(keep):
         model.generate(**prompt(20, 2), max_new_tokens=20, do_sample=False)
     assert len(expected) >= 8

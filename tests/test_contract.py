@@ -12,7 +12,18 @@ import threading
 import pytest
 import torch
 from accelerate import cpu_offload
-from support import TOKENIZER, VOCAB, Recorder, compare, generate_plain, in_threads, prompt, seeded, tiny_llama
+from support import (
+    TOKENIZER,
+    VOCAB,
+    Recorder,
+    compare,
+    generate_plain,
+    in_threads,
+    note_calls,
+    prompt,
+    seeded,
+    tiny_llama,
+)
 from transformers import (
     DynamicCache,
     LlamaForCausalLM,
@@ -649,14 +660,7 @@ def test_rows_that_end_without_a_pad_id(batch_size):
 
 def test_finished_rows_of_a_lockstep_batch_go_on_with_pad_tokens(model, monkeypatch):
     """These are what plain generate() feeds them, so they are guessed as such and never hold up the other rows."""
-    chains = []
-    with_chains = TokenTree.with_chains
-
-    def watch(self, rows, token, length):
-        chains.append((tuple(rows), token, length))
-        return with_chains(self, rows, token, length)
-
-    monkeypatch.setattr(TokenTree, "with_chains", watch)
+    chains = note_calls(monkeypatch, TokenTree, "with_chains", lambda tree, rows, *chain: (tuple(rows), *chain))
     inputs = padded(3)
     full = generate_plain(model, inputs, max_new_tokens=60)
     arguments = {"max_new_tokens": 60, "eos_token_id": [int(full[0, 36])]}
@@ -958,19 +962,15 @@ def test_rows_far_ahead_wait_for_the_slowest(model, monkeypatch, row_wise):
     """However few tokens one row may be ahead, a sampled batch equals plain generate() and its generator state."""
     monkeypatch.setattr(rules, "MAX_LEAD", 2)
     monkeypatch.setattr(rules, "is_row_wise", lambda processor: row_wise)
-    leads = [0]
-    commit = rules.PerRowSelection._commit
 
-    def watch(self, rows, *arguments):
+    def lead(self, rows, *_):
         running = [n for n, done in zip(self.sequences.lengths, self.is_finished, strict=True) if not done]
-        leads.append(self.sequences.lengths[rows.start] - min(running))
-        return commit(self, rows, *arguments)
+        return self.sequences.lengths[rows.start] - min(running)
 
-    monkeypatch.setattr(rules.PerRowSelection, "_commit", watch)
-    arguments = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.01}
-    check(model, padded(4), arguments)
+    leads = note_calls(monkeypatch, rules.PerRowSelection, "_commit", lead)
+    check(model, padded(4), {"max_new_tokens": 60, "do_sample": True, "temperature": 0.01})
     # A row that is not far ahead may still accept a whole n-gram of 4, or a tree of 15 guesses in one line.
-    assert max(leads) <= 2 + (4 if lade.current_config().uses_window else 16)
+    assert max(leads, default=0) <= 2 + (4 if lade.current_config().uses_window else 16)
 
 
 @pytest.mark.parametrize("num_models", [1, 2])

@@ -3,7 +3,7 @@ chance."""
 
 import pytest
 import torch
-from support import ROOT, VOCAB, generate_plain, prompt, tiny_llama
+from support import ROOT, VOCAB, generate_plain, note_calls, prompt, seeded, tiny_llama
 
 import lade
 from lade.drafting.acceptance import AcceptanceRatio
@@ -15,11 +15,6 @@ from lade.stats import tracing
 SAMPLED = {"do_sample": True, "temperature": 0.4}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 @pytest.fixture(autouse=True)
 def tree(lade_on):
     lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
@@ -27,16 +22,15 @@ def tree(lade_on):
 
 def plain_of(model, inputs, max_new_tokens=60, **arguments):
     """What plain generate() says, and how it leaves the generator."""
-    torch.manual_seed(5)
-    return generate_plain(model, inputs, max_new_tokens=max_new_tokens, **arguments), torch.get_rng_state()
+    return seeded(generate_plain, model, inputs, max_new_tokens=max_new_tokens, **arguments)
 
 
 def assert_exact(model, inputs, max_new_tokens=60, plain=None, **arguments):
     """plain: plain_of() the same, where it is known."""
-    expected, state = plain or plain_of(model, inputs, max_new_tokens, **arguments)
-    torch.manual_seed(5)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=max_new_tokens, **arguments), expected)
-    assert torch.equal(torch.get_rng_state(), state)
+    expected, states = plain or plain_of(model, inputs, max_new_tokens, **arguments)
+    found, states_after = seeded(model.generate, **inputs, max_new_tokens=max_new_tokens, **arguments)
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, states_after, states))
     stats = lade.last_stats()
     assert stats.fallback_reason is None
     assert len(stats.block_tokens) == stats.steps - 1
@@ -89,46 +83,34 @@ def test_trees_and_figures_agree(model):
     assert stats.block_tokens == [1 + len(tokens) for tokens, _ in trees]
     assert sum(proposed for proposed, _ in stats.sources.values()) == sum(len(tokens) for tokens, _ in trees)
     assert sum(accepted for _, accepted in stats.sources.values()) == sum(committed)
-    assert {source.split(" of ")[0] for source in stats.sources} == {
-        "token",
-        "context",
-        "rejected",
-        "root row",
-        "suffix",
-    }
+    sources = {source.split(" of ")[0] for source in stats.sources}
+    assert sources == {"token", "context", "rejected", "root row", "suffix"}
     assert min(stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) > 0
     assert stats.plain_step_share == 0
     assert stats.as_dict()["sources"] == stats.sources
 
 
+def loop(input_ids, scores):
+    """A processor that makes the text repeat itself every five tokens."""
+    forced = torch.full_like(scores, -50.0)
+    forced[:, 3 + input_ids.shape[1] % 5] = 0.0
+    return forced
+
+
 def test_a_loop_is_found_and_followed_beyond_its_length(model):
     """The text's end repeats what came five tokens before: guesses go round the loop more than once."""
     lade.config_lade(MAX_BLOCK=32)
-
-    class Loop:
-        def __call__(self, input_ids, scores):
-            forced = torch.full_like(scores, -50.0)
-            forced[:, 3 + input_ids.shape[1] % 5] = 0.0
-            return forced
-
-    stats = assert_exact(model, prompt(12), 100, logits_processor=[Loop()])
+    stats = assert_exact(model, prompt(12), 100, logits_processor=[loop])
     assert max(stats.accepted_lengths) > 10
 
 
 def test_a_row_that_ended_without_padding_holds_nobody_up(model):
     """Where nothing pads ended rows, plain generate() goes on with them, and all rows have to accept a guess."""
 
-    class Loop:
-        def __call__(self, input_ids, scores):
-            forced = torch.full_like(scores, -50.0)
-            forced[:, 3 + input_ids.shape[1] % 5] = 0.0
-            return forced
+    def first_ends(input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] > 16] + [False] * (len(input_ids) - 1))
 
-    class FirstEnds:
-        def __call__(self, input_ids, scores, **kwargs):
-            return torch.tensor([input_ids.shape[1] > 16] + [False] * (len(input_ids) - 1))
-
-    arguments = {"logits_processor": [Loop()], "stopping_criteria": [FirstEnds()]}
+    arguments = {"logits_processor": [loop], "stopping_criteria": [first_ends]}
     assert assert_exact(model, prompt(12, 2), 100, **arguments).steps < 40
 
 
@@ -145,13 +127,7 @@ def test_hits_are_those_of_the_row(model, monkeypatch):
             forced[1, self.order[input_ids.shape[1]]] = 0.0
             return forced
 
-    learned, inner = [], AcceptanceRatio.learn
-
-    def learn(self, expected, accepted):
-        learned.append(accepted)
-        inner(self, expected, accepted)
-
-    monkeypatch.setattr(AcceptanceRatio, "learn", learn)
+    learned = note_calls(monkeypatch, AcceptanceRatio, "learn", lambda ratio, expected, accepted: accepted)
     assert_exact(model, prompt(12, 2), 100, logits_processor=[OneEasyRow()], num_return_sequences=1)
     assert sum(learned[-50:]) > 40
 
@@ -201,13 +177,11 @@ def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
     monkeypatch.setattr(SpeculationBackoff, "begin_step", lambda self: True)
     observe = StepCosts.observe  # steps have set costs, whatever this machine is doing
     monkeypatch.setattr(StepCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q, 0.0))
-    grown, inner = [], TreeDrafter._grow_all
 
-    def grow(self, rows, *others):
-        grown.append(max((copy.length for copy in self._texts[0].copies(None, self.priors, 1)), default=0))
-        inner(self, rows, *others)
+    def longest_copy(drafter, *_):
+        return max((copy.length for copy in drafter._texts[0].copies(None, drafter.priors, 1)), default=0)
 
-    monkeypatch.setattr(TreeDrafter, "_grow_all", grow)
+    grown = note_calls(monkeypatch, TreeDrafter, "_grow_all", longest_copy)
     lade.config_lade(ADAPTIVE=1)
     stats = assert_exact(model, prompt(24), max_new_tokens=60)
     assert len(grown) < stats.steps - 1

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from support import Recorder, compare, generate_plain, prompt, seeded, tiny_llama
+from support import Recorder, compare, generate_plain, note_calls, prompt, seeded, tiny_llama
 
 import lade
 from lade.block.token_tree import TokenTree
@@ -286,8 +286,7 @@ def test_sampled_on_a_device(arguments, batch_size, is_alone, lade_on, monkeypat
     lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
     expected = seeded(generate_plain, model, inputs, **arguments)
     monkeypatch.setattr(transfer, "ON_HOST", ())
-    compared, stops, stop = iter(range(1000)), [], ExponentialDraws._stop_reading_ahead
-    monkeypatch.setattr(ExponentialDraws, "_stop_reading_ahead", lambda *args: stops.append(None) or stop(*args))
+    compared, stops = iter(range(1000)), note_calls(monkeypatch, ExponentialDraws, "_stop_reading_ahead")
     if not is_alone:  # noticed at the sixth token: from there on the generator itself draws what it would have drawn
         same = noise_module.same_state
         monkeypatch.setattr(noise_module, "same_state", lambda *args: same(*args) and next(compared) != 5)

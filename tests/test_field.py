@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import prompt, tiny_llama
+from support import prompt
 
 import lade
 from lade.block.token_tree import TokenTree
@@ -15,11 +15,6 @@ from lade.switch import current_config
 from lade.verification.sequences import TokenSequences
 
 NUM_TOKENS = 64
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.fixture

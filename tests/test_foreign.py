@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from support import compare, generate_plain, prompt, tiny_llama
+from support import compare, generate_plain, note_calls, prompt, tiny_llama
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -43,9 +43,7 @@ def model():
 @pytest.fixture
 def trials(monkeypatch):
     """What was tried out."""
-    seen, original = [], self_check.trial_errors
-    monkeypatch.setattr(self_check, "trial_errors", lambda *args: seen.append(args) or original(*args))
-    return seen
+    return note_calls(monkeypatch, self_check, "trial_errors")
 
 
 def check(model, reason=None, inputs=None, **arguments):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import generate_plain, padded_prompt, prompt, tiny_llama
+from support import compare, generate_plain, note_calls, padded_prompt, prompt, tiny_llama
 from torch.nn import functional
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -213,13 +213,9 @@ def mistral(dtype):
 def test_texts_are_plain_ones(lade_on, calls, dtype, arguments, make, mode):
     model, inputs = make(dtype), padded_prompt() if dtype == torch.float64 else prompt()
     lade.config_lade(MODE=mode)
-    torch.manual_seed(3)
-    expected = generate_plain(model, inputs, max_new_tokens=NEW, **arguments)
+    generate_plain(model, inputs, max_new_tokens=NEW, **arguments)
     assert not calls
-    torch.manual_seed(3)
-    found = model.generate(**inputs, max_new_tokens=NEW, **arguments)
-    assert lade.last_stats().fallback_reason is None
-    assert torch.equal(found, expected)
+    compare(model, inputs, max_new_tokens=NEW, **arguments)
     assert {heads[:2] for heads in calls} == {(4, 2)}
     num_steps = sum(count > 1 for count in lade.last_stats().block_tokens)
     assert len(calls) == 2 * num_steps > 0  # of two layers; steps of a single token are left to transformers
@@ -263,10 +259,9 @@ def test_with_copies_of(lade_on, calls, monkeypatch, dtype):
 @needs_kernel
 def test_costs_are_counted_apart(lade_on, monkeypatch):
     """A table measured with repeated keys and values says nothing about blocks without."""
-    kinds, at = set(), StepCosts.at
-    monkeypatch.setattr(StepCosts, "at", lambda self, kind, *args: kinds.add(kind) or at(self, kind, *args))
+    kinds = note_calls(monkeypatch, StepCosts, "at", lambda costs, kind, *_: kind)
     lade.config_lade(ADAPTIVE=1)
     for model, kind in ((tiny_llama(), "grouped"), (tiny_llama(num_key_value_heads=4), None)):
         kinds.clear()
         model.generate(**prompt(), max_new_tokens=4)
-        assert kinds == {(), (kind,) if kind else ()}
+        assert set(kinds) == {(), (kind,) if kind else ()}

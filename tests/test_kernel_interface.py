@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import VOCAB, generate_plain, prompt, tiny_llama
+from support import VOCAB, compare, note_calls, prompt, tiny_llama
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -160,10 +160,7 @@ class Case:
 @pytest.fixture
 def calls(monkeypatch):
     """How often the block attention was called."""
-    seen = []
-    inner = ours.block_attention
-    monkeypatch.setattr(ours, "block_attention", lambda *args, **named: seen.append(named) or inner(*args, **named))
-    return seen
+    return note_calls(monkeypatch, ours, "block_attention", lambda *args, **named: named)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -205,13 +202,8 @@ def test_generate_through_the_block_attention(name, sampling, lade_on, calls):
     model = MODELS[name]()
     inputs = prompt(30, batch_size=3)
     inputs["attention_mask"][1, :7] = 0
-    torch.manual_seed(3)
-    expected = generate_plain(model, inputs, max_new_tokens=50, eos_token_id=None, **sampling)
     lade.config_lade(USE_FLASH=1)
-    torch.manual_seed(3)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=50, eos_token_id=None, **sampling), expected)
-    stats = lade.last_stats()
-    assert stats.fallback_reason is None
+    stats = compare(model, inputs, max_new_tokens=50, eos_token_id=None, **sampling)
     assert stats.used_kernel
     assert stats.steps < 51
     assert len(calls) == (stats.steps - 1) * model.config.num_hidden_layers
@@ -227,9 +219,5 @@ def test_generate_without_it_where_it_cannot(arguments, reason, lade_on, calls):
     if arguments.pop("hole", False):
         inputs["attention_mask"][0, 9] = 0
     lade.config_lade(USE_FLASH=1)
-    plain = generate_plain(model, inputs, max_new_tokens=12, **arguments)
-    found = model.generate(**inputs, max_new_tokens=12, **arguments)
-    assert torch.equal(getattr(found, "sequences", found), getattr(plain, "sequences", plain))
-    assert reason in lade.last_stats().reasons.get("kernel")
-    assert lade.last_stats().fallback_reason is None
+    assert reason in compare(model, inputs, max_new_tokens=12, **arguments).reasons.get("kernel")
     assert not calls

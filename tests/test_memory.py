@@ -40,11 +40,6 @@ def tree(lade_on):
     lade.config_lade(MODE="tree", MAX_BLOCK=6)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 known = weakref.WeakKeyDictionary()  # model -> arguments -> plain generate()'s output
 
 
@@ -141,6 +136,31 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
         generate(fine_tuned)
 
 
+def put(name, place, value):
+    return lambda arrays, _: arrays[name].__setitem__(place, value)
+
+
+def replace(name, change):
+    return lambda arrays, _: arrays.__setitem__(name, change(arrays))
+
+
+DAMAGED = {  # part of the error's text -> a change of the arrays and of the metadata
+    "ids beyond the vocabulary": put("rows", (0, 0), VOCAB << BIN_BITS),
+    "hold ids beyond": put("context_rows", (0, 0), -1),
+    "context differ in number": replace("context_centre", lambda arrays: arrays["context_after"][:2]),
+    "rows differ in number": replace("keys", lambda arrays: arrays["keys"][:2]),
+    "contexts are out of range": put("context_before", (0, 3), float("nan")),
+    "are out of range": put("context_after", (0, 3), 2.0),
+    "out of range": put("context_centre", (0, 3), float("inf")),
+    "context_before have a wrong shape or type": replace(
+        "context_before", lambda arrays: arrays["context_before"].astype(int)
+    ),
+    "rows have a wrong shape or type": replace("rows", lambda arrays: arrays["rows"][:, :3]),
+    "model_type": lambda _, metadata: metadata.__setitem__("model", '{"vocab_size": 61}'),
+    "its format is 'lade memory 99'": lambda _, metadata: metadata.__setitem__("format", "lade memory 99"),
+}
+
+
 def damage(path, kind):
     if kind == "cut":
         path.write_bytes(path.read_bytes()[:200])
@@ -151,46 +171,12 @@ def damage(path, kind):
         path.with_suffix(".npz").rename(path)
     else:
         with safe_open(path, "numpy") as file:
-            names, metadata = file.keys(), file.metadata()
-            arrays = {name: file.get_tensor(name) for name in names}
-        change = {
-            "ids beyond the vocabulary": lambda: arrays["rows"].__setitem__((0, 0), VOCAB << BIN_BITS),
-            "hold ids beyond": lambda: arrays["context_rows"].__setitem__((0, 0), -1),
-            "context differ in number": lambda: arrays.__setitem__("context_centre", arrays["context_after"][:2]),
-            "rows differ in number": lambda: arrays.__setitem__("keys", arrays["keys"][:2]),
-            "contexts are out of range": lambda: arrays["context_before"].__setitem__((0, 3), float("nan")),
-            "are out of range": lambda: arrays["context_after"].__setitem__((0, 3), 2.0),
-            "out of range": lambda: arrays["context_centre"].__setitem__((0, 3), float("inf")),
-            "context_before have a wrong shape or type": lambda: arrays.__setitem__(
-                "context_before", arrays["context_before"].astype(int)
-            ),
-            "rows have a wrong shape or type": lambda: arrays.__setitem__("rows", arrays["rows"][:, :3]),
-            "model_type": lambda: metadata.__setitem__("model", '{"vocab_size": 61}'),
-            "its format is 'lade memory 99'": lambda: metadata.__setitem__("format", "lade memory 99"),
-        }[kind]
-        change()
+            arrays, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        DAMAGED[kind](arrays, metadata)
         save_file(arrays, path, metadata)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "cut",
-        "text",
-        "npz",
-        "ids beyond the vocabulary",
-        "hold ids beyond",
-        "context differ in number",
-        "rows differ in number",
-        "contexts are out of range",
-        "are out of range",
-        "out of range",
-        "context_before have a wrong shape or type",
-        "rows have a wrong shape or type",
-        "model_type",
-        "its format is 'lade memory 99'",
-    ],
-)
+@pytest.mark.parametrize("kind", ["cut", "text", "npz", *DAMAGED])
 def test_a_damaged_file_is_refused_and_left_alone(model, tmp_path, kind):
     path = tmp_path / "memory.safetensors"
     memory = Memory(path=path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import dispatch_model
-from support import VOCAB, compare, generate_plain, in_threads, prompt, tiny_llama
+from support import VOCAB, compare, generate_plain, in_threads, note_calls, prompt, tiny_llama
 from support.families import FAMILIES
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flex_attention
@@ -86,9 +86,7 @@ def test_a_subclass_of_a_known_family_is_tried_out_too():
 def test_the_trial_waits_until_it_pays(monkeypatch, caplog):
     """It costs as much as some tens of tokens. What passed for a long text need not be tried out for a shorter one."""
     monkeypatch.setattr(models.self_check, "PAYS", 2)
-    model, lengths = build(Obedient), []
-    original = models.self_check.trial_errors
-    monkeypatch.setattr(models.self_check, "trial_errors", lambda *args: lengths.append(args[1]) or original(*args))
+    model, lengths = build(Obedient), note_calls(monkeypatch, models.self_check, "trial_errors", lambda *args: args[1])
     for num_new, reason, tried in (
         (8, models.self_check.WAITS, []),
         (8, models.self_check.WAITS, []),

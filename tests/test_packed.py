@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support import compare, generate_plain, in_threads, inference_tensors, prompt, run_both, tiny_llama
+from support import compare, generate_plain, in_threads, inference_tensors, note_calls, prompt, run_both, tiny_llama
 from support.families import FAMILIES
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -373,16 +373,9 @@ def test_packed_when_calls_pay_for_it(lade_on, products):
 
 
 def test_packing_is_spread_over_steps_and_waits_for_the_first(lade_on, products, monkeypatch):
-    model, at = tiny_llama(DTYPE), []
-    fill = PackedWeight.fill
-    begin = Packing.begin_step
-    steps = []
-    monkeypatch.setattr(Packing, "begin_step", lambda self: steps.append(None) or begin(self))
-    monkeypatch.setattr(PackedWeight, "fill", lambda *arguments: at.append(len(steps)) or fill(*arguments))
-    kinds = []
-    monkeypatch.setattr(
-        StepCosts, "at", lambda self, kind, *_, at=StepCosts.at: kinds.append(kind) or at(self, kind, *_)
-    )
+    model, steps = tiny_llama(DTYPE), note_calls(monkeypatch, Packing, "begin_step")
+    at = note_calls(monkeypatch, PackedWeight, "fill", lambda *_: len(steps))
+    kinds = note_calls(monkeypatch, StepCosts, "at", lambda costs, kind, *_: kind)
     lade.config_lade(ADAPTIVE=1, MODE="tree")
     expected = generate_plain(model, prompt(), max_new_tokens=80)
     found = model.generate(**prompt(), max_new_tokens=80)
@@ -411,9 +404,7 @@ def test_a_warm_up_counts_as_the_calls_to_come(lade_on, products):
 
 
 def test_calls_share_the_copies(lade_on, products, monkeypatch):
-    model, packs = tiny_llama(DTYPE), []
-    pack = packed.pack
-    monkeypatch.setattr(packed, "pack", lambda weight: packs.append(weight) or pack(weight))
+    model, packs = tiny_llama(DTYPE), note_calls(monkeypatch, packed, "pack")
     lade.config_lade(PACK=1)
     texts = in_threads(lambda inputs: generate(model, inputs)[0], *[prompt()] * 4)
     assert len(packs) == 15

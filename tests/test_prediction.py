@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support import VOCAB, generate_plain, padded_prompt, prompt
+from support import VOCAB, generate_plain, padded_prompt, prompt, seeded
 from support.families import RECURRENT
 
 import lade
@@ -22,24 +22,20 @@ def arguments(request):
     return {"max_new_tokens": NUM_NEW, **CALLS[request.param]}
 
 
-def seeded(generate, model, inputs, arguments):
-    torch.manual_seed(3)
-    return generate(model, inputs, **arguments), torch.get_rng_state()
-
-
 def steps(model, inputs, arguments, prediction):
     """Passes of a call whose tokens and random numbers are those of plain generate()."""
-    plain = seeded(generate_plain, model, inputs, arguments)
+    plain, states = seeded(generate_plain, model, inputs, **arguments)
     with lade.enabled(PREDICTION=prediction):
-        found = seeded(lambda model, inputs, **given: model.generate(**inputs, **given), model, inputs, arguments)
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+        found, states_after = seeded(model.generate, **inputs, **arguments)
+    assert torch.equal(found, plain)
+    assert all(map(torch.equal, states_after, states))
     assert lade.last_stats().fallback_reason is None
     return lade.last_stats().steps
 
 
 def answer(model, inputs, arguments):
     """The new tokens of plain generate(), [B, NUM_NEW]."""
-    return seeded(generate_plain, model, inputs, arguments)[0][:, -NUM_NEW:]
+    return seeded(generate_plain, model, inputs, **arguments)[0][:, -NUM_NEW:]
 
 
 def other(ids):
@@ -131,7 +127,7 @@ def test_a_recurrent_model(name, arguments):
 
 def test_the_same_call_gives_the_same_text(model):
     """In half precision, too, where guesses may change a text."""
-    half, inputs = lade_model_in_half(model), prompt(9)
+    half, inputs = type(model)(model.config).to(torch.bfloat16).eval(), prompt(9)
     prediction = answer(model, inputs, {"max_new_tokens": NUM_NEW})
     texts = []
     for _ in range(2):
@@ -139,10 +135,6 @@ def test_the_same_call_gives_the_same_text(model):
             texts.append(half.generate(**inputs, max_new_tokens=NUM_NEW))
         assert lade.last_stats().fallback_reason is None
     assert torch.equal(*texts)
-
-
-def lade_model_in_half(model):
-    return type(model)(model.config).to(torch.bfloat16).eval()
 
 
 def test_the_windows_mode_ignores_it(model):
@@ -182,11 +174,7 @@ def test_what_does_not_fit_the_call(value, message, model, monkeypatch):
         model.generate(**prompt(8, 2), max_new_tokens=NUM_NEW)
     assert str(error.value) == message
     monkeypatch.undo()
-    assert steps_of_next_call(model) == NUM_NEW
-
-
-def steps_of_next_call(model):
-    return model.generate(**prompt(8, 2), max_new_tokens=NUM_NEW).shape[1] - 8
+    assert model.generate(**prompt(8, 2), max_new_tokens=NUM_NEW).shape[1] == 8 + NUM_NEW
 
 
 def test_it_is_no_setting(tmp_path):

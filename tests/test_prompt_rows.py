@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support import VOCAB, compare, generate_plain, padded_prompt, prompt, tiny_llama
+from support import VOCAB, compare, generate_plain, note_calls, padded_prompt, prompt, tiny_llama
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
@@ -29,14 +29,7 @@ pytestmark = pytest.mark.usefixtures("lade_on")
 @pytest.fixture
 def read(monkeypatch):
     """The shapes of the logits that prompts have given."""
-    shapes, original = [], TreeDrafter.read_prompt
-
-    def spy(drafter, logits):
-        shapes.append(tuple(logits.shape))
-        return original(drafter, logits)
-
-    monkeypatch.setattr(TreeDrafter, "read_prompt", spy)
-    return shapes
+    return note_calls(monkeypatch, TreeDrafter, "read_prompt", lambda drafter, logits: tuple(logits.shape))
 
 
 def drafter_of(model, inputs, memory, **changes):
@@ -219,7 +212,7 @@ def test_a_call_that_ends_at_once_leaves_nothing(model):
 
 
 def test_the_first_token_does_not_wait_for_them(model, monkeypatch):
-    order, original = [], TreeDrafter.read_prompt
+    order = note_calls(monkeypatch, TreeDrafter, "read_prompt", lambda *_: "read")
 
     class Streamer(BaseStreamer):
         def put(self, value):
@@ -228,11 +221,6 @@ def test_the_first_token_does_not_wait_for_them(model, monkeypatch):
         def end(self):
             pass
 
-    def spy(drafter, logits):
-        order.append("read")
-        return original(drafter, logits)
-
-    monkeypatch.setattr(TreeDrafter, "read_prompt", spy)
     model.generate(**prompt(24), max_new_tokens=8, streamer=Streamer())
     assert order[:4] == ["put", "put", "read", "put"]  # the prompt, its token, its rows
 

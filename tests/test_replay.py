@@ -35,11 +35,6 @@ def command(bench, lade_on, checkpoint, monkeypatch, capsys):
     return run
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 def steps_of_loop(model, inputs, memory, **arguments):
     torch.manual_seed(0)
     with memory.active():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from support import VOCAB, Recorder, generate_plain, prompt
+from support import VOCAB, Recorder, generate_plain, prompt, seeded
 from support.families import FAMILIES, WINDOW
 from transformers import (
     DynamicCache,
@@ -44,10 +44,15 @@ def outcome(run, *args, **arguments):
 
 
 def assert_same(model, inputs, reason, **arguments):
-    """Plain generate()'s outcome, and why lookahead did not run (None: it did). Returns the outcome."""
-    expected = outcome(generate_plain, model, inputs, **arguments)
-    found = outcome(model.generate, **inputs, **arguments)
-    assert found is expected if isinstance(expected, type) else torch.equal(found, expected)
+    """Plain generate()'s outcome and generator, and why lookahead did not run (None: it did). Returns the outcome."""
+    found = []
+    for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
+        ids = inputs["input_ids"].clone()  # which a processor may write to
+        outcome_of_run, states = seeded(outcome, run, model, inputs | {"input_ids": ids}, **arguments)
+        found.append((outcome_of_run, [*states, ids]))
+    (expected, expected_tensors), (result, tensors) = found
+    assert result is expected if isinstance(expected, type) else torch.equal(result, expected)
+    assert all(map(torch.equal, tensors, expected_tensors))
     stats = lade.last_stats()
     assert stats.fallback_reason is None if reason is None else reason in stats.fallback_reason
     if reason is None and not isinstance(expected, type):
@@ -272,20 +277,6 @@ def test_a_length_that_only_a_criterion_tells(model, monkeypatch, caplog):
 # What processors and criteria see and change.
 
 
-def assert_same_seeded(model, inputs, **arguments):
-    """As `assert_same` of served calls, sampled from the same seed; the generator's state afterwards, too."""
-    found = []
-    for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
-        torch.manual_seed(5)
-        ids = inputs["input_ids"].clone()  # which a processor may write to
-        found.append((run(model, inputs | {"input_ids": ids}, **arguments), torch.get_rng_state(), ids))
-    (expected, *_), _ = found
-    assert all(map(torch.equal, *found))
-    assert lade.last_stats().fallback_reason is None
-    assert max(lade.last_stats().block_tokens) > 1
-    return expected
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("width", [VOCAB - 6, VOCAB + 4])
 def test_scores_of_another_width(model, width, batch_size):
@@ -296,9 +287,9 @@ def test_scores_of_another_width(model, width, batch_size):
 
     lade.config_lade(MODE="tree")  # which reads the numbers of coming tokens ahead, for as many scores as logits
     sampled = {"do_sample": True, "temperature": 0.1, "max_new_tokens": 40}
-    found = assert_same_seeded(model, prompt(16, batch_size), logits_processor=[resize], **sampled)
+    found = assert_same(model, prompt(16, batch_size), None, logits_processor=[resize], **sampled)
     assert lade.last_stats().tokens_per_step > 1 or batch_size > 1  # such rows go on at one length
-    assert not torch.equal(found, assert_same_seeded(model, prompt(16, batch_size), **sampled))  # the control
+    assert not torch.equal(found, assert_same(model, prompt(16, batch_size), None, **sampled))  # the control
 
 
 def test_the_prompts_own_dtype(model):
@@ -324,7 +315,7 @@ def test_a_text_that_is_written_to(model, batch_size, writer, place, is_inferenc
         return scores if writer == "logits_processor" else torch.zeros(len(ids), dtype=torch.bool)
 
     with torch.inference_mode(is_inference):
-        assert_same_seeded(model, prompt(14, batch_size), max_new_tokens=20, **{writer: [write]})
+        assert_same(model, prompt(14, batch_size), None, max_new_tokens=20, **{writer: [write]})
 
 
 @pytest.mark.parametrize("longest", [10**10, sys.maxsize])

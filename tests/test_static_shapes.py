@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support import compare, generate_plain, in_threads, padded_prompt, prompt, tiny, tiny_llama
+from support import compare, generate_plain, in_threads, note_calls, padded_prompt, prompt, tiny, tiny_llama
 from support.families import FAMILIES
 from support.graphs import NOT_HERE, kept_buffers
 from support.static_shapes import NEW, check, check_captured
@@ -269,15 +269,12 @@ def test_mixed_lengths_are_captured_once(mode, uses_kernel, model, graphs, captu
 @pytest.fixture
 def captured_at(monkeypatch, graphs):
     """Of each capture the shape of the block and the capacity of the cache."""
-    found, capture = [], fixed.capture
 
-    def note(run):
+    def sizes(run):
         inputs = run.args[0]
-        found.append((inputs.block.tokens.shape, inputs.cache.layers[0].get_max_length()))
-        return capture(run)
+        return inputs.block.tokens.shape, inputs.cache.layers[0].get_max_length()
 
-    monkeypatch.setattr(fixed, "capture", note)
-    return found
+    return note_calls(monkeypatch, fixed, "capture", sizes)
 
 
 def test_what_is_kept_is_bounded_by_bytes(model, graphs, monkeypatch):
@@ -383,13 +380,7 @@ def test_a_cache_that_grows_behind_the_last_graph(model, graphs, monkeypatch):
                 blocks[-1].compiles = blocks[-1].captures = False
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    blocks = []
-
-    def spy(self, *args, original=fixed.StaticPath.take_cache, **kwargs):
-        blocks.append(self)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(fixed.StaticPath, "take_cache", spy)
+    blocks = note_calls(monkeypatch, fixed.StaticPath, "take_cache", lambda path, *_, **__: path)
     stats = compare(model, max_new_tokens=80, stopping_criteria=[Off()])
     assert 0 < stats.captured_steps < stats.steps - 1
     assert not kept_buffers(model)
@@ -599,8 +590,7 @@ def test_captured_by_cuda(compiled, uses_kernel, monkeypatch):
     monkeypatch.setattr(fixed, "BACKEND", "inductor")
     lade.config_lade(COMPILE=compiled, CUDA_GRAPH=1, USE_FLASH=uses_kernel)
     model = tiny_llama(torch.float32).cuda()
-    captured = []
-    monkeypatch.setattr(fixed, "capture", lambda run, capture=fixed.capture: captured.append(run) or capture(run))
+    captured = note_calls(monkeypatch, fixed, "capture")
     for seed in range(3):
         inputs = {name: tensor.cuda() for name, tensor in prompt(seed=seed).items()}
         stats = check(model, inputs, is_compiled=compiled, is_captured=True)

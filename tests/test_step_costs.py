@@ -6,13 +6,11 @@ import logging
 import os
 import random
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support import beside, compare, forked, forked_twice, generate_plain, prompt, tiny_llama
+from support import beside, compare, forked, forked_twice, generate_plain, in_threads, prompt, tiny_llama
 from transformers import GenerationMixin
 
 import lade
@@ -233,27 +231,19 @@ def test_what_is_assumed(monkeypatch):
 
 
 def test_threads_share_tables():
-    costs, errors = costs_of(), []
+    costs = costs_of()
 
-    def use():
-        try:
-            for step in range(300):
-                costs.observe(SIZES[step % 12], 1.0 + step % 7, 0.0)
-                choose_size(costs, [0.1 * k for k in range(40)], 1, 40)
-        except Exception as error:
-            errors.append(error)
+    def use(_):
+        for step in range(300):
+            costs.observe(SIZES[step % 12], 1.0 + step % 7, 0.0)
+            choose_size(costs, [0.1 * k for k in range(40)], 1, 40)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=use) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(use, *range(4))
     finally:
         sys.setswitchinterval(interval)
-    assert not errors
 
 
 # Where blocks are padded to a few sizes, these are what the policy chooses from.
@@ -517,9 +507,7 @@ for number in range(100):
 def test_processes_that_store_at_once_damage_no_file(cache):
     """Every run ends with plain's text, and the folder holds one file, which can be read."""
     expected = generate_plain(tiny_llama(torch.float32), prompt(12), max_new_tokens=100).tolist()
-    with ThreadPoolExecutor() as pool:
-        runs = list(pool.map(lambda _: forked(SHARED, USE_LADE="1", LADE_CACHE=str(cache)), range(4)))
-    for run in runs:
+    for run in in_threads(lambda _: forked(SHARED, USE_LADE="1", LADE_CACHE=str(cache)), *range(4)):
         assert run.stdout == f"{expected} None\n", run.stderr
         assert "cannot be used" not in run.stderr
     assert list(cache.iterdir()) == stored_files()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from support import generate_plain, prompt, tiny_llama
+from support import compare, prompt
 
 import lade
 from lade.drafting.acceptance import GREEDY
@@ -22,22 +22,10 @@ def tree(lade_on):
     lade.config_lade(MODE="tree", MAX_BLOCK=12, ADAPTIVE=0)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 def call(model, memory, seed, **arguments):
     """Statistics of a call whose output equals plain generate()'s."""
-    inputs = prompt(20, seed=seed)
-    torch.manual_seed(seed)
-    plain = generate_plain(model, inputs, max_new_tokens=60, **arguments)
-    torch.manual_seed(seed)
     with memory.active():
-        assert torch.equal(model.generate(**inputs, max_new_tokens=60, **arguments), plain)
-    stats = lade.last_stats()
-    assert stats.fallback_reason is None
-    return stats
+        return compare(model, prompt(20, seed=seed), max_new_tokens=60, **arguments)
 
 
 SAMPLED = {"do_sample": True, "temperature": 1.0}

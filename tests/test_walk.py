@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from support import compare, generate_plain, prompt, tiny_llama
+from support import compare, generate_plain, note_calls, prompt, seeded, tiny_llama
 
 import lade
 from lade.block.token_tree import merge_candidates
@@ -103,16 +103,12 @@ def single():
 @pytest.mark.parametrize("sampling", [False, True])
 def test_oracle_drafters(monkeypatch, lade_on, single, hit_rate, level, sampling):
     inputs = prompt(9)
-    torch.manual_seed(3)
-    expected = generate_plain(single, inputs, max_new_tokens=41, do_sample=sampling)
+    expected, _ = seeded(generate_plain, single, inputs, max_new_tokens=41, do_sample=sampling)
     monkeypatch.setattr(OracleDrafter, "answer", expected[0, 9:].tolist(), raising=False)
     monkeypatch.setattr(OracleDrafter, "hit_rate", hit_rate, raising=False)
     monkeypatch.setattr("lade.drafting.lookahead.LookaheadDrafter", OracleDrafter)
     lade.config_lade(MODE="lookahead", LEVEL=level, WINDOW_SIZE=2, GUESS_SET_SIZE=3)
-    torch.manual_seed(3)
-    assert torch.equal(single.generate(**inputs, max_new_tokens=41, do_sample=sampling), expected)
-
-    stats = lade.last_stats()
+    stats = compare(single, inputs, max_new_tokens=41, do_sample=sampling)
     assert stats.generated_tokens == 41
     if hit_rate == 1.0:  # the prefill yields one token, every later step N
         assert stats.steps == 1 + -(-40 // level)
@@ -165,14 +161,7 @@ def test_window_feeds_the_pool(lade_on, single, watched, monkeypatch):
 
 @pytest.mark.parametrize("forward_one", [0, 1])
 def test_window_moves_by_what_was_accepted(lade_on, single, monkeypatch, forward_one):
-    shifts = []
-    roll = JacobiWindow.roll
-
-    def watch(self, chosen, columns=None):
-        shifts.append(columns)
-        roll(self, chosen, columns)
-
-    monkeypatch.setattr(JacobiWindow, "roll", watch)
+    shifts = note_calls(monkeypatch, JacobiWindow, "roll", lambda window, chosen, columns=None: columns)
     lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, ALWAYS_FWD_ONE=forward_one)
     single.generate(**prompt(12), max_new_tokens=80)
     accepted = lade.last_stats().accepted_lengths

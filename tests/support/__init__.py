@@ -6,7 +6,7 @@ processes of tests/test_parallel.py, `graphs` the stand-ins for CUDA graphs, `st
 with them. `guard_pages` and `compile_kernels` are programs. Fixtures that more than one file takes are in `fixtures`.
 """
 
-from support.comparison import compare, in_threads, run_both
+from support.comparison import compare, in_threads, note_calls, run_both
 from support.models import (
     TOKENIZER,
     VOCAB,
@@ -38,6 +38,7 @@ __all__ = [
     "in_threads",
     "inference_tensors",
     "is_patched",
+    "note_calls",
     "padded_prompt",
     "prompt",
     "python",

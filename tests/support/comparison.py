@@ -1,8 +1,8 @@
-"""Calls with lade beside the same calls without it."""
+"""Calls with lade beside the same calls without it, in threads, and watched."""
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -40,14 +40,17 @@ def compare(model, inputs=None, reason=None, **arguments):
 
 def in_threads(function, *values):
     """What a function returns for each value, called with all of them at once."""
-    results: list = [None] * len(values)
+    with ThreadPoolExecutor(len(values)) as pool:
+        return list(pool.map(function, values))
 
-    def work(index):
-        results[index] = function(values[index])
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(values))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+def note_calls(monkeypatch, owner, name, note=lambda *args, **named: args):
+    """A list of what note() says of the arguments of each call of owner's function `name`."""
+    noted, function = [], getattr(owner, name)
+
+    def watched(*args, **named):
+        noted.append(note(*args, **named))
+        return function(*args, **named)
+
+    monkeypatch.setattr(owner, name, watched)
+    return noted
