@@ -7,7 +7,9 @@ from a prompt in pieces. Whether it really does, the self-check finds out.
 
 from __future__ import annotations
 
+import inspect
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,14 +29,32 @@ from lade.switch import current_config
 HOOKS_OF_PROMPTS = frozenset({"bamba", "falcon_h1", "mamba2", "nemotron_h", "zamba2"})
 # Model types with Qwen's image encoder.
 WITH_PICTURES = frozenset({"glm5_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"})
-
-
 NO_LIMIT = (0.0, float("inf"))  # of a time step
 
 
 def has_limit(part: Any) -> bool:
     limit = vars(part).get("time_step_limit")
     return limit is not None and tuple(limit) != NO_LIMIT
+
+
+def stepping(kind: type) -> type | None:
+    """A module class that takes blocks token by token, through the function by which its forward takes a single one.
+
+    None if its forward has no such function beside the one for several tokens, by their names in transformers. States
+    are then rounded as single tokens round them, and on a CPU, where the function for several tokens pads them to 64,
+    short blocks cost less.
+    """
+    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    if not isinstance(forward, FunctionType):
+        return None
+    names, scope = forward.__code__.co_names, forward.__globals__
+    singles = {name: name.replace("chunk_", "recurrent_") for name in names if "chunk_" in name and name in scope}
+    scans = {name: scope[single] for name, single in singles.items() if single in names and single in scope}
+    if not scans:
+        return None
+    changed = FunctionType(forward.__code__, scope | scans, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return type(kind.__name__, (kind,), {"forward": changed})
 
 
 class RecurrentAdapter(ModelAdapter):
@@ -84,12 +104,20 @@ class RecurrentAdapter(ModelAdapter):
 
     @cached_property
     def changes_shadow(self) -> bool:
-        return any(map(has_limit, self.parts))
+        return any(map(has_limit, self.parts)) or (bool(self._stepping) and not self.code.is_patched)
+
+    @cached_property
+    def _stepping(self) -> dict[type, type]:
+        """By module class, the one that takes its place in blocks on a CPU."""
+        kinds = {type(part) for part in self.parts} if self._device.type == "cpu" else set()
+        return {kind: changed for kind in kinds if (changed := stepping(kind)) is not None}
 
     def change_shadow(self, shadow: Any) -> None:
-        """Blocks do as single tokens do, whose time steps are not limited, as those of several tokens are."""
-        for part in filter(has_limit, shadow.modules()):
-            part.time_step_limit = NO_LIMIT
+        """Blocks do as single tokens do, token by token, whose time steps are not limited as those of several are."""
+        for part in shadow.modules():
+            if has_limit(part):
+                part.time_step_limit = NO_LIMIT
+            part.__class__ = self._stepping.get(type(part), type(part))
 
     def make_cache(self, capacity: int) -> RecurrentCache:
         devices = set((getattr(self.model, "hf_device_map", None) or {}).values())
