@@ -7,11 +7,10 @@ import io
 import json
 import logging
 import pickle
-import threading
 
 import pytest
 import torch
-from support import compare, generate_plain, prompt, tiny_llama
+from support import compare, generate_plain, in_threads, prompt, tiny_llama
 from transformers import GenerationMixin, LlamaForCausalLM
 
 import lade
@@ -128,18 +127,14 @@ def test_fallbacks_say_why_once(lade_on, model, caplog, monkeypatch, arguments, 
 
 @pytest.mark.parametrize(("num_tokens", "is_plain"), [(1, True), (2, True), (3, False)])
 @pytest.mark.parametrize("by_length", [False, True])
-def test_a_call_that_cannot_become_faster_is_left_alone(
-    num_tokens, is_plain, by_length, lade_on, model, caplog, monkeypatch
-):
+@pytest.mark.usefixtures("lade_on")
+def test_a_call_that_cannot_become_faster_is_left_alone(num_tokens, is_plain, by_length, model, caplog, monkeypatch):
     """And nobody is warned."""
     monkeypatch.setattr(eligibility, "LEAST_TOKENS", LEAST_TOKENS)
     monkeypatch.setattr(augment, "_warned", set())
-    inputs = prompt()
-    arguments = {"max_length": 24 + num_tokens} if by_length else {"max_new_tokens": num_tokens}
-    expected = generate_plain(model, inputs, **arguments)
+    arguments = {"max_new_tokens": None, "max_length": 24 + num_tokens} if by_length else {"max_new_tokens": num_tokens}
     with caplog.at_level(logging.WARNING, "lade"):
-        assert torch.equal(model.generate(**inputs, **arguments), expected)
-    assert (lade.last_stats().fallback_reason == TOO_SHORT) is is_plain
+        compare(model, reason=TOO_SHORT if is_plain else None, **arguments)
     assert not caplog.records
 
 
@@ -199,17 +194,13 @@ def test_a_log_is_saved_while_other_calls_end(lade_on, tmp_path, model, monkeypa
 def test_stats_belong_to_their_thread(lade_on, model):
     model.generate(**prompt(), max_new_tokens=30)
     mine = lade.last_stats()
-    seen = []
 
-    def other():
-        seen.append(lade.last_stats())
-        model.generate(**prompt(), max_new_tokens=9)
-        seen.append(lade.last_stats().generated_tokens)
+    def other(num_tokens):
+        before = lade.last_stats()
+        model.generate(**prompt(), max_new_tokens=num_tokens)
+        return before, lade.last_stats().generated_tokens
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert seen == [None, 9]
+    assert in_threads(other, 9) == [(None, 9)]
     assert lade.last_stats() is mine
 
 

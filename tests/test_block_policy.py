@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import VOCAB, compare, generate_plain, prompt, tiny_llama
-from transformers import LogitsProcessor, LogitsProcessorList
+from support import VOCAB, Choose, compare, prompt, tiny_llama
+from transformers import LogitsProcessorList
 
 import lade
 from lade import decoding
@@ -60,24 +60,10 @@ def test_mode_policy(slope, num_accepted, part):
 def test_a_clock_that_stands_still(mode, lade_on, monkeypatch):
     """Programs are tested with such clocks: nothing is known of costs then, and the text is the same."""
     model, inputs = tiny_llama(), prompt(12)
-    expected = generate_plain(model, inputs, max_new_tokens=40)
     for module in (decoding, noise):
         monkeypatch.setattr(module, "perf_counter", lambda: 5.0)
     lade.config_lade(MODE=mode, ADAPTIVE=1)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=40), expected)
-    assert lade.last_stats().fallback_reason is None
-
-
-class Choose(LogitsProcessor):
-    """Whatever the model says, the text goes on as told."""
-
-    def __init__(self, token_at):
-        self.token_at = token_at
-
-    def __call__(self, input_ids, scores):
-        forced = torch.full_like(scores, -100.0)
-        forced[:, self.token_at(input_ids.shape[1])] = 0.0
-        return forced
+    compare(model, inputs, max_new_tokens=40)
 
 
 @pytest.fixture
@@ -200,10 +186,8 @@ def test_embeddings_alone_are_guessed_behind(priced):
     lade.config_lade(MODE="auto")
     embeds = model.get_input_embeddings()(prompt(300)["input_ids"]).detach()
     processors = LogitsProcessorList([Choose(lambda length: 3 + length % 7)])
-    arguments = {"max_new_tokens": 100, "logits_processor": processors}
-    expected = generate_plain(model, {"inputs_embeds": embeds}, **arguments)
-    assert torch.equal(model.generate(inputs_embeds=embeds, **arguments), expected)
-    assert lade.last_stats().steps < 60
+    stats = compare(model, {"inputs_embeds": embeds}, max_new_tokens=100, logits_processor=processors)
+    assert stats.steps < 60
 
 
 def test_lookahead_is_tried_again_when_the_text_becomes_easy(priced):

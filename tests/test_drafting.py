@@ -3,7 +3,7 @@ chance."""
 
 import pytest
 import torch
-from support import ROOT, VOCAB, generate_plain, note_calls, prompt, seeded, tiny_llama
+from support import ROOT, VOCAB, Choose, generate_plain, note_calls, prompt, seeded, tiny_llama
 
 import lade
 from lade.drafting.acceptance import AcceptanceRatio
@@ -90,17 +90,13 @@ def test_trees_and_figures_agree(model):
     assert stats.as_dict()["sources"] == stats.sources
 
 
-def loop(input_ids, scores):
-    """A processor that makes the text repeat itself every five tokens."""
-    forced = torch.full_like(scores, -50.0)
-    forced[:, 3 + input_ids.shape[1] % 5] = 0.0
-    return forced
+LOOP = Choose(lambda length: 3 + length % 5)
 
 
 def test_a_loop_is_found_and_followed_beyond_its_length(model):
     """The text's end repeats what came five tokens before: guesses go round the loop more than once."""
     lade.config_lade(MAX_BLOCK=32)
-    stats = assert_exact(model, prompt(12), 100, logits_processor=[loop])
+    stats = assert_exact(model, prompt(12), 100, logits_processor=[LOOP])
     assert max(stats.accepted_lengths) > 10
 
 
@@ -110,7 +106,7 @@ def test_a_row_that_ended_without_padding_holds_nobody_up(model):
     def first_ends(input_ids, scores, **kwargs):
         return torch.tensor([input_ids.shape[1] > 16] + [False] * (len(input_ids) - 1))
 
-    arguments = {"logits_processor": [loop], "stopping_criteria": [first_ends]}
+    arguments = {"logits_processor": [LOOP], "stopping_criteria": [first_ends]}
     assert assert_exact(model, prompt(12, 2), 100, **arguments).steps < 40
 
 

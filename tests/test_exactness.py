@@ -104,10 +104,7 @@ def test_end_of_sequence_inside_accepted_guesses(mode, model, cut):
     inputs = prompt(30, seed=5)
     full = generate_plain(model, inputs, max_new_tokens=60)[0, 30:].tolist()
     ends = [full[cut], full[cut + 3], VOCAB - 1]  # several ids, of which whichever comes first counts
-    expected = generate_plain(model, inputs, max_new_tokens=60, eos_token_id=ends)
-    assert expected.shape[1] < 90
-    assert torch.equal(model.generate(**inputs, max_new_tokens=60, eos_token_id=ends), expected)
-    assert_ran()
+    assert compare(model, inputs, max_new_tokens=60, eos_token_id=ends).generated_tokens < 60
 
 
 def test_negative_control(mode, monkeypatch):

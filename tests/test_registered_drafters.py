@@ -4,8 +4,7 @@ say why."""
 import re
 
 import pytest
-import torch
-from support import compare, generate_plain, prompt
+from support import compare, generate_plain, prompt, seeded
 
 import lade
 from lade.block.token_tree import TokenTree
@@ -57,13 +56,10 @@ def oracle(texts):
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("sampling", [False, True])
 def test_a_drafter_that_knows_the_text(model, registered, batch_size, sampling):
-    inputs = prompt(9, batch_size)
-    torch.manual_seed(1)
-    expected = generate_plain(model, inputs, max_new_tokens=25, do_sample=sampling)
+    inputs, arguments = prompt(9, batch_size), {"max_new_tokens": 25, "do_sample": sampling}
+    expected, _ = seeded(generate_plain, model, inputs, **arguments)
     registered(oracle(expected.tolist()))
-    torch.manual_seed(1)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=25, do_sample=sampling), expected)
-    assert lade.last_stats().steps == 7  # the prompt's, and 24 tokens by four
+    assert compare(model, inputs, **arguments).steps == 7  # the prompt's, and 24 tokens by four
 
 
 def test_a_drafter_that_is_always_wrong(model, registered):
@@ -71,8 +67,7 @@ def test_a_drafter_that_is_always_wrong(model, registered):
     expected = generate_plain(model, inputs, max_new_tokens=25)
     wrong = [[(token + 1) % model.config.vocab_size for token in expected[0].tolist()]]
     registered(oracle(wrong))
-    assert torch.equal(model.generate(**inputs, max_new_tokens=25), expected)
-    assert lade.last_stats().steps == 25
+    assert compare(model, inputs, max_new_tokens=25).steps == 25
 
 
 TOKENS = [1, 2, 3]
@@ -98,9 +93,7 @@ def test_drafts_that_would_fail_inside_the_model(model, registered, tree, depth,
     with pytest.raises(ValueError, match=rf"Proposing \(MODE='mine'\) .*{re.escape(message)}"):
         model.generate(**prompt(9), max_new_tokens=8)
     lade.config_lade(MODE="auto")  # everything is usable afterwards
-    assert torch.equal(
-        model.generate(**prompt(9), max_new_tokens=8), generate_plain(model, prompt(9), max_new_tokens=8)
-    )
+    compare(model, prompt(9), max_new_tokens=8)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@ says why."""
 
 import dataclasses
 import sys
+from functools import partial
 
 import pytest
 import torch
-from support import VOCAB, Recorder, generate_plain, prompt, seeded
+from support import VOCAB, Recorder, compare, generate_plain, prompt, seeded
 from support.families import FAMILIES, WINDOW
 from transformers import (
     DynamicCache,
@@ -243,10 +244,8 @@ def test_returned_caches_of_windows_and_convolutions(name):
 
 def test_a_static_cache_with_windows_is_refused():
     model = named("mistral-window")
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    expected = generate_plain(model, prompt(), max_new_tokens=12)
-    assert torch.equal(model.generate(**prompt(), max_new_tokens=12, past_key_values=cache), expected)
-    assert "StaticSlidingWindowLayer" in lade.last_stats().fallback_reason
+    cache = partial(StaticCache, config=model.config, max_cache_len=64)
+    compare(model, reason="StaticSlidingWindowLayer", cache=cache, max_new_tokens=12)
 
 
 def test_a_model_whose_configuration_keeps_no_cache():

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from support import ROOT, forked, prompt, python, tiny_llama
+from support import ROOT, Recorder, forked, prompt, python, tiny_llama
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -259,18 +259,10 @@ def test_one_call_gives_back_the_callers_cache(model, is_patched):
         torch.testing.assert_close(one.keys, other.keys)
 
 
-class Streamer:
-    def put(self, tokens):
-        pass
-
-    def end(self):
-        pass
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"streamer": Streamer()}, "no streamer .*lade.enabled"),
+        ({"streamer": Recorder()}, "no streamer .*lade.enabled"),
         ({"synced_gpus": True}, "no synced_gpus"),
         ({"num_beams": 2}, "got a request for beam_search"),
         ({"num_beams": 2, "do_sample": True}, "got a request for beam_sample"),
@@ -333,7 +325,7 @@ def test_a_user_function_is_still_given_no_streamer(model):
         passed.update(streamer=streamer, tokenizer=tokenizer)
         return input_ids
 
-    model.generate(**prompt(), custom_generate=own, streamer=Streamer(), tokenizer=object(), max_new_tokens=3)
+    model.generate(**prompt(), custom_generate=own, streamer=Recorder(), tokenizer=object(), max_new_tokens=3)
     assert passed == {"streamer": None, "tokenizer": None}
 
 

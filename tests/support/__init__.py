@@ -10,6 +10,8 @@ from support.comparison import compare, in_threads, note_calls, run_both
 from support.models import (
     TOKENIZER,
     VOCAB,
+    Choose,
+    CountingBias,
     Recorder,
     assert_same_state,
     generate_plain,
@@ -28,6 +30,8 @@ __all__ = [
     "ROOT",
     "TOKENIZER",
     "VOCAB",
+    "Choose",
+    "CountingBias",
     "Recorder",
     "assert_same_state",
     "beside",

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 torch.set_num_threads(1)  # tiny models gain nothing from more
@@ -153,3 +153,28 @@ class Recorder(BaseStreamer):
 
     def end(self):
         self.calls.append("end")
+
+
+class CountingBias(LogitsProcessor):
+    """Depends on how often it was called, and remembers with what."""
+
+    def __init__(self):
+        self.prefixes = []
+
+    def __call__(self, input_ids, scores):
+        self.prefixes.append(input_ids.tolist())
+        scores = scores.clone()
+        scores[:, len(self.prefixes) * 7 % scores.shape[1]] += 0.05
+        return scores
+
+
+class Choose(LogitsProcessor):
+    """Whatever the model says, the text goes on as told: token_at(length)."""
+
+    def __init__(self, token_at):
+        self.token_at = token_at
+
+    def __call__(self, input_ids, scores):
+        forced = torch.full_like(scores, -100.0)
+        forced[:, self.token_at(input_ids.shape[1])] = 0.0
+        return forced

@@ -25,7 +25,7 @@ from lade.parallel import communicator as link
 from lade.parallel import partition as shares
 from lade.parallel.group import ProcessGroup
 from lade.verification.nan_guard import NanGuard
-from support.models import Recorder, generate_plain, prompt, tiny_llama
+from support.models import CountingBias, Recorder, generate_plain, prompt, tiny_llama
 from support.processes import SERVER
 
 PATIENCE = 300  # seconds that nothing takes unless it hangs, however busy the machine is
@@ -128,19 +128,6 @@ def digest(tensors):
 
 
 # What a case needs beside its name is made in each process anew.
-class CountingBias(LogitsProcessor):
-    """Stateful: its scores depend on how often it was called."""
-
-    def __init__(self):
-        self.prefixes = []
-
-    def __call__(self, input_ids, scores):
-        self.prefixes.append(input_ids.tolist())
-        scores = scores.clone()
-        scores[:, len(self.prefixes) % scores.shape[1]] += 0.02
-        return scores
-
-
 class Countdown(StoppingCriteria):
     """Ends after a number of calls, as a clock would: it says nothing about the text."""
 
