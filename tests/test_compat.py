@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support import ROOT, beside, forked, generate_plain, is_patched, prompt, tiny, tiny_llama
+from support import ROOT, beside, compare, forked, generate_plain, is_patched, prompt, tiny, tiny_llama
 from transformers import GenerationMixin, MptConfig, MptForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import lade
@@ -220,8 +220,6 @@ def test_a_newer_version_that_does_not_fit_is_told_what_to_install(rename, monke
 
 def test_an_untested_version_gets_one_warning_and_runs(monkeypatch, caplog, lade_on, model):
     monkeypatch.setattr(notices, "_said", set())
-    inputs = prompt()
-    expected = generate_plain(model, inputs, max_new_tokens=16)
     for version, is_newer in ((f"{version_of_lade.NEWEST}.7", False), ("5.25.0.dev0", True), ("5.99.1", True)):
         caplog.clear()
         monkeypatch.setattr("transformers.__version__", version)
@@ -229,10 +227,7 @@ def test_an_untested_version_gets_one_warning_and_runs(monkeypatch, caplog, lade
             for _ in range(2):
                 lade.restore_all()
                 lade.augment_all()
-                assert torch.equal(model.generate(**inputs, max_new_tokens=16), expected)
-                stats = lade.last_stats()
-                assert stats.fallback_reason is None
-                assert stats.steps < stats.generated_tokens
+                assert compare(model, max_new_tokens=16).steps < 16
         found = [record.getMessage() for record in caplog.records]
         assert len(found) == is_newer
         assert all(version in text and version_of_lade.TESTED in text for text in found)

@@ -1,7 +1,6 @@
 """What is remembered across calls: that it helps, never changes a text, stays apart, and survives its file."""
 
 import os
-import threading
 import time
 import weakref
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support import ROOT, VOCAB, compare, generate_plain, prompt, tiny_llama
+from support import ROOT, VOCAB, compare, generate_plain, in_threads, prompt, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
@@ -85,9 +84,7 @@ def test_active_memories_stay_apart(model):
 def test_a_memory_is_not_active_in_other_threads(model):
     memory = Memory()
     with memory.active():
-        thread = threading.Thread(target=generate, args=(model,))
-        thread.start()
-        thread.join()
+        in_threads(generate, model)
     assert len(memory) == 0
 
 

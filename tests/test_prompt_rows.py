@@ -133,13 +133,9 @@ def test_ids_without_an_embedding_are_no_guesses(model):
 def test_texts_stay_as_they_are(model, read, sampling, batch_size):
     inputs = padded_prompt() if batch_size == 3 else prompt(24)
     arguments = {"max_new_tokens": 40, "do_sample": sampling}
-    torch.manual_seed(1)
-    expected = generate_plain(model, inputs, **arguments)
     with Memory().active():
-        torch.manual_seed(1)
-        assert torch.equal(model.generate(**inputs, **arguments), expected)
+        assert compare(model, inputs, **arguments).steps < 40
     assert read == [(batch_size, 23, VOCAB)]
-    assert lade.last_stats().steps < 40
 
 
 def test_the_forward_is_asked_for_so_many_rows(model, monkeypatch, read):
