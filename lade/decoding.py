@@ -58,6 +58,7 @@ def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationS
             outputs = call.forward(step)
             timer.lap()
             if all(selection.is_finished):  # synced_gpus: other processes still need this one's forward
+                call.cache.commit([None] * len(call.cache.lengths))
                 continue
             outcome = call.verify(step, outputs)
             call.commit(step, outcome.accepted)
@@ -165,6 +166,9 @@ class DecodingCall:
         """The drafter's guesses after each row's root."""
         allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
         max_offset = 0 if self.nan_guard.has_tripped else self.cache.max_guess_offset(allowed)
+        if self.adapter.takes_chains:  # what waits counts for MAX_BLOCK
+            room = max(0, self.group.config.max_block_tokens - 1 - self.cache.num_waiting)
+            max_offset = room if max_offset is None else min(max_offset, room)
         if self.costs is not None:
             self.costs.at(self.path.kind, max(self.cache.lengths), self.cache.num_waiting)
         is_idle = self.selection.is_idle

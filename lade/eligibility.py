@@ -90,6 +90,8 @@ def unsupported_call(request: Request) -> str | None:
 def unsupported_cache(request: Request, adapter: ModelAdapter) -> str | None:
     """Caches that lade's own cache cannot replace."""
     cache = request.cache
+    if cache is None:
+        return "the model makes a cache of its own kind in its forward"
     if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
         setting = request.generation_config.cache_implementation
         if setting:
@@ -105,6 +107,10 @@ def unsupported_cache(request: Request, adapter: ModelAdapter) -> str | None:
         forgets = isinstance(layer, DynamicSlidingWindowLayer) and layer.cumulative_length >= layer.sliding_window
         if forgets or type(layer) not in adapter.kept_layers:
             return f"{CACHE_NAME} with a {type(layer).__name__} does not keep every key"
+    for layer, own in zip(cache.layers, adapter.cache_layers, strict=False):
+        window = getattr(layer, "sliding_window", None)
+        if window not in (None, getattr(own, "sliding_window", None)):
+            return f"{CACHE_NAME} has a window of {window} tokens, and the model another"
     return None
 
 

@@ -253,7 +253,7 @@ MUTANTS = [
            "[(row, self._root + 1 + node) for", "[(row, 1 + node) for",
            "recurrent.py::test_returned_caches"),
     mutant("recurrent: the index of keys keeps rejected guesses", "block/recurrent_state.py",
-           "for name in INDEX if vars(layer).get(name) is not None)", "for name in ())",
+           "((layer, index_of(layer)) for layer in self.layers)", "()",
            "recurrent.py::test_returned_caches"),
     mutant("recurrent: a returned cache has no index", "block/recurrent_state.py",
            "if getattr(mine, INDEX[0], None) is not None:", "if False:",

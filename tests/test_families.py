@@ -188,7 +188,7 @@ def test_composite(small_block, family, with_image):
     # Older versions drop images in a prepare_inputs_for_generation of each model, or name their arguments otherwise.
     assert (
         reason is None
-        or not (is_served(model) or "recurrent" in family.note)
+        or not (is_served(model) or CHAIN in family.note)
         or Version(transformers.__version__) < Version("5.23")
     )
 

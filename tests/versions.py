@@ -23,7 +23,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 OLDER = ("5.8", "5.12", "5.18")
 # Exactness, the contract with generate(), and the names that lade uses: a few minutes on one core.
-CORE = ("test_compat", "test_augment", "test_kv_cache", "test_exactness", "test_contract", "test_fuzz")
+CORE = (
+    "test_compat",
+    "test_augment",
+    "test_kv_cache",
+    "test_exactness",
+    "test_contract",
+    "test_fuzz",
+    "test_recurrent",
+)
 LEFT_TO_PIP = ("transformers", "tokenizers", "-e")
 
 

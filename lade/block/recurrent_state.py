@@ -32,6 +32,7 @@ STATE_AND_SLOT_LAYERS = (BOTH_LAYER, WINDOWED_BOTH_LAYER)
 SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, INDEXED_LAYER, *STATE_AND_SLOT_LAYERS)
 KEPT_LAYERS = (*SLOT_LAYERS, STATE_LAYER, NO_LAYER)
 INDEX = ("indexer_keys", "indexer_position_ids")  # of an indexed layer, [B, T, D] and [3, B, T]
+OWN_TENSORS = ("slots", "_waiting", "_tokens")  # of RecurrentCache
 MAX_WAITING = 8  # committed tokens that wait; with more the next step has no guesses, after which none waits
 
 
@@ -67,18 +68,30 @@ def unknown_layer(layers: Iterable[Any]) -> str | None:
     return None
 
 
+def index_of(layer: Any) -> dict[str, Tensor]:
+    """The keys by which queries select keys, and their positions, by name. They grow by concatenation."""
+    return {name: value for name in INDEX if (value := vars(layer).get(name)) is not None}
+
+
+def added_to(cache: Cache) -> dict[str, Tensor]:
+    """The tensors that a model keeps on the cache itself, by name: Qwen4's positions, in transformers 5.18."""
+    found = vars(cache).items()
+    return {name: value for name, value in found if isinstance(value, Tensor) and name not in OWN_TENSORS}
+
+
 def copy_states(source: Cache, target: Cache) -> None:
     """Copy the states of each layer into its own memory in `target`."""
     layers: Iterable[tuple[Any, Any]] = zip(source.layers, target.layers, strict=True)
     for mine, theirs in layers:
-        for index in (index for index, has_state in getattr(mine, "has_previous_state", {}).items() if has_state):
-            if (state := mine.conv_states[index]) is not None:
-                theirs.update_conv_state(state, index)
-            if (state := mine.recurrent_states[index]) is not None:
-                theirs.update_recurrent_state(state, index)
+        for number in (number for number, has_state in getattr(mine, "has_previous_state", {}).items() if has_state):
+            if (state := mine.conv_states[number]) is not None:
+                theirs.update_conv_state(state, number)
+            if (state := mine.recurrent_states[number]) is not None:
+                theirs.update_recurrent_state(state, number)
         if getattr(mine, INDEX[0], None) is not None:
             theirs.lazy_initialization_indexer(mine.indexer_keys)
-            vars(theirs).update({name: getattr(mine, name) for name in INDEX})
+            vars(theirs).update(index_of(mine))
+    vars(target).update(added_to(source))
 
 
 class RecurrentCache(LookaheadCache):
@@ -159,7 +172,9 @@ class RecurrentCache(LookaheadCache):
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
         super().begin_block(num_tokens, device)
-        self._copies = [(states, index, state.clone()) for states, index, state in self._states()]
+        self._copies = [(states, name, state.clone()) for states, name, state in self._states()]
+        for layer in self.layers:
+            self._copies += [(vars(layer), name, keys) for name, keys in index_of(layer).items()]
 
     def commit(self, accepted: list[list[int] | None]) -> None:
         super().commit(accepted)
@@ -167,15 +182,15 @@ class RecurrentCache(LookaheadCache):
         num_done = self.num_waiting + (0 if path is None else 1 + len(path))
         self._waiting = None
         if num_done < self._tokens.shape[1]:
-            for states, index, copy in self._copies:
-                states[index] = copy
+            for states, name, copy in self._copies:
+                states[name] = copy
             self._waiting = self._tokens[:, :num_done] if num_done else None
         self._copies = []
 
     def _states(self) -> Iterator[tuple[dict[Any, Any], Any, Tensor]]:
-        """All states, each with the dictionary and the key where it lies."""
+        """All states that forwards write to, each with the dictionary and the key where it lies."""
         for layer in self.layers:
             for name in ("conv_states", "recurrent_states"):
                 states = getattr(layer, name, {})
-                yield from ((states, index, state) for index, state in states.items() if state is not None)
-            yield from ((vars(layer), name, vars(layer)[name]) for name in INDEX if vars(layer).get(name) is not None)
+                yield from ((states, number, state) for number, state in states.items() if state is not None)
+        yield from ((vars(self), name, value) for name, value in added_to(self).items())

@@ -83,13 +83,13 @@ class RecurrentAdapter(ModelAdapter):
 
     def unsupported_request(self, request: Request) -> str | None:
         if type(request.cache) is not DynamicCache:
-            return f"a {type(request.cache).__name__} with recurrent states is left to the original code"
+            return f"a {type(request.cache).__name__} is left to the original code for a model that takes chains of guesses"
         if [type(layer) for layer in request.cache.layers] != [type(layer) for layer in self.cache_layers]:
             return f"{CACHE_NAME} has other layers than the model's own cache"
         if any(getattr(layer, "record_past", False) for layer in request.cache.layers):
             return f"{CACHE_NAME} records past states"
         if current_config().num_workers > 1:
-            return "processes cannot share blocks of a model with a recurrent state"
+            return "processes cannot share chains of guesses"
         return super().unsupported_request(request)
 
     @cached_property

@@ -25,6 +25,7 @@ SHORTEST_CHECK, LONGEST_CHECK = LENGTHS[0], LENGTHS[-1]
 # A check of L tokens takes about as long as 10 + L/10 one-token forwards (9M parameters, float32, one core), and
 # lookahead saves about half of a call's: a check waits until calls have asked for PAYS times as many tokens.
 FIXED_COST, COST_PER_TOKEN, PAYS = 10, 0.1, 2
+CHAINED = 15  # tokens that the chains of a check hold, as many more steps
 WAITS = (
     "code that is not transformers' own, and code with a recurrent state, is tried out first, "
     "which pays when calls have asked for some more tokens"
@@ -64,7 +65,8 @@ def self_check_reason(
     if key not in trial.reasons:
         asked = _asked.of(adapter.model)
         asked.append(num_new)
-        if sum(asked) < PAYS * (FIXED_COST + COST_PER_TOKEN * length):
+        fixed_cost = FIXED_COST + (CHAINED if adapter.takes_chains else 0)
+        if sum(asked) < PAYS * (fixed_cost + COST_PER_TOKEN * length):
             return WAITS
         if trial.num_kinds >= MOST_KINDS:
             _trials.set(adapter.model, trial := Trial())
@@ -136,23 +138,23 @@ def tree_errors(run: TrialRun) -> tuple[float, float]:
 
 
 def chain_errors(run: TrialRun) -> tuple[float, float]:
-    """Errors of four chains: wrong guesses, one whose first guess is right, one of right guesses, and a token alone."""
+    """Errors of chains, one after the other: wrong guesses, some of right ones first, right ones alone, no guess."""
 
-    def differences(blocks: list[tuple[list[Tensor], int]], puts_back: bool = True) -> float:
-        """blocks: tokens, and how many of them are right."""
+    def differences(chains: list[tuple[int, int]], puts_back: bool = True) -> float:
+        """chains: the right and the wrong tokens of each."""
         run.begin()
-        found = []
-        for tokens, num_right in blocks:
-            size = len(tokens)
+        found, rest = [], run.tokens
+        for num_right, num_wrong in chains:
+            size = num_right + num_wrong
+            tokens, rest = [*rest[:num_right], *[run.wrong] * num_wrong], rest[num_right:]
             visible = torch.ones(size, size, dtype=torch.bool, device=run.wrong.device).tril()
             found.append(run.difference(tokens, list(range(size)), visible, list(range(num_right))))
             run.commit(num_right, num_right if puts_back else size)
         return max(found)
 
-    (a, b, c, d, e, f, g), wrong = run.tokens, run.wrong
-    long = [a, *[wrong] * (run.largest_block - 1)]
-    error = differences([(long, 1), ([b, c, wrong], 2), ([d, e, f], 3), ([g], 1)])
-    return error, differences([(long, 1), ([b, c], 2)], puts_back=False)
+    long = (1, run.largest_block - 1)
+    error = differences([long, (2, 1), (3, 0), (1, 0), (1, 2), (2, 1), (3, 1), (2, 0)])
+    return error, differences([long, (2, 0)], puts_back=False)
 
 
 class TrialRun:
@@ -162,9 +164,11 @@ class TrialRun:
         """As for `trial_errors`."""
         self.adapter, self.largest_block, self._num_rows = adapter, max(largest_block, 4), num_rows
         longest = getattr(adapter.config, "max_position_embeddings", None) or length
-        count = min(length, longest) - 8
-        text = torch.randint(adapter.num_tokens, (1, count + 8), generator=torch.Generator().manual_seed(0))
-        text = text.to(adapter.model.get_input_embeddings().weight.device)
+        num_more = 1 + (CHAINED if adapter.takes_chains else 7)
+        count = min(length, longest) - num_more
+        text = torch.randint(adapter.num_tokens, (1, count + num_more), generator=torch.Generator().manual_seed(0))
+        device = adapter.model.get_input_embeddings().weight.device
+        text = text.to("cpu" if device.type == "meta" else device)  # accelerate moves it to where the weights come
         self._prefix = text[:, :count].expand(num_rows, -1)
         self.wrong, *self.tokens = text[0, count:]
         self._mask = torch.ones_like(self._prefix)
