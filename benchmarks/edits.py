@@ -4,10 +4,10 @@
 
 Each function of a file of JSON lines with `prompt`, `canonical_solution` and `entry_point` (HumanEval's) is edited
 three times: renamed, given one more argument, given another docstring. A fourth question, "again", has it written a
-second time after a change of the question. Each is asked once by each method, the methods next to each other in an
-order that changes from one to the next. `lade_predicted` is lade with the function as it was as PREDICTION, or with the
-first answer. Each call of lade begins with an empty memory (SHARE=0). Ratios are to plain generate() on the same
-edit. Ends with one JSON line.
+second time after a change of the question. With --one_each a function has one of the three, in turn. Each is asked once
+by each method, the methods next to each other in an order that changes from one to the next. `lade_predicted` is lade
+with the function as it was as PREDICTION, or with the first answer. Each call of lade begins with an empty memory
+(SHARE=0). Ratios are to plain generate() on the same edit. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ AGAIN = "\n\nGive its arguments short names."
 METHODS = ("plain", "prompt_lookup", "lade", "lade_predicted")
 
 
-def read_edits(model: Any, tokenizer: Any, path: Path, limit: int, common: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each of the first functions three edits and a changed question: the model's inputs, and the ids of the text
-    that its answer will resemble."""
+def read_edits(
+    model: Any, tokenizer: Any, path: Path, limit: int, one_each: bool, common: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Of each of the first functions three edits and a changed question, or one edit: the model's inputs, and the ids
+    of the text that its answer will resemble."""
 
     def asked(content: str) -> Any:
         turns = [{"role": "user", "content": content}]
@@ -45,13 +47,16 @@ def read_edits(model: Any, tokenizer: Any, path: Path, limit: int, common: dict[
         return inputs.to(model.device)
 
     edits = []
-    for line in path.read_text(encoding="utf-8").splitlines()[:limit]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:limit]):
         row = json.loads(line)
         function = row["prompt"] + row["canonical_solution"]
         before = tokenizer(function, add_special_tokens=False)["input_ids"]
-        for kind, edit in EDITS.items():
+        kinds = list(EDITS.items())
+        for kind, edit in kinds[number % 3 : number % 3 + 1] if one_each else kinds:
             content = QUESTION.format(edit=edit.format(name=row["entry_point"]), function=function)
             edits.append({"kind": kind, "inputs": asked(content), "before": before})
+        if one_each:
+            continue
         written = WRITE.format(head=row["prompt"])
         with use_lade(False):
             before, _ = generate_timed(model, asked(written), **common)
@@ -122,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_model_arguments(parser)
     parser.add_argument("--set", type=Path, required=True, help="JSON lines of functions, as HumanEval's")
+    parser.add_argument("--one_each", action="store_true", help="one edit a function, the kinds in turn")
     parser.add_argument("--out", type=Path, help="write the JSON there as well")
     args = parser.parse_args()
     model, tokenizer = harness.load_model(args)
@@ -129,7 +135,7 @@ def main() -> None:
         parser.error(f"--model_path must be a chat model, {args.model_path!r} has no chat template")
     common: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "repetition_penalty": 1.0}
     lade.augment_all()
-    edits = read_edits(model, tokenizer, args.set, args.limit, common)
+    edits = read_edits(model, tokenizer, args.set, args.limit, args.one_each, common)
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {"benchmark": "edits", "environment": harness.environment(model), "settings": common}
     figures["rows"] = rows

@@ -305,6 +305,44 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
     return picture(width, height, title, [*parts, *boxes, *notes])
 
 
+# Two blocks of a model with a recurrent state.
+
+# Tokens and what they are in the block, what the model chooses after them, and where the states are left.
+CHAINS = (
+    (
+        (("read", "root"), ("_", "accepted"), ("file", "accepted"), (".", "rejected")),
+        "(",
+        "a guess was wrong: the states are put back to before the block",
+    ),
+    (
+        (("read", "waits"), ("_", "waits"), ("file", "waits"), ("(", "root"), ("path", "accepted"), ("):", "accepted")),
+        "⏎",
+        "all was right: the states stay as they are, and nothing waits",
+    ),
+)
+CHAIN_KINDS = {"root": "start", "waits": "off", "accepted": "tree", "rejected": "rejected"}
+
+
+def chain_picture() -> str:
+    """Each block in a row, and below it what becomes of the states."""
+    size, gap, left, parts = 86, 8, 84, []
+    for number, (tokens, choice, states) in enumerate(CHAINS):
+        top = 22 + 116 * number
+        parts.append(label(20, top + 25, f"pass {number + 1}", "sans dim"))
+        for place, (token, what) in enumerate(tokens):
+            x = left + place * (size + gap)
+            shade = "ink" if what in ("root", "accepted") else ""
+            parts += [
+                f'<rect class="{CHAIN_KINDS[what]}" x="{x}" y="{top}" width="{size}" height="42" rx="6"/>',
+                label(x + size / 2, top + 18, token, shade, 14, "middle"),
+                label(x + size / 2, top + 35, what, f"sans {shade or 'dim'}", 12, "middle"),
+            ]
+        x = left + len(tokens) * (size + gap)
+        parts += [label(x, top + 25, f"→ {choice}", "green"), label(left, top + 66, states, "sans dim", 13)]
+    title = "Two forward passes with chains of guesses: accepted tokens of the first one run again in the second one"
+    return picture(720, 22 + 116 * len(CHAINS) - 24, title, parts)
+
+
 # The paper's window, and who sees whom in its block.
 
 
@@ -418,6 +456,7 @@ def draw() -> dict[str, str]:
         "mask.svg": mask_picture(tokenizer, window),
         "img/decoding.svg": moving_picture(tokenizer, *decoded),
         "img/tree.svg": tree_picture(tokenizer, steps[TREE_STEP - 1]),
+        "img/chain.svg": chain_picture(),
     }
 
 

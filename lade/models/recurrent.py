@@ -30,6 +30,7 @@ HOOKS_OF_PROMPTS = frozenset({"bamba", "falcon_h1", "mamba2", "nemotron_h", "zam
 # Model types with Qwen's image encoder.
 WITH_PICTURES = frozenset({"glm5_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"})
 NO_LIMIT = (0.0, float("inf"))  # of a time step
+SHORT_CHUNK = 16  # tokens to which Mamba-2's scan of a block pads it on a CPU, instead of some 256
 
 
 def has_limit(part: Any) -> bool:
@@ -104,19 +105,30 @@ class RecurrentAdapter(ModelAdapter):
 
     @cached_property
     def changes_shadow(self) -> bool:
-        return any(map(has_limit, self.parts)) or (bool(self._stepping) and not self.code.is_patched)
+        is_dear = any(map(self._is_padded, self.parts)) or bool(self._stepping)
+        return any(map(has_limit, self.parts)) or (is_dear and not self.code.is_patched)
+
+    @cached_property
+    def _is_on_cpu(self) -> bool:
+        return self._device.type == "cpu"
+
+    def _is_padded(self, part: Any) -> bool:
+        """Whether a module's scan pads a block to more than `SHORT_CHUNK` tokens."""
+        return self._is_on_cpu and (vars(part).get("chunk_size") or 0) > SHORT_CHUNK
 
     @cached_property
     def _stepping(self) -> dict[type, type]:
         """By module class, the one that takes its place in blocks on a CPU."""
-        kinds = {type(part) for part in self.parts} if self._device.type == "cpu" else set()
+        kinds = {type(part) for part in self.parts} if self._is_on_cpu else set()
         return {kind: changed for kind in kinds if (changed := stepping(kind)) is not None}
 
     def change_shadow(self, shadow: Any) -> None:
-        """Blocks do as single tokens do, token by token, whose time steps are not limited as those of several are."""
+        """Blocks do as single tokens do, whose time steps are not limited as those of several are, at little cost."""
         for part in shadow.modules():
             if has_limit(part):
                 part.time_step_limit = NO_LIMIT
+            if self._is_padded(part):
+                part.chunk_size = SHORT_CHUNK
             part.__class__ = self._stepping.get(type(part), type(part))
 
     def make_cache(self, capacity: int) -> RecurrentCache:

@@ -341,7 +341,7 @@ OTHERS = [
     family("whisper", "WhisperForCausalLM", "no logits_to_keep"),
 ]  # fmt: skip
 
-MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 64}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 INKLING = {"sliding_window_size": WINDOW, "d_rel": 8, "rel_extent": 512, "swa_head_dim": 12} | dict.fromkeys(
     ("swa_num_attention_heads", "swa_num_key_value_heads"), 4
@@ -354,7 +354,7 @@ QWEN4 = {"hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads
 # Layers that carry a state from token to token, and queries that select keys: chains of guesses, or the original code.
 RECURRENT = [
     family("mamba", "MambaForCausalLM", attention="eager", state_size=8),
-    family("mamba2", "Mamba2ForCausalLM", attention="eager", head_dim=24, state_size=8, n_groups=1, chunk_size=16),
+    family("mamba2", "Mamba2ForCausalLM", attention="eager", head_dim=24, state_size=8, n_groups=1, chunk_size=64),
     family("falcon_mamba", "FalconMambaForCausalLM", attention="eager", state_size=8),
     family("jamba", "JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8,
            use_mamba_kernels=False),
