@@ -81,8 +81,9 @@ def place(frame: FrameType | None) -> str:
         path = Path(part.filename)
         if "torch" in path.parts or path.name in SKIPPED_FILES or path.parent.name in SKIPPED_FILES:
             continue
-        found = re.search(r"(lade|transformers)/(?!.*/(lade|transformers)/).*", path.as_posix())  # from the package on
-        return f"{found[0] if found else path.name}:{part.lineno} {part.name}"
+        # From the package on, also in a checkout whose folder has the package's name.
+        found = re.match(r".*/((lade|transformers)/.*)", path.as_posix())
+        return f"{found[1] if found else path.name}:{part.lineno} {part.name}"
     return "?"
 
 
