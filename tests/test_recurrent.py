@@ -20,7 +20,7 @@ from lade.block.token_tree import TokenTree
 from lade.drafting import register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.models import adapter_for
-from lade.models.recurrent import RecurrentAdapter
+from lade.models.recurrent import SHORT_CHUNK, RecurrentAdapter
 from lade.models.self_check import trial_errors
 
 # Gated delta rule beside attention, both in each layer, and no attention at all.
@@ -446,6 +446,16 @@ def test_the_self_check(name, is_masked):
     # A delta rule's states are float32, but on a CPU they are rounded as single tokens round them.
     assert error < (1e-12 if name == "qwen3_next" else 1e-5) * effect
     assert effect > 1
+
+
+def test_blocks_of_mamba_are_padded_little():
+    """On a shadow model: the user's own has its chunks, with which the prompt is computed."""
+    model = built("falcon_h1")
+    sizes = [
+        {part.chunk_size for part in parts.modules() if "chunk_size" in vars(part)}
+        for parts in (adapter_for(model).block_model, model)
+    ]
+    assert sizes == [{SHORT_CHUNK}, {64}]
 
 
 def test_states_are_put_back():
