@@ -74,6 +74,13 @@ def test_two_layers_with_one_place_in_the_cache(copied):
     assert reason_of(model) is None
 
 
+def test_layer_types_that_the_model_does_not_read():
+    """They come from a config.json made for another class. The model's masks are no dictionary by type."""
+    model = tiny_llama()
+    model.config.layer_types = ["full_attention"] * model.config.num_hidden_layers
+    assert reason_of(model) == "a LlamaConfig has no layer_types: they were set by hand, and its model reads none"
+
+
 def test_two_layers_of_another_name_with_one_place_in_the_cache():
     """Plain generate() cannot run it either."""
     model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)).eval()

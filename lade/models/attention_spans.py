@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from lade.block.mask import EVERYWHERE, AttentionSpan
@@ -27,3 +28,14 @@ def layer_spans(config: Any) -> AttentionSpan | dict[str, AttentionSpan]:
     if getattr(config, "attention_chunk_size", None) is not None:
         return AttentionSpan(chunk=config.attention_chunk_size)
     return EVERYWHERE
+
+
+def declares_layer_types(kind: Any) -> bool:
+    """Whether models with this class of configuration take masks by layer type, by transformers' configurations.
+
+    Any configuration keeps a `layer_types` from a config.json, and a model of another class ignores it. Configurations
+    from outside of transformers count as declaring it; their models are tried out.
+    """
+    if hasattr(kind, "layer_types") or not kind.__module__.startswith("transformers."):
+        return True
+    return "layer_types" in {*inspect.signature(kind).parameters, *kind.attribute_map}

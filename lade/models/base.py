@@ -16,7 +16,7 @@ from lade.block.mask import AttentionSpan, Block, block_mask, masks_by_layer
 from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, StaticLayer
 from lade.common.request import Request
 from lade.common.tolerance import has_exact_products
-from lade.models.attention_spans import LAYER_SPANS, layer_spans
+from lade.models.attention_spans import LAYER_SPANS, declares_layer_types, layer_spans
 from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
@@ -89,6 +89,8 @@ class ModelAdapter:
         for layer_type in getattr(self.config, "layer_types", None) or ():
             if layer_type not in LAYER_SPANS:
                 return f"layers of type {layer_type!r} cannot take a tree of guesses"
+            if not declares_layer_types(type(self.config)):
+                return f"a {type(self.config).__name__} has no layer_types: they were set by hand, and its model reads none"
         for layer in self.cache_layers:
             if type(layer) not in PLAIN_LAYERS:
                 return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
