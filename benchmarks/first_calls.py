@@ -5,8 +5,9 @@
 
 No call is warmed up but one of plain generate(), no prompt comes up again for the same method, and the prompts of the
 sets take turns. lade packs weights and learns what blocks cost while it is timed, and keeps its memory from call to
-call, as in a user's program. Ratios are to plain generate() on the same prompt, next to it in time. Also says how much
-memory the process takes before, after the calls, and after restore_all(). Ends with one JSON line.
+call, as in a user's program; `lade_cold` begins each call with an empty memory, and the blocks of `lade_8` have 8 tokens
+whatever pays. Ratios are to plain generate() on the same prompt, next to it in time. Also says how much memory the
+process takes before, after the calls, and after restore_all(). Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,20 +26,31 @@ import harness
 import torch
 
 import lade
-from lade.commands.measure import use_lade
 
-METHODS: dict[str, dict[str, Any]] = {"plain": {}, "prompt_lookup": {"prompt_lookup_num_tokens": 5}, "lade": {}}
+ARGUMENTS = {"prompt_lookup": {"prompt_lookup_num_tokens": 5}}  # of generate()
+SETTINGS: dict[str, dict[str, Any]] = {"lade": {}, "lade_cold": {"SHARE": 0}}  # of lade
+FIXED: dict[str, dict[str, Any]] = {f"lade_{q}": {"ADAPTIVE": 0, "MAX_BLOCK": q} for q in (4, 8, 16, 32)}
+SETTINGS |= FIXED
+# Of lade's calls. The drafter's share is of the time after the prompt's forward.
+STATISTICS: dict[str, Callable[[lade.GenerationStats], float]] = {
+    "tokens_per_step": lambda stats: stats.tokens_per_step,
+    "block_tokens": lambda stats: mean(stats.block_tokens or [1]),
+    "drafter_share": lambda stats: (
+        stats.draft_seconds / ((stats.draft_seconds + stats.forward_seconds + stats.verify_seconds) or 1.0)
+    ),
+}
 
 
 def generate(
-    model: Any, inputs: dict[str, torch.Tensor], method: str, common: dict[str, Any]
+    model: Any, inputs: dict[str, torch.Tensor], method: str, common: dict[str, Any], memory: Any = None
 ) -> tuple[list[int], float]:
-    """The new tokens, and seconds."""
-    with use_lade(method == "lade"):
+    """The new tokens, and seconds. memory: the lade.Memory of this method; None for the model's own."""
+    switched = lade.enabled(**SETTINGS[method]) if method in SETTINGS else lade.enabled(False)
+    with switched, nullcontext() if memory is None else memory.active():
         torch.manual_seed(0)
         harness.synchronize(model)
         began = time.perf_counter()
-        output = model.generate(**inputs, **common, **METHODS[method])
+        output = model.generate(**inputs, **common, **ARGUMENTS.get(method, {}))
         harness.synchronize(model)
         seconds = time.perf_counter() - began
     return output[0, inputs["input_ids"].shape[1] :].tolist(), seconds
@@ -46,25 +60,29 @@ def run(
     model: Any, sets: dict[str, list[Any]], methods: list[str], common: dict[str, Any], rows: list[dict[str, Any]]
 ) -> None:
     """Append one row per prompt, in the order of the calls."""
+    # No method may learn a prompt's text from another.
+    memories = {method: lade.Memory() for method in methods if method in FIXED}
     generate(model, {name: part[:, :8] for name, part in next(iter(sets.values()))[0].items()}, "plain", common)
     for place in range(max(map(len, sets.values()))):
         for name, prompts in sets.items():
             if place >= len(prompts):
                 continue
             turn = len(rows) % len(methods)
-            found = {}
+            found, own = {}, {}
             for method in methods[turn:] + methods[:turn]:
-                found[method] = generate(model, prompts[place], method, common)
-                if method == "lade":
+                found[method] = generate(model, prompts[place], method, common, memories.get(method))
+                if method in SETTINGS:
                     stats = lade.last_stats()
                     assert stats is not None
                     assert stats.fallback_reason is None, stats.fallback_reason
+                    own[method] = {statistic: round(of(stats), 4) for statistic, of in STATISTICS.items()}
             tokens, seconds = found["plain"]
             row: dict[str, Any] = {"set": name, "tokens": len(tokens), "plain_seconds": round(seconds, 3)}
-            row["tokens_per_step"] = round(stats.tokens_per_step, 3)
             for method in methods[1:]:
                 row[f"{method}_ratio"] = round(seconds / found[method][1], 3)
                 row[f"{method}_identical"] = found[method][0] == tokens
+                if method in own:
+                    row |= {f"{method}_{statistic}": value for statistic, value in own[method].items()}
             rows.append(row)
             print(row, flush=True)
 
@@ -74,14 +92,13 @@ def summary(rows: list[dict[str, Any]], methods: list[str]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name in dict.fromkeys([*(row["set"] for row in rows), "all"]):
         chosen = [row for row in rows if name in (row["set"], "all")]
-        found: dict[str, Any] = {
-            "prompts": len(chosen),
-            "tokens_per_step": round(mean(r["tokens_per_step"] for r in chosen), 2),
-        }
+        found: dict[str, Any] = {"prompts": len(chosen)}
         for method in methods[1:]:
             ratios = [row[f"{method}_ratio"] for row in chosen]
             found[method] = {"mean": round(mean(ratios), 2), "worst": min(ratios)}
             found[method]["identical"] = sum(row[f"{method}_identical"] for row in chosen)
+            for statistic in STATISTICS if method in SETTINGS else ():
+                found[method][statistic] = round(mean(row[f"{method}_{statistic}"] for row in chosen), 3)
         figures[name] = found
         print(f"{name:<10} {found}")
     figures["first_four_lade_ratios"] = [row["lade_ratio"] for row in rows[:4]]
