@@ -50,24 +50,6 @@ def draw_decode(axes: Any, figures: Figures) -> None:
     axes.bar_label(bars, fmt="%.2f", label_type="center", color="white")
 
 
-def draw_settings(axes: Any, figures: Figures) -> None:
-    """Speed over plain generate() by the tokens of a block."""
-    rows = figures["rows"]
-    axes.scatter(
-        [row["mean_block_tokens"] for row in rows],
-        [row["ratio_to_plain"]["median"] for row in rows],
-        c=[row["LEVEL"] for row in rows],
-    )
-    best = max(rows, key=lambda row: row["ratio_to_plain"]["median"])
-    axes.annotate(
-        f"N={best['LEVEL']} W={best['WINDOW_SIZE']} G={best['GUESS_SET_SIZE']}",
-        (best["mean_block_tokens"], best["ratio_to_plain"]["median"]),
-    )
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set_xlabel("tokens of a block, mean")
-    axes.set_ylabel("tokens per second, over plain generate()")
-
-
 def draw_step_cost(axes: Any, figures: Figures) -> None:
     """The forward's time by the block's tokens, one line per context."""
     for context in sorted({row["context"] for row in figures["forward"]}):
@@ -98,27 +80,6 @@ def draw_parts(axes: Any, figures: Figures) -> None:
     axes.set_xlabel("share of a step, %")
 
 
-def draw_attention(axes: Any, figures: Figures) -> None:
-    """Time by context of the first shape, one line per method."""
-    heads = [(row["heads"], row["kv_heads"]) for row in figures["rows"]]
-    rows = [row for row, shape in zip(figures["rows"], heads, strict=True) if shape == heads[0]]
-    for name in rows[0]["methods"]:
-        found = [
-            (row["context"], row["methods"][name]["milliseconds"])
-            for row in rows
-            if "milliseconds" in row["methods"][name]
-        ]
-        if found:
-            contexts, times = zip(*found, strict=True)
-            medians = [time["median"] for time in times]
-            axes.errorbar(contexts, medians, yerr=error_bars(times), marker="o", capsize=3, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens before the block")
-    axes.set_ylabel(f"milliseconds, {heads[0][0]} query heads, {heads[0][1]} key/value heads")
-    axes.legend()
-
-
 def draw_replay(axes: Any, figures: Figures) -> None:
     """Tokens per step of each drafter by the block's size, one line with an empty memory and one, dashed, with one that
     is kept."""
@@ -144,13 +105,32 @@ def draw_replay(axes: Any, figures: Figures) -> None:
     axes.legend(fontsize=6)
 
 
+def acceptance_by_source(figures: Figures) -> dict[str, list[float]]:
+    """Guesses whose parent was accepted, and how many of them were expected and found to be right, by source."""
+    found: dict[str, list[float]] = {}
+    for cell in figures["replays"].values():
+        for source, counts in cell["acceptance"].items():
+            found[source] = [a + b for a, b in zip(found.get(source, [0, 0, 0]), counts, strict=True)]
+    return found
+
+
+def draw_acceptance(axes: Any, figures: Figures) -> None:
+    """Measured by predicted acceptance, a point for each source, with its standard error."""
+    for source, (count, expected, right) in acceptance_by_source(figures).items():
+        share = right / count
+        error = (share * (1 - share) / count) ** 0.5
+        axes.errorbar(expected / count, share, yerr=error, fmt="o", markersize=4, color=OURS)
+        axes.annotate(source, (expected / count, share), fontsize=6, xytext=(4, -6), textcoords="offset points")
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    axes.set_xlabel("predicted acceptance of a guess whose parent was accepted")
+    axes.set_ylabel("measured")
+
+
 # benchmark -> what is drawn, with the ending of the picture's name
 DRAWINGS: dict[str, list[tuple[str, Callable[[Any, Figures], None]]]] = {
     "decode": [("", draw_decode)],
-    "settings": [("", draw_settings)],
     "step_cost": [("", draw_step_cost), ("-parts", draw_parts)],
-    "attention": [("", draw_attention)],
-    "replay": [("", draw_replay)],
+    "replay": [("", draw_replay), ("-acceptance", draw_acceptance)],
 }
 
 
@@ -177,6 +157,10 @@ def draw_file(pyplot: Any, path: Path, folder: Path) -> list[Path]:
     for ending, draw in DRAWINGS.get(figures.get("benchmark"), []):
         if draw is draw_parts and "parts" not in figures:  # stopped before them
             continue
+        if figures["benchmark"] == "replay":
+            has_tree_alone = all(cell.get("acceptance") for cell in figures["replays"].values())
+            if (draw is draw_acceptance) != has_tree_alone:  # the other picture's figures
+                continue
         picture, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
         draw(axes, figures)
         axes.set_title(caption(figures), fontsize=7)

@@ -4,6 +4,7 @@ ones.
     python benchmarks/replay.py --model_path MODEL --set code=HumanEval.jsonl --temperatures 0,0.7 --sizes 8,16,64
     python benchmarks/replay.py --modes tree,token-recycling,sam-decoding,logitspec,lookahead --sizes 8,16,64
     python benchmarks/replay.py --records /tmp/records --out new.json --against old.json
+    python benchmarks/replay.py --records /tmp/records --without suffix --against all.json
 
 The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the
 drafter what the loop would: the same requests, random draws, committed tokens, and of the model's own logits after
@@ -23,6 +24,7 @@ import argparse
 import json
 import pickle
 import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -30,6 +32,7 @@ from math import exp, log, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import field
 import harness
@@ -45,9 +48,14 @@ from lade.block.token_tree import TokenTree
 from lade.commands.measure import use_lade
 from lade.config import LookaheadConfig
 from lade.drafting import DraftRequest, Outcome, make_drafter
-from lade.drafting.contexts import projected, projection
+from lade.drafting.base import Explanation
+from lade.drafting.contexts import ContextTable, projected, projection
+from lade.drafting.growth import Growth
 from lade.drafting.likeliest import likeliest_on_host
 from lade.drafting.memory import Memory
+from lade.drafting.text import DraftedText
+from lade.drafting.top_k_table import TopKTable
+from lade.drafting.tree import TreeDrafter
 from lade.switch import current_config, temporary_settings
 from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsSummary
@@ -56,6 +64,28 @@ from lade.verification.walk import children_of
 
 NUM_LIKELIEST = 64  # tokens of a row that drafters of the field can see
 MAX_PROMPT_ROWS = 128
+
+TAKE_ROWS, LEARN_ROWS = DraftedText.take_rows, TreeDrafter._learn_rows
+
+
+def learn_accepted(drafter: TreeDrafter, text: DraftedText, path: list[int], rows: Any, projections: Any) -> None:
+    """Learn the rows of accepted guesses alone."""
+    drawn, kept = text.growth, [0, *(node + 1 for node in path)]
+    text.growth = Growth([drawn.tokens[node] for node in path], list(range(-1, len(path) - 1)))
+    LEARN_ROWS(drafter, text, list(range(len(path))), rows[kept], projections[kept])
+    text.growth = drawn
+
+
+# Parts of the tree drafter -> class, method, and what stands in its place.
+PARTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "suffix": (DraftedText, "copies", lambda *_: []),
+    "unseen": (TreeDrafter, "_add_unseen", lambda *_: None),
+    "token": (TopKTable, "row", lambda *_: None),
+    "context": (ContextTable, "find", lambda *_: None),
+    "root-row": (DraftedText, "take_rows", lambda text, _, rejected: setattr(text, "rejected_row", rejected)),
+    "rejected-at-root": (DraftedText, "take_rows", lambda text, row, _: TAKE_ROWS(text, row, None)),
+    "rejected": (TreeDrafter, "_learn_rows", learn_accepted),
+}
 
 Node = tuple[int, tuple[int, ...]]  # tokens of the text that it follows, and guesses after them
 
@@ -240,6 +270,8 @@ class Replay:
     num_steps: int
     sources: dict[str, list[int]]
     seconds: float  # of propose and learn, of this thread's processor time
+    # Source, predicted acceptance after its accepted parent, and whether right.
+    guesses: list[tuple[str, float, bool]] = dataclass_field(default_factory=list)
 
     @property
     def tokens_per_step(self) -> float:
@@ -280,11 +312,12 @@ def replay(
         drafter.read_prompt(oracle.prompt_rows(prompt_rows))
     reads_wrong_guesses = getattr(field.FIELD.get(config.mode), "reads_wrong_guesses", True)
     tree, choices, num_steps, num_done, seconds = TokenTree.empty(1), None, 0, 0, 0.0
+    guesses: list[tuple[str, float, bool]] = []
     while num_done < len(tokens):
         if num_steps:
             began = time.thread_time()
             draft = drafter.propose(sequences, [False], None)
-            tree = draft.tree
+            tree, explanation = draft.tree, draft.explain(0) if draft.explain else Explanation()
             seconds += time.thread_time() - began
             choices = None
             if draft.has_window:
@@ -300,6 +333,8 @@ def replay(
             if node < 0 or num_done == len(tokens):
                 break
             path.append(node)
+        if num_steps:
+            guesses += guesses_after(explanation, tree.parents[0], path, node)
         if draws is not None:
             draws.forget(before)
         if reads_wrong_guesses:
@@ -313,7 +348,18 @@ def replay(
         seconds += time.thread_time() - began
         num_steps += 1
     drafter.finish()
-    return Replay(len(tokens), num_steps, drafter.sources(), seconds)
+    return Replay(len(tokens), num_steps, drafter.sources(), seconds, guesses)
+
+
+def guesses_after(
+    explanation: Explanation, parents: list[int], path: list[int], last: int
+) -> Iterator[tuple[str, float, bool]]:
+    """Entries of `Replay.guesses` of one step. path: accepted nodes. last: one more that was right at the text's end."""
+    accepted = {-1: 1.0} | {node: explanation.chances[node] for node in path if explanation.chances}
+    # The window's drafter has sources alone.
+    for node, (source, chance) in enumerate(zip(explanation.sources, explanation.chances, strict=False)):
+        if parents[node] in accepted:
+            yield source, chance / accepted[parents[node]], node in accepted or node == last
 
 
 def summary_of(rows: list[Row]) -> LogitsSummary:
@@ -343,12 +389,14 @@ def replay_all(
     config: LookaheadConfig,
     is_warm: bool,
     prompt_rows: int | None = None,
+    without: str | None = None,
 ) -> list[Replay]:
-    """All texts of a set in their order. is_warm: with one memory."""
+    """All texts of a set in their order. is_warm: with one memory. without: a part of the tree drafter."""
     memory, found = Memory(), []
-    for recording in recordings:
-        memory = memory if is_warm else Memory()
-        found.append(replay(model, recording, config, memory, prompt_rows))
+    with patch.object(*PARTS[without]) if without else nullcontext():
+        for recording in recordings:
+            memory = memory if is_warm else Memory()
+            found.append(replay(model, recording, config, memory, prompt_rows))
     return found
 
 
@@ -369,6 +417,10 @@ def summary(replays: list[Replay], recordings: list[Recording]) -> dict[str, Any
             counts = sources.setdefault(name, [0, 0])
             counts[0] += proposed
             counts[1] += accepted
+    acceptance: dict[str, list[float]] = {}
+    for source, chance, is_right in (guess for r in varied for guess in r.guesses):
+        counts = acceptance.setdefault(source, [0, 0.0, 0])
+        counts[:] = counts[0] + 1, round(counts[1] + chance, 4), counts[2] + is_right
     return {
         "S": round(sum(r.num_tokens for r in replays) / steps, 4),
         "S_without_loops": round(sum(r.num_tokens for r in varied) / max(1, sum(r.num_steps for r in varied)), 4),
@@ -379,6 +431,7 @@ def summary(replays: list[Replay], recordings: list[Recording]) -> dict[str, Any
         "each": [round(r.tokens_per_step, 4) for r in replays],
         "is_loop": [text.is_looping for text in recordings],
         "sources": sources,
+        "acceptance": acceptance,  # by source: guesses whose parent was accepted, expected to be right, right
     }
 
 
@@ -421,6 +474,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--memories", type=lambda text: text.split(","), default=["cold", "warm"])
     parser.add_argument("--prompt_rows", type=int, help="rows of each prompt to learn, if not those that lade does")
+    parser.add_argument("--without", choices=list(PARTS), help="leave out a part of the tree drafter")
     parser.add_argument("--varied", type=int, help="of each set the first so many texts that are no loops, alone")
     parser.add_argument("--loop", type=int, default=0, help="generate() takes so many of the texts as well, to compare")
     parser.add_argument("--records", type=Path, help="a folder of your own that keeps what the model has said (pickle)")
@@ -462,7 +516,7 @@ def main() -> None:
                         settings = field.settings_of(mode, q)
                         with temporary_settings(**settings):
                             config = current_config()
-                        found = replay_all(model, recordings, config, memory == "warm", args.prompt_rows)
+                        found = replay_all(model, recordings, config, memory == "warm", args.prompt_rows, args.without)
                         key = f"{name} T={temperature:g} {mode} q={q} {memory}"
                         figures[key] = one = summary(found, recordings) | {"max_new_tokens": args.max_new_tokens}
                         line = f"{key:<36} S {one['S']:6.3f}  no loops {one['S_without_loops']:6.3f} +- {one['standard_error']}"

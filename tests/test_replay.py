@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,9 @@ def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, temperature, ma
         found = bench.replay(model, text, current_config(), replayed)
         assert (found.num_steps, found.sources) == (steps, sources)
         assert found.num_steps < found.num_tokens == 60
+        right = sum(is_right for _, _, is_right in found.guesses)  # one more where the text ends at a guess
+        assert right - sum(accepted for _, accepted in sources.values()) in (0, 1)
+        assert all(0 < chance <= 1 for _, chance, _ in found.guesses)
     cold = [bench.replay(model, text, current_config(), Memory(), rows).sources for rows in (None, 0)]
     assert cold[0] != cold[1]  # the prompt's rows count
 
@@ -84,6 +88,42 @@ def test_logits_behind_wrong_guesses_are_the_models(bench, model):
         likely, ids = expected.softmax(-1).topk(32)
         assert found[row].likeliest[:32].tolist() == found[row].ids.tolist() == ids.tolist()
         torch.testing.assert_close(torch.from_numpy(found[row].probabilities), likely.float())
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("suffix", "suffix"),
+        ("token", "token"),
+        ("context", "context"),
+        ("root-row", "root row"),
+        ("rejected-at-root", "rejected"),
+    ],
+)
+def test_a_part_left_out_guesses_nothing(lade_on, bench, model, part, source):
+    lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0)
+    texts = [bench.record(model, prompt(20, seed=seed), None, 60) for seed in range(3)]
+    found = {
+        without: bench.replay_all(model, texts, current_config(), True, without=without) for without in (None, part)
+    }
+    counts = {
+        without: sum(sum(counts) for one in replays for name, counts in one.sources.items() if name.startswith(source))
+        for without, replays in found.items()
+    }
+    assert counts[None] > counts[part] == 0
+
+
+def test_rows_of_rejected_guesses_left_out(lade_on, bench, model):
+    lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0)
+    texts = [bench.record(model, prompt(20, seed=seed), None, 60) for seed in range(3)]
+    sizes = []
+    for change in (nullcontext(), bench.patch.object(*bench.PARTS["rejected"])):
+        memory = Memory()
+        with change:
+            for text in texts:
+                bench.replay(model, text, current_config(), memory)
+        sizes.append(len(memory))
+    assert sizes[1] < sizes[0]
 
 
 @pytest.mark.parametrize("temperature", [None, 0.6])
