@@ -354,7 +354,7 @@ def replay(
 def guesses_after(
     explanation: Explanation, parents: list[int], path: list[int], last: int
 ) -> Iterator[tuple[str, float, bool]]:
-    """Entries of `Replay.guesses` of one step. path: accepted nodes. last: one more that was right at the text's end."""
+    """Entries of `Replay.guesses` of one step. path: accepted nodes. last: one more that was right at the end."""
     accepted = {-1: 1.0} | {node: explanation.chances[node] for node in path if explanation.chances}
     # The window's drafter has sources alone.
     for node, (source, chance) in enumerate(zip(explanation.sources, explanation.chances, strict=False)):

@@ -287,5 +287,5 @@ class StepTimer:
         # 0 s: the step costs skip this step.
         cost = forward - path.preparing_seconds + learn if path.is_typical else 0.0
         if call.costs is not None:
-            call.costs.observe(num_tokens, cost, draft)
+            call.costs.observe(num_tokens, cost)
         call.stats.add_times(draft + learn, forward, verify + self._selection.drawing_seconds - self._drawn)

@@ -146,9 +146,6 @@ MUTANTS = [
     mutant("costs: the worst rate wins", "drafting/block_policy.py",
            "size, *_ = max(compared", "size, *_ = min(compared",
            "block_policy.py::test_the_best_rate_wins"),
-    mutant("costs: rests do not get longer", "drafting/block_policy.py",
-           "min(MAX_REST, 2 * self._rest)", "min(MAX_REST, self._rest)",
-           "drafting.py::test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely"),
     # What guesses come from.
     mutant("memory: a table grows beyond its bound", "drafting/top_k_table.py",
            "elif len(slots) < self.capacity:", "elif len(slots) <= self.capacity:",

@@ -49,7 +49,7 @@ def model():
 @pytest.fixture(autouse=True)
 def automatic(lade_on, monkeypatch):
     observe = StepCosts.observe  # steps have set costs, whatever this machine is doing
-    monkeypatch.setattr(StepCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.2 * q, 0.0))
+    monkeypatch.setattr(StepCosts, "observe", lambda self, q, seconds: observe(self, q, 1 + 0.2 * q))
     monkeypatch.setattr(fixed, "MIN_NEW_TOKENS", 32)  # so that calls of these tests are long ones
     lade.config_lade(
         MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=2, ADAPTIVE=1, USE_FLASH="auto", CUDA_GRAPH="auto"
@@ -274,7 +274,7 @@ def test_a_kept_graph_is_not_compared_again(model, on_cuda, monkeypatch):
 @pytest.mark.parametrize("fails", [False, True], ids=["captured", "fails-later"])
 def test_preparing_does_not_count_as_the_price_of_a_step(fails, on_cuda, monkeypatch):
     seen = []
-    monkeypatch.setattr(StepCosts, "observe", lambda self, q, seconds, search_seconds: seen.append(seconds))
+    monkeypatch.setattr(StepCosts, "observe", lambda self, q, seconds: seen.append(seconds))
 
     def slow(forward, capture=fixed.capture):
         now[0] += 5

@@ -3,13 +3,10 @@ chance."""
 
 import pytest
 import torch
-from support import ROOT, VOCAB, Choose, generate_plain, note_calls, prompt, seeded, tiny_llama
+from support import VOCAB, Choose, generate_plain, note_calls, prompt, seeded, tiny_llama
 
 import lade
 from lade.drafting.acceptance import AcceptanceRatio
-from lade.drafting.block_policy import MAX_REST, MIN_REST, PATIENCE, TRIAL, SpeculationBackoff
-from lade.drafting.step_costs import StepCosts
-from lade.drafting.tree import LONG_MATCH, TreeDrafter
 from lade.stats import tracing
 
 SAMPLED = {"do_sample": True, "temperature": 0.4}
@@ -140,48 +137,3 @@ def test_the_ratio_follows_the_latest_steps():
     for _ in range(40):
         ratio.learn(1.0, 3)
     assert ratio.value == 1
-
-
-def test_guessing_in_vain_ends_and_is_tried_again_ever_more_rarely():
-    def steps_until_rest(backoff, gain, promise):
-        return next(count for count in range(1, 1000) if backoff.learn(gain, promise) or backoff.begin_step())
-
-    def length_of_rest(backoff):
-        return 1 + sum(iter(backoff.begin_step, False))
-
-    backoff = SpeculationBackoff()
-    assert steps_until_rest(backoff, -0.05, 1.0) == pytest.approx(PATIENCE / 0.05, abs=1.5)
-    rests = [length_of_rest(backoff)]
-    for _ in range(5):
-        assert steps_until_rest(backoff, -0.05, 1.0) == pytest.approx(TRIAL / 0.05, abs=1.5)
-        rests.append(length_of_rest(backoff))
-    assert rests == [MIN_REST, 2 * MIN_REST, 4 * MIN_REST, MAX_REST, MAX_REST, MAX_REST]
-    backoff.learn(1.0, 1.0)  # it paid
-    steps_until_rest(backoff, -0.05, 1.0)
-    assert length_of_rest(backoff) == MIN_REST
-    assert steps_until_rest(SpeculationBackoff(), -0.05, 0.2) == pytest.approx(PATIENCE * 0.2 / 0.05, abs=1.5)
-
-
-def test_the_document_says_when_guessing_rests():
-    text = " ".join((ROOT / "docs" / "drafting.md").read_text(encoding="utf-8").split())
-    assert f"falls below -{PATIENCE}, " in text
-    assert f"for {MIN_REST} steps, then after a short trial for {2 * MIN_REST}, and up to {MAX_REST} " in text
-
-
-def test_a_text_that_repeats_itself_ends_a_rest(model, monkeypatch):
-    """While guessing rests, a tree is grown only behind what has been said before; the text stays the same."""
-    monkeypatch.setattr(SpeculationBackoff, "begin_step", lambda self: True)
-    observe = StepCosts.observe  # steps have set costs, whatever this machine is doing
-    monkeypatch.setattr(StepCosts, "observe", lambda self, q, *times: observe(self, q, 1 + 0.01 * q, 0.0))
-
-    def longest_copy(drafter, *_):
-        return max((copy.length for copy in drafter._texts[0].copies(None, drafter.priors, 1)), default=0)
-
-    grown = note_calls(monkeypatch, TreeDrafter, "_grow_all", longest_copy)
-    lade.config_lade(ADAPTIVE=1)
-    stats = assert_exact(model, prompt(24), max_new_tokens=60)
-    assert len(grown) < stats.steps - 1
-    assert all(length >= LONG_MATCH for length in grown)
-    assert grown  # the control: such a text does repeat itself
-    lade.config_lade(ADAPTIVE=0)  # nothing is measured, so nothing rests
-    assert max(assert_exact(model, prompt(24), max_new_tokens=6).block_tokens) > 1

@@ -125,15 +125,6 @@ def test_a_plain_step_is_wanted_until_enough_were_compared_and_then_seldom():
     assert table.is_settled
 
 
-def test_the_search_is_told_apart():
-    table = told(CostTable(FLAT, search=0.5), lambda q: 2.0, (1, 8))
-    assert table.measured_search == 0.0
-    for size in (1, 8) * 9:
-        table.observe(size, 2.0, 0.2)
-    assert table.measured_search == pytest.approx(0.1)
-    assert table.start_search == 0.5
-
-
 # The costs of a call.
 
 
@@ -150,7 +141,7 @@ def test_offers_change_with_costs_only():
     before = costs.offers(64)
     assert costs.offers(64) is before
     for size in (1, 8) * 6:
-        costs.observe(size, 1.0 + 3.0 * (size > 1), 0.0)
+        costs.observe(size, 1.0 + 3.0 * (size > 1))
     found = costs.offers(64)
     assert found is not before
     assert found.sizes[:3] == (1, 2, 4)
@@ -164,10 +155,9 @@ def test_where_the_clock_decides_nothing_costs_stay():
     costs = costs_of(model, follows_clock=False)
     before = costs.offers(64).costs
     for size in (1, 8) * 40:
-        costs.observe(size, float(size), 0.3)
+        costs.observe(size, float(size))
     assert costs.offers(64).costs == before
     assert not costs.wants_plain_step
-    assert costs.search_cost == step_costs.ASSUMED_SEARCH
     followed = costs_of(model)
     assert followed.cost(8) > costs.cost(8)  # the control: the same table
 
@@ -177,7 +167,7 @@ def test_a_size_never_compared_is_hoped_to_cost_less_while_trials_are_cheap(monk
     costs = costs_of(tiny_llama(torch.float32))
     assert costs.offers(16).costs[-1] < costs.cost(16)
     for size in (1, 16):
-        costs.observe(size, 1.0 + 9.0 * (size > 1), 0.0)
+        costs.observe(size, 1.0 + 9.0 * (size > 1))
     assert costs.offers(16).costs[1] == costs.cost(2)  # the trial has cost nine steps
     fixed = costs_of(tiny_llama(torch.float32), follows_clock=False)
     assert fixed.offers(16).costs[-1] == fixed.cost(16)
@@ -190,14 +180,14 @@ def test_trials_take_a_small_share_of_all_time(monkeypatch):
     for _ in range(1000):
         size = 1 if costs.wants_plain_step else choose_size(costs, [0.99 * k for k in range(65)], 1, 64)
         tokens, seconds = tokens + 1 + 0.99 * (size - 1), seconds + size
-        costs.observe(size, float(size), 0.0)
+        costs.observe(size, float(size))
     assert seconds <= 1.05 * tokens
 
 
 def test_other_contexts_and_kinds_have_tables_of_their_own():
     costs = costs_of()
     for size in (1, 8) * 9:
-        costs.observe(size, float(size), 0.0)
+        costs.observe(size, float(size))
     short = costs.cost(8)
     assert short == pytest.approx(8.0)
     costs.at((), 250)
@@ -205,7 +195,7 @@ def test_other_contexts_and_kinds_have_tables_of_their_own():
     costs.at((), 5000)
     assert costs.cost(8) == pytest.approx(short)  # begun from the shorter one's
     for size in (1, 8) * 9:
-        costs.observe(size, 1.0 + size, 0.0)
+        costs.observe(size, 1.0 + size)
     assert costs.cost(8) == pytest.approx(4.5)
     costs.at((), 100)
     assert costs.cost(8) == short
@@ -235,7 +225,7 @@ def test_threads_share_tables():
 
     def use(_):
         for step in range(300):
-            costs.observe(SIZES[step % 12], 1.0 + step % 7, 0.0)
+            costs.observe(SIZES[step % 12], 1.0 + step % 7)
             choose_size(costs, [0.1 * k for k in range(40)], 1, 40)
 
     interval = sys.getswitchinterval()
@@ -252,7 +242,7 @@ def test_threads_share_tables():
 def padded(seconds):
     costs = costs_of(sizes=PADDED)
     for size in PADDED * 6:
-        costs.observe(size, seconds[size], 0.0)
+        costs.observe(size, seconds[size])
     return costs
 
 
@@ -260,7 +250,7 @@ def padded(seconds):
 def test_a_tree_that_fills_no_size_goes_into_the_next(num_guesses):
     """Guesses that are sure: all of them are worth it where a larger block costs hardly more."""
     costs = padded({8: 1.0, 16: 1.01, 32: 1.02, 64: 1.03})
-    assert costs.plain_cost == costs.cost(8) == 1.0
+    assert costs.cost(8) == 1.0
     expected = [float(k) for k in range(num_guesses + 1)]
     found = choose_size(costs, expected, 1, 64)
     assert found == next(size for size in PADDED if size > num_guesses)
@@ -280,14 +270,14 @@ def test_a_larger_size_that_does_not_pay_is_not_chosen():
 def test_a_stored_table_is_found(cache):
     model = tiny_llama()
     assert load_table(model, "x") is None
-    store_table(model, "x", {1: 1.0, 8: 1.23456}, 0.05)
-    store_table(model, "y", {8: 1.0, 16: 1.5}, 0.1)
-    assert load_table(model, "x") == ({1: 1.0, 8: 1.2346}, 0.05)
-    store_table(model, "x", {1: 1.0, 8: 3.0}, 0.05)  # the first one stays
-    assert load_table(model, "x")[0][8] == 1.2346
-    store_table(model, "x", {1: 1.0, 8: 3.0}, 0.05, replaces=True)
-    assert load_table(model, "x")[0][8] == 3.0
-    assert load_table(model, "y") == ({8: 1.0, 16: 1.5}, 0.1)
+    store_table(model, "x", {1: 1.0, 8: 1.23456})
+    store_table(model, "y", {8: 1.0, 16: 1.5})
+    assert load_table(model, "x") == {1: 1.0, 8: 1.2346}
+    store_table(model, "x", {1: 1.0, 8: 3.0})  # the first one stays
+    assert load_table(model, "x")[8] == 1.2346
+    store_table(model, "x", {1: 1.0, 8: 3.0}, replaces=True)
+    assert load_table(model, "x")[8] == 3.0
+    assert load_table(model, "y") == {8: 1.0, 16: 1.5}
     assert load_table(tiny_llama(torch.float32), "x") is None
     (path,) = stored_files()
     assert [path] == list(cache.iterdir())
@@ -296,7 +286,7 @@ def test_a_stored_table_is_found(cache):
 def test_a_file_is_for_all_who_share_the_folder(cache):
     before = os.umask(0o077)
     try:
-        store_table(tiny_llama(), "x", {1: 1.0, 8: 1.1}, 0.05)
+        store_table(tiny_llama(), "x", {1: 1.0, 8: 1.1})
     finally:
         os.umask(before)
     (path,) = stored_files()
@@ -307,25 +297,24 @@ def test_a_file_is_for_all_who_share_the_folder(cache):
     "change",
     [
         lambda content: content | {"format": 99},
-        lambda content: content | {"tables": {"x": {"costs": {"1": 1.0, "8": 0.5}, "search": 0.1}}},
-        lambda content: content | {"tables": {"x": {"costs": {"1": 1.0, "8": float("nan")}, "search": 0.1}}},
-        lambda content: content | {"tables": {"x": {"costs": {"1": 1.0, "8": 10**400}, "search": 0.1}}},
-        lambda content: content | {"tables": {"x": {"costs": {"1": 2.0, "8": 3.0}, "search": 0.1}}},
-        lambda content: content | {"tables": {"x": {"costs": [1.0, 2.0], "search": 0.1}}},
-        lambda content: content | {"tables": {"x": {"costs": {"1": 1.0, "8": 1.5}, "search": -1}}},
+        lambda content: content | {"tables": {"x": {"1": 1.0, "8": 0.5}}},
+        lambda content: content | {"tables": {"x": {"1": 1.0, "8": float("nan")}}},
+        lambda content: content | {"tables": {"x": {"1": 1.0, "8": 10**400}}},
+        lambda content: content | {"tables": {"x": {"1": 2.0, "8": 3.0}}},
+        lambda content: content | {"tables": {"x": [1.0, 2.0]}},
         lambda content: [content],
     ],
 )
 def test_a_damaged_file_is_said_and_replaced(cache, change, caplog):
     model = tiny_llama()
-    store_table(model, "x", {1: 1.0, 8: 1.1}, 0.05)
+    store_table(model, "x", {1: 1.0, 8: 1.1})
     (path,) = stored_files()
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with caplog.at_level(logging.WARNING):
         assert load_table(model, "x") is None
     assert str(path) in caplog.text
-    store_table(model, "x", {1: 1.0, 8: 1.2}, 0.05)
-    assert load_table(model, "x")[0][8] == 1.2
+    store_table(model, "x", {1: 1.0, 8: 1.2})
+    assert load_table(model, "x")[8] == 1.2
 
 
 def test_files_are_bounded_by_number_and_age(cache, monkeypatch):
@@ -337,7 +326,7 @@ def test_files_are_bounded_by_number_and_age(cache, monkeypatch):
         os.utime(path, (time.time() - 100 + number,) * 2)
     os.utime(cache / "step-costs-5.json", (time.time() - 2 * cache_folder.MAX_AGE,) * 2)
     (cache / "another.json").write_text("{}")
-    store_table(tiny_llama(), "x", {1: 1.0, 8: 1.1}, 0.05)
+    store_table(tiny_llama(), "x", {1: 1.0, 8: 1.1})
     kept = sorted(path.name for path in cache.iterdir())
     assert [name for name in kept if name in ("step-costs-3.json", "step-costs-4.json", "another.json")] == [
         "another.json", "step-costs-3.json", "step-costs-4.json",
@@ -404,7 +393,7 @@ def test_exact_calls_are_the_control(wild_clock, cache, monkeypatch):
 @pytest.mark.parametrize("way", ["setting", "torch"])
 def test_a_stored_table_of_half_precision_is_used_unless_that_is_ruled_out(way, wild_clock, monkeypatch):
     lade.config_lade(**TREE)
-    monkeypatch.setattr(step_costs, "load_table", lambda *_: ({1: 1.0, 2: 50.0, 64: 100.0}, 0.0))
+    monkeypatch.setattr(step_costs, "load_table", lambda *_: {1: 1.0, 2: 50.0, 64: 100.0})
     assert max(map(max, script()[1])) == 1
     if way == "setting":
         lade.config_lade(DETERMINISTIC=1)
@@ -500,7 +489,7 @@ lade.config_lade(ADAPTIVE=1)
 model = tiny_llama(torch.float32)
 print(model.generate(**prompt(12), max_new_tokens=100).tolist(), lade.last_stats().fallback_reason)
 for number in range(100):
-    store_table(model, f"table {number}", {1: 1.0, 8: 1.1}, 0.05, replaces=True)
+    store_table(model, f"table {number}", {1: 1.0, 8: 1.1}, replaces=True)
 """
 
 

@@ -22,7 +22,7 @@ import torch
 
 logger = logging.getLogger("lade")
 
-FORMAT = 2
+FORMAT = 3
 MAX_FILES, MAX_AGE = 64, 180 * 86_400  # files kept, and seconds since they were last used
 
 
@@ -59,8 +59,8 @@ def stored_files() -> list[Path]:
     return [file for _, file in sorted(found)]
 
 
-def load_table(model: Any, name: str) -> tuple[dict[int, float], float] | None:
-    """A stored table: costs by size, and the cost of a search. None if there is none that can be read."""
+def load_table(model: Any, name: str) -> dict[int, float] | None:
+    """A stored table, costs by size. None if there is none that can be read."""
     path = _path_of(model)
     content = None if path is None else _content(path)
     table = None if content is None else content["tables"].get(name)
@@ -68,10 +68,10 @@ def load_table(model: Any, name: str) -> tuple[dict[int, float], float] | None:
         return None
     with suppress(OSError):
         os.utime(path)  # marks it as used: see `prune`
-    return {int(size): float(cost) for size, cost in table["costs"].items()}, float(table["search"])
+    return {int(size): float(cost) for size, cost in table.items()}
 
 
-def store_table(model: Any, name: str, costs: Mapping[int, float], search: float, replaces: bool = False) -> None:
+def store_table(model: Any, name: str, costs: Mapping[int, float], replaces: bool = False) -> None:
     """Add a table to the model's file, unless one of that name is there and not to be replaced.
 
     Does nothing where nothing can be written: a full disk, a folder of another user.
@@ -82,7 +82,7 @@ def store_table(model: Any, name: str, costs: Mapping[int, float], search: float
     content = _content(path) or {"format": FORMAT, "model": model_name(model), "tables": {}}
     if name in content["tables"] and not replaces:
         return
-    content["tables"][name] = {"costs": {str(size): round(cost, 4) for size, cost in costs.items()}, "search": search}
+    content["tables"][name] = {str(size): round(cost, 4) for size, cost in costs.items()}
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,12 +145,10 @@ def _content(path: Path) -> dict[str, Any] | None:
         if found["format"] != FORMAT:
             raise ValueError(f"its format is {found['format']!r}")
         for table in found["tables"].values():
-            costs = {int(size): float(cost) for size, cost in table["costs"].items()}
+            costs = {int(size): float(cost) for size, cost in table.items()}
             ordered = [costs[size] for size in sorted(costs)]
             if min(costs) < 1 or ordered[0] != 1 or ordered != sorted(ordered) or not ordered[-1] < 1e6:
                 raise ValueError("its costs do not rise from 1 with the size")
-            if not 0 <= float(table["search"]) <= 1:
-                raise ValueError("its cost of a search is not a share of a step")
     except OSError:  # missing, or not readable
         return None
     except Exception as error:  # whatever a damaged file may lead to

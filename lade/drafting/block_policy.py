@@ -1,4 +1,4 @@
-"""The block policy: the size of a tree, the mode of the paper's block, and when to stop guessing for a while.
+"""The block policy: the size of a tree, and the mode of the paper's block.
 
 Every decision compares tokens per unit of cost. Costs come from `lade.drafting.step_costs`; the rest counts tokens and
 steps, never seconds.
@@ -33,44 +33,6 @@ def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limi
     compared = compared_sizes(costs.offers(limit), expected, num_rows)
     size, *_ = max(compared, key=lambda offer: offer[1] / offer[2])
     return size
-
-
-PATIENCE = 1.5  # plain steps that guessing may lose on a fully predictable text before the first pause
-MAX_CREDIT = 0.5  # most plain steps kept of earlier gains, so that a harder passage is noticed soon
-TRIAL = 0.15  # plain steps that guessing may lose in a trial after a pause
-MIN_REST, MAX_REST = 8, 64  # steps without guesses
-
-
-class SpeculationBackoff:
-    """Tracks what guessing has gained and lost, in plain steps; after losses, some steps have no guesses.
-
-    Each failed trial doubles the next pause, up to MAX_REST.
-    """
-
-    def __init__(self) -> None:
-        self._balance = 0.0  # plain steps gained
-        self._rest = MIN_REST  # length of the next pause
-        self._num_left = 0  # steps left of this pause
-
-    def begin_step(self) -> bool:
-        """To be called once before each step. Returns whether it has no guesses."""
-        if self._num_left == 0:
-            return False
-        self._num_left -= 1
-        return True
-
-    def learn(self, gain: float, predictability: float) -> None:
-        """Record the gain of one step with guesses, in plain steps; negative for a loss.
-
-        predictability: of the text, from 0 to 1; scales the loss that is tolerated.
-        """
-        limit = -PATIENCE * predictability
-        if gain > 0:
-            self._rest = MIN_REST
-        self._balance = min(MAX_CREDIT, self._balance + gain)
-        if self._balance < limit:
-            self._num_left, self._rest = self._rest, min(MAX_REST, 2 * self._rest)
-            self._balance = limit + TRIAL
 
 
 MEMORY = 32  # steps in a mode's running mean

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import median, median_low
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 EXPERT_SHARE = 0.6
 PENDING = "pending"  # kind of steps that will soon cost less: nothing is tried out in them
-ASSUMED_SEARCH = 0.02  # cost of a search for guesses
 MIN_CONTEXT = 256  # tokens; shorter contexts share one table
 
 RATIOS = 9  # the latest comparisons of a size with smaller ones; its correction is their median
@@ -119,14 +118,12 @@ class CostTable:
     from one step to the next, the ratio of their times gives the larger size's cost relative to the smaller's.
     """
 
-    def __init__(self, start: Mapping[int, float], search: float = ASSUMED_SEARCH, is_assumed: bool = False) -> None:
-        """start: costs by size, not falling, from 1 for a step without guesses. search: cost of a search for guesses.
-
-        is_assumed: nothing was measured on this machine, so larger blocks are tried one after the other.
+    def __init__(self, start: Mapping[int, float], is_assumed: bool = False) -> None:
+        """start: costs by size, not falling, from 1 for a step without guesses. is_assumed: nothing was measured on
+        this machine, so larger blocks are tried one after the other.
         """
-        self.start, self.start_search = dict(start), search
+        self.start = dict(start)
         self._ratios: dict[int, deque[float]] = {}  # by size: measured costs over those of `start`
-        self._searches: deque[float] = deque(maxlen=RATIOS)
         self._run: tuple[int, list[float]] = 0, []  # size and seconds of the latest steps
         self._spent = self._lost = 0.0  # cost of all steps, and what those of sizes never compared have cost beyond 1
         self._since_plain = 0
@@ -142,10 +139,6 @@ class CostTable:
     def measured(self, num_tokens: int) -> float:
         """The cost as corrected by the steps so far."""
         return interpolated(self.costs, num_tokens)
-
-    @property
-    def measured_search(self) -> float:
-        return min(1.0, median(self._searches)) if self._searches else self.start_search
 
     @property
     def may_try(self) -> bool:
@@ -174,8 +167,8 @@ class CostTable:
         """The next step does not directly follow the last one, so their times must not be compared."""
         self._run = 0, []
 
-    def observe(self, num_tokens: int, seconds: float, search_seconds: float = 0.0) -> bool:
-        """Record the time of a step of q tokens and of the search for its guesses.
+    def observe(self, num_tokens: int, seconds: float) -> bool:
+        """Record the time of a step of q tokens.
 
         Times of 0 or less, from a clock that was stopped or set back, are ignored. Returns whether costs have changed.
         """
@@ -196,8 +189,6 @@ class CostTable:
             smaller, larger = sorted((num_tokens, other))
             # Of steps in a row the lower median: disturbances only make a step longer.
             growth = seconds / median_low(run) if larger == num_tokens else median_low(run) / seconds
-            plain_seconds = min(seconds, median_low(run)) / self.measured(smaller)
-            self._searches.append(search_seconds / plain_seconds)
             is_new = not self.is_compared(larger)
             if is_new:
                 self._lost += max(0.0, growth * self.measured(smaller) - 1)
@@ -300,13 +291,13 @@ class StepCosts:
         model = self._model()
         stored = load_table(model, _name(key)) if self._uses_stored else None
         if stored is not None:
-            return CostTable(*stored)
+            return CostTable(stored)
         others = {
             other[-3]: table for other, table in self._all.items() if _without_length(other) == _without_length(key)
         }
         if others and self._follows_clock:
             closest = others[min(others, key=lambda length: abs(length - key[-3]))]
-            return CostTable(closest.costs, closest.measured_search)
+            return CostTable(closest.costs)
         assumed = assumed_costs(model, "packed" in kind, self._batch_size)
         plain = interpolated(assumed, self.sizes[0])
         return CostTable({size: interpolated(assumed, size) / plain for size in self.sizes}, is_assumed=True)
@@ -317,23 +308,13 @@ class StepCosts:
         return self._table.measured(num_tokens) if self._follows_clock else self._table.assumed(num_tokens)
 
     @property
-    def plain_cost(self) -> float:
-        """The cost of a step without guesses."""
-        return self.cost(self.sizes[0])
-
-    @property
-    def search_cost(self) -> float:
-        """The cost of a search for guesses, in plain steps."""
-        return self._table.measured_search if self._follows_clock else self._table.start_search
-
-    @property
     def wants_plain_step(self) -> bool:
         """Whether the next step should have no guesses, for comparison."""
         return self._follows_clock and not self._is_pending and self._table.wants_plain_step
 
-    def observe(self, num_tokens: int, seconds: float, search_seconds: float) -> None:
-        """Record the time of a step of q tokens and of the search for its guesses."""
-        if self._may_measure and self._table.observe(num_tokens, seconds, search_seconds):
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Record the time of a step of q tokens."""
+        if self._may_measure and self._table.observe(num_tokens, seconds):
             self._offers = {}
 
     def offers(self, limit: int) -> Offers:
@@ -363,7 +344,7 @@ class StepCosts:
             return
         for key, table in list(self._all.items()):
             if table.is_settled and self._uses_stored:
-                store_table(self._model(), _name(key), table.costs, table.measured_search, replaces=is_asked)
+                store_table(self._model(), _name(key), table.costs, replaces=is_asked)
 
 
 def _without_length(key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from lade.block.token_tree import TokenTree
 from lade.common.transfer import on_host
 from lade.drafting.acceptance import GREEDY, SAMPLED, AcceptanceRatio
 from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
-from lade.drafting.block_policy import SpeculationBackoff, choose_size, compared_sizes
+from lade.drafting.block_policy import choose_size, compared_sizes
 from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.contexts import projected, projection
 from lade.drafting.growth import UNSEEN, Grower, Growth
@@ -34,16 +34,13 @@ from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
-LONG_MATCH = 5  # tokens
 MAX_PROMPT_ROWS = 128  # of all prompts of a call, and no more than twice MAX_BLOCK: their logits take memory, too
 
 # Why a block has its size.
-RESTS = "No guesses: they have cost more than they gained lately, so a few steps have none."
 NO_ROOM = "No guesses: there is no room for them after the root."
 WHOLE = "As many guesses as there is room for: sizes do not follow costs (ADAPTIVE=0)."
 PLAIN = "No guesses: a plain step, with which the cost of larger ones is compared."
 BEST = "The size that is expected to commit most tokens per unit of time."
-SMALL_BLOCK, FREE_COST = 4, 1.06  # no rest where a block of so many tokens costs hardly more than a plain step
 BLIND_BLOCK = 16  # tokens of a block of unknown cost: so many pay on most devices
 
 
@@ -67,9 +64,7 @@ class TreeDrafter:
         self._temperature = temperature or 1.0
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
         self._vocab_size = 0  # width of the logits
-        self._backoff = SpeculationBackoff()
-        self._has_searched = False  # for guesses of this step
-        self._reason = ""  # for the size of its block
+        self._reason = ""  # for the size of this step's block
         # The offers of this step, what is expected of k guesses per row at index k, and the number of rows.
         self._compared: tuple[Offers, list[float], int] | None = None
         self._proposed: Counter[str] = Counter()  # by source
@@ -98,11 +93,12 @@ class TreeDrafter:
             text.begin_step(len(generated))
         unfinished = [row for row, done in enumerate(is_finished) if not done]
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
-        self._reason, self._compared = RESTS if max_depth > 0 else NO_ROOM, None
-        self._has_searched = max_depth > 0 and not self._takes_rest(unfinished)
-        if self._has_searched and self.costs is not None and self.costs.wants_plain_step:
-            self._has_searched, self._reason = False, PLAIN
-        if self._has_searched:
+        self._compared = None
+        if max_depth <= 0:
+            self._reason = NO_ROOM
+        elif self.costs is not None and self.costs.wants_plain_step:
+            self._reason = PLAIN
+        else:
             self._grow_all(unfinished, max_depth)
         growths = [text.growth for text in self._texts]
         tree = TokenTree([growth.tokens for growth in growths], [growth.parents for growth in growths])
@@ -112,7 +108,7 @@ class TreeDrafter:
     def learn(self, outcome: Outcome) -> None:
         self._vocab_size = outcome.logits.shape[-1]
         rows, projections = self._read(outcome.logits, outcome.summary)
-        accepted, expected, hits = [], 0.0, 0
+        expected, hits = 0.0, 0
         for number, (text, path) in enumerate(zip(self._texts, outcome.accepted, strict=True)):
             growth = text.growth
             if path is None or growth.tokens != outcome.tree.tokens[number]:
@@ -131,9 +127,7 @@ class TreeDrafter:
             self._accepted.update(growth.sources[node] for node in path)
             guesses = zip(growth.sources, growth.chances, strict=True)
             expected += sum(chance for source, chance in guesses if source != UNSEEN)
-            accepted.append(len(path))
             hits += len(right)
-        self._weigh(1 + outcome.tree.num_nodes, sum(accepted) / max(1, len(accepted)))
         self.ratio.learn(expected, hits)
 
     def finish(self) -> None:
@@ -156,19 +150,6 @@ class TreeDrafter:
 
     def sources(self) -> dict[str, list[int]]:
         return {source: [self._proposed[source], self._accepted[source]] for source in sorted(self._proposed)}
-
-    def _weigh(self, num_tokens: int, num_accepted: float) -> None:
-        """Let the back-off know what a step with guesses has gained. num_tokens: q. num_accepted: guesses per row."""
-        if self.costs is not None and self._has_searched:
-            lost = self.costs.cost(num_tokens) / self.costs.plain_cost - 1 + self.costs.search_cost
-            self._backoff.learn(num_accepted - lost, self.ratio.value)
-
-    def _takes_rest(self, rows: list[int]) -> bool:
-        """Whether to propose nothing, because guesses have not paid lately and the text does not repeat itself."""
-        if self.costs is None or not self._backoff.begin_step() or self.costs.cost(SMALL_BLOCK) <= FREE_COST:
-            return False
-        copies = (copy for row in rows for copy in self._texts[row].copies(self.memory.texts, self.priors, 1))
-        return all(copy.length < LONG_MATCH for copy in copies)
 
     def _grow_all(self, rows: list[int], max_depth: int) -> None:
         """Trees for some rows, all of the size that pays most."""
