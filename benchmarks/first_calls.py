@@ -6,8 +6,8 @@
 No call is warmed up but one of plain generate(), no prompt comes up again for the same method, and the prompts of the
 sets take turns. lade packs weights and learns what blocks cost while it is timed, and keeps its memory from call to
 call, as in a user's program; `lade_cold` begins each call with an empty memory, and the blocks of `lade_8` have 8
-tokens whatever pays. Ratios are to plain generate() on the same prompt, next to it in time. Also says how much memory the
-process takes before, after the calls, and after restore_all(). Ends with one JSON line.
+tokens whatever pays. Ratios are to plain generate() on the same prompt, next to it in time. Also says how much memory
+the process takes before, after the calls, and after restore_all(). Ends with one JSON line.
 """
 
 from __future__ import annotations
