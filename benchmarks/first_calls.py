@@ -6,7 +6,7 @@
 No call is warmed up but one of plain generate(), no prompt comes up again for the same method, and the prompts of the
 sets take turns. lade packs weights and learns what blocks cost while it is timed, and keeps its memory from call to
 call, as in a user's program; `lade_cold` begins each call with an empty memory, and the blocks of `lade_8` have 8
-tokens whatever pays. Ratios are to plain generate() on the same prompt, next to it in time. Also says how much memory
+tokens each. Ratios are to plain generate() on the same prompt, next to it in time. Also says how much memory
 the process takes before, after the calls, and after restore_all(). Ends with one JSON line.
 """
 
@@ -28,9 +28,8 @@ import torch
 import lade
 
 ARGUMENTS = {"prompt_lookup": {"prompt_lookup_num_tokens": 5}}  # of generate()
-SETTINGS: dict[str, dict[str, Any]] = {"lade": {}, "lade_cold": {"SHARE": 0}}  # of lade
 FIXED: dict[str, dict[str, Any]] = {f"lade_{q}": {"ADAPTIVE": 0, "MAX_BLOCK": q} for q in (4, 8, 16, 32)}
-SETTINGS |= FIXED
+SETTINGS: dict[str, dict[str, Any]] = {"lade": {}, "lade_cold": {"SHARE": 0}} | FIXED  # of lade
 # Of lade's calls. The drafter's share is of the time after the prompt's forward.
 STATISTICS: dict[str, Callable[[lade.GenerationStats], float]] = {
     "tokens_per_step": lambda stats: stats.tokens_per_step,
@@ -115,6 +114,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the JSON there as well")
     parser.add_argument("--methods", type=lambda text: ["plain", *text.split(",")], default=["plain", "lade"])
     args = parser.parse_args()
+    unknown = set(args.methods) - {"plain", *ARGUMENTS, *SETTINGS}
+    if unknown or "lade" not in args.methods:
+        known = ", ".join([*ARGUMENTS, *SETTINGS])
+        parser.error(f"--methods must be of {known}, lade among them, got {','.join(args.methods[1:])}")
     model, tokenizer = harness.load_model(args)
     sets = {}
     for name, file in (given.split("=", 1) for given in args.set):

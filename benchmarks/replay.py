@@ -317,8 +317,8 @@ def replay(
         if num_steps:
             began = time.thread_time()
             draft = drafter.propose(sequences, [False], None)
-            tree, explanation = draft.tree, draft.explain(0) if draft.explain else Explanation()
             seconds += time.thread_time() - began
+            tree, explanation = draft.tree, draft.explain(0) if draft.explain else Explanation()
             choices = None
             if draft.has_window:
                 choices = oracle.choices(len(prompt) + num_done, draft.window_shape, draft.window_cells)
@@ -485,6 +485,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--prompt_rows must be at least 0, got {args.prompt_rows}")
     if args.loop and args.prompt_rows is not None:
         parser.error("--loop has no --prompt_rows: generate() decides by itself what it learns")
+    if args.without and (args.loop or args.modes != ["tree"]):
+        parser.error("--without is for replays of --modes tree alone, without --loop")
     return args
 
 
@@ -517,7 +519,9 @@ def main() -> None:
                         with temporary_settings(**settings):
                             config = current_config()
                         found = replay_all(model, recordings, config, memory == "warm", args.prompt_rows, args.without)
-                        key = f"{name} T={temperature:g} {mode} q={q} {memory}"
+                        full = key = f"{name} T={temperature:g} {mode} q={q} {memory}"
+                        if args.without:
+                            key = f"{name} T={temperature:g} {mode}-without-{args.without} q={q} {memory}"
                         figures[key] = one = summary(found, recordings) | {"max_new_tokens": args.max_new_tokens}
                         line = f"{key:<36} S {one['S']:6.3f}  no loops {one['S_without_loops']:6.3f} +- {one['standard_error']}"
                         line += f"  loops {one['loops']}/{one['prompts']}  {one['microseconds_per_step']:5d} us"
@@ -528,10 +532,10 @@ def main() -> None:
                                 sum(r.num_steps for r in found[: args.loop]),
                             )
                             line += f"  steps of {len(looped)} texts {one['steps']}, by the loop {one['steps_of_loop']}"
-                        if key in base and len(base[key]["each"]) != len(one["each"]):
-                            line += f"  --against has {len(base[key]['each'])} texts, so there is no ratio"
-                        elif key in base:
-                            one["ratio"] = compared(one, base[key])
+                        if full in base and len(base[full]["each"]) != len(one["each"]):
+                            line += f"  --against has {len(base[full]['each'])} texts, so there is no ratio"
+                        elif full in base:
+                            one["ratio"] = compared(one, base[full])
                             line += "  ratio {:.3f} +- {:.3f}".format(*one["ratio"])
                         print(line, flush=True)
             if file:

@@ -332,6 +332,24 @@ def test_plots(module, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "cpu-epyc-bfloat16-sampled.svg").exists()
 
 
+@pytest.mark.parametrize(
+    ("acceptance", "picture"), [({"suffix of 8": [20, 16.0, 15]}, "replay-acceptance.svg"), ({}, "replay.svg")]
+)
+def test_plots_of_a_replay(module, monkeypatch, tmp_path, acceptance, picture):
+    """Predicted and measured acceptance of the tree drafter's guesses; of several drafters, tokens per step."""
+    pytest.importorskip("matplotlib")
+    cells = {
+        f"code T=0 tree q={q} {memory}": {"S_without_loops": 1.5, "acceptance": acceptance}
+        for q in (8, 16)
+        for memory in ("cold", "warm")
+    }
+    figures = {"benchmark": "replay", "environment": {"device": "d", "threads": 1, "dtype": "x"}, "replays": cells}
+    (tmp_path / "replay.json").write_text(json.dumps(figures))
+    monkeypatch.setattr(sys, "argv", ["plots.py", "--results", str(tmp_path), "--out", str(tmp_path)])
+    module("plots").main()
+    assert [path.name for path in tmp_path.glob("*.svg")] == [picture]
+
+
 def test_plots_say_what_they_need(module, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(sys, "argv", ["plots.py", "--out", str(tmp_path)])

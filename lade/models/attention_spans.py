@@ -31,11 +31,12 @@ def layer_spans(config: Any) -> AttentionSpan | dict[str, AttentionSpan]:
 
 
 def declares_layer_types(kind: Any) -> bool:
-    """Whether models with this class of configuration take masks by layer type, by transformers' configurations.
+    """Whether transformers' models with this class of configuration, or one derived from it, take masks by layer type.
 
-    Any configuration keeps a `layer_types` from a config.json, and a model of another class ignores it. Configurations
-    from outside of transformers count as declaring it; their models are tried out.
+    Any configuration keeps the `layer_types` of a config.json; a model whose own class has none ignores them. True for
+    classes that derive from none of a model of transformers.
     """
-    if hasattr(kind, "layer_types") or not kind.__module__.startswith("transformers."):
+    kinds = [base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
+    if not kinds or hasattr(kinds[0], "layer_types"):
         return True
-    return "layer_types" in {*inspect.signature(kind).parameters, *kind.attribute_map}
+    return "layer_types" in {*inspect.signature(kinds[0]).parameters, *kinds[0].attribute_map}

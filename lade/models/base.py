@@ -89,8 +89,10 @@ class ModelAdapter:
         for layer_type in getattr(self.config, "layer_types", None) or ():
             if layer_type not in LAYER_SPANS:
                 return f"layers of type {layer_type!r} cannot take a tree of guesses"
-            if not declares_layer_types(type(self.config)):
-                return f"a {type(self.config).__name__} has no layer_types: they were set by hand, and its model reads none"
+            if not self.code.classes and not declares_layer_types(type(self.config)):
+                return (
+                    f"its configuration has layer_types, which the models of a {type(self.config).__name__} do not read"
+                )
         for layer in self.cache_layers:
             if type(layer) not in PLAIN_LAYERS:
                 return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
