@@ -92,7 +92,8 @@ class ContextTable:
             with self._lock:
                 if self._num_centred < LEAST_CENTRED:
                     count = self._num_centred + len(projections)
-                    self._centre = (self._num_centred * self._centre + projections.sum(axis=0)) / count
+                    total = self._num_centred * self._centre + projections.sum(axis=0)
+                    self._centre = np.divide(total, count, dtype=np.float32)
                     self._num_centred = count
                     if count < LEAST_CENTRED:
                         return None
