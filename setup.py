@@ -54,7 +54,10 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: OS Independent",
         "Programming Language :: Python :: 3 :: Only",
-        "Programming Language :: Python :: 3.11",  # where the tests run
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",  # where the tests run each time
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
