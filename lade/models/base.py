@@ -86,13 +86,12 @@ class ModelAdapter:
 
     def unsupported_layers(self) -> str | None:
         """Why the model's layers cannot take a tree of guesses, by their types and cache layers; None if they can."""
-        for layer_type in getattr(self.config, "layer_types", None) or ():
+        kind, layer_types = type(self.config), getattr(self.config, "layer_types", None) or ()
+        for layer_type in layer_types:
             if layer_type not in LAYER_SPANS:
                 return f"layers of type {layer_type!r} cannot take a tree of guesses"
-            if not self.code.classes and not declares_layer_types(type(self.config)):
-                return (
-                    f"its configuration has layer_types, which the models of a {type(self.config).__name__} do not read"
-                )
+        if layer_types and not self.code.classes and not declares_layer_types(kind):
+            return f"its configuration has layer_types, which the models of a {kind.__name__} do not read"
         for layer in self.cache_layers:
             if type(layer) not in PLAIN_LAYERS:
                 return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
