@@ -291,7 +291,7 @@ MUTANTS = [
            "return torch.equal(found.view(torch.int16), expected.view(torch.int16))", "return True",
            "packed.py::test_products_that_differ_are_not_used"),
     mutant("packed weights: more memory is taken than is free", "forward/cpu/packed.py",
-           "if num_bytes > self._room:", "if num_bytes > 2 * self._room + 1:",
+           "if weight.nbytes > self._room:", "if weight.nbytes > 2 * self._room + 1:",
            "packed.py::test_what_does_not_fit_is_not_packed"),
     mutant("trial: a difference is no reason", "common/trial.py",
            "            self.reasons[kind] = problem\n        return problem", "            pass\n        return None",

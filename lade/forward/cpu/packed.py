@@ -54,8 +54,7 @@ COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product whose bits must agree is compared on random inputs until so many elements have been seen, but not more often
 # than this. Within rounding once is enough, with so many of its columns.
 COMPARED_ELEMENTS, MOST_COMPARISONS, COMPARED_COLUMNS = 1 << 15, 64, 512
-# Relative to the largest element. A bfloat16 product without widening must have the same bits.
-PRODUCT_TOLERANCE, WIDENED_TOLERANCE = 1e-5, 1e-2
+PRODUCT_TOLERANCE = 1e-5  # of a float32 product, relative to the largest element; a bfloat16 one has the same bits
 MOST_SUMMED = 511  # words of 8 bytes that go into one checksum
 
 
@@ -88,11 +87,10 @@ class PackedWeight:
         """Remember a weight's present state."""
         self.identity, self.checksums = identity(weight), checksums(weight)
 
-    def fill(self, weight: Tensor, widens: bool) -> None:
-        """Copy a weight. widens: in float32."""
+    def fill(self, weight: Tensor) -> None:
+        """Copy a weight."""
         self.note(weight)
-        self.packed = pack(weight.detach().float() if widens else weight)
-        self.num_bytes = weight.nbytes * (2 if widens else 1)
+        self.packed, self.num_bytes = pack(weight), weight.nbytes
 
     def is_current(self, weight: Tensor) -> bool:
         """Whether a weight is unchanged since it was packed, or was not for want of memory."""
@@ -148,9 +146,9 @@ def held_bytes() -> tuple[int, int]:
 class Packing:
     """The packed weights of one call."""
 
-    def __init__(self, call: BlockCall, weights: list[nn.Parameter], is_asked: bool, widens: bool) -> None:
-        """weights: to pack, largest first. is_asked: at once, whatever the call's length. widens: copies in float32."""
-        self.call, self.weights, self.is_asked, self.widens = call, weights, is_asked, widens
+    def __init__(self, call: BlockCall, weights: list[nn.Parameter], is_asked: bool) -> None:
+        """weights: to pack, largest first. is_asked: at once, whatever the call's length."""
+        self.call, self.weights, self.is_asked = call, weights, is_asked
         self.is_exact, self.dtype = call.adapter.is_exact, call.adapter.dtype
         self.shared = copies_of(call.adapter.model)
         self.seconds = 0.0  # spent on packing and comparing in the latest step
@@ -204,20 +202,19 @@ class Packing:
         began = perf_counter()
         while portion > 0 and self._num_done < len(self.weights):
             weight = self.weights[self._num_done]
-            copy, num_bytes = self.copies[id(weight)], weight.nbytes * (2 if self.widens else 1)
-            portion, self._num_done = portion - weight.nbytes, self._num_done + 1
+            copy, portion, self._num_done = self.copies[id(weight)], portion - weight.nbytes, self._num_done + 1
             if copy.packed is not None:
                 continue
             if self._room is None:
                 self._room = self._free_room()
-            if num_bytes > self._room:
+            if weight.nbytes > self._room:
                 self._num_refused += 1
                 copy.note(weight)  # whether a change is noticed must not depend on the free memory
                 continue
             with self.shared.lock:
                 if copy.packed is None:  # another thread may have been faster
-                    copy.fill(weight, self.widens)
-            self._room -= num_bytes
+                    copy.fill(weight)
+            self._room -= weight.nbytes
         if self._num_done == len(self.weights):
             self.shared.is_planned = True
         self.seconds += perf_counter() - began
@@ -230,10 +227,9 @@ class Packing:
         if free is None and not self.is_asked and missing:
             self._note("how much memory is free is not known (PACK=1 packs all the same)")
             return 0.0
-        missing *= 2 if self.widens else 1
         if LARGE_BYTES <= missing <= room:
-            size = f"{missing / 1e9:.1f} GB of weights{' in float32' if self.widens else ''}"
-            notify("packing %s, once per model (PACK=0 switches it off, LADE_QUIET=1 this line)", size)
+            size = missing / 1e9
+            notify("packing %.1f GB of weights, once per model (PACK=0 switches it off, LADE_QUIET=1 this line)", size)
         return room
 
     def _note(self, reason: str) -> None:
@@ -257,13 +253,12 @@ class Packing:
             self._note(shared.trial.refusal)
 
     def is_same(self, found: Tensor, expected: Tensor) -> bool:
-        """Bit for bit in half precision, within rounding in float32 and where products are widened.
+        """Bit for bit in half precision, within rounding in float32.
 
         So in half precision no text depends on whether there was memory to pack.
         """
-        if self.is_exact or self.widens:
-            bound = PRODUCT_TOLERANCE if self.is_exact else WIDENED_TOLERANCE
-            return largest_difference(found.float(), expected.float()) <= bound * largest_value(expected.float())
+        if self.is_exact:
+            return largest_difference(found, expected) <= PRODUCT_TOLERANCE * largest_value(expected)
         return torch.equal(found.view(torch.int16), expected.view(torch.int16))
 
 
@@ -276,13 +271,7 @@ class PackedLinear(nn.Linear):
         copy: PackedWeight = self.__dict__["copy"]
         if copy.packed is None or not self._is_served(input, packing, copy.packed):
             return linear(input, self.weight, self.bias)
-        return self._product(input, packing, copy.packed)
-
-    def _product(self, input: Tensor, packing: Packing, packed: Tensor) -> Tensor:
-        if not packing.widens:
-            return multiply(input, packed, self.bias)
-        bias = None if self.bias is None else self.bias.float()
-        return multiply(input.float(), packed, bias).to(input.dtype)
+        return multiply(input, copy.packed, self.bias)
 
     def _is_served(self, input: Tensor, packing: Packing, packed: Tensor) -> bool:
         """Whether the packed product of such an input may replace torch's. Compared at the first use of a shape."""
@@ -303,16 +292,15 @@ class PackedLinear(nn.Linear):
     def _difference(self, shape: torch.Size, packing: Packing, packed: Tensor) -> str | None:
         """How the packed product of random inputs differs from torch's, as a sentence; None if it does not."""
         numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
-        is_rounded = packing.is_exact or packing.widens
-        columns = COMPARED_COLUMNS if is_rounded else self.out_features
+        columns = COMPARED_COLUMNS if packing.is_exact else self.out_features
         bias = None if self.bias is None else self.bias[:columns]
         num_elements = shape[:-1].numel() * self.out_features
-        for _ in range(1 if is_rounded else min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
+        for _ in range(1 if packing.is_exact else min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
             input = torch.randn(shape, generator=numbers).to(packing.dtype)
-            found = self._product(input, packing, packed)[..., :columns]
+            found = multiply(input, packed, self.bias)[..., :columns]
             if not packing.is_same(found.contiguous(), linear(input, self.weight[:columns], bias)):
                 sizes = f"{shape[:-1].numel()} x {shape[-1]} by {shape[-1]} x {self.out_features}"
-                how = "is not within rounding of" if is_rounded else "differs in its bits from"
+                how = "is not within rounding of" if packing.is_exact else "differs in its bits from"
                 return f"the packed product of {sizes} in {str(packing.dtype)[6:]} {how} torch's own, which ran instead"
         return None
 
@@ -357,7 +345,7 @@ def begin_packing(call: BlockCall) -> Packing | None:
     if not weights:
         call.stats.reasons["packed"] = reason or "the model has no linear layers that gain by it"
         return None
-    return Packing(call, weights, is_asked, widens=needs_widening(adapter.dtype))
+    return Packing(call, weights, is_asked)
 
 
 def packing_reason(adapter: ModelAdapter) -> str | None:
@@ -370,7 +358,7 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
         return "weights are packed for a CPU, and this model is not on one"
     if dtype not in LEAST_ELEMENTS:
         return f"weights are packed in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
-    error = packing_error(torch.float32 if needs_widening(dtype) else dtype)
+    error = packing_error(dtype)
     if error is not None:
         return error
     if dtype == torch.float32 and not adapter.is_exact:
@@ -384,14 +372,6 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
     if (adapter.model.tp_size or 1) > 1:
         return "the model is split over several processes"
     return None
-
-
-def needs_widening(dtype: torch.dtype) -> bool:
-    """Whether packed products of a dtype are computed in float32 and rounded once: where oneDNN has none for bfloat16.
-
-    torch's own products of several rows are slow there, too: 16 rows take as long as 9 single ones.
-    """
-    return dtype == torch.bfloat16 and packing_error(dtype) is not None and packing_error(torch.float32) is None
 
 
 def packing_error(dtype: torch.dtype) -> str | None:
