@@ -115,6 +115,7 @@ TESTED_IN = {
     "block.recurrent_state": "recurrent",
     "common.cache_folder": "step_costs",
     "common.notices": "packed",
+    "common.processor": "step_costs",
     "common.trial": "forward_paths",
     "common.version": "packaging",
     "commands": "launcher",

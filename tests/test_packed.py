@@ -183,24 +183,33 @@ def test_a_packed_layer_is_a_linear(small, shape, bias, dtype):
     assert layer(torch.randn(0, 64, dtype=dtype)).shape == (0, 48)
 
 
-def test_where_onednn_has_no_bfloat16(lade_on, products, monkeypatch):
-    """As on a processor without AVX-512, which refuses the first product."""
-    pack = packed.pack
-
-    def refuse(weight):
+def refuse_bfloat16(monkeypatch):
+    def pack(weight, original=packed.pack):
         if weight.dtype == torch.bfloat16:
             raise RuntimeError("bf16 path needs the cpu support avx512bw\nException raised from ...")
-        return pack(weight)
+        return original(weight)
 
-    monkeypatch.setattr(packed, "pack", refuse)
+    monkeypatch.setattr(packed, "pack", pack)
     monkeypatch.setattr(packed, "_error_of_product", packed._error_of_product.__wrapped__)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda patch: patch.setattr(packed, "has_fast_products", lambda dtype: False), "this processor has no instr"),
+        (refuse_bfloat16, "oneDNN does not multiply packed bfloat16 weights on this processor (bf16 path needs the "),
+    ],
+    ids=["slow", "refused"],
+)
+def test_processors_that_pack_no_bfloat16(lade_on, products, monkeypatch, change, reason):
+    change(monkeypatch)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     lade.config_lade(PACK=1)
     found, stats = generate(tiny_llama(torch.bfloat16), prompt())
     assert (stats.packed_weights, products) == (0, [])
-    assert stats.reasons.get("packed").startswith("oneDNN does not multiply packed bfloat16 weights on this processor")
-    assert torch.equal(found, tiny_text(tiny_llama(torch.bfloat16), PACK=0))
-    lade.config_lade(PACK=1)
+    assert stats.reasons.get("packed").startswith(reason)
     assert generate(tiny_llama(torch.float32), prompt())[1].packed_weights == 15
+    assert torch.equal(found, tiny_text(tiny_llama(torch.bfloat16), PACK=0))
 
 
 # One of each class: windows and frequencies are settings, which change no product.

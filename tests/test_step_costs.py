@@ -36,6 +36,7 @@ PADDED = (8, 16, 32, 64)
 def avx512(monkeypatch):
     """What is assumed depends on the processor; the tests' is always the same."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
 
 
 @pytest.fixture
@@ -212,12 +213,25 @@ def test_what_is_assumed(monkeypatch):
         assert eight[8] > alone[8]  # 64 tokens beside 8, not 8 beside 1
         for table in (alone, eight):
             assert list(table.values()) == sorted(table.values())
-    monkeypatch.setattr(step_costs, "SMALL_BYTES", 0)
-    assert assumed_costs(model, True, 1)[16] < 1.5
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert assumed_costs(model, False, 1)[16] > 5
     model.to("meta")
     assert assumed_costs(model, False, 1)[64] < 1.2
+
+
+def test_what_is_assumed_of_the_processor(monkeypatch):
+    """Half precision, in which no clock corrects it, takes instructions for its dtype."""
+    monkeypatch.setattr(step_costs, "SMALL_BYTES", 0)
+
+    def are_cheap():
+        kinds = torch.float32, torch.bfloat16, torch.float16
+        return [assumed_costs(tiny_llama(dtype), False, 1)[16] < 3 for dtype in kinds]
+
+    assert are_cheap() == [True, True, False]
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # Skylake to Ice Lake
+    assert are_cheap() == [True, False, False]
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    assert are_cheap() == [True, False, False]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert are_cheap() == [False, False, False]
 
 
 def test_threads_share_tables():

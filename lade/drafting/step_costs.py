@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lade.common.cache_folder import load_table, store_table
+from lade.common.processor import has_fast_products
 from lade.common.state import PerModel
 from lade.config import LookaheadConfig
 from lade.models.base import ModelAdapter
@@ -28,8 +29,9 @@ from lade.models.base import ModelAdapter
 # The sizes to choose from: few, so that each is well measured, and because libraries prepare each for some 0.2 s.
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 # Assumed costs by size at batch size 1, measured on two cores: models of 0.5B parameters and more with torch's own
-# products and with packed weights, and models of up to SMALL_BYTES, where calls cost as much as products.
-WITH_AVX512 = {
+# products and with packed weights, and models of up to SMALL_BYTES, where calls cost as much as products. Which table
+# counts depends on what the processor has for the dtype (`has_fast_products`): without it 16 bits are not packed.
+FAST_PRODUCTS = {
     ("float32", "own"): {1: 1.0, 2: 1.9, 4: 2.2, 8: 2.4, 16: 2.8, 32: 3.6, 64: 5.4},
     ("float32", "packed"): {1: 1.0, 4: 1.05, 6: 1.1, 8: 1.35, 12: 1.5, 16: 1.85, 32: 2.9, 64: 5.3, 128: 10.0},
     ("float32", "small"): {1: 1.0, 4: 1.35, 8: 1.4, 16: 1.6, 32: 2.0, 64: 2.9, 128: 5.0},
@@ -37,7 +39,7 @@ WITH_AVX512 = {
     ("bfloat16", "packed"): {1: 1.0, 4: 1.0, 8: 1.1, 16: 1.35, 32: 2.05, 64: 3.5, 128: 6.0},
     ("bfloat16", "small"): {1: 1.0, 4: 1.08, 8: 1.19, 16: 1.33, 32: 1.65, 64: 2.15, 128: 3.7},
 }
-WITHOUT_AVX512 = {
+SLOW_PRODUCTS = {
     ("float32", "own"): {1: 1.0, 2: 2.2, 4: 2.7, 8: 5.0, 16: 8.0, 32: 12.0, 64: 20.0},
     ("float32", "packed"): {1: 1.0, 4: 1.15, 8: 1.4, 16: 1.9, 32: 3.2, 64: 6.0, 128: 11.0},
     ("float32", "small"): {1: 1.0, 4: 1.45, 8: 1.6, 16: 2.0, 32: 2.9, 64: 4.8, 128: 9.0},
@@ -80,7 +82,7 @@ def assumed_costs(model: Any, is_packed: bool, batch_size: int) -> dict[int, flo
     """The costs by size that are assumed for a model on its device, relative to a step of one token per row."""
     found: Mapping[int, float] = ON_ACCELERATORS
     if model.device.type == "cpu":
-        tables = WITH_AVX512 if torch.backends.cpu.get_cpu_capability() == "AVX512" else WITHOUT_AVX512
+        tables = FAST_PRODUCTS if has_fast_products(model.dtype) else SLOW_PRODUCTS
         num_bytes = sum(weight.nbytes for weight in model.parameters())
         dtype = "float32" if model.dtype.itemsize >= 4 else "bfloat16"
         found = tables[dtype, "small" if num_bytes <= SMALL_BYTES else "packed" if is_packed else "own"]

@@ -29,6 +29,7 @@ from torch.nn.functional import linear
 
 from lade.common.compat import HOOKS
 from lade.common.notices import notify
+from lade.common.processor import has_fast_products
 from lade.common.state import PerModel
 from lade.common.tolerance import largest_difference, largest_value
 from lade.common.trial import Trial
@@ -375,7 +376,9 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
 
 
 def packing_error(dtype: torch.dtype) -> str | None:
-    """Why oneDNN cannot multiply packed weights of a dtype here, as a sentence; None if it can."""
+    """Why oneDNN cannot multiply packed weights of a dtype here, or gains little by it; None if it can."""
+    if dtype == torch.bfloat16 and not has_fast_products(dtype):
+        return "this processor has no instructions for bfloat16, without which packed weights gain little"
     operators = ("_linear_pointwise", "_reorder_linear_weight")
     is_there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
     if not is_there or not torch._C._get_mkldnn_enabled():
@@ -385,7 +388,7 @@ def packing_error(dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def _error_of_product(dtype: torch.dtype) -> str | None:
-    """`packing_error`, tried out: in half precision it depends on the processor, and by which rule on torch."""
+    """`packing_error`, tried out."""
     with torch.inference_mode():
         weight = torch.zeros((PACKED_FOR, PACKED_FOR), dtype=dtype, device="cpu")
         try:
