@@ -358,7 +358,7 @@ def guesses_after(
     accepted = {-1: 1.0} | {node: explanation.chances[node] for node in path if explanation.chances}
     # The window's drafter has sources alone.
     for node, (source, chance) in enumerate(zip(explanation.sources, explanation.chances, strict=False)):
-        if parents[node] in accepted:
+        if accepted.get(parents[node]):  # after one that counted as impossible nothing is predicted
             yield source, chance / accepted[parents[node]], node in accepted or node == last
 
 

@@ -65,6 +65,11 @@ def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, temperature, ma
     assert cold[0] != cold[1]  # the prompt's rows count
 
 
+def test_nothing_is_predicted_after_a_guess_that_counted_as_impossible(bench):
+    explanation = bench.Explanation(("a", "b", "c"), (0.0, 0.0, 0.5))
+    assert list(bench.guesses_after(explanation, [-1, 0, -1], [0, 1], -1)) == [("a", 0.0, True), ("c", 0.5, False)]
+
+
 def test_a_replay_of_what_is_known_takes_no_model(lade_on, bench, model):
     lade.config_lade(MODE="tree", MAX_BLOCK=12, ADAPTIVE=0)
     text = bench.record(model, prompt(20), 0.6, 40)
