@@ -108,8 +108,9 @@ def device_lines() -> Iterable[str]:
     import torch
 
     from lade.common.cache_folder import cpu_name
+    from lade.common.processor import has_fast_products
 
-    capability = torch.backends.cpu.get_cpu_capability()
+    capability = torch.backends.cpu.get_cpu_capability() + " with bfloat16" * has_fast_products(torch.bfloat16)
     yield f"cpu: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"
     yield f"cuda: {torch.version.cuda or torch.version.hip or 'not in this build of torch'}, {torch.cuda.device_count()} devices"
     for index in range(torch.cuda.device_count()):
