@@ -226,6 +226,8 @@ def test_what_is_assumed_of_the_processor(monkeypatch):
         return [assumed_costs(tiny_llama(dtype), False, 1)[16] < 3 for dtype in kinds]
 
     assert are_cheap() == [True, True, False]
+    single = tiny_llama(torch.float32)
+    assert assumed_costs(single, True, 1)[16] < assumed_costs(single, False, 1)[16]  # packed
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # Skylake to Ice Lake
     assert are_cheap() == [True, False, False]
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
