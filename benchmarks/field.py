@@ -3,8 +3,7 @@
 `register()` gives each a name among the modes, which `replay.py --modes` takes like lade's own. Each proposes MAX_BLOCK
 - 1 guesses for one text. What a method may keep from one text to the next lies with the active `lade.Memory`, so that
 "cold" and "warm" mean the same for all of them. None reads the draws of sampling ahead; the original implementations do
-not either. A step's rows begin with the first generated token, for these methods as for lade: rows of the prompt are
-not learned from.
+not either.
 """
 
 from __future__ import annotations

@@ -63,7 +63,6 @@ from lade.verification.sequences import TokenSequences
 from lade.verification.walk import children_of
 
 NUM_LIKELIEST = 64  # tokens of a row that drafters of the field can see
-MAX_PROMPT_ROWS = 128
 
 TAKE_ROWS, LEARN_ROWS = DraftedText.take_rows, TreeDrafter._learn_rows
 
@@ -107,8 +106,7 @@ class Row(NamedTuple):
 class Recording:
     """One plain text and what is known of the model around it.
 
-    prompt, tokens: ids. temperature: None for greedy. rows: by node. prompt_states: of the prompt's last tokens but the
-    very last one, the hidden states that the head makes logits of, [MAX_PROMPT_ROWS or less, d].
+    prompt, tokens: ids. temperature: None for greedy. rows: by node.
     """
 
     prompt: list[int]
@@ -117,7 +115,6 @@ class Recording:
     arguments: dict[str, Any]
     seed: int = 0
     rows: dict[Node, Row] = dataclass_field(default_factory=dict)
-    prompt_states: Tensor | None = None
 
     @property
     def is_looping(self) -> bool:
@@ -165,13 +162,6 @@ class Oracle:
         ids = torch.from_numpy(np.stack([row.likeliest for row in rows]))
         return found.scatter_(1, ids, -torch.arange(ids.shape[1]).float().expand_as(ids))[None]
 
-    def prompt_rows(self, count: int) -> Tensor:
-        """The logits after the prompt's last tokens but the very last one. Returns [1, count or less, V]."""
-        if self.recording.prompt_states is None:
-            self._read_text()
-        with torch.inference_mode():
-            return self._head(self.recording.prompt_states[-count:])[None]
-
     def choices(self, length: int, shape: tuple[int, int], cells: Tensor) -> Tensor:
         """The likeliest tokens behind the last level of a window whose root is the text's token number `length`.
 
@@ -216,9 +206,7 @@ class Oracle:
     def _read_text(self) -> None:
         self._cache = DynamicCache()
         states = self._states(input_ids=torch.tensor([self.text]), **cache_arguments(self._cache))
-        prompt_length = len(self.recording.prompt)
-        first = prompt_length - 1
-        self.recording.prompt_states = states[max(0, first - MAX_PROMPT_ROWS) : first].clone()
+        first = len(self.recording.prompt) - 1
         self._keep([(place + 1, ()) for place in range(first, len(self.text))], states[first:])
 
     @torch.inference_mode()
@@ -278,17 +266,9 @@ class Replay:
         return self.num_tokens / self.num_steps
 
 
-def replay(
-    model: Any,
-    recording: Recording,
-    config: LookaheadConfig,
-    memory: Memory | None = None,
-    prompt_rows: int | None = None,
-) -> Replay:
+def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Memory | None = None) -> Replay:
     """The steps that the loop would take with the drafter of `config`, with its own (N, W, G) or MAX_BLOCK. ADAPTIVE
     must be 0.
-
-    prompt_rows: None for as many as the drafter wants.
     """
     oracle = Oracle(model, recording)
     prompt, tokens = recording.prompt, recording.tokens
@@ -307,9 +287,6 @@ def replay(
                 draws=draws,
             )
         )
-    prompt_rows = drafter.prompt_rows if prompt_rows is None else prompt_rows
-    if prompt_rows and len(prompt) > 1:
-        drafter.read_prompt(oracle.prompt_rows(prompt_rows))
     reads_wrong_guesses = getattr(field.FIELD.get(config.mode), "reads_wrong_guesses", True)
     tree, choices, num_steps, num_done, seconds = TokenTree.empty(1), None, 0, 0, 0.0
     guesses: list[tuple[str, float, bool]] = []
@@ -388,7 +365,6 @@ def replay_all(
     recordings: list[Recording],
     config: LookaheadConfig,
     is_warm: bool,
-    prompt_rows: int | None = None,
     without: str | None = None,
 ) -> list[Replay]:
     """All texts of a set in their order. is_warm: with one memory. without: a part of the tree drafter."""
@@ -396,7 +372,7 @@ def replay_all(
     with patch.object(*PARTS[without]) if without else nullcontext():
         for recording in recordings:
             memory = memory if is_warm else Memory()
-            found.append(replay(model, recording, config, memory, prompt_rows))
+            found.append(replay(model, recording, config, memory))
     return found
 
 
@@ -473,7 +449,6 @@ def parse() -> argparse.Namespace:
         "--modes", type=lambda text: text.split(","), default=["tree"], help="of the drafters' registry"
     )
     parser.add_argument("--memories", type=lambda text: text.split(","), default=["cold", "warm"])
-    parser.add_argument("--prompt_rows", type=int, help="rows of each prompt to learn, if not those that lade does")
     parser.add_argument("--without", choices=list(PARTS), help="leave out a part of the tree drafter")
     parser.add_argument("--varied", type=int, help="of each set the first so many texts that are no loops, alone")
     parser.add_argument("--loop", type=int, default=0, help="generate() takes so many of the texts as well, to compare")
@@ -481,10 +456,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, help="a JSON of an earlier run to compare with")
     parser.add_argument("--out", type=Path, help="write the JSON there as well, to what it has of other sets")
     args = parser.parse_args()
-    if (args.prompt_rows or 0) < 0:
-        parser.error(f"--prompt_rows must be at least 0, got {args.prompt_rows}")
-    if args.loop and args.prompt_rows is not None:
-        parser.error("--loop has no --prompt_rows: generate() decides by itself what it learns")
     if args.without and (args.loop or args.modes != ["tree"]):
         parser.error("--without is for replays of --modes tree alone, without --loop")
     return args
@@ -518,7 +489,7 @@ def main() -> None:
                         settings = field.settings_of(mode, q)
                         with temporary_settings(**settings):
                             config = current_config()
-                        found = replay_all(model, recordings, config, memory == "warm", args.prompt_rows, args.without)
+                        found = replay_all(model, recordings, config, memory == "warm", args.without)
                         full = key = f"{name} T={temperature:g} {mode} q={q} {memory}"
                         if args.without:
                             key = f"{name} T={temperature:g} {mode}-without-{args.without} q={q} {memory}"

@@ -128,11 +128,6 @@ class DecodingCall:
         name = self.adapter.cache_name
         self.cache.adopt(model_kwargs[name])
         model_kwargs[name] = self.cache
-        kept = model_kwargs.get("logits_to_keep", 0)
-        # Of a tensor the rows may be any; chunks would all compute as many, and only those of the last are there.
-        self.prompt_rows = 0 if isinstance(kept, Tensor) else self.drafter.prompt_rows
-        if self.prompt_rows and kept and not request.generation_config.prefill_chunk_size:
-            model_kwargs["logits_to_keep"] = 1 + self.prompt_rows
         outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)
         if (returned := getattr(outputs, name)) is not self.cache:  # the model replaced it during the prompt
             most_slots, self.cache = self.cache.most_slots, self.path.replacement_cache(self.cache.capacity)
@@ -157,8 +152,6 @@ class DecodingCall:
         part = self.group.partition(tree, ROOT_ALONE)
         block_logits, _ = self.group.exchange(part, BlockLogits(logits, self.nan_column), None)
         accepted = self.selection.verify(tree, block_logits)
-        if self.prompt_rows and outputs.logits.shape[1] > 1:
-            self.drafter.read_prompt(outputs.logits[:, -1 - self.prompt_rows : -1])
         self.drafter.learn(Outcome(tree, logits, accepted, None, self.selection.sequences))
         self.path.use_summaries(self.nan_column, self.selection.temperature)
 

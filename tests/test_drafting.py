@@ -6,8 +6,15 @@ import torch
 from support import VOCAB, Choose, generate_plain, note_calls, prompt, seeded, tiny_llama
 
 import lade
+from lade.block.token_tree import TokenTree
+from lade.drafting import DraftRequest, Outcome
 from lade.drafting.acceptance import AcceptanceRatio
+from lade.drafting.memory import Memory
+from lade.drafting.top_k_table import ids_of
+from lade.drafting.tree import TreeDrafter
 from lade.stats import tracing
+from lade.switch import current_config
+from lade.verification.sequences import TokenSequences
 
 SAMPLED = {"do_sample": True, "temperature": 0.4}
 
@@ -81,7 +88,7 @@ def test_trees_and_figures_agree(model):
     assert sum(proposed for proposed, _ in stats.sources.values()) == sum(len(tokens) for tokens, _ in trees)
     assert sum(accepted for _, accepted in stats.sources.values()) == sum(committed)
     sources = {source.split(" of ")[0] for source in stats.sources}
-    assert sources == {"token", "context", "rejected", "root row", "suffix"}
+    assert sources == {"token", "context", "rejected", "root row", "suffix", "unseen token"}
     assert min(stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) > 0
     assert stats.plain_step_share == 0
     assert stats.as_dict()["sources"] == stats.sources
@@ -137,3 +144,19 @@ def test_the_ratio_follows_the_latest_steps():
     for _ in range(40):
         ratio.learn(1.0, 3)
     assert ratio.value == 1
+
+
+def test_ids_without_an_embedding_are_no_guesses(model):
+    """Logits may have more columns than there are embeddings."""
+    ids, memory = torch.tensor([[7, 9]]), Memory()
+    request = DraftRequest(
+        config=current_config(), model=model, num_tokens=VOCAB, prompt_ids=ids, key_mask=None, temperature=None
+    )
+    with memory.active():
+        drafter = TreeDrafter(request)
+    text = TokenSequences(ids, 10)
+    text.append([5], 0)
+    logits = torch.zeros(1, 1, VOCAB + 7)
+    logits[..., VOCAB:] = 100.0
+    drafter.learn(Outcome(TokenTree.empty(1), logits, [[]], None, text))
+    assert 0 < ids_of(memory.table.as_arrays().rows).max() < VOCAB

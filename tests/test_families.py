@@ -19,7 +19,6 @@ from support.families import CHAINS, COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOC
 
 import lade
 from lade import models
-from lade.drafting.tree import MAX_PROMPT_ROWS, TreeDrafter
 from lade.models import adapter_for
 from lade.models.self_check import trial_errors
 
@@ -103,20 +102,6 @@ def test_family(small_block, family):
 
     assert_masks_count(model)
     assert not inference_tensors(model)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *COMPOSITE], ids=lambda family: family.name)
-def test_the_prompts_rows(lade_on, monkeypatch, family):
-    """The prompt's forward keeps more rows of logits."""
-    read = []
-    monkeypatch.setattr(TreeDrafter, "read_prompt", lambda _, logits: read.append(logits))
-    model, inputs = built(family), family.inputs(True) if family in COMPOSITE else prompts(2)
-    expected, found = both(model, inputs, FEW, do_sample=False)
-    assert torch.equal(found, expected)
-    if lade.last_stats().fallback_reason is None:
-        with torch.no_grad():
-            logits = model(**inputs).logits[:, -1 - MAX_PROMPT_ROWS // len(found) : -1]
-        torch.testing.assert_close(read, [logits])
 
 
 def assert_masks_count(model):

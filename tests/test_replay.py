@@ -61,8 +61,6 @@ def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, temperature, ma
         right = sum(is_right for _, _, is_right in found.guesses)  # one more where the text ends at a guess
         assert right - sum(accepted for _, accepted in sources.values()) in (0, 1)
         assert all(0 < chance <= 1 for _, chance, _ in found.guesses)
-    cold = [bench.replay(model, text, current_config(), Memory(), rows).sources for rows in (None, 0)]
-    assert cold[0] != cold[1]  # the prompt's rows count
 
 
 def test_nothing_is_predicted_after_a_guess_that_counted_as_impossible(bench):
@@ -158,25 +156,3 @@ def test_command(command, tmp_path):
     assert len(new) == 2 * 3  # of the window cold alone: nothing of it is kept
     assert all(more["replays"][key]["prompts"] <= 1 for key in new)
     assert json.loads(out.read_text())["replays"].keys() == first["replays"].keys() | new
-
-
-def test_rows_of_the_prompt(command):
-    """As many as are asked for."""
-    arguments = ("--limit", "2", "--max_new_tokens", "60", "--temperatures", "0", "--sizes", "16", "--memories", "cold")
-    found = {rows: command(*arguments, "--prompt_rows", rows)["replays"] for rows in ("0", "32")}
-    assert found["0"].keys() == found["32"].keys()
-    sources = {rows: [figures["sources"] for figures in replays.values()] for rows, replays in found.items()}
-    assert sources["0"] != sources["32"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--prompt_rows", "-1"), "--prompt_rows must be at least 0, got -1"),
-        (("--loop", "1", "--prompt_rows", "3"), "--loop has no --prompt_rows"),
-    ],
-)
-def test_wrong_arguments(command, capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        command(*arguments)
-    assert message in capsys.readouterr().err

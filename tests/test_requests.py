@@ -291,6 +291,12 @@ def test_scores_of_another_width(model, width, batch_size):
     assert not torch.equal(found, assert_same(model, prompt(16, batch_size), None, **sampled))  # the control
 
 
+@pytest.mark.parametrize("kept", [0, 3, torch.tensor([0, -1])], ids=str)
+def test_logits_that_the_user_keeps(model, kept):
+    """Of the prompt more than the last one, or any."""
+    assert_same(model, prompt(16), None, logits_to_keep=kept, max_new_tokens=20)
+
+
 def test_the_prompts_own_dtype(model):
     seen = []
     inputs = prompt(12)

@@ -144,12 +144,10 @@ class DraftRequest:
         """Each row's ids without padding, [length]; FOREIGN for placeholders, which may stand beside inputs_embeds."""
         ids = self.prompt_ids.long()
         ids = ids.masked_fill((ids < 0) | (ids >= self.num_tokens), FOREIGN)
-        is_text = self.is_text()
-        return list(ids) if is_text is None else [row[mask] for row, mask in zip(ids, is_text, strict=True)]
-
-    def is_text(self) -> Tensor | None:
-        """Which ids are no padding, [B, P] bool; None where all are."""
-        return None if self.key_mask is None else self.key_mask[:, self.key_mask.shape[1] - self.prompt_ids.shape[1] :]
+        if self.key_mask is None:
+            return list(ids)
+        are_text = self.key_mask[:, self.key_mask.shape[1] - ids.shape[1] :]
+        return [row[is_text] for row, is_text in zip(ids, are_text, strict=True)]
 
     @property
     def is_split(self) -> bool:
@@ -160,19 +158,8 @@ class DraftRequest:
 class Drafter(Protocol):
     """Proposes guesses after each row's root. Any tokens are valid guesses; good ones are accepted.
 
-    A class that inherits from it needs only `propose`. prompt_rows: number of each prompt's tokens, up to the one
-    before the last, after which it wants the logits; each costs a product with the model's head.
+    A class that inherits from it needs only `propose`.
     """
-
-    prompt_rows: int = 0
-
-    def read_prompt(self, logits: Tensor) -> None:
-        """Called once, before the first `learn`, if `prompt_rows` is not 0 and the prompt's forward gave such rows.
-
-        logits: [B, R, V] after the last R tokens of each row before its last one, padding included. R is `prompt_rows`
-        or, where the prompt's forward gave fewer, less.
-        """
-        return
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """sequences: the committed text, whose last tokens are the roots. is_finished: rows that need no guesses.

@@ -25,13 +25,6 @@ class CheckedDrafter(Drafter):
         self._num_tokens, self._most = request.num_tokens, request.config.max_block_tokens
         self.learn = drafter.learn  # type: ignore[method-assign]
         self.finish, self.sources = drafter.finish, drafter.sources  # type: ignore[method-assign]
-        self.prompt_rows = getattr(drafter, "prompt_rows", 0)
-        if isinstance(self.prompt_rows, bool) or not isinstance(self.prompt_rows, int) or self.prompt_rows < 0:
-            raise ValueError(f"{self._name}.prompt_rows must be an integer of at least 0, got {self.prompt_rows!r}")
-        if self.prompt_rows:
-            if not callable(getattr(drafter, "read_prompt", None)):
-                raise TypeError(f"{self._name} has no read_prompt(): with prompt_rows a drafter must have it, too")
-            self.read_prompt = drafter.read_prompt  # type: ignore[method-assign]
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """Raises ValueError for a draft that breaks a rule, and TypeError for what is no draft."""

@@ -13,14 +13,12 @@ from functools import partial
 from itertools import accumulate, islice, zip_longest
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.common.transfer import on_host
 from lade.drafting.acceptance import GREEDY, SAMPLED, AcceptanceRatio
-from lade.drafting.base import FOREIGN, ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
+from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.block_policy import choose_size, compared_sizes
 from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.contexts import projected, projection
@@ -34,7 +32,6 @@ from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
 
 MAX_DEPTH = 32
-MAX_PROMPT_ROWS = 128  # of all prompts of a call, and no more than twice MAX_BLOCK: their logits take memory, too
 
 # Why a block has its size.
 NO_ROOM = "No guesses: there is no room for them after the root."
@@ -55,12 +52,10 @@ class TreeDrafter:
         self.max_block = min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block
         self.num_tokens, self._takes_chains = request.num_tokens, request.takes_chains
         self.priors, self.ratio = GREEDY if temperature is None else SAMPLED, AcceptanceRatio()
-        self.prompt_rows = _num_prompt_rows(request)
         self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         prompts = request.prompts()
         predictions = request.predictions or ((),) * len(prompts)
         self._texts = [DraftedText(ids.tolist(), text) for ids, text in zip(prompts, predictions, strict=True)]
-        self._prompt_shape, self._is_text = request.prompt_ids.shape, request.is_text()
         self._temperature = temperature or 1.0
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
         self._vocab_size = 0  # width of the logits
@@ -69,24 +64,6 @@ class TreeDrafter:
         self._compared: tuple[Offers, list[float], int] | None = None
         self._proposed: Counter[str] = Counter()  # by source
         self._accepted: Counter[str] = Counter()
-
-    def read_prompt(self, logits: Tensor) -> None:
-        masks = np.ones(self._prompt_shape, bool) if self._is_text is None else self._is_text.cpu().numpy()
-        # Some adapters put tokens of their own before the prompt.
-        logits = logits[:, 1 - masks.shape[1] :]
-        rows, projections = self._read(logits)
-        num_rows = rows.shape[1]
-        for number, (text, mask) in enumerate(zip(self._texts, masks, strict=True)):
-            is_text, is_last_text = mask[:-1], mask[-1]
-            end, chosen = int(is_text.sum()), np.flatnonzero(is_text[-num_rows:])
-            first = end - len(chosen)
-            # After the last place for which only an embedding was given.
-            first = max((place + 1 for place in range(first, end) if text.tokens[place] == FOREIGN), default=first)
-            if first == end:
-                continue
-            chosen = chosen[first - end :]
-            context = self.memory.learn_text(text.tokens[first:end], rows[number, chosen], projections[number, chosen])
-            text.context = context if is_last_text else None
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         for text, generated in zip(self._texts, sequences.generated, strict=True):
@@ -236,12 +213,3 @@ class TreeDrafter:
         if after is not None:
             self.memory.contexts.put(tokens, rows, text.contexts_before(after), after)
         text.context = None if after is None else after[accepted[-1]]
-
-
-def _num_prompt_rows(request: DraftRequest) -> int:
-    """The number of each prompt's last tokens whose logits are learned from; 0 on a CPU, where it does not pay."""
-    batch_size, length = request.prompt_ids.shape
-    is_dear = on_host(request.prompt_ids) and request.config.adaptive
-    if request.is_split or length < 2 or is_dear:
-        return 0
-    return min(MAX_PROMPT_ROWS, 2 * request.config.max_block) // batch_size
