@@ -78,7 +78,6 @@ def learn_accepted(drafter: TreeDrafter, text: DraftedText, path: list[int], row
 # Parts of the tree drafter -> class, method, and what stands in its place.
 PARTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "suffix": (DraftedText, "copies", lambda *_: []),
-    "unseen": (TreeDrafter, "_add_unseen", lambda *_: None),
     "token": (TopKTable, "row", lambda *_: None),
     "context": (ContextTable, "find", lambda *_: None),
     "root-row": (DraftedText, "take_rows", lambda text, _, rejected: setattr(text, "rejected_row", rejected)),

@@ -54,7 +54,7 @@ text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"
 .token { fill: #fbefff; stroke: #8250df }
 .rejected { fill: #fff1e5; stroke: #bc4c00 }
 .context { fill: #fff8c5; stroke: #9a6700 }
-.root, .unseen { fill: #f6f8fa; stroke: #59636e }
+.root { fill: #f6f8fa; stroke: #59636e }
 .start { fill: #f2b84b }
 .window { fill: #6ea8fe }
 .tree { fill: #63c586 }
@@ -74,7 +74,7 @@ text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono"
   .token { fill: #2e1461 }
   .rejected { fill: #471700 }
   .context { fill: #3b2300 }
-  .root, .unseen { fill: #161b22 }
+  .root { fill: #161b22 }
   .ink { fill: #10151c }
   .taken { stroke: #56d364 }
 }

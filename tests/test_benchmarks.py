@@ -48,7 +48,8 @@ SMALL = ("--limit", "2", "--max_new_tokens", "12", "--dtype", "float32")
 
 def test_decode(command, tmp_path):
     out = tmp_path / "figures.json"
-    figures = command("decode", *SMALL, "--limit", "1", "--trials", "2", "--out", str(out))
+    options = ("--limit", "1", "--trials", "2", "--max_new_tokens", "40")
+    figures = command("decode", *SMALL, *options, "--out", str(out))
     assert figures == json.loads(out.read_text(encoding="utf-8"))
     methods = figures["methods"]
     assert list(methods) == ["plain", "prompt_lookup", "lade", "lade_kept", "lookahead"]  # by default, on a CPU

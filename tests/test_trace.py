@@ -23,7 +23,6 @@ from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN, bin_of, re
 from lade.drafting import Draft, register_drafter
 from lade.drafting.acceptance import GREEDY
 from lade.drafting.base import ROOT_ALONE
-from lade.drafting.growth import UNSEEN
 from lade.forward.cpu import packed
 from lade.stats import open_stats, tracing
 
@@ -152,7 +151,7 @@ def test_the_page_says_what_each_source_is():
     sources = {prior.source for prior in GREEDY.chances} | {
         source for source, _ in GREEDY.suffix + GREEDY.earlier + GREEDY.prediction
     }
-    assert described == {source.split()[0] for source in {*sources, UNSEEN}} | {"pool"}
+    assert described == {source.split()[0] for source in sources} | {"pool"}
 
 
 def test_the_warm_up_teaches_no_text(random_model, tokenizer, lade_on):

@@ -42,8 +42,7 @@ class Priors:
     """The priors of greedy decoding, or of sampling.
 
     token, context, rejected, root: of rows, by source; context: by class of similarity. suffix, earlier, prediction: of
-    copies from the text itself, from earlier ones, and from what the answer is expected to resemble. unseen: of a token
-    without a row, which is guessed to learn its row.
+    copies from the text itself, from earlier ones, and from what the answer is expected to resemble.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class Priors:
         root: tuple[float, float],
         contexts: tuple[float, ...],
         copies: tuple[float, ...],
-        unseen: float = 0.01,
     ) -> None:
         """token, rejected, root: scale and power. contexts: scales. copies: by LENGTHS."""
         self.token = RowPrior("token", *token, sharpness=0.6)
@@ -65,7 +63,6 @@ class Priors:
         ]
         self.suffix, self.earlier = _by_length("suffix", copies), _by_length("earlier text", copies)
         self.prediction = _by_length("prediction", copies)
-        self.unseen = unseen
         rows = (self.token, self.rejected, self.root, *self.context)
         self.chances = {prior: prior.by_bin() for prior in rows}
 

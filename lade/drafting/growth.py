@@ -21,7 +21,6 @@ LEAST_FOR_CONTEXT = 0.1  # from this chance of a node on, the row of the most si
 LEAST_FOR_BOTH = 0.3  # from this chance of a node on, its token's latest row is looked up beside that one
 LIKELY_CHILD = 0.6  # a node is expanded where a child of this chance, relative to its own, would be the next guess
 GREEDY_LENGTH = 8  # ids of a row that are guessed in greedy decoding
-UNSEEN = "unseen token"  # source of guesses that are made to learn their rows
 
 ABOVE_ROOT = -2  # in place of the parent of the root, which is -1
 _BIN = NUM_BINS - 1
@@ -81,9 +80,8 @@ class Growth:
         return path
 
     def likeliest_child(self, parent: int) -> int | None:
-        """The likeliest guess after a node, apart from unseen tokens; None if there is none."""
-        children = (node for node, above in enumerate(self.parents) if above == parent and self.sources[node] != UNSEEN)
-        return next(children, None)
+        """The likeliest guess after a node; None if there is none."""
+        return next((node for node, above in enumerate(self.parents) if above == parent), None)
 
     def by_chance(self) -> Growth:
         """The same tree with its likeliest nodes first. Parents stay in front of their children."""
@@ -94,7 +92,7 @@ class Growth:
         return found
 
     def best_path(self) -> Growth:
-        """The path of likeliest children from the root, without unseen tokens."""
+        """The path of likeliest children from the root."""
         path: list[int] = []
         while (child := self.likeliest_child(path[-1] if path else -1)) is not None:
             path.append(child)

@@ -18,14 +18,12 @@ from lade.drafting.contexts import BYTES_PER_RECORD, UNKNOWN, Context, ContextTa
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import MAX_TEXTS, Contents, read_memory, write_memory
 from lade.drafting.text_store import TextStore
-from lade.drafting.top_k_table import BYTES_PER_ROW, Packed, TopKTable, ids_of
+from lade.drafting.top_k_table import BYTES_PER_ROW, Packed, TopKTable
 from lade.models.base import num_tokens_of
 from lade.verification.draws import keeping_generators
 
 MAX_BYTES = 64 * 2**20
 MIN_BYTES = 64 * 2**10
-MAX_LIKELY = 8  # tokens of a row that may be worth a row of their own
-MAX_UNSEEN = 256  # tokens without a row that are remembered
 WARM_TOKENS = 256  # of one forward; their logits are all needed at once
 NUM_SIGNS = 256  # of the embedding, which identify a model
 MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them; between unrelated models half of them differ
@@ -61,7 +59,6 @@ class Memory:
         self.path = None if path is None else Path(path)
         self.table = TopKTable(max_bytes // (4 * BYTES_PER_ROW))  # by token
         self.contexts = ContextTable(3 * max_bytes // (4 * BYTES_PER_RECORD))
-        self.unseen: dict[int, None] = {}  # likely tokens without a row of their own, the latest last
         self.identity: dict[str, Any] | None = None  # of the model
         self.texts = TextStore(texts) if texts else None
         if self.path is not None and self.path.exists():
@@ -84,7 +81,6 @@ class Memory:
         """Forget everything, the model too."""
         self.table.clear()
         self.contexts.clear()
-        self.unseen.clear()
         if self.texts is not None:
             self.texts.clear()
         self.identity = None
@@ -125,22 +121,11 @@ class Memory:
     def learn(self, tokens: list[int], rows: Packed, accepted: Sequence[int]) -> None:
         """Remember the rows after some tokens, [M, ROW_LENGTH]; of one token the last row counts.
 
-        accepted: the indices of committed tokens. Their rows count before those of rejected guesses, and the likeliest
-        tokens of their rows are worth a row of their own.
+        accepted: the indices of committed tokens. Their rows count before those of rejected guesses.
         """
         is_accepted = set(accepted)
         order = [*(i for i in range(len(tokens)) if i not in is_accepted), *accepted]
         self.table.put([tokens[i] for i in order], rows[order])
-        unseen = self.unseen
-        for token in tokens:
-            unseen.pop(token, None)
-        for row in ids_of(rows[list(accepted), :MAX_LIKELY]).tolist():
-            for token in reversed(row):
-                if token not in self.table:
-                    unseen.pop(token, None)
-                    unseen[token] = None
-        for token in list(unseen)[:-MAX_UNSEEN] if len(unseen) > MAX_UNSEEN else ():
-            unseen.pop(token, None)
 
     def learn_text(self, ids: list[int], rows: Packed, projections: npt.NDArray[np.float32]) -> Context | None:
         """Remember the rows after each token of a text, [M, ROW_LENGTH]. projections: of the same logits.

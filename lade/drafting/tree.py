@@ -8,9 +8,8 @@ Recycling (arXiv:2408.08696) for the table by token; the rest is described in do
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from functools import partial
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Out
 from lade.drafting.block_policy import choose_size, compared_sizes
 from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.contexts import projected, projection
-from lade.drafting.growth import UNSEEN, Grower, Growth
+from lade.drafting.growth import Grower, Growth
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import memory_for
 from lade.drafting.step_costs import Offers
@@ -102,8 +101,7 @@ class TreeDrafter:
             text.take_rows(own[end + 1], None if rejected is None else own[rejected + 1])
             self._proposed.update(growth.sources)
             self._accepted.update(growth.sources[node] for node in path)
-            guesses = zip(growth.sources, growth.chances, strict=True)
-            expected += sum(chance for source, chance in guesses if source != UNSEEN)
+            expected += sum(growth.chances)
             hits += len(right)
         self.ratio.learn(expected, hits)
 
@@ -162,34 +160,20 @@ class TreeDrafter:
                 self._texts[row].growth = path
 
     def _grow(self, row: int, max_depth: int, size: int, least: float = 0.0) -> Growth:
-        """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`.
-
-        Tokens without a row fill what is left: the step that tries them learns their rows.
-        """
+        """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`."""
         text, priors = self._texts[row], self.priors
         sources = (text.rejected_row, priors.rejected), (text.root_row, priors.root)
         rows = [(found, prior) for found, prior in sources if found is not None]
         copies = text.copies(self.memory.texts, priors, max_depth)
         draws_at = partial(self._draws_at, row)
         grower = Grower(self.memory, priors, text.tokens, text.context, draws_at, rows, copies)
-        growth = grower.grow(max_depth, size, least)
-        self._add_unseen(growth, reversed(list(self.memory.unseen)), size)
-        return growth
+        return grower.grow(max_depth, size, least)
 
     def _draws_at(self, row: int, depth: int) -> Draws | None:
         """The draws of a token at some distance from the root; None if they are not known, or in greedy decoding."""
         if self._coming_draws is None:
             return None
         return self._coming_draws.peek(row, self._texts[row].num_generated + depth - 1, self._vocab_size)
-
-    def _add_unseen(self, growth: Growth, tokens: Iterable[int], size: int) -> None:
-        """Fill the rest of a tree with tokens that it does not have after the root."""
-        room = size - len(growth.tokens)
-        if room <= 0:
-            return
-        known = {token for token, parent in zip(growth.tokens, growth.parents, strict=True) if parent < 0}
-        for token in islice((token for token in tokens if token not in known), room):
-            growth.add(token, -1, UNSEEN, self.priors.unseen, 1)
 
     def _read(self, logits: Tensor, summary: LogitsSummary | None = None) -> tuple[Packed, npt.NDArray[Any]]:
         """Rows [B, R, ROW_LENGTH] and projections [B, R, CONTEXT_SIZE] of logits [B, R, V]."""
