@@ -157,10 +157,10 @@ def draw_file(pyplot: Any, path: Path, folder: Path) -> list[Path]:
     for ending, draw in DRAWINGS.get(figures.get("benchmark"), []):
         if draw is draw_parts and "parts" not in figures:  # stopped before them
             continue
-        if figures["benchmark"] == "replay":
-            has_tree_alone = all(cell.get("acceptance") for cell in figures["replays"].values())
-            if (draw is draw_acceptance) != has_tree_alone:  # the other picture's figures
-                continue
+        if draw is draw_acceptance and not acceptance_by_source(figures):
+            continue
+        if draw is draw_replay and len({key.split()[2] for key in figures["replays"]}) == 1:  # one drafter alone
+            continue
         picture, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
         draw(axes, figures)
         axes.set_title(caption(figures), fontsize=7)

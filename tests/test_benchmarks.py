@@ -334,13 +334,16 @@ def test_plots(module, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "picture"), [({"suffix of 8": [20, 16.0, 15]}, "replay-acceptance.svg"), ({}, "replay.svg")]
+    ("modes", "pictures"),
+    [(["tree"], ["replay-acceptance.svg"]), (["tree", "logitspec"], ["replay-acceptance.svg", "replay.svg"])],
 )
-def test_plots_of_a_replay(module, monkeypatch, tmp_path, acceptance, picture):
+def test_plots_of_a_replay(module, monkeypatch, tmp_path, modes, pictures):
     """Predicted and measured acceptance of the tree drafter's guesses; of several drafters, tokens per step."""
     pytest.importorskip("matplotlib")
+    acceptance = {"tree": {"suffix of 8": [20, 16.0, 15]}, "logitspec": {}}
     cells = {
-        f"code T=0 tree q={q} {memory}": {"S_without_loops": 1.5, "acceptance": acceptance}
+        f"code T=0 {mode} q={q} {memory}": {"S_without_loops": 1.5, "acceptance": acceptance[mode]}
+        for mode in modes
         for q in (8, 16)
         for memory in ("cold", "warm")
     }
@@ -348,7 +351,7 @@ def test_plots_of_a_replay(module, monkeypatch, tmp_path, acceptance, picture):
     (tmp_path / "replay.json").write_text(json.dumps(figures))
     monkeypatch.setattr(sys, "argv", ["plots.py", "--results", str(tmp_path), "--out", str(tmp_path)])
     module("plots").main()
-    assert [path.name for path in tmp_path.glob("*.svg")] == [picture]
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == pictures
 
 
 def test_plots_say_what_they_need(module, monkeypatch, tmp_path):
