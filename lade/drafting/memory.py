@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lade.common.state import PerModel, keeping_state
-from lade.drafting.contexts import BYTES_PER_RECORD, UNKNOWN, Context, ContextTable, projected, projection
+from lade.drafting.contexts import BYTES_PER_RECORD, UNKNOWN, ContextTable, projected, projection
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory_file import MAX_TEXTS, Contents, read_memory, write_memory
 from lade.drafting.text_store import TextStore
@@ -127,18 +126,6 @@ class Memory:
         order = [*(i for i in range(len(tokens)) if i not in is_accepted), *accepted]
         self.table.put([tokens[i] for i in order], rows[order])
 
-    def learn_text(self, ids: list[int], rows: Packed, projections: npt.NDArray[np.float32]) -> Context | None:
-        """Remember the rows after each token of a text, [M, ROW_LENGTH]. projections: of the same logits.
-
-        Returns the context after the last one; None as long as no context is known.
-        """
-        self.learn(ids, rows, range(len(ids)))
-        after = self.contexts.contexts(projections)
-        if after is None:
-            return None
-        self.contexts.put(ids, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
-        return after[-1]
-
     def save(self, path: str | Path | None = None, texts: bool = False) -> None:
         """Write everything to a file, all or nothing. path: None for the one given at first.
 
@@ -178,8 +165,11 @@ class Memory:
                 logits = model(input_ids=torch.tensor([chunk], device=model.device), use_cache=False).logits[
                     0, :, :num_tokens
                 ]
-            projections = projected(logits, projection(logits.device)).cpu().numpy()
-            self.learn_text(chunk, most_likely(logits), projections)
+            rows = most_likely(logits)
+            self.learn(chunk, rows, range(len(chunk)))
+            after = self.contexts.contexts(projected(logits, projection(logits.device)).cpu().numpy())
+            if after is not None:
+                self.contexts.put(chunk, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
 
 
 def identity_of(model: Any) -> dict[str, Any]:

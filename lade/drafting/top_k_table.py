@@ -69,9 +69,6 @@ class TopKTable:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._slots
-
     def row(self, key: int) -> PackedRow | None:
         """The row of a key, [ROW_LENGTH]; None if there is none."""
         slot = self._slots.get(key)
