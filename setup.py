@@ -14,6 +14,7 @@ CLIENTS = [
     "accelerate",
     "compressed-tensors",
     "datasets",
+    "diffusers",
     "dspy",
     "hqq",
     "inspect-ai",

@@ -323,6 +323,33 @@ def lighteval(model, tokenizer):
     return [answer.text for answer in TransformersModel(settings).greedy_until(docs)]
 
 
+@client("diffusers", "diffusers", "an image of Ernie's pipeline, whose language model writes the prompt anew")
+def an_image(model, tokenizer):
+    from diffusers import (
+        AutoencoderKLFlux2,
+        ErnieImagePipeline,
+        ErnieImageTransformer2DModel,
+        FlowMatchEulerDiscreteScheduler,
+    )
+
+    torch.manual_seed(2)
+    tokenizer.model_max_length = NEW  # of the new prompt
+    image = ErnieImagePipeline(
+        ErnieImageTransformer2DModel(
+            hidden_size=32, num_attention_heads=2, num_layers=1, ffn_hidden_size=32, in_channels=16, out_channels=16,
+            text_in_dim=model.config.hidden_size, rope_axes_dim=(8, 4, 4),
+        ),
+        AutoencoderKLFlux2(
+            down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",), block_out_channels=(8,),
+            layers_per_block=1, latent_channels=4, norm_num_groups=2,
+        ),
+        model.model, tokenizer, FlowMatchEulerDiscreteScheduler(), pe=model, pe_tokenizer=tokenizer,
+    )  # fmt: skip
+    image.set_progress_bar_config(disable=True)
+    drawn = image(QUESTION, height=32, width=32, num_inference_steps=2, output_type="np")
+    return drawn.revised_prompts, drawn.images.tolist()
+
+
 @client("inspect-ai", "inspect-ai", "two questions to `hf/`, sampled")
 def inspect_ai(model, tokenizer):
     import inspect_ai
