@@ -46,14 +46,9 @@ def clock(monkeypatch):
     return make
 
 
-def no_progress(label):
-    return iter
-
-
 def found_by(model, candidates=WINDOWS, prompts=PROMPTS):
-    return tune(
-        model, prompts, COMMON, 1, no_progress, candidates
-    )  # on a clock like that, another trial gives the same
+    """By one trial: on a clock like that, another gives the same."""
+    return tune(model, prompts, COMMON, 1, lambda label: iter, candidates)
 
 
 @pytest.fixture
@@ -82,12 +77,11 @@ def test_what_beats_the_default_is_recommended(clock, lade_on, poor_default, tmp
     assert f"lade --config {path}" in report(found, str(path))
     path.write_text(json.dumps(found))
     lade.config_lade(CONFIG=path)
-    assert lade.current_config().mode == "lookahead"
     assert lade.current_config().window_size == settings["WINDOW_SIZE"]
 
 
 def test_what_is_slower_than_plain_is_not_recommended(clock, lade_on, tmp_path, caplog):
-    found, path, before = found_by(clock(0.5)), tmp_path / "lade.json", lade.current_config()
+    found, path, before = found_by(clock(0.5), WINDOWS[:1]), tmp_path / "lade.json", lade.current_config()
     assert sorted(found) == ["measured", "note"]
     assert "says so, and sets nothing" in report(found, str(path))
     path.write_text(json.dumps(found))
@@ -96,15 +90,23 @@ def test_what_is_slower_than_plain_is_not_recommended(clock, lade_on, tmp_path, 
     assert found["note"] in caplog.text
 
 
-def test_where_the_default_is_slower_than_plain_the_advice_is_to_leave_it_off(clock, lade_on, monkeypatch):
-    original = measure.generate_timed
+@pytest.fixture
+def timed_as(monkeypatch):
+    """Where lookahead is on, what a call takes is that many times as much."""
 
-    def slower(*arguments, **named):
-        tokens, seconds = original(*arguments, **named)
-        return tokens, seconds * (20 if os.environ["USE_LADE"] == "1" else 1)
+    def change(factor, generate_timed=measure.generate_timed):
+        def timed(*arguments, **named):
+            tokens, seconds = generate_timed(*arguments, **named)
+            return tokens, seconds * (factor() if os.environ["USE_LADE"] == "1" else 1)
 
-    monkeypatch.setattr(measure, "generate_timed", slower)
-    assert found_by(clock(0.0))["note"] == NOTHING_PAYS
+        monkeypatch.setattr(measure, "generate_timed", timed)
+
+    return change
+
+
+def test_where_the_default_is_slower_than_plain_the_advice_is_to_leave_it_off(clock, lade_on, timed_as):
+    timed_as(lambda: 20)
+    assert found_by(clock(0.0), WINDOWS[:1])["note"] == NOTHING_PAYS
 
 
 def test_the_winner_is_chosen_by_other_prompts_than_judge_it(clock, lade_on, poor_default, monkeypatch):
@@ -122,16 +124,9 @@ def test_the_winner_is_chosen_by_other_prompts_than_judge_it(clock, lade_on, poo
         found_by(clock(0.0), prompts=prompts[:1])
 
 
-def test_the_same_work_is_no_gain(clock, lade_on, monkeypatch):
+def test_the_same_work_is_no_gain(clock, lade_on, timed_as):
     """MODE=tree takes the default's steps: however much luck it has with the clock, it is not recommended."""
-    original = measure.generate_timed
-
-    def lucky(*arguments, **named):
-        tokens, seconds = original(*arguments, **named)
-        is_tree = os.environ["USE_LADE"] == "1" and lade.current_config().mode == "tree"
-        return tokens, seconds * (0.7 if is_tree else 1)
-
-    monkeypatch.setattr(measure, "generate_timed", lucky)
+    timed_as(lambda: 0.7 if lade.current_config().mode == "tree" else 1)
     found = found_by(clock(0.0), ({"MODE": "tree"},))
     assert found["measured"]["ratio_to_default"]["p20"] > 1.3
     assert found["measured"]["same_steps"]
@@ -224,12 +219,7 @@ def test_progress_in_a_pipe(capsys, monkeypatch):
         time.now += 1
     lines = capsys.readouterr().err.splitlines()
     assert seen == list(range(40))
-    assert [lines[0], lines[1], lines[-1]] == [
-        "counting: 1 of 40, 1 s",
-        "counting: 11 of 40, 11 s",
-        "counting: 40 of 40, 40 s",
-    ]
-    assert len(lines) == 5
+    assert lines == [f"counting: {done} of 40, {done} s" for done in (1, 11, 21, 31, 40)]
 
 
 def test_methods_take_turns(lade_on):

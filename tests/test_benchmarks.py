@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -48,7 +47,7 @@ SMALL = ("--limit", "2", "--max_new_tokens", "12", "--dtype", "float32")
 
 def test_decode(command, tmp_path):
     out = tmp_path / "figures.json"
-    options = ("--limit", "1", "--trials", "2", "--max_new_tokens", "40")
+    options = ("--limit", "1", "--trials", "1", "--max_new_tokens", "40")
     figures = command("decode", *SMALL, *options, "--out", str(out))
     assert figures == json.loads(out.read_text(encoding="utf-8"))
     methods = figures["methods"]
@@ -108,10 +107,7 @@ def test_what_is_kept_is_forgotten_before_each_trial(command, module, monkeypatc
 
     monkeypatch.setattr(decode, "generate", watch)
     command("decode", *SMALL, "--methods", "plain,lade_kept", "--trials", "2")
-    rows = [count for name, count in rows if name == "lade_kept"][-4:]
-    assert rows[0] == rows[2] == 0
-    assert rows[1] > 0
-    assert rows[3] > 0
+    assert [count > 0 for name, count in rows if name == "lade_kept"][-4:] == [False, True, False, True]
 
 
 def test_the_forward_that_is_asked_for(module, monkeypatch):
@@ -203,16 +199,10 @@ def test_decode_refuses(arguments, message, module, monkeypatch):
         module("decode").main()
 
 
-@pytest.mark.parametrize(
-    ("shape", "parameters"),
-    [
-        ("1b", 1_235_814_400),
-        ("7b", 6_738_415_616),
-        ("8b", 8_030_261_248),
-        ("13b", 13_015_864_320),
-        ("70b", 68_976_648_192),
-    ],
-)
+SIZES = {"1b": 1_235_814_400, "7b": 6_738_415_616, "8b": 8_030_261_248, "13b": 13_015_864_320, "70b": 68_976_648_192}
+
+
+@pytest.mark.parametrize(("shape", "parameters"), SIZES.items(), ids=SIZES)
 def test_shapes_are_the_real_ones(shape, parameters, module):
     model = module("shapes").random_model(shape, "meta", torch.bfloat16)
     assert sum(weight.numel() for weight in model.parameters()) == parameters
@@ -273,13 +263,12 @@ def test_watching_a_step_changes_no_token_and_is_undone(module, lade_on):
 
 
 def test_known_acceptance(command):
-    options = "--tokens_per_step 1.5,3 --max_new_tokens 200 --context 8 --trials 1 --prompts 1"
+    options = "--tokens_per_step 3 --max_new_tokens 200 --context 8 --trials 1 --prompts 1"
     figures = command("known_acceptance", "--shape", "tiny", "--dtype", "float32", *options.split())
     methods = figures["methods"]
     assert all(row["identical"] == 1 for row in methods.values())
-    for name in ("lade", "unpacked"):
-        assert abs(methods[f"{name} 1.5"]["tokens_per_step"] - 1.5) < 0.2
-        assert abs(methods[f"{name} 3"]["tokens_per_step"] - 3) < 0.5
+    for name in ("lade 3", "unpacked 3"):
+        assert abs(methods[name]["tokens_per_step"] - 3) < 0.5
 
 
 def test_recurrent(command):
@@ -306,15 +295,13 @@ def test_half_precision(command, extra):
 
 
 def test_edits(command, tmp_path):
-    rows = [
-        {"prompt": f"def {name}(a):\n", "canonical_solution": "    return a\n", "entry_point": name} for name in "fg"
-    ]
+    row = {"prompt": "def f(a):\n", "canonical_solution": "    return a\n", "entry_point": "f"}
     path = tmp_path / "functions.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    path.write_text(json.dumps(row), encoding="utf-8")
     figures = command("edits", *SMALL, "--set", str(path))
-    assert [row["edit"] for row in figures["rows"]] == ["rename", "argument", "docstring", "again"] * 2
+    assert [row["edit"] for row in figures["rows"]] == ["rename", "argument", "docstring", "again"]
     for method in ("prompt_lookup", "lade", "lade_predicted"):
-        assert figures["all"][method]["identical"] == 8
+        assert figures["all"][method]["identical"] == 4
     assert all(row["lade_predicted"]["steps"] <= 12 for row in figures["rows"])
 
 
@@ -363,9 +350,4 @@ def test_plots_say_what_they_need(module, monkeypatch, tmp_path):
 
 def test_no_file_stands_in_the_way_of_the_standard_library():
     """Scripts find their own folder first: a profile.py there would break cProfile, which torch imports."""
-    names = {path.stem for path in FOLDER.glob("*.py")}
-    assert not names & sys.stdlib_module_names
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import cProfile, profile; print(profile.__file__)"
-    done = subprocess.run([sys.executable, "-c", code, str(FOLDER)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).parent != FOLDER
+    assert not {path.stem for path in FOLDER.glob("*.py")} & sys.stdlib_module_names

@@ -67,57 +67,45 @@ def test_a_clock_that_stands_still(mode, lade_on, monkeypatch):
 
 
 @pytest.fixture
-def slope(request):
-    """What each further token of a step costs, in plain steps; by default as on a CPU with wide registers."""
-    return getattr(request, "param", 0.03)
-
-
-@pytest.fixture
-def priced(monkeypatch, lade_on, slope):
-    """Steps have set costs, whatever this machine is doing."""
-    observe = StepCosts.observe
+def priced(monkeypatch, lade_on, request):
+    """Steps have set costs: each further token costs as much of a plain step as on a CPU with wide registers."""
+    slope, observe = getattr(request, "param", 0.03), StepCosts.observe
     monkeypatch.setattr(StepCosts, "observe", lambda self, q, seconds: observe(self, q, 1 + slope * (q - 1)))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # what costs begin from
     lade.config_lade(ADAPTIVE=1)
 
 
-MODES = [{"MODE": "auto"}, {"MODE": "lookahead", "LEVEL": 5, "WINDOW_SIZE": 7, "GUESS_SET_SIZE": 7}]
+@pytest.fixture(params=["auto", "lookahead"])
+def mode(priced, request):
+    lade.config_lade(MODE=request.param, LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7)
+    return request.param
 
 
-@pytest.mark.parametrize("settings", MODES, ids=lambda settings: settings["MODE"])
-def test_guesses_that_never_hit_are_given_up(priced, settings):
-    model, inputs = tiny_llama(), prompt(12)
-    lade.config_lade(**settings)
-    order = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
-    processors = LogitsProcessorList([Choose(order.__getitem__)])
-    stats = compare(model, inputs, max_new_tokens=160, logits_processor=processors)
+ORDER = torch.randint(3, VOCAB, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
+EASY, HARD = (LogitsProcessorList([Choose(by)]) for by in (lambda length: 3 + length % 7, ORDER.__getitem__))
+
+
+def test_guesses_that_never_hit_are_given_up(mode):
+    stats = compare(tiny_llama(), prompt(12), max_new_tokens=160, logits_processor=HARD)
     assert max(stats.block_tokens) > 1  # it did try
     cost = sum(1 + 0.03 * (size - 1) for size in stats.block_tokens)
-    assert cost <= (1.03 if settings["MODE"] == "auto" else 1.2) * 160  # a plain call would have cost 160
+    assert cost <= (1.03 if mode == "auto" else 1.2) * 160  # a plain call would have cost 160
 
 
-@pytest.mark.parametrize("settings", MODES, ids=lambda settings: settings["MODE"])
-def test_guesses_that_always_hit_make_the_block_grow(priced, settings):
-    model, inputs = tiny_llama(), prompt(12)
-    lade.config_lade(**settings)
-    processors = LogitsProcessorList([Choose(lambda length: 3 + length % 7)])
-    stats = compare(model, inputs, max_new_tokens=160, logits_processor=processors)
-    longest = 4 if settings["MODE"] == "lookahead" else 30
-    assert max(stats.accepted_lengths) >= longest
+def test_guesses_that_always_hit_make_the_block_grow(mode):
+    stats = compare(tiny_llama(), prompt(12), max_new_tokens=160, logits_processor=EASY)
+    assert max(stats.accepted_lengths) >= (4 if mode == "lookahead" else 30)
     assert stats.steps < 65
 
 
-@pytest.mark.parametrize("slope", [1.0], indirect=True)
-@pytest.mark.parametrize("settings", MODES, ids=lambda settings: settings["MODE"])
-def test_a_dear_machine_gets_plain_steps(priced, settings):
+@pytest.mark.parametrize("priced", [1.0], indirect=True)
+def test_a_dear_machine_gets_plain_steps(mode):
     """A mixture of experts, say, where each further token costs as much as the first."""
-    model, inputs = tiny_llama(), prompt(12)
-    lade.config_lade(**settings)
-    model.generate(**inputs, max_new_tokens=100)
+    tiny_llama().generate(**prompt(12), max_new_tokens=100)
     stats = lade.last_stats()
     assert stats.fallback_reason is None
     assert stats.plain_step_share > 0.8
-    later = stats.block_tokens[0 if settings["MODE"] == "auto" else 10 :]
+    later = stats.block_tokens[0 if mode == "auto" else 10 :]
     assert sum(later) <= 1.2 * 100  # a plain call would have cost 100
 
 
@@ -172,8 +160,7 @@ def test_embeddings_alone_are_guessed_behind(priced):
     model = tiny_llama()
     lade.config_lade(MODE="auto")
     embeds = model.get_input_embeddings()(prompt(300)["input_ids"]).detach()
-    processors = LogitsProcessorList([Choose(lambda length: 3 + length % 7)])
-    stats = compare(model, {"inputs_embeds": embeds}, max_new_tokens=100, logits_processor=processors)
+    stats = compare(model, {"inputs_embeds": embeds}, max_new_tokens=100, logits_processor=EASY)
     assert stats.steps < 60
 
 
@@ -181,17 +168,14 @@ def test_lookahead_is_tried_again_when_the_text_becomes_easy(priced):
     """And without SHARE nothing of a call is left for the next."""
     model, inputs = tiny_llama(), prompt(12)
     lade.config_lade(MODE="lookahead", LEVEL=5, WINDOW_SIZE=2, GUESS_SET_SIZE=4)
-    order = torch.randint(3, VOCAB, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
-    hard = LogitsProcessorList([Choose(order.__getitem__)])
-    easy = LogitsProcessorList([Choose(lambda length: 3 + length % 7)])
     steps = {}
     for share in (0, 1):
         lade.config_lade(SHARE=share)
-        model.generate(**inputs, max_new_tokens=400, logits_processor=hard)
-        model.generate(**inputs, max_new_tokens=100, logits_processor=easy)
+        model.generate(**inputs, max_new_tokens=400, logits_processor=HARD)
+        model.generate(**inputs, max_new_tokens=100, logits_processor=EASY)
         steps[share] = lade.last_stats().steps
     fresh = tiny_llama()
-    fresh.generate(**inputs, max_new_tokens=100, logits_processor=easy)
+    fresh.generate(**inputs, max_new_tokens=100, logits_processor=EASY)
     assert steps[1] < 80
     assert steps[0] <= lade.last_stats().steps + 3
 

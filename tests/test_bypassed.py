@@ -11,9 +11,8 @@ import types
 import pytest
 import torch
 import transformers
-from support import TOKENIZER, compare, generate_plain, prompt, tiny_llama
-from transformers import DynamicCache, GenerationMixin, cache_utils, masking_utils
-from transformers.generation import utils
+from support import TOKENIZER, compare, generate_plain, note_calls, prompt, tiny_llama
+from transformers import DynamicCache, GenerationMixin, cache_utils
 
 import lade
 from lade.decoding import lookahead_decode
@@ -90,10 +89,6 @@ def test_the_list_is_what_a_trace_finds(settings):
     assert len(plain - own) > 20
 
 
-def test_nothing_is_replaced_here():
-    assert replaced_function() is None
-
-
 def forwarding(function):
     return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
 
@@ -125,12 +120,9 @@ def test_code_that_is_exchanged(monkeypatch):
     def update(self, key_states, value_states, *args, **kwargs):
         return key_states, value_states
 
-    before = cache_utils.DynamicLayer.update.__code__
-    try:
-        cache_utils.DynamicLayer.update.__code__ = update.__code__
-        assert replaced_function() == "transformers.cache_utils.DynamicLayer.update"
-    finally:
-        cache_utils.DynamicLayer.update.__code__ = before
+    monkeypatch.setattr(cache_utils.DynamicLayer.update, "__code__", update.__code__)
+    assert replaced_function() == "transformers.cache_utils.DynamicLayer.update"
+    monkeypatch.undo()
     assert replaced_function() is None
 
 
@@ -165,51 +157,12 @@ def test_one_cache_that_is_quantized(is_layer):
     compare(model, cache=lambda: DynamicCache(config=model.config))
 
 
-@pytest.mark.parametrize("name", ["prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
-def test_methods_of_another_accelerator(monkeypatch, name):
-    original = getattr(GenerationMixin, name)
-
-    def shifted(self, *args, **kwargs):
-        arguments = original(self, *args, **kwargs)
-        positions = arguments.get("position_ids")
-        return arguments if positions is None else arguments | {"position_ids": positions * 2}
-
-    monkeypatch.setattr(GenerationMixin, name, shifted)
-    compare(tiny_llama(), reason=f"{name} has been replaced")
-
-
-def test_a_choice_of_ones_own(monkeypatch):
-    """Watermarks and recorders do that."""
-    model = tiny_llama()
-    multinomial = torch.multinomial
-    monkeypatch.setattr(torch, "multinomial", lambda p, *args, **kwargs: multinomial(p.roll(1, -1), *args, **kwargs))
-    compare(model, reason="torch.multinomial has been replaced", do_sample=True)
-
-
-def test_a_criterion_that_is_patched(monkeypatch):
-    model = tiny_llama()
-    monkeypatch.setattr(
-        transformers.EosTokenCriteria, "__call__", lambda self, ids, scores, **kw: torch.ones(len(ids)).bool()
-    )
-    compare(model, reason="EosTokenCriteria.__call__ has been replaced", eos_token_id=2)
-    assert generate_plain(model, prompt(), max_new_tokens=20, eos_token_id=2).shape[1] == 25
-
-
 def test_a_processor_that_is_patched(monkeypatch):
     """Then it is a processor like any other of the user's, which sees the whole batch."""
-    seen, kind = [], transformers.TopKLogitsWarper
-    original = kind.__call__
-    monkeypatch.setattr(
-        kind, "__call__", lambda self, ids, scores: (seen.append(ids.shape), original(self, ids, scores))[1]
-    )
+    kind = transformers.TopKLogitsWarper
+    seen = note_calls(monkeypatch, kind, "__call__", lambda self, ids, scores: ids.shape)
     compare(tiny_llama(), prompt(12, batch_size=3), max_new_tokens=20, do_sample=True, top_k=5)
     assert seen[:20] == seen[20:]
-
-
-def test_masks_and_stop_checks(monkeypatch):
-    monkeypatch.setattr(masking_utils, "sdpa_mask", forwarding(masking_utils.sdpa_mask))
-    monkeypatch.setattr(utils, "StopCheck", type("StopCheck", (utils.StopCheck,), {}))
-    assert replaced_function() == "transformers.masking_utils.sdpa_mask"
 
 
 # Forwards that somebody else has put on a module.

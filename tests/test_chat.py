@@ -49,14 +49,16 @@ def either(request, monkeypatch, lade_on):
     return request.param == "1"
 
 
-def fresh_answer(conversation: Conversation, question: str) -> str:
+def fresh_tokens(conversation: Conversation, question: str) -> list[int]:
     """What plain generate() says without any cache from before."""
     ids = conversation._ids_of([*conversation.messages, {"role": "user", "content": question}])
     inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-    arguments = {"stop_strings": conversation.stop_string, "tokenizer": conversation.tokenizer}
-    output = generate_plain(conversation.model, inputs, max_new_tokens=conversation.max_new_tokens, **arguments)
-    text = conversation.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
-    return (text.split(conversation.stop_string)[0] if conversation.stop_string else text).strip()
+    output = generate_plain(conversation.model, inputs, max_new_tokens=conversation.max_new_tokens)
+    return output[0, len(ids) :].tolist()
+
+
+def fresh_answer(conversation: Conversation, question: str) -> str:
+    return conversation.tokenizer.decode(fresh_tokens(conversation, question), skip_special_tokens=True).strip()
 
 
 @pytest.fixture
@@ -64,12 +66,8 @@ def fed(request, monkeypatch):
     """Tokens in each forward of the models under test."""
     monkeypatch.setattr(foreign, "AUTHORS", foreign.AUTHORS | {__name__})  # no trials, whose tokens would count
     counts = []
-    hooks = [
-        request.getfixturevalue(name)
-        .get_input_embeddings()
-        .register_forward_pre_hook(lambda module, args: counts.append(args[0].shape[1]))
-        for name in ("bundled", "random_model")
-    ]
+    parts = [request.getfixturevalue(name).get_input_embeddings() for name in ("bundled", "random_model")]
+    hooks = [part.register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1])) for part in parts]
     yield counts
     for hook in hooks:
         hook.remove()
@@ -91,7 +89,7 @@ def test_later_turns_feed_only_what_is_new(bundled, tokenizer, either, fed):
     assert max(fed[1:]) > 1 if either else fed[1:] == [1] * (answer.new_tokens - 1)
 
 
-def test_what_is_read_as_other_tokens_is_recomputed(random_model, tokenizer, either, fed):
+def test_what_is_read_as_other_tokens_is_recomputed(random_model, tokenizer, lade_on, fed):
     conversation = Conversation(random_model, tokenizer, max_new_tokens=20)
     first = conversation.ask("one")
     for question in ("two", "three"):
@@ -103,7 +101,7 @@ def test_what_is_read_as_other_tokens_is_recomputed(random_model, tokenizer, eit
     assert answer.reused_tokens < answer.prompt_tokens - 20
 
 
-def test_an_edited_history_is_noticed(random_model, tokenizer, either):
+def test_an_edited_history_is_noticed(random_model, tokenizer, lade_on):
     conversation = Conversation(random_model, tokenizer, max_new_tokens=10, system="Be brief.")
     conversation.ask("one")
     conversation.messages[1]["content"] = "other"
@@ -138,32 +136,27 @@ def test_long_conversations_lose_their_oldest_turns(tokenizer, lade_on):
         Conversation(model, tokenizer, max_new_tokens=128)
 
 
-class Stopper:
+def stopper(pieces: list[str], at: int, times: int = 1):
     """Writes like a terminal, and presses Ctrl-C at the n-th piece of text, once or more."""
 
-    def __init__(self, at: int, times: int = 1):
-        self.pieces, self.at, self.times = [], at, times
-
-    def __call__(self, text):
-        self.pieces.append(text)
-        if len(self.pieces) == self.at:
-            for _ in range(self.times):
+    def write(text):
+        pieces.append(text)
+        if len(pieces) == at:
+            for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
 
-    @property
-    def text(self):
-        return "".join(self.pieces)
+    return write
 
 
 def test_ctrl_c_ends_the_answer(bundled, tokenizer, either):
     question = "What does os.path.join do?"
-    write = Stopper(at=5)
-    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=16), write)
+    shown = []
+    terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=16), stopper(shown, at=5))
     handler = signal.getsignal(signal.SIGINT)
     full = fresh_answer(terminal.conversation, question)
     answer = terminal.answer(question)
     assert (answer.fallback_reason is None) == either
-    assert "[stopped]" in write.text
+    assert "[stopped]" in "".join(shown)
     assert 5 <= answer.new_tokens < 10
     assert full.startswith(answer.text)
     assert len(answer.text) > 0
@@ -176,13 +169,14 @@ def test_ctrl_c_ends_the_answer(bundled, tokenizer, either):
     assert following.reused_tokens > 15
 
 
-def test_second_ctrl_c_takes_the_question_back(bundled, tokenizer, either):
+def test_second_ctrl_c_takes_the_question_back(bundled, tokenizer, lade_on):
     terminal = Terminal(Conversation(bundled, tokenizer, max_new_tokens=16), lambda text: None)
     terminal.answer("What does os.path.join do?")
     messages, cached = list(terminal.conversation.messages), len(terminal.conversation._cached_ids)
-    terminal.write = Stopper(at=3, times=2)
+    shown = []
+    terminal.write = stopper(shown, at=3, times=2)
     assert terminal.answer("What are the arguments of shutil.copytree?") is None
-    assert "the question is forgotten" in terminal.write.text
+    assert "the question is forgotten" in "".join(shown)
     assert terminal.conversation.messages == messages
     assert len(terminal.conversation._cached_ids) == cached
     expected = fresh_answer(terminal.conversation, "And of os.walk?")
@@ -221,14 +215,9 @@ def test_every_token_is_shown_when_it_comes(tokenizer):
 
 
 def test_the_stream_is_the_text(tokenizer):
-    texts = [
-        "naïve Überraschung \u65e5\u672c\u8a9e",
-        "\U0001f642\U0001f468\u200d\U0001f469\u200d\U0001f467!",
-        "a\n\n  b\tc",
-        "x" * 50,
-    ]
-    draw = random.Random(0)
-    cases = [tokenizer(text)["input_ids"] for text in texts]
+    texts = ["naïve Überraschung \u65e5\u672c\u8a9e", "a\n\n  b\tc", "x" * 50]
+    texts.append("\U0001f642\U0001f468\u200d\U0001f469\u200d\U0001f467!")
+    draw, cases = random.Random(0), [tokenizer(text)["input_ids"] for text in texts]
     cases += [[draw.randrange(4096) for _ in range(30)] for _ in range(200)]  # broken bytes and special tokens, too
     for tokens in cases:
         pieces, _ = stream(tokenizer, tokens)
@@ -455,7 +444,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_at_a_terminal(tmp_path):
-    """One process: commands, streaming, Ctrl-C in an answer and at the prompt, a second turn, leaving."""
+    """One process: streaming, Ctrl-C in an answer and at the prompt, a second turn, leaving."""
     # On a busy machine plain steps may be what pays, and no guess be seen.
     settings = tmp_path / "settings.json"
     settings.write_text('{"ADAPTIVE": 0, "MAX_BLOCK": 4}')
@@ -467,9 +456,6 @@ def test_at_a_terminal(tmp_path):
         assert "--quant is ignored" in intro
         assert "--use_ds is ignored" in intro
         assert "lookahead decoding is on (a tree, up to 4 tokens a step)" in intro
-
-        child.type("/help\n")
-        assert "/reset" in child.read_until("You: ")
 
         # This answer does not end by itself: what is seen of it has been streamed.
         child.type("What are the arguments of shutil.copytree?\n")
@@ -490,10 +476,6 @@ def test_at_a_terminal(tmp_path):
         assert first_prompt <= reused
         assert prompt - reused < 40
 
-        child.type("/nonsense\n")
-        assert "unknown command /nonsense" in child.read_until("You: ")
-        child.type("/reset\n")
-        assert "a new conversation" in child.read_until("You: ")
         child.type("/quit\n")
         assert child.wait() == 0
 
@@ -539,20 +521,12 @@ def test_without_a_line_editor(monkeypatch):
     assert "pip install prompt_toolkit" in notes[0]
 
 
-def test_what_the_token_limit_cuts_is_said(terminal, tokenizer):
+def test_what_the_token_limit_cuts_is_said(terminal, monkeypatch):
     assert "[cut off after 6 tokens; /set max_new_tokens allows more]" in said(terminal, "one")
-    model, conversation = terminal.conversation.model, terminal.conversation
-    ended = conversation.model.generation_config.eos_token_id
-    last = tokenizer(conversation.messages[-1]["content"])["input_ids"]
     said(terminal, "/undo")
-    try:  # the same answer, whose last token now ends it
-        ids = conversation._ids_of([{"role": "user", "content": "one"}])
-        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-        last = generate_plain(model, inputs, max_new_tokens=6)[0, -1].item()
-        model.generation_config.eos_token_id = [last]
-        assert "cut off" not in said(terminal, "one")
-    finally:
-        model.generation_config.eos_token_id = ended
+    last = fresh_tokens(terminal.conversation, "one")[-1]  # the same answer, whose last token now ends it
+    monkeypatch.setattr(terminal.conversation.model.generation_config, "eos_token_id", [last])
+    assert "cut off" not in said(terminal, "one")
 
 
 def test_ctrl_c_during_the_prompt_is_heard(terminal):

@@ -22,28 +22,26 @@ def block_after(heading):
     return re.search(r"^```python no-run\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[1]
 
 
+def change(path, old, new):
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def lade_with(tmp_path_factory):
     """Runs `python -m lade` of a copy with both changes made. Returns its status, stdout and stderr."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "lade", folder / "lade", ignore=shutil.ignore_patterns("__pycache__"))
-    config = folder / "lade" / "config.py"
-    text = config.read_text(encoding="utf-8")
-    assert text.count("    def __post_init__") == 1
-    setting = block_after("Adding a setting")
-    config.write_text(text.replace("    def __post_init__", f"{setting}\n    def __post_init__"), encoding="utf-8")
+    setting, end = block_after("Adding a setting"), "    def __post_init__"
+    change(folder / "lade" / "config.py", end, f"{setting}\n{end}")
     commands = folder / "lade" / "commands"
     (commands / "echo.py").write_text(block_after("Adding a command"), encoding="utf-8")
-    table = (commands / "__init__.py").read_text(encoding="utf-8")
-    with_line = table.replace("COMMANDS = {\n", 'COMMANDS = {\n    "echo": "say something",\n')
-    assert with_line != table
-    (commands / "__init__.py").write_text(with_line, encoding="utf-8")
+    change(commands / "__init__.py", "COMMANDS = {\n", 'COMMANDS = {\n    "echo": "say something",\n')
 
     def run(*arguments, program=("-m", "lade")):
-        environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
-        return subprocess.run(
-            [sys.executable, *program, *arguments], cwd=folder, env=environment, capture_output=True, text=True
-        )
+        command, environment = [sys.executable, *program, *arguments], ENVIRONMENT | {"PYTHONPATH": str(folder)}
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
     return run
 

@@ -23,12 +23,9 @@ from lade.models import adapter_for
 from lade.models.self_check import trial_errors
 
 PROMPT, NEW, FEW, TURN = 24, 20, 8, 5
+GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.6}
 TABLE = os.environ.get("LADE_MODELS_TABLE")
-FALLS_BACK = {
-    "phi3-longrope-across": "whole cache change",
-    "doge": "selects its keys",
-    "doge-window": "selects its keys",
-}
+FALLS_BACK = {"phi3-longrope-across": "whole cache change"} | dict.fromkeys(("doge", "doge-window"), "selects its keys")
 CHAIN = "chains of guesses"
 RETURNS_ANOTHER_CACHE = {"lfm2", "lfm2_moe", "lfm3"}  # than lade could fill in: plain generate() makes it
 REGISTERED = set(models._adapters)
@@ -79,7 +76,7 @@ def is_served(model):
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS], ids=lambda family: family.name)
 def test_family(small_block, family):
     model = built(family)
-    expected, found = both(model, prompts(1), do_sample=False)
+    expected, found = both(model, prompts(1), **GREEDY)
     assert torch.equal(found, expected)
     stats = lade.last_stats()
     reason = stats.fallback_reason
@@ -93,7 +90,7 @@ def test_family(small_block, family):
     assert reason is None
     assert min(stats.block_tokens) > 1
 
-    expected, found = both(model, prompts(1), FEW, do_sample=True, temperature=0.6)
+    expected, found = both(model, prompts(1), FEW, **SAMPLED)
     assert torch.equal(found, expected)
     # The negative control: a block whose mask is ignored would give clearly other logits.
     error, effect = trial_errors(adapter_for(model), 44)
@@ -124,10 +121,8 @@ def assert_masks_count(model):
     mask = torch.nn.functional.pad(mask, (0, TURN + more.shape[1]), value=1)
     mask[2, -4:-2] = 0  # the second turn brings its own
     turns = []
-    for turn, run in (
-        (plain, partial(generate_plain, model)),
-        (found, lambda batch, **kw: model.generate(**batch, **kw)),
-    ):
+    runs = partial(generate_plain, model), lambda batch, **named: model.generate(**batch, **named)
+    for turn, run in zip((plain, found), runs, strict=True):
         text = torch.cat([turn.sequences, more], dim=1)
         batch = {"input_ids": text, "attention_mask": mask}
         turns.append(run(batch, past_key_values=turn.past_key_values, max_new_tokens=TURN, **returned))
@@ -147,7 +142,7 @@ def test_recurrent(small_block, family):
     must_run = family.name in CHAINS and Version(transformers.__version__) >= Version("5.23")  # else tried out
     # Others may draw from NaN where a row is padded.
     for inputs in (prompts(1), prompts(2), padded) if family.name in CHAINS else (prompts(1),):
-        for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 0.6}):
+        for arguments in (GREEDY, SAMPLED):
             expected, found = both(model, inputs, NEW, **arguments)
             assert torch.equal(found, expected)
             stats = lade.last_stats()
@@ -163,7 +158,7 @@ def test_recurrent(small_block, family):
 def test_composite(small_block, family, with_image):
     model = built(family)
     inputs = family.inputs(with_image)
-    for arguments in ({"do_sample": False}, {"do_sample": True, "temperature": 0.6}):
+    for arguments in (GREEDY, SAMPLED):
         expected, found = both(model, inputs, FEW, **arguments)
         assert torch.equal(found, expected)
     assert not inference_tensors(model)
@@ -171,11 +166,8 @@ def test_composite(small_block, family, with_image):
     note = "; ".join(filter(None, [family.note, "image and text" if with_image else "text"]))
     rows.append((family.name, note, family.attention, reason or "lookahead"))
     # Older versions drop images in a prepare_inputs_for_generation of each model, or name their arguments otherwise.
-    assert (
-        reason is None
-        or not (is_served(model) or CHAIN in family.note)
-        or Version(transformers.__version__) < Version("5.23")
-    )
+    must_run = (is_served(model) or CHAIN in family.note) and Version(transformers.__version__) >= Version("5.23")
+    assert reason is None or not must_run
 
 
 def test_every_registered_family_is_in_the_table():
@@ -189,13 +181,12 @@ def test_every_registered_family_is_in_the_table():
 def write_table(path):
     """The results of this run as Markdown: the families that run with lookahead, and the others by reason."""
     served = {(name, note): attention for name, note, attention, what in rows if what == "lookahead"}
-    plain = [
-        f"`{name}`" + " (eager)" * (attention == "eager") for (name, note), attention in served.items() if not note
-    ]
-    noted, refused = {}, {}
-    for name, note in served:
+    plain, noted, refused = [], {}, {}
+    for (name, note), attention in served.items():
         if note:
             noted.setdefault(note, []).append(f"`{name}`")
+        else:
+            plain.append(f"`{name}`" + " (eager)" * (attention == "eager"))
     for name, note, _, what in rows:
         if what != "lookahead":
             reason = re.sub(r"this '\w+' model", "this model", what)

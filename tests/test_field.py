@@ -25,17 +25,19 @@ def bench(monkeypatch):
     return importlib.import_module("replay")
 
 
+def request_of(model, ids):
+    rest = {"num_tokens": NUM_TOKENS, "key_mask": None, "temperature": None}
+    return DraftRequest(config=current_config(), model=model, prompt_ids=ids, **rest)
+
+
 class Text:
     """A drafter of MODE behind a text, with rows made by hand."""
 
     def __init__(self, model, mode, prompt_ids, size=7, memory=None):
         lade.config_lade(MODE=mode, MAX_BLOCK=size + 1, ADAPTIVE=0)
         ids = torch.tensor([prompt_ids])
-        request = DraftRequest(
-            config=current_config(), model=model, num_tokens=NUM_TOKENS, prompt_ids=ids, key_mask=None, temperature=None
-        )
         with (Memory() if memory is None else memory).active():
-            self.drafter = make_drafter(request)
+            self.drafter = make_drafter(request_of(model, ids))
         self.sequences = TokenSequences(ids, 100)
         self.tree = TokenTree.empty(1)
 
@@ -198,9 +200,5 @@ def test_a_tree_without_draws_guesses_without_them(lade_on, bench, model):
 
 def test_they_refuse_batches(lade_on, bench, model):
     lade.config_lade(MODE="logitspec")
-    request = DraftRequest(
-        config=current_config(), model=model, num_tokens=NUM_TOKENS, prompt_ids=torch.ones(2, 3).long(), key_mask=None,
-        temperature=None,
-    )  # fmt: skip
     with pytest.raises(ValueError, match="one text"):
-        make_drafter(request)
+        make_drafter(request_of(model, torch.ones(2, 3).long()))

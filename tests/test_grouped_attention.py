@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import compare, generate_plain, note_calls, padded_prompt, prompt, tiny_llama
+from support import compare, generate_plain, note_calls, padded_prompt, prompt, tiny, tiny_llama
 from torch.nn import functional
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 needs_kernel = pytest.mark.skipif(
     not all(map(has_same_bits, DTYPES)), reason="this torch repeats keys and values on a CPU"
 )
-NEW = 40
+NEW = 24
 
 
 def states(num_heads, num_shared, num_queries, num_slots, dtype, batch_size=1, head_dim=64):
@@ -59,16 +59,15 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("heads", [(4, 2), (14, 2), (32, 8), (5, 1)], ids=str)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_bits_are_those_of_repeated_keys_and_values(heads, dtype, batch_size, calls):
-    for num_queries in (2, 3, 8, 17, 64, 129):
+    for num_queries in (2, 17, 64, 129):
         for num_slots in (num_queries, 150, 601):
-            if num_slots >= num_queries:
-                layer = states(*heads, num_queries, num_slots, dtype, batch_size)
-                expected, _ = sdpa_attention_forward(*layer, scaling=0.2)
-                found, weights = grouped_attention_forward(*layer, scaling=0.2)
-                assert torch.equal(found, expected)
-                assert found.is_contiguous()
-                assert weights is None
-                assert calls.pop() == (*heads, num_queries)
+            layer = states(*heads, num_queries, num_slots, dtype, batch_size)
+            expected, _ = sdpa_attention_forward(*layer, scaling=0.2)
+            found, weights = grouped_attention_forward(*layer, scaling=0.2)
+            assert torch.equal(found, expected)
+            assert found.is_contiguous()
+            assert weights is None
+            assert calls.pop() == (*heads, num_queries)
 
 
 def test_what_it_is_not_for_is_left_to_transformers(calls):
@@ -138,8 +137,7 @@ def test_the_users_model_is_unchanged():
 
 def hooked():
     model = tiny_llama()
-    lade.allow_hook(hook := lambda *_: None)
-    model.model.layers[0].register_forward_hook(hook)
+    model.model.layers[0].register_forward_hook(lade.allow_hook(lambda *_: None))
     return model
 
 
@@ -197,19 +195,14 @@ def test_not_where_bits_would_differ(monkeypatch):
 
 
 def mistral(dtype):
-    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 9}
-    torch.manual_seed(0)
-    model = MistralForCausalLM._from_config(MistralConfig(**sizes, **heads), attn_implementation="sdpa")
-    model.generation_config.eos_token_id = None
-    return model.to(dtype).eval()
+    sizes = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 9}
+    return tiny(MistralForCausalLM, MistralConfig, dtype, attn_implementation="sdpa", **sizes)
 
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}], ids=str)
-@pytest.mark.parametrize("make", [tiny_llama, mistral])
-@pytest.mark.parametrize("mode", ["tree", "lookahead"])
+@pytest.mark.parametrize(("make", "mode"), [(tiny_llama, "tree"), (mistral, "lookahead")])
 def test_texts_are_plain_ones(lade_on, calls, dtype, arguments, make, mode):
     model, inputs = make(dtype), padded_prompt() if dtype == torch.float64 else prompt()
     lade.config_lade(MODE=mode)
@@ -227,9 +220,8 @@ def test_a_wrong_attention_would_be_seen(lade_on, monkeypatch):
     """The negative control: what the grouped attention says decides."""
     model = tiny_llama(torch.float32)
     expected = generate_plain(model, prompt(), max_new_tokens=NEW)
-    wrong = SimpleNamespace(
-        scaled_dot_product_attention=lambda *given, **kw: -functional.scaled_dot_product_attention(*given, **kw)
-    )
+    stock = functional.scaled_dot_product_attention
+    wrong = SimpleNamespace(scaled_dot_product_attention=lambda *given, **named: -stock(*given, **named))
     monkeypatch.setattr(grouped_attention, "functional", wrong)
     assert not torch.equal(model.generate(**prompt(), max_new_tokens=NEW), expected)
 
@@ -239,10 +231,8 @@ def test_a_wrong_attention_would_be_seen(lade_on, monkeypatch):
 def test_with_copies_of(lade_on, calls, monkeypatch, dtype):
     """In bfloat16, too, texts and sizes of blocks are those with repeated keys and values."""
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(dtype).eval()
-    model.generation_config.eos_token_id = None
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_key_value_heads": 2}
+    model = tiny(Qwen2ForCausalLM, Qwen2Config, dtype, **sizes)
     lade.config_lade(PACK=1, DETERMINISTIC=1, SHARE=0)
     found = []
     for groups in (False, True):

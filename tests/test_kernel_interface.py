@@ -30,16 +30,8 @@ from lade.forward.cuda.static_inputs import packed_block_mask
 from lade.models.shadow import shadow_model
 
 WINDOW = 9
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "pad_token_id": 0}
+SIZES |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
 
 def double_attention(module, query, key, value, attention_mask, scaling, softcap=None, **_):
@@ -57,10 +49,6 @@ AttentionInterface.register("test_double", double_attention)
 AttentionMaskInterface.register("test_double", eager_mask)
 
 
-def llama(**changes):
-    return tiny_llama(torch.float64, **changes)
-
-
 def mistral():
     config = MistralConfig(**SIZES, sliding_window=WINDOW, head_dim=12)
     return MistralForCausalLM._from_config(config, attn_implementation="sdpa").double().eval()
@@ -68,9 +56,8 @@ def mistral():
 
 def gemma2():
     # The soft cap of Gemma 2 is 50; scores of a random model only feel a small one.
-    config = Gemma2Config(
-        **SIZES, sliding_window=WINDOW, head_dim=12, attn_logit_softcapping=0.5, final_logit_softcapping=None
-    )
+    caps = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": None}
+    config = Gemma2Config(**SIZES, **caps, sliding_window=WINDOW, head_dim=12)
     return Gemma2ForCausalLM._from_config(config, attn_implementation="test_double").double().eval()
 
 
@@ -84,7 +71,7 @@ def gpt_oss():
     return model
 
 
-MODELS = {"llama": llama, "mistral": mistral, "gemma2": gemma2, "gpt_oss": gpt_oss}
+MODELS = {"llama": tiny_llama, "mistral": mistral, "gemma2": gemma2, "gpt_oss": gpt_oss}
 
 
 class Case:
@@ -144,9 +131,8 @@ class Case:
         block = self.block if visible is None else replace(self.block, visible=visible)
         padding = None if self.key_mask is None else left_padding(self.key_mask)
         config = self.model.config
-        full, near = (
-            packed_block_mask(block, padding, span) for span in (AttentionSpan(), AttentionSpan(window=WINDOW))
-        )
+        spans = AttentionSpan(), AttentionSpan(window=WINDOW)
+        full, near = (packed_block_mask(block, padding, span) for span in spans)
         mask = near if getattr(config, "sliding_window", None) else full
         if getattr(config, "layer_types", None):
             mask = {"full_attention": full, "sliding_attention": near}
@@ -183,10 +169,11 @@ def test_block_logits_are_those_of_an_additive_mask(name, ragged, padded, calls)
 
 
 def test_what_cannot_go_through_it_is_named():
-    assert ours.unsupported_reason(llama()) is None
-    model = GPTNeoForCausalLM(GPTNeoConfig(vocab_size=8, hidden_size=8, num_layers=1, attention_types=[[["global"], 1]], num_heads=1))  # fmt: skip
+    assert ours.unsupported_reason(tiny_llama()) is None
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_layers": 1, "num_heads": 1}
+    model = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 1]]))
     assert "attention interface" in ours.unsupported_reason(model)
-    case = Case(llama(), ragged=False, padded=False)
+    case = Case(tiny_llama(), ragged=False, padded=False)
     layer = case.model.model.layers[0].self_attn
     query = torch.zeros(2, 4, 40, 12, dtype=torch.float64)
     packed = pack_mask(case.visible, torch.tensor(case.cache.lengths))
@@ -203,9 +190,9 @@ def test_generate_through_the_block_attention(name, sampling, lade_on, calls):
     inputs = prompt(30, batch_size=3)
     inputs["attention_mask"][1, :7] = 0
     lade.config_lade(USE_FLASH=1)
-    stats = compare(model, inputs, max_new_tokens=50, eos_token_id=None, **sampling)
+    stats = compare(model, inputs, max_new_tokens=30, eos_token_id=None, **sampling)
     assert stats.used_kernel
-    assert stats.steps < 51
+    assert stats.steps < 31
     assert len(calls) == (stats.steps - 1) * model.config.num_hidden_layers
     assert model.config._attn_implementation == "sdpa"
 

@@ -79,13 +79,6 @@ class Unknown(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, **arguments)
 
 
-def unknown():
-    torch.manual_seed(0)
-    model = Unknown(with_rope("dynamic").config).double().eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
 @pytest.fixture
 def short_calls_fall_back(lade_on, monkeypatch):
     monkeypatch.setattr(eligibility, "LEAST_TOKENS", 3)
@@ -93,7 +86,8 @@ def short_calls_fall_back(lade_on, monkeypatch):
 
 def test_own_forwards_leave_nothing(short_calls_fall_back):
     """The self-check, a memory's forwards and a warm-up, on a model in which an earlier call has left something."""
-    model = unknown()
+    model = Unknown(with_rope("dynamic").config).double().eval()
+    model.generation_config.eos_token_id = None
     assert assert_same_lives(model, [prompt(60)], num_new=2) == 1  # too short for lade
     twin = copy.deepcopy(model)
     lade.Memory().warm(model, [prompt(30)["input_ids"][0]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support import ROOT, VOCAB, compare, generate_plain, in_threads, prompt, tiny_llama
+from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
@@ -77,8 +77,6 @@ def test_active_memories_stay_apart(model):
     assert generate(model, **SAMPLED) == first  # the shared one is a third
     alice.clear()
     assert len(alice) == 0
-    with alice.active():
-        assert generate(model, **SAMPLED) == first
 
 
 def test_a_memory_is_not_active_in_other_threads(model):
@@ -96,8 +94,7 @@ def test_save_and_load(model, tmp_path):
         memory.save()
         second = generate(model, **SAMPLED)
     assert second < first
-    loaded = Memory(path=path)
-    with loaded.active():
+    with Memory(path=path).active():
         assert generate(model, **SAMPLED) == second
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     with pytest.raises(ValueError, match="path must be given"):
@@ -110,26 +107,29 @@ def test_save_and_load(model, tmp_path):
     assert link.is_symlink()
 
 
-def test_a_file_of_another_model_is_refused(model, tmp_path):
+@pytest.fixture
+def saved(model, tmp_path):
     lade.config_lade(ADAPTIVE=1)
     memory = Memory(path=tmp_path / "memory.safetensors")
     with memory.active():
         generate(model)
     memory.save()
+    return memory
+
+
+def test_a_file_of_another_model_is_refused(saved, tmp_path):
     fine_tuned, other = tiny_llama(torch.float32), tiny_llama()
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter)
-    saved = Memory(path=memory.path)
     for stranger, why in ((other, "embeddings differ"), (tiny_llama(vocab_size=80), "vocab_size is 80, not 61")):
-        loaded = Memory(path=memory.path)
+        loaded = Memory(path=saved.path)
         with loaded.active(), pytest.raises(ValueError, match=f"memory.safetensors belongs to another model: .*{why}"):
             stranger.generate(**prompt(8), max_new_tokens=4)
         loaded.save(tmp_path / "after.safetensors")
         assert Memory(path=tmp_path / "after.safetensors").identity == saved.identity  # its own model's as before
     with torch.no_grad():
         fine_tuned.get_input_embeddings().weight.add_(1e-4)
-    loaded = Memory(path=memory.path)
-    with loaded.active():
+    with Memory(path=saved.path).active():
         generate(fine_tuned)
 
 
@@ -174,12 +174,8 @@ def damage(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["cut", "text", "npz", *DAMAGED])
-def test_a_damaged_file_is_refused_and_left_alone(model, tmp_path, kind):
-    path = tmp_path / "memory.safetensors"
-    memory = Memory(path=path)
-    with memory.active():
-        generate(model)
-    memory.save()
+def test_a_damaged_file_is_refused_and_left_alone(saved, kind):
+    path = saved.path
     damage(path, kind)
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"path must be a memory saved by lade, .*memory\.safetensors is not") as error:
@@ -189,20 +185,16 @@ def test_a_damaged_file_is_refused_and_left_alone(model, tmp_path, kind):
     assert path.read_bytes() == before
 
 
-def test_saving_that_fails_leaves_the_old_file(model, tmp_path, monkeypatch):
-    memory = Memory(path=tmp_path / "memory.safetensors")
-    with memory.active():
-        generate(model)
-    memory.save()
-    before = memory.path.read_bytes()
+def test_saving_that_fails_leaves_the_old_file(saved, tmp_path, monkeypatch):
+    before = saved.path.read_bytes()
 
     def fail(descriptor):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="no space"):
-        memory.save()
-    assert memory.path.read_bytes() == before
+        saved.save()
+    assert saved.path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -245,28 +237,19 @@ def test_a_file_keeps_its_mode(tmp_path):
 
 
 def test_what_is_saved_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
-    path, calls = tmp_path / "memory.safetensors", []
-    fsync, replace = os.fsync, os.replace
-
-    def watched_fsync(descriptor):
-        calls.append(("fsync", os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
-        fsync(descriptor)
-
-    def watched_replace(old, new):
-        calls.append(("replace", os.stat(old).st_ino, os.stat(old).st_size))
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "replace", watched_replace)
-    Memory().save(path)
-    assert [name for name, *_ in calls] == ["fsync", "replace"]
-    assert calls[0][1:] == calls[1][1:]  # the same file, all of it
+    calls = []
+    for name in ("fsync", "replace"):
+        note_calls(monkeypatch, os, name, lambda place, *_, name=name: calls.append((name, os.stat(place))))
+    Memory().save(tmp_path / "memory.safetensors")
+    assert [name for name, _ in calls] == ["fsync", "replace"]
+    (_, synced), (_, renamed) = calls
+    assert (synced.st_ino, synced.st_size) == (renamed.st_ino, renamed.st_size)  # the same file, all of it
 
 
-@pytest.mark.parametrize("value", [0, -1, 1000, "1", True, 1e9])
-def test_max_bytes_is_checked(value):
-    with pytest.raises(ValueError, match="max_bytes must be an integer of at least 65536"):
-        Memory(max_bytes=value)
+def test_max_bytes_is_checked():
+    for value in (0, -1, 1000, "1", True, 1e9):
+        with pytest.raises(ValueError, match="max_bytes must be an integer of at least 65536"):
+            Memory(max_bytes=value)
 
 
 def test_warming(model, tmp_path):
@@ -336,7 +319,7 @@ def exact_chances(logits: torch.Tensor, temperature: float, ids: np.ndarray) -> 
     return (logits.float() / temperature).softmax(-1).gather(1, torch.from_numpy(ids.astype(np.int64))).numpy()
 
 
-@pytest.mark.parametrize("vocab_size", [40, 127, 128, 511, 512, 4096, 4097, 8193, 20000, 65537, 151936])
+@pytest.mark.parametrize("vocab_size", [40, 127, 128, 511, 512, 4097, 65537])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_most_likely(vocab_size, dtype):
     logits = (torch.randn(5, vocab_size + 3, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)[:, 3:]

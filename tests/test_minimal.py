@@ -13,6 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lade
 
 SHORT = ("--max_new_tokens", "24")
+BUNDLED = ROOT / "models" / "stdlib-9m"
+
+
+def bundled(dtype=torch.float32, **arguments):
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=dtype, **arguments)
+    return model, AutoTokenizer.from_pretrained(BUNDLED)
 
 
 @beside
@@ -63,11 +69,10 @@ def test_something_is_printed_before_torch_is_imported():
 
 def test_the_timed_call_has_not_seen_its_prompt(run):
     """It takes as many steps as a call with a memory of its own, and not as few as one that follows another."""
-    out = run("--dtype", "float32", "--max_new_tokens", "32")
+    out = run("--dtype", "float32")
     assert "each call starts with an empty memory" in out
     shown = [float(figure) for figure in re.findall(r"([\d.]+) tokens/step", out)]
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "stdlib-9m", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m")
+    model, tokenizer = bundled()
     inputs = tokenizer(run.module.PROMPT, return_tensors="pt")
     lade.config_lade(SHARE=1)
     first, second = [], []
@@ -75,7 +80,7 @@ def test_the_timed_call_has_not_seen_its_prompt(run):
         with lade.Memory().active():
             for found in (first, second):
                 torch.manual_seed(0)
-                model.generate(**inputs, max_new_tokens=32, **choice)
+                model.generate(**inputs, max_new_tokens=24, **choice)
                 found.append(round(lade.last_stats().tokens_per_step, 2))
     assert shown == first
     assert all(later > found for later, found in zip(second, first, strict=True))
@@ -92,11 +97,9 @@ def test_compare(run):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_why_outputs_differ(run, dtype):
     """Two texts that part at the third token, between the two likeliest ones."""
-    folder = ROOT / "models" / "stdlib-9m"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = bundled(dtype)
     inputs = tokenizer("import os", return_tensors="pt")
-    plain = torch.tensor([5, 6, 7, 8])
-    ahead = torch.tensor([5, 6, 9])
+    plain, ahead = torch.tensor([5, 6, 7, 8]), torch.tensor([5, 6, 9])
     with torch.no_grad():
         logits = model(torch.cat([inputs["input_ids"][0], plain[:2]])[None]).logits[0, -1].float()
     text, sampled = (run.module.difference(model, tokenizer, inputs, plain, ahead, flag) for flag in (False, True))
@@ -113,32 +116,12 @@ def test_why_outputs_differ(run, dtype):
 
 def test_any_model_folder(run, tmp_path):
     tiny_llama(torch.float32, vocab_size=4096).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m").save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(BUNDLED).save_pretrained(tmp_path)
     assert "sampled: " in run("--model_path", str(tmp_path), "--prompt", "import os")
 
 
-def test_two_lines_of_the_readme(monkeypatch):
-    block = re.search(r"```python\n(import lade\n.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[
-        1
-    ]
-    monkeypatch.setenv("USE_LADE", "1")
-    before = lade.current_config()
-    try:
-        exec(block, {})
-        model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / "stdlib-9m", dtype=torch.float32)
-        inputs = AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m")("def main():\n", return_tensors="pt")
-        model.generate(**inputs, max_new_tokens=16)
-        assert lade.last_stats().fallback_reason is None
-    finally:
-        lade.restore_all()
-        lade.switch._default = before
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_float32_on_the_bundled_checkpoint(lade_on, attention):
-    folder = ROOT / "models" / "stdlib-9m"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_float32_with_eager_attention(lade_on):
+    model, tokenizer = bundled(attn_implementation="eager")
     question = [{"role": "user", "content": "What are the arguments of shutil.copytree?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ahead = model.generate(**inputs, max_new_tokens=40)

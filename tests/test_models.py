@@ -3,12 +3,11 @@
 import copy
 import functools
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import dispatch_model
-from support import VOCAB, compare, generate_plain, in_threads, note_calls, prompt, tiny_llama
+from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, tiny_llama
 from support.families import FAMILIES
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flex_attention
@@ -17,10 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import lade
 from lade import models
 from lade.common.compat import CACHE_NAME
-from lade.models import ModelAdapter, base
+from lade.models import ModelAdapter
 from lade.models.shadow import shadow_model
 
-ROOT = Path(__file__).parent.parent
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "initializer_range": 0.3}  # fmt: skip
 
@@ -60,9 +58,9 @@ def named(name):
     return next(family for family in FAMILIES if family.name == name).build()
 
 
-def build(kind):
+def build(kind, config_class=UnknownConfig, **changes):
     torch.manual_seed(0)
-    model = kind(UnknownConfig(**SIZES)).double().eval()
+    model = kind(config_class(**SIZES | changes)).double().eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -77,10 +75,9 @@ def test_an_unknown_family_is_tried_out(kind, reason):
 
 
 def test_a_subclass_of_a_known_family_is_tried_out_too():
-    torch.manual_seed(0)
-    model = IgnoresMask(LlamaConfig(**SIZES)).double().eval()
+    model = build(IgnoresMask, LlamaConfig)
     assert model.config.model_type == "llama"
-    compare(model, reason="ignore the mask", max_new_tokens=30, eos_token_id=None)
+    compare(model, reason="ignore the mask", max_new_tokens=30)
 
 
 def test_the_trial_waits_until_it_pays(monkeypatch, caplog):
@@ -95,11 +92,11 @@ def test_the_trial_waits_until_it_pays(monkeypatch, caplog):
         (50, None, [64, 128]),
         (8, None, [64, 128]),
     ):
-        compare(model, reason=reason, max_new_tokens=num_new, eos_token_id=None)
+        compare(model, reason=reason, max_new_tokens=num_new)
         assert lengths == tried
     model, lengths[:] = build(Obedient), []
     for num_new in (200, 8):
-        compare(model, max_new_tokens=num_new, eos_token_id=None)
+        compare(model, max_new_tokens=num_new)
     assert lengths == [256]
     assert not [record for record in caplog.records if "plain generate()" in record.message]
 
@@ -116,11 +113,10 @@ def test_a_trial_that_raises_is_a_reason(monkeypatch):
 
 def test_a_longer_text_is_tried_out_anew():
     """A window that the code does not use, whatever the configuration says, shows only beyond it."""
-    torch.manual_seed(0)
-    model = Obedient(UnknownConfig(**SIZES, sliding_window=100)).double().eval()
-    compare(model, max_new_tokens=30, eos_token_id=None)
+    model = build(Obedient, sliding_window=100)
+    compare(model, max_new_tokens=30)
     for cache in (DynamicCache, lambda: DynamicCache(config=model.config)):
-        compare(model, prompt(120), "", max_new_tokens=12, eos_token_id=None, cache=cache)
+        compare(model, prompt(120), "", max_new_tokens=12, cache=cache)
 
 
 def test_layers_with_another_attention_than_the_model_says():
@@ -131,7 +127,7 @@ def test_layers_with_another_attention_than_the_model_says():
     compare(model, reason="its layers say 'eager'")
 
 
-@pytest.mark.parametrize("model_type", ["falcon", "llama4_text", "lfm2", "gpt_neo", "mpt", "phi3"])
+@pytest.mark.parametrize("model_type", ["llama4_text", "mpt"])
 def test_a_name_alone_does_not_make_a_family(model_type):
     """The class is another, so its code is tried out as any other's."""
     model = build(Obedient)
@@ -148,7 +144,6 @@ def test_a_hook_that_is_a_plain_function():
 
 def test_guesses_have_embeddings():
     """A head wider than the embedding: what no embedding exists for is no guess either."""
-    torch.manual_seed(0)
     model = tiny_llama(tie_word_embeddings=False)
     head = torch.nn.Linear(48, VOCAB + 20, bias=False).double()
     torch.nn.init.normal_(head.weight, std=0.3)
@@ -156,7 +151,7 @@ def test_guesses_have_embeddings():
     compare(model, max_new_tokens=30, suppress_tokens=list(range(VOCAB, VOCAB + 20)))
 
 
-@pytest.mark.parametrize("name", ["gpt_neo", "bloom", "falcon-alibi", "mpt", "lfm2", "llama4_text"])
+@pytest.mark.parametrize("name", ["bloom", "lfm2"])
 def test_compiled_modules_have_no_view(name):
     model = named(name)
     # What module.compile() leaves behind: a call bound to the module itself.
@@ -216,10 +211,9 @@ def test_what_a_family_cannot_show(name, arguments, reason):
     compare(named(name), reason=reason, max_new_tokens=12, **arguments)
 
 
-@pytest.mark.parametrize("cached", [38, 40])
-def test_phi3_goes_over_its_boundary_from_a_cache(cached):
+def test_phi3_goes_over_its_boundary_from_a_cache():
     model = named("phi3-longrope-across")
-    assert model.config.original_max_position_embeddings == 40
+    cached = model.config.original_max_position_embeddings
     texts = []
     for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
         cache = DynamicCache(config=model.config)
@@ -228,6 +222,7 @@ def test_phi3_goes_over_its_boundary_from_a_cache(cached):
         inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
         texts.append(run(model, inputs, max_new_tokens=12, past_key_values=cache))
     assert torch.equal(*texts)
+    assert "the model computes it anew" in lade.last_stats().fallback_reason
 
 
 def test_a_soft_cap_is_left_to_eager_attention(flash):
@@ -243,9 +238,7 @@ def test_the_documented_example():
     assert len(code.splitlines()) < 30
     names = {}
     exec(code.partition("lade.register_adapter")[0], names)
-    torch.manual_seed(0)
-    model = names["StyledLlama"](names["StyledConfig"](**SIZES)).double().eval()
-    model.generation_config.eos_token_id = None
+    model = build(names["StyledLlama"], names["StyledConfig"])
     arguments = prompt() | {"style": torch.randn(SIZES["hidden_size"]).double()}
     compare(model, arguments, "style", max_new_tokens=40)
     exec(code, names)
@@ -255,15 +248,14 @@ def test_the_documented_example():
     assert not torch.equal(unstyled, styled)
 
 
-@pytest.mark.parametrize("bad", ["LlamaAdapter", object, None])
-def test_register_adapter_refuses(bad):
-    with pytest.raises(TypeError, match=r"subclass of lade\.ModelAdapter"):
-        lade.register_adapter("x", bad)
-
-
-def test_register_adapter_refuses_a_type_as_name():
-    with pytest.raises(TypeError, match="model_type must be a string"):
-        lade.register_adapter(LlamaConfig, lade.ModelAdapter)
+@pytest.mark.parametrize(
+    ("name", "adapter", "message"),
+    [("x", bad, r"subclass of lade\.ModelAdapter") for bad in ("LlamaAdapter", object, None)]
+    + [(LlamaConfig, lade.ModelAdapter, "model_type must be a string")],
+)
+def test_register_adapter_refuses(name, adapter, message):
+    with pytest.raises(TypeError, match=message):
+        lade.register_adapter(name, adapter)
 
 
 def causal_flash(module, query, key, value, attention_mask, **arguments):
@@ -276,7 +268,6 @@ def causal_flash(module, query, key, value, attention_mask, **arguments):
 def flash():
     """A model whose attention takes no mask, under a name as flash attention has it."""
     AttentionInterface.register("stand_in_flash", causal_flash)
-    torch.manual_seed(0)
     model = tiny_llama()
     model.config._attn_implementation = "stand_in_flash"
     yield model
@@ -289,7 +280,6 @@ def test_attention_without_masks_keeps_its_setting(flash):
 
 
 def test_unknown_attention_falls_back(model):
-    assert base.MASKED_ATTENTION == ("eager", "sdpa")
     AttentionInterface.register("my_attention", sdpa_attention_forward)
     own = tiny_llama()
     own.config._attn_implementation = "my_attention"
@@ -338,10 +328,9 @@ def test_views_of_one_model_in_threads(flash):
 
 def parts_on_disk(model, tmp_path):
     """Dispatched by accelerate, all blocks but the first one on disk."""
-    blocks = [
+    (blocks,) = (
         name for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and name.count(".") == 1
-    ]
-    (blocks,) = blocks
+    )
     others = {name: "cpu" for name, part in model.named_modules() if name and list(part.parameters(recurse=False))}
     layers = {f"{blocks}.{index}": "disk" if index else "cpu" for index in range(len(model.get_submodule(blocks)))}
     rest = {name: place for name, place in others.items() if not name.startswith(blocks)}

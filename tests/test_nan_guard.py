@@ -45,9 +45,8 @@ def seeded(generate, *args, **arguments):
     """Sequences, scores and logits where asked for, and the generator's state afterwards."""
     torch.manual_seed(5)
     result = generate(*args, max_new_tokens=48, **arguments)
-    if isinstance(result, torch.Tensor):
-        return result, [], torch.get_rng_state()
-    return result.sequences, [*result.scores, *result.logits], torch.get_rng_state()
+    recorded = [] if isinstance(result, torch.Tensor) else [*result.scores, *result.logits]
+    return getattr(result, "sequences", result), recorded, torch.get_rng_state()
 
 
 def unused_tokens(model, text):
@@ -76,9 +75,10 @@ def poisoned_model(attention, value, request, batch_size):
     return model, inputs, expected
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("request_", REQUESTS)
-@pytest.mark.parametrize(("attention", "value"), [("sdpa", "nan"), ("eager", "inf")])
+@pytest.mark.parametrize(
+    ("attention", "value", "batch_size"), [("sdpa", "nan", 1), ("sdpa", "nan", 3), ("eager", "inf", 3)]
+)
 def test_a_guess_that_is_no_number(settings, trips, attention, value, request_, batch_size):
     model, inputs, expected = poisoned_model(attention, value, request_, batch_size)
     assert_same(seeded(model.generate, **inputs, **REQUESTS[request_]), expected)

@@ -62,90 +62,69 @@ def test_a_drafter_that_knows_the_text(model, registered, batch_size, sampling):
     assert compare(model, inputs, **arguments).steps == 7  # the prompt's, and 24 tokens by four
 
 
-def test_a_drafter_that_is_always_wrong(model, registered):
-    inputs = prompt(9)
-    expected = generate_plain(model, inputs, max_new_tokens=25)
-    wrong = [[(token + 1) % model.config.vocab_size for token in expected[0].tolist()]]
-    registered(oracle(wrong))
-    assert compare(model, inputs, max_new_tokens=25).steps == 25
-
-
 TOKENS = [1, 2, 3]
 CHAIN = [-1, 0, 1]
 
 
+def tree(tokens, parents, depth=3):
+    return lambda request, *_: Draft(TokenTree(tokens, parents), depth, ROOT_ALONE, no_window(request))
+
+
+def window(shape, *cells):
+    return lambda request, *_: Draft(TokenTree.empty(1), 0, shape, request.prompt_ids.new_tensor([cells]))
+
+
 @pytest.mark.parametrize(
-    ("tree", "depth", "message"),
+    ("draft", "message"),
     [
-        (TokenTree([[1, 2, 10**6]], [CHAIN]), 3, "must hold ids from 0 to 60, got 1000000"),
-        (TokenTree([[1, -2, 3]], [CHAIN]), 3, "must hold ids from 0 to 60, got -2"),
-        (TokenTree([TOKENS], [[-1, 2, 1]]), 3, "an earlier one or -1 as its parent, got [-1, 2, 1]"),
-        (TokenTree([TOKENS], [[-1, -2, 1]]), 3, "an earlier one or -1 as its parent, got [-1, -2, 1]"),
-        (TokenTree([TOKENS], [[-1, 0]]), 3, "an earlier one or -1 as its parent, got [-1, 0]"),
-        (TokenTree([TOKENS], [CHAIN]), 2, "must give its tree's depth, 3, as max_depth, got 2"),
-        (TokenTree([TOKENS] * 2, [CHAIN] * 2), 3, "must have one tree for each of the 1 rows, got 2"),
-        (TokenTree([TOKENS] * 2, [CHAIN]), 3, "must have one tree for each of the 1 rows, got 2"),
-        (TokenTree([[1] * 8], [list(range(-1, 7))]), 8, "may have 7 guesses in a row, MAX_BLOCK less the root, got 8"),
+        (tree([[1, 2, 10**6]], [CHAIN]), "must hold ids from 0 to 60, got 1000000"),
+        (tree([[1, -2, 3]], [CHAIN]), "must hold ids from 0 to 60, got -2"),
+        (tree([TOKENS], [[-1, 2, 1]]), "an earlier one or -1 as its parent, got [-1, 2, 1]"),
+        (tree([TOKENS], [[-1, -2, 1]]), "an earlier one or -1 as its parent, got [-1, -2, 1]"),
+        (tree([TOKENS], [[-1, 0]]), "an earlier one or -1 as its parent, got [-1, 0]"),
+        (tree([TOKENS], [CHAIN], depth=2), "must give its tree's depth, 3, as max_depth, got 2"),
+        (tree([TOKENS] * 2, [CHAIN] * 2), "must have one tree for each of the 1 rows, got 2"),
+        (tree([TOKENS] * 2, [CHAIN]), "must have one tree for each of the 1 rows, got 2"),
+        (tree([[1] * 8], [list(range(-1, 7))], depth=8), "may have 7 guesses in a row, MAX_BLOCK less the root, got 8"),
+        (window((5, 7)), "must have window_cells of shape (1, 27) for a window_shape of (5, 7), got (1, 0)"),
+        (window((1, 7)), "must have a window_shape (N, W) of at least (2, 1), got (1, 7)"),
+        (window((2, 3), 99, 99), "must hold ids from 0 to 60 as window_cells, got [[99, 99]]"),
     ],
 )
-def test_drafts_that_would_fail_inside_the_model(model, registered, tree, depth, message):
-    registered(proposing(lambda request, *_: Draft(tree, depth, ROOT_ALONE, no_window(request))))
+def test_drafts_that_would_fail_inside_the_model(model, registered, draft, message):
+    registered(proposing(draft))
     with pytest.raises(ValueError, match=rf"Proposing \(MODE='mine'\) .*{re.escape(message)}"):
         model.generate(**prompt(9), max_new_tokens=8)
     lade.config_lade(MODE="auto")  # everything is usable afterwards
     compare(model, prompt(9), max_new_tokens=8)
 
 
-@pytest.mark.parametrize(
-    ("shape", "cells", "message"),
-    [
-        ((5, 7), 0, "must have window_cells of shape (1, 27) for a window_shape of (5, 7), got (1, 0)"),
-        ((1, 7), 0, "must have a window_shape (N, W) of at least (2, 1), got (1, 7)"),
-        ((2, 3), 2, "must hold ids from 0 to 60 as window_cells, got [[99, 99]]"),
-    ],
-)
-def test_windows_that_would_fail_inside_the_model(model, registered, shape, cells, message):
-    def draft(request, *_):
-        return Draft(TokenTree.empty(1), 0, shape, request.prompt_ids.new_full((1, cells), 99))
-
-    registered(proposing(draft))
-    with pytest.raises(ValueError, match=rf"Proposing \(MODE='mine'\) .*{re.escape(message)}"):
-        model.generate(**prompt(9), max_new_tokens=8)
-
-
 def test_a_window_of_ones_own(model, registered):
     """Cells may hold any ids: they are computed, and change nothing."""
-
-    def draft(request, *_):
-        return Draft(TokenTree.empty(1), 0, (3, 2), request.prompt_ids.new_full((1, 3), 7))
-
-    registered(proposing(draft))
+    registered(proposing(window((3, 2), 7, 7, 7)))
     compare(model, prompt(9), max_new_tokens=8)
 
 
-def test_no_drafter(model, registered):
-    class Incomplete:
-        def __init__(self, request):
-            pass
+INCOMPLETE = type("Incomplete", (), {"__init__": lambda self, request: None, "propose": print})
 
-        def propose(self, *_):
-            raise NotImplementedError
 
-    registered(Incomplete)
-    with pytest.raises(TypeError, match=r"Incomplete \(MODE='mine'\) has no learn\(\): a drafter must inherit from"):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (INCOMPLETE, "Incomplete (MODE='mine') has no learn(): a drafter must inherit from"),
+        (proposing(lambda *_: None), "Proposing (MODE='mine').propose() must return a Draft, got None"),
+    ],
+)
+def test_no_drafter_and_no_draft(model, registered, make, message):
+    registered(make)
+    with pytest.raises(TypeError, match=re.escape(message)):
         model.generate(**prompt(9), max_new_tokens=8)
 
 
-def test_no_draft(model, registered):
-    registered(proposing(lambda *_: None))
-    with pytest.raises(TypeError, match=r"Proposing \(MODE='mine'\).propose\(\) must return a Draft, got None"):
-        model.generate(**prompt(9), max_new_tokens=8)
-
-
-@pytest.mark.parametrize("mode", BUILT_IN)
-def test_built_in_modes_stay(mode):
-    with pytest.raises(ValueError, match=f"mode must not be one of .*, got '{mode}'"):
-        register_drafter(mode, lambda request: None)
+def test_built_in_modes_stay():
+    for mode in BUILT_IN:
+        with pytest.raises(ValueError, match=f"mode must not be one of .*, got '{mode}'"):
+            register_drafter(mode, lambda request: None)
 
 
 @pytest.mark.parametrize(

@@ -31,18 +31,14 @@ def test_rows_grow_on_their_own(room, device):
 
 
 def test_columns():
-    sequences = TokenSequences(torch.tensor(PROMPTS), 0)
+    """The prompts are left alone."""
+    prompts = torch.tensor(PROMPTS, dtype=torch.int32)
+    sequences = TokenSequences(prompts, 0)
     for token in range(10, 20):
         sequences.append([token], 0)
         sequences.append([token + 20], 1)
     assert sequences.texts(slice(0, 2)).tolist() == [[*PROMPTS[0], *range(10, 20)], [*PROMPTS[1], *range(30, 40)]]
     assert sequences.texts(slice(0, 2)).is_contiguous()
     assert sequences.roots() == [19, 39]
-
-
-def test_the_prompts_are_left_alone():
-    prompts = torch.tensor(PROMPTS, dtype=torch.int32)
-    sequences = TokenSequences(prompts, 0)
-    sequences.append([9], 0)
     assert prompts.tolist() == PROMPTS
     assert sequences.padded(0).dtype == torch.long

@@ -29,13 +29,12 @@ def test_made_once_for_each_model_and_slot(slot):
 
 def test_gone_with_the_model(slot):
     model = Model()
-    kept = weakref.ref(model)
     value = weakref.WeakSet([Model()])
     slot.set(model, value)
-    gone = weakref.ref(value)
+    gone = weakref.ref(model), weakref.ref(value)
     del model, value
     gc.collect()
-    assert (kept(), gone()) == (None, None)
+    assert [reference() for reference in gone] == [None, None]
 
 
 @pytest.mark.parametrize("forget", [forget_all, lade.restore_all])

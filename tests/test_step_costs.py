@@ -343,10 +343,8 @@ def test_files_are_bounded_by_number_and_age(cache, monkeypatch):
     os.utime(cache / "step-costs-5.json", (time.time() - 2 * cache_folder.MAX_AGE,) * 2)
     (cache / "another.json").write_text("{}")
     store_table(tiny_llama(), "x", {1: 1.0, 8: 1.1})
-    kept = sorted(path.name for path in cache.iterdir())
-    assert [name for name in kept if name in ("step-costs-3.json", "step-costs-4.json", "another.json")] == [
-        "another.json", "step-costs-3.json", "step-costs-4.json",
-    ]  # fmt: skip
+    kept = {path.name for path in cache.iterdir()}
+    assert kept >= {"another.json", "step-costs-3.json", "step-costs-4.json"}
     assert len(stored_files()) == 3
 
 
@@ -375,8 +373,9 @@ def script(dtype=torch.bfloat16, num_calls=2, length=100, **arguments):
     return texts, blocks
 
 
-@pytest.mark.parametrize("settings", [TREE, WINDOW], ids=["tree", "window"])
-@pytest.mark.parametrize("arguments", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("settings", "arguments"), [(TREE, {"do_sample": True, "temperature": 0.8}), (WINDOW, {})], ids=["tree", "window"]
+)
 def test_half_precision_gives_the_same_text_in_every_run(wild_clock, cache, settings, arguments):
     """From the first one on, in which nothing is stored yet."""
     lade.config_lade(**settings)

@@ -28,6 +28,7 @@ from lade.stats import open_stats, tracing
 
 BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 ANSI = re.compile(r"\033\[[\d;]*m")
 
 
@@ -65,14 +66,11 @@ def test_a_trace_is_what_happened(trace, random_model, tokenizer):
         assert [step["tokens"][node] for node in step["accepted"]] == step["committed"][:-1]
         assert [step["parents"][node] for node in step["accepted"]] == [-1, *step["accepted"]][: len(step["accepted"])]
         committed += step["committed"]
-        tree = TokenTree([step["tokens"]], [step["parents"]])
-        visible = (
-            block_layout(4, 3, len(step["tokens"]), torch.device("cpu")).offsets_and_visibility(tree)[1][0].tolist()
-        )
+        layout = block_layout(4, 3, len(step["tokens"]), torch.device("cpu"))
+        visible = layout.offsets_and_visibility(TokenTree([step["tokens"]], [step["parents"]]))[1][0].tolist()
         rows = trace["masks"][step["mask"]]
         assert [f"{int(row, 16):0{len(rows)}b}" for row in rows] == ["".join("01"[x] for x in row) for row in visible]
-        assert step["forward"] > 0
-        assert step["rest"] > 0
+        assert min(step["forward"], step["rest"]) > 0
     assert committed == trace["ids"]
     assert sum(step["forward"] + step["rest"] for step in steps) + trace["prefill"] < trace["seconds"]
     # The last row of the window becomes the next step's last level: nothing was overwritten while it was recorded.
@@ -128,40 +126,33 @@ def test_the_default_drafter_explains_itself(tree_trace):
         for parent, chance in zip(step["parents"], step["chances"], strict=True):
             assert 0 <= chance <= (1 if parent < 0 else step["chances"][parent])
         sizes = [size for size, _, _ in step["offers"]]
+        assert ("most tokens" if sizes else "a few steps have none") in step["reason"]
         if sizes:
-            assert 1 + len(step["tokens"]) in sizes
             assert step["offers"][0] == [1, 1, 1]
             rates = {size: tokens / cost for size, tokens, cost in step["offers"]}
-            assert "most tokens" in step["reason"]
             assert rates[1 + len(step["tokens"])] == pytest.approx(max(rates.values()), rel=0.01)  # they are rounded
-        else:
-            assert "a few steps have none" in step["reason"]
-    found = {}
-    for step in guessed:
-        for node, source in enumerate(step["sources"]):
-            counts = found.setdefault(source, [0, 0])
-            counts[0] += 1
-            counts[1] += node in step["accepted"]
-    assert found == stats.sources
+    guesses = [(source, node in step["accepted"]) for step in guessed for node, source in enumerate(step["sources"])]
+    for source, counts in stats.sources.items():
+        assert counts == [sum(name == source for name, _ in guesses), guesses.count((source, True))]
+    assert {source for source, _ in guesses} == set(stats.sources)
 
 
 def test_the_page_says_what_each_source_is():
     sources = re.search(r"const SOURCES = {\n(.*?)\n};", TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)[1]
     described = set(re.findall(r"^  (\w+): \[", sources, re.MULTILINE))
-    sources = {prior.source for prior in GREEDY.chances} | {
-        source for source, _ in GREEDY.suffix + GREEDY.earlier + GREEDY.prediction
-    }
+    sources = {prior.source for prior in GREEDY.chances}
+    sources |= {source for source, _ in GREEDY.suffix + GREEDY.earlier + GREEDY.prediction}
     assert described == {source.split()[0] for source in sources} | {"pool"}
 
 
 def test_the_warm_up_teaches_no_text(random_model, tokenizer, lade_on):
     lade.config_lade(MODE="auto")
     ids = tokenizer("def main(): return")["input_ids"]
-    cold = record(random_model, tokenizer, ids, max_new_tokens=40)
+    cold = record(random_model, tokenizer, ids, max_new_tokens=24)
     with lade.Memory().active():
-        warm_up(random_model, ids, max_new_tokens=40)
-        warm = record(random_model, tokenizer, ids, max_new_tokens=40)
-        again = record(random_model, tokenizer, ids, max_new_tokens=40)
+        warm_up(random_model, ids, max_new_tokens=24)
+        warm = record(random_model, tokenizer, ids, max_new_tokens=24)
+        again = record(random_model, tokenizer, ids, max_new_tokens=24)
     assert [step["tokens"] for step in warm["steps"]] == [step["tokens"] for step in cold["steps"]]
     assert len(again["steps"]) < len(warm["steps"])  # a text that was remembered would show
 
@@ -196,7 +187,7 @@ def test_a_new_drafter_has_a_trace(echo_trace):
     assert "plain generate()" in "".join(shown)
 
 
-def test_what_falls_back_has_no_trace(random_model, tokenizer, lade_on, capsys):
+def test_what_falls_back_has_no_trace(random_model, tokenizer, lade_on):
     with pytest.raises(RuntimeError, match="beam search"):
         record(random_model, tokenizer, [5, 6, 7], max_new_tokens=5, num_beams=2)
     assert not random_model._forward_hooks
@@ -247,17 +238,15 @@ def test_the_page_is_one_file(trace):
     assert not re.search(r"src=|@import|url\(|fetch\(", html.replace(data, ""))
 
 
-def test_the_command(tmp_path, capsys, lade_on):
+def test_the_command(tmp_path, capsys, lade_on, checkpoint):
     out = tmp_path / "t.html"
     question = ["--question", "What does os.path.join do?", "--max_new_tokens", "12", "--dtype", "float32"]
     assert commands.main(["trace", "--out", str(out), *question]) == 0
-    assert re.search(
-        r"t\.html: \d+ forward passes instead of 12\. It took .* plain generate\(\)", capsys.readouterr().out
-    )
+    assert re.search(r"t\.html: \d+ forward passes instead of 12\. It took", capsys.readouterr().out)
     data = json.loads(re.search(r"const trace = (.*);\n", out.read_text(encoding="utf-8"))[1])
     assert "os.path.join" in "".join(data["prompt"])
     assert data["model"] == "stdlib-9m"
-    assert commands.main(["trace", "--terminal", "--speed", "0", *question]) == 0
+    assert commands.main(["trace", "--terminal", "--speed", "0", "--model_path", checkpoint, *question]) == 0
     assert "per step" in capsys.readouterr().out
 
 
@@ -269,7 +258,7 @@ def dump(folder: Path, address: str, theme: str = "light") -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+@in_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_in_a_browser(trace, tmp_path, theme):
     (tmp_path / "t.html").write_text(page(trace), encoding="utf-8")
@@ -289,14 +278,14 @@ def test_in_a_browser(trace, tmp_path, theme):
     assert dom.count('class="bar"') == len(trace["steps"]) + 1
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+@in_browser
 def test_the_page_opens_on_the_richest_pass(trace, tmp_path):
     (tmp_path / "t.html").write_text(page(trace), encoding="utf-8")
     ranks = [(len(step["accepted"]), len(step["tokens"])) for step in trace["steps"]]
     assert f"pass {ranks.index(max(ranks)) + 2} of {len(ranks) + 1}" in dump(tmp_path, "t.html")
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+@in_browser
 @pytest.mark.parametrize("name", ["trace", "tree_trace", "echo_trace"])
 def test_panels_and_width(name, request, tmp_path):
     """Every pass at 390 pixels: nothing reaches beyond the page, and only panels are there that the trace has something

@@ -21,13 +21,13 @@ from lade.forward.cuda.transfer import HostCopy, TensorBuffer
 # The mask of the prompt is set at a call's first block, and the text is copied at its end.
 ONCE_PER_CALL = {"lade/forward/cuda/static_inputs.py", "lade/verification/sequences.py"}
 COPIES = {"lade/common/transfer.py", "lade/forward/cuda/transfer.py", "lade/block/kv_cache.py"}
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA, META = map(torch.device, ("cpu", "cuda", "meta"))
 
 
 def test_on_a_cpu_nothing_is_copied():
     tensor = torch.arange(3)
     assert to_device(tensor, CPU) is tensor
-    assert to_device(tensor, torch.device("meta")).device.type == "meta"
+    assert to_device(tensor, META).device.type == "meta"
 
 
 def test_cuda_copies_from_pinned_memory(monkeypatch):
@@ -48,11 +48,12 @@ def parts(offset):
     }
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_a_buffer(device):
     """All parts in one copy, to the same addresses each time."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
     buffer = TensorBuffer(parts(0), torch.device(device))
     views = dict(buffer.tensors)
     for offset in range(3):
@@ -66,15 +67,15 @@ def test_a_buffer(device):
 def test_a_parcel_from_where_it_goes():
     """A window's tokens are on the device already: they go by themselves."""
     meta = {name: part.to("meta") for name, part in parts(0).items()}
-    buffer = TensorBuffer(meta, torch.device("meta"))
+    buffer = TensorBuffer(meta, META)
     buffer.fill(meta)
     assert {name: view.shape for name, view in buffer.tensors.items()} == {n: p.shape for n, p in parts(0).items()}
 
 
 def test_only_memory_of_the_host_is_pinned():
     """Stands in for a tensor on a GPU, which says so when it is to be pinned."""
-    there = SimpleNamespace(device=torch.device("cuda"), to=lambda device: f"on {device}", pin_memory=None)
-    assert to_device(there, torch.device("cuda")) == "on cuda"
+    there = SimpleNamespace(device=CUDA, to=lambda device: f"on {device}", pin_memory=None)
+    assert to_device(there, CUDA) == "on cuda"
 
 
 def test_a_host_copy_keeps_what_it_was_given():

@@ -46,13 +46,7 @@ def test_walk_ends_with_the_text():
     assert model.committed == [[5], [6]]
 
 
-def test_walk_of_an_empty_tree():
-    model = Model({-1: 3})
-    assert walk([{}], model.choose, model.commit) == [[]]
-
-
 def test_rows_walk_together():
-    """As far as all of them were guessed."""
     trees = [children_of([5, 6], [-1, 0]), children_of([7, 8], [-1, 0])]
     model = Model({-1: 5, 0: 6, 1: 2}, {-1: 7, 0: 9})
     assert walk(trees, model.choose, model.commit) == [[0], [0]]

@@ -1,6 +1,6 @@
 """Compile the kernels ahead of time for GPUs that need not be there, with the launch settings of the library.
 
-Reads a JSON list of [dtype, head dim, query rows, compute capability] and writes one JSON line for each: registers, and
+Takes a JSON list of [dtype, head dim, query rows, compute capability] and writes one JSON line for each: registers, and
 bytes of shared memory and of stack (spilled registers). A process of its own, because triton must not be interpreting
 here.
 """
@@ -56,22 +56,13 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def compile_pair(dtype: str, dim: int, rows: int, capability: int) -> list[dict]:
     tiles = ours.choose_tiles(rows, dim, dim, DTYPES[dtype])
-    block = ours.block_size(dim)
-    shared = {"GROUP": 4 if rows > 64 else 1, "VALUE_DIM": dim, "VALUE_BLOCK": block}
-    split_constants = shared | {
-        "KEY_DIM": dim,
-        "KEY_BLOCK": block,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "HAS_SOFTCAP": rows > 64,
-        "UPCAST": False,
-    }
+    width = ours.block_size(dim)
+    shared = {"GROUP": 4 if rows > 64 else 1, "VALUE_DIM": dim, "VALUE_BLOCK": width}
+    split_constants = shared | {"KEY_DIM": dim, "KEY_BLOCK": width, "HAS_SOFTCAP": rows > 64, "UPCAST": False}
+    split_constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
     splits = ours.MIN_SPLIT_BLOCK
-    merge_constants = shared | {
-        "BLOCK_M": max(1, ours.MERGE_TILE // (splits * block)),
-        "BLOCK_S": splits,
-        "HAS_SINKS": rows > 64,
-    }
+    merge_constants = shared | {"BLOCK_S": splits, "HAS_SINKS": rows > 64}
+    merge_constants |= {"BLOCK_M": max(1, ours.MERGE_TILE // (splits * width))}
     split_options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     results = []
     for kernel, constants, options in (
@@ -82,23 +73,14 @@ def compile_pair(dtype: str, dim: int, rows: int, capability: int) -> list[dict]
             source(kernel, dtype, constants), target=GPUTarget("cuda", capability, 32), options=options
         )
         registers, stack = resources(compiled.asm["cubin"])
-        results.append(
-            {
-                "kernel": kernel.__name__,
-                "dtype": dtype,
-                "head_dim": dim,
-                "rows": rows,
-                "sm": capability,
-                "block": [constants["BLOCK_M"], constants.get("BLOCK_N", constants.get("BLOCK_S"))],
-                "shared_bytes": compiled.metadata.shared,
-                "registers": registers,
-                "stack_bytes": stack,
-            }
-        )
+        block = [constants["BLOCK_M"], constants.get("BLOCK_N", constants.get("BLOCK_S"))]
+        found = {"kernel": kernel.__name__, "dtype": dtype, "head_dim": dim, "rows": rows, "sm": capability}
+        found |= {"block": block, "shared_bytes": compiled.metadata.shared}
+        results.append(found | {"registers": registers, "stack_bytes": stack})
     return results
 
 
 if __name__ == "__main__":
-    for task in json.load(sys.stdin):
+    for task in json.loads(sys.argv[1]):
         for result in compile_pair(*task):
             print(json.dumps(result), flush=True)

@@ -34,7 +34,6 @@ RESULTS = ("partial", "log_sums", "output")  # in the order in which the kernel'
 MISTAKES = {"one slot more than there is": (LENGTH, 1), "a slot before the first": (FIRST, -1)}
 new_empty = torch.Tensor.new_empty
 
-
 call = partial(Case, dtype=F16, spare=0)  # there is no slot behind the longest row's block
 CALLS = [
     call(1, (0,)),
@@ -53,24 +52,16 @@ FAULTY = call(3, (61,), has_sinks=True, splits=1)
 
 def more_calls() -> list[Case]:
     """All sizes, each with options drawn for it."""
-    draw = random.Random(0)
-    return [
-        call(
-            q,
-            (length, *draw.choice(((), (0,), (7,)))),
-            heads=group * draw.choice((1, 2)),
-            kv_heads=1,
-            dim=draw.choice((64, 80, 96, 128, 256)),
-            value_dim=draw.choice((None, 64, 80, 128)),
-            dtype=draw.choice((F16, BF16, F32)),
-            window=draw.choice((None, 2, 100)),
-            has_sinks=draw.random() < 0.3,
-            padding=draw.choice((0, length // 2)),
-            splits=draw.choice((None, 1, 7, 64)),
-        )
-        for q, length, group in itertools.product((1, 3, 33, 65, 257), (0, 1, 63, 64, 65, 1000), (1, 4, 8))
-        if q * group * (q + length) < 1.5e5  # the largest would take minutes each
-    ]
+    draw, calls = random.Random(0), []
+    for q, length, group in itertools.product((1, 3, 33, 65, 257), (0, 1, 63, 64, 65, 1000), (1, 4, 8)):
+        lengths, heads = (length, *draw.choice(((), (0,), (7,)))), group * draw.choice((1, 2))
+        dim, value_dim = draw.choice((64, 80, 96, 128, 256)), draw.choice((None, 64, 80, 128))
+        options = {"dtype": draw.choice((F16, BF16, F32)), "window": draw.choice((None, 2, 100))}
+        options |= {"has_sinks": draw.random() < 0.3, "padding": draw.choice((0, length // 2))}
+        options |= {"splits": draw.choice((None, 1, 7, 64))}
+        if q * group * (q + length) < 1.5e5:  # the largest would take minutes each
+            calls.append(call(q, lengths, heads=heads, dim=dim, value_dim=value_dim, **options))
+    return calls
 
 
 class Guards:
@@ -112,9 +103,9 @@ def run(case: Case, at_end: bool, fault: str | None = None) -> bool:
         column, change = MISTAKES[fault]
         arguments["packed"][..., column] += change
     guards, results = Guards(at_end, misplaced=fault), iter(RESULTS)
-    guarded = {
-        name: guards.copy(name, value) if isinstance(value, Tensor) else value for name, value in arguments.items()
-    }
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            arguments[name] = guards.copy(name, value)
 
     def new_guarded(tensor: Tensor, *shape: object, **others: object) -> Tensor:
         made = new_empty(tensor, *shape, **others)
@@ -122,7 +113,7 @@ def run(case: Case, at_end: bool, fault: str | None = None) -> bool:
         return guards.copy(next(results), made.fill_(float("nan"))) if made.numel() else made
 
     torch.Tensor.new_empty = new_guarded
-    output = ours.triton_block_attention(**guarded, num_splits=case.splits)
+    output = ours.triton_block_attention(**arguments, num_splits=case.splits)
     if next(results, None) is not None:
         raise RuntimeError("not all results were guarded")
     return fault is None and bool((output.float() - expected).abs().max() < TOLERANCE[case.dtype])
@@ -147,15 +138,9 @@ def found() -> dict:
     """The number of calls, those that died or were wrong; the number of calls made faulty on purpose, and those that
     did not die."""
     calls = CALLS + more_calls() * (os.environ.get("LADE_LONG_TESTS") == "1")
-    unsound = [
-        f"{case}, at the {'end' if at_end else 'start'}: {found}"
-        for case, at_end in itertools.product(calls, (True, False))
-        if (found := end_of(case, at_end))
-    ]
+    ends = [(case, at_end, end_of(case, at_end)) for case in calls for at_end in (True, False)]
+    unsound = [f"{case}, at_end={at_end}: {end}" for case, at_end, end in ends if end]
     faulty = [(name, at_end) for name in (*TENSORS, *RESULTS) for at_end in (True, False)]
     faulty += [(name, change > 0) for name, (_, change) in MISTAKES.items()]
-    caught = [end_of(FAULTY, at_end, name) == -signal.SIGSEGV for name, at_end in faulty]
-    missed = [
-        f"{name}, at_end={at_end}" for (name, at_end), is_caught in zip(faulty, caught, strict=True) if not is_caught
-    ]
+    missed = [fault for fault in faulty if end_of(FAULTY, fault[1], fault[0]) != -signal.SIGSEGV]
     return {"calls": len(calls), "unsound": unsound, "faulty": len(faulty), "missed": missed}

@@ -25,7 +25,7 @@ from lade.parallel import communicator as link
 from lade.parallel import partition as shares
 from lade.parallel.group import ProcessGroup
 from lade.verification.nan_guard import NanGuard
-from support.models import CountingBias, Recorder, generate_plain, prompt, tiny_llama
+from support.models import CountingBias, Recorder, generate_plain, prompt, seeded, tiny_llama
 from support.processes import SERVER
 
 PATIENCE = 300  # seconds that nothing takes unless it hangs, however busy the machine is
@@ -184,9 +184,8 @@ def run_cases(rank, settings, batches, workers, backwards):
         deal_backwards()
     model, found = tiny_llama(), {}
     for level, window, guesses in settings:
-        lade.config_lade(
-            MODE="lookahead", LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses, DIST_WORKERS=workers
-        )
+        sizes = {"LEVEL": level, "WINDOW_SIZE": window, "GUESS_SET_SIZE": guesses}
+        lade.config_lade(MODE="lookahead", **sizes, DIST_WORKERS=workers)
         is_first = (level, window, guesses) == settings[0]
         for index, case in enumerate(CASES):
             for batch_size, seed in batches if is_first else [batches[index % len(batches)]]:
@@ -262,12 +261,8 @@ def draw(seed):
     for row in range(batch_size):
         pads = rng.randrange(length)
         ids[row, :pads], mask[row, :pads] = 0, 0
-    setting = {
-        "MODE": "lookahead",
-        "LEVEL": rng.randint(2, 6),
-        "WINDOW_SIZE": rng.randint(1, 6),
-        "ALWAYS_FWD_ONE": rng.randint(0, 1),
-    }
+    setting = {"MODE": "lookahead", "LEVEL": rng.randint(2, 6), "WINDOW_SIZE": rng.randint(1, 6)}
+    setting |= {"ALWAYS_FWD_ONE": rng.randint(0, 1)}
     setting |= {"GUESS_SET_SIZE": rng.choice((0, 1, 3, 7, -1)), "USE_FLASH": rng.choice((0, 0, 1))}
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, **arguments}, setting
 
@@ -397,10 +392,8 @@ def split_layers(rank, folder):
     found = []
     lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=1)
     for arguments in ({}, {"do_sample": True, "temperature": 0.4}):
-        torch.manual_seed(0)
-        plain = generate_plain(model, prompt(20), max_new_tokens=24, **arguments)
-        torch.manual_seed(0)
-        output = model.generate(**prompt(20), max_new_tokens=24, **arguments)
+        plain, _ = seeded(generate_plain, model, prompt(20), max_new_tokens=24, **arguments)
+        output, _ = seeded(model.generate, **prompt(20), max_new_tokens=24, **arguments)
         found.append((plain.tolist(), output.tolist(), lade.last_stats().steps))
     lade.config_lade(DIST_WORKERS=2)
     output = model.generate(**prompt(20), max_new_tokens=24)
@@ -502,10 +495,12 @@ def run_poisoned(rank, tokens, cases, workers):
     found, clear = {}, NanGuard.clear
     for name, batch_size in cases:
         trips = set()
-        NanGuard.clear = lambda self, cache, seen=trips: (
-            seen.update({self} if self.has_tripped else ()),
-            clear(self, cache),
-        )
+
+        def watched(self, cache, trips=trips):
+            trips.update({self} if self.has_tripped else ())
+            clear(self, cache)
+
+        NanGuard.clear = watched
         model = tiny_llama()
         with torch.no_grad():
             model.get_input_embeddings().weight[tokens[name, batch_size]] = torch.nan

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,6 +41,7 @@ FREE_OPERATORS |= {"aten::_unsafe_view", "aten::_reshape_alias", "aten::_local_s
 READING_METHODS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu"}
 # They take their values from the host: a copy from memory that is not pinned.
 MAKING_FUNCTIONS = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor"}
+PINNING_FILES = ("lade/common/transfer.py", "lade/forward/cuda/transfer.py")
 SKIPPED_FILES = ("waits.py", "contextlib.py", "_contextlib.py", "functools.py")
 
 
@@ -123,9 +124,7 @@ class CountOperators(TorchDispatchMode):
         is_on_device = any(map(self.memory.holds, given))
         if name == "aten::copy_" and is_on_device and not all(map(self.memory.holds, given)):
             where = place(sys._getframe(1))
-            if not where.startswith(
-                ("lade/common/transfer.py", "lade/forward/cuda/transfer.py")
-            ):  # whose memory on the host is pinned
+            if not where.startswith(PINNING_FILES):
                 self.waits.add("copy", where)
         if name == "aten::copy_" and not self.memory.holds(args[0]):
             if is_on_device:  # to the host
@@ -147,15 +146,13 @@ class CountOperators(TorchDispatchMode):
         finally:
             self._num_paused -= 1
 
-    def aside(self, function: Callable[..., Any], launches: int = 0) -> Callable[..., Any]:
-        """A forward, or a graph's replay, whose operations do not count. launches: what counts in their place."""
+    def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward, or a graph's replay, whose operations do not count."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.paused():
                 found = function(*args, **kwargs)
-            for _ in range(launches):
-                self._launch(f"aten::{function.__name__}", args)
             self.memory.add(dict(found) if isinstance(found, dict) else found)
             return found
 
@@ -197,29 +194,21 @@ def names_device(args: Any, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(device, torch.device) and device is not HOST for device in found)
 
 
-def counted_wait(waits: Waits) -> AbstractContextManager:
-    """The loop's own wait for the forward, which is no operator."""
-    original = decoding.wait_for
-
-    def wait_for(device: torch.device) -> None:
-        waits.add("wait_for", place(sys._getframe(1)))
-        original(device)
-
-    return mock.patch.object(decoding, "wait_for", wait_for)
-
-
 @contextmanager
 def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     """on_device: tensors that would be on a GPU, such as the model's weights."""
-    memory = DeviceMemory()
+    memory, original = DeviceMemory(), decoding.wait_for
     memory.add(on_device)
     operators = CountOperators(waits, memory)
 
-    forwards: list[tuple[Any, str]] = [(StaticPath, "replay"), (StaticPath, "run")]
-    forwards += [(ModelAdapter, "ordinary_forward")]
+    def wait_for(device: torch.device) -> None:  # the loop's own wait for the forward, which is no operator
+        waits.add("wait_for", place(sys._getframe(1)))
+        original(device)
+
+    forwards = [(StaticPath, "replay"), (StaticPath, "run"), (ModelAdapter, "ordinary_forward")]
     patches = [mock.patch.object(owner, name, operators.aside(getattr(owner, name))) for owner, name in forwards]
     patches.append(mock.patch.object(transfer, "ON_HOST", ()))
-    patches.append(counted_wait(waits))
+    patches.append(mock.patch.object(decoding, "wait_for", wait_for))
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
