@@ -99,7 +99,8 @@ def run(model: Any, edits: list[dict[str, Any]], common: dict[str, Any], rows: l
         row: dict[str, Any] = {"edit": edit["kind"], "tokens": len(tokens), "plain_seconds": round(seconds, 3)}
         for method in METHODS[1:]:
             ids, own_seconds, steps = found[method]
-            row[method] = {"steps": steps, "ratio": round(seconds / own_seconds, 3), "identical": ids == tokens}
+            ratio = len(ids) / own_seconds / (len(tokens) / seconds)  # in half precision texts may differ in length
+            row[method] = {"tokens": len(ids), "steps": steps, "ratio": round(ratio, 3), "identical": ids == tokens}
         rows.append(row)
         print(row, flush=True)
 
@@ -109,12 +110,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for kind in dict.fromkeys([*(row["edit"] for row in rows), "all"]):
         chosen = [row for row in rows if kind in (row["edit"], "all")]
-        tokens = sum(row["tokens"] for row in chosen)
-        figures[kind] = {"edits": len(chosen), "tokens": tokens}
+        figures[kind] = {"edits": len(chosen), "tokens": sum(row["tokens"] for row in chosen)}
         for method in METHODS[1:]:
             ratios = [row[method]["ratio"] for row in chosen]
+            tokens, steps = (sum(row[method][name] for row in chosen) for name in ("tokens", "steps"))
             figures[kind][method] = {
-                "tokens_per_step": round(tokens / sum(row[method]["steps"] for row in chosen), 2),
+                "tokens_per_step": round(tokens / steps, 2),
                 "ratio": round(median(ratios), 2),
                 "worst": min(ratios),
                 "identical": sum(row[method]["identical"] for row in chosen),

@@ -6,8 +6,9 @@
 No call is warmed up but one of plain generate(), no prompt comes up again for the same method, and the prompts of the
 sets take turns. lade packs weights and learns what blocks cost while it is timed, and keeps its memory from call to
 call, as in a user's program; `lade_cold` begins each call with an empty memory, and the blocks of `lade_8` have 8
-tokens each. Ratios are to plain generate() on the same prompt, next to it in time. Also says how much memory
-the process takes before, after the calls, and after restore_all(). Ends with one JSON line.
+tokens each. Ratios are of tokens per second, to plain generate() on the same prompt, next to it in time: in half
+precision a text may diverge and end earlier or later. Also says how much memory the process takes before, after the
+calls, and after restore_all(). Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -75,11 +76,13 @@ def run(
                     assert stats is not None
                     assert stats.fallback_reason is None, stats.fallback_reason
                     own[method] = {statistic: round(of(stats), 4) for statistic, of in STATISTICS.items()}
-            tokens, seconds = found["plain"]
-            row: dict[str, Any] = {"set": name, "tokens": len(tokens), "plain_seconds": round(seconds, 3)}
+            expected, seconds = found["plain"]
+            row: dict[str, Any] = {"set": name, "tokens": len(expected), "plain_seconds": round(seconds, 3)}
             for method in methods[1:]:
-                row[f"{method}_ratio"] = round(seconds / found[method][1], 3)
-                row[f"{method}_identical"] = found[method][0] == tokens
+                tokens, own_seconds = found[method]
+                row[f"{method}_tokens"] = len(tokens)
+                row[f"{method}_ratio"] = round(len(tokens) / own_seconds / (len(expected) / seconds), 3)
+                row[f"{method}_identical"] = tokens == expected
                 if method in own:
                     row |= {f"{method}_{statistic}": value for statistic, value in own[method].items()}
             rows.append(row)
