@@ -16,7 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import lade
 from lade import models
 from lade.common.compat import CACHE_NAME
+from lade.common.tolerance import MASK_EFFECT_RATIO
 from lade.models import ModelAdapter
+from lade.models.self_check import trial_errors
 from lade.models.shadow import shadow_model
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -72,6 +74,14 @@ def test_an_unknown_family_is_tried_out(kind, reason):
     model = build(kind)
     for _ in range(2):  # the second time from memory
         compare(model, reason=reason, max_new_tokens=30)
+
+
+@pytest.mark.parametrize(("kind", "is_right"), [(Obedient, True), (IgnoresMask, False), (IgnoresPositions, False)])
+def test_a_trial_in_half_precision(kind, is_right):
+    """Rounding is far below a fault in the block's last branch."""
+    error, effect = trial_errors(models.adapter_for(build(kind).bfloat16()), 64, largest_block=16)
+    assert (error * MASK_EFFECT_RATIO[torch.bfloat16] < effect) is is_right
+    assert is_right or error > effect / 2
 
 
 def test_a_subclass_of_a_known_family_is_tried_out_too():

@@ -122,19 +122,20 @@ def trial_errors(
 
 
 def tree_errors(run: TrialRun) -> tuple[float, float]:
-    """Errors of a block with a wrong guess, and then a branch of two right ones, which a causal mask would change."""
+    """Errors of blocks of wrong guesses and then a branch of two right ones, which a causal mask would change."""
     (root, first, second, *_), wrong = run.tokens, run.wrong
     run.begin()
 
     def difference(size: int, is_causal: bool = False) -> float:
         visible = torch.eye(size, dtype=torch.bool, device=root.device)
-        visible[:, 0] = visible[3, 2] = True
+        visible[:, 0] = visible[-1, -2] = True
         visible = torch.ones_like(visible).tril() if is_causal else visible
-        offsets = [0, 1, 1, 2] + [1] * (size - 4)
-        return run.difference([root, wrong, first, second] + [wrong] * (size - 4), offsets, visible, [0, 2, 3])
+        num_wrong = size - 3
+        tokens, offsets = [root, *[wrong] * num_wrong, first, second], [0, *[1] * num_wrong, 1, 2]
+        return run.difference(tokens, offsets, visible, [0, size - 2, size - 1])
 
     error = max(difference(size) for size in (4, run.largest_block))
-    return max(error, run.doubt()), difference(4, is_causal=True)
+    return max(error, run.doubt()), difference(run.largest_block, is_causal=True)
 
 
 def chain_errors(run: TrialRun) -> tuple[float, float]:
