@@ -1,8 +1,9 @@
 """Compile and capture ahead of the first call: `lade.warmup(model)`.
 
 Runs a short call of `generate()` with a block of every size that later calls may use, so that these find everything
-compiled and captured. Kernels compiled by Triton and Inductor are cached on disk and serve later processes as well;
-CUDA graphs serve this process only. What blocks of each size cost is stored for later ones.
+compiled and captured, and code that lade does not know tried out. Kernels compiled by Triton and Inductor are cached on
+disk and serve later processes as well; CUDA graphs serve this process only. What blocks of each size cost is stored for
+later ones.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lade.drafting.step_costs import SIZES
 from lade.forward.base import can_capture
 from lade.forward.cpu.packed import copies_of
 from lade.forward.cuda.proof import is_proven
+from lade.models.self_check import check_at_once
 from lade.stats import GenerationStats, last_stats
 from lade.switch import current_config, is_enabled, off_reason, switched
 from lade.verification.draws import keeping_generators
@@ -69,6 +71,7 @@ def warmup(
     is_automatic = config.cuda_graph is None and can_capture(model.device) and is_proven(model.device, "graph")
     settings = {"CUDA_GRAPH": 1} if is_automatic else {}  # by default short calls capture nothing
     copies_of(model).num_generated += max_new_tokens  # pack as if they had been generated
+    check_at_once(model)
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
     with switched(True, **settings):
         if config.uses_window:

@@ -90,24 +90,23 @@ def test_a_subclass_of_a_known_family_is_tried_out_too():
     compare(model, reason="ignore the mask", max_new_tokens=30)
 
 
-def test_the_trial_waits_until_it_pays(monkeypatch, caplog):
-    """It costs as much as some tens of tokens. What passed for a long text need not be tried out for a shorter one."""
-    monkeypatch.setattr(models.self_check, "PAYS", 2)
+def test_the_trial_waits_until_it_is_a_small_part(monkeypatch, caplog):
+    """What passed for a long text need not be tried out for a shorter one."""
+    monkeypatch.setattr(models.self_check, "PAYS", 20)
     model, lengths = build(Obedient), note_calls(monkeypatch, models.self_check, "trial_errors", lambda *args: args[1])
-    for num_new, reason, tried in (
-        (8, models.self_check.WAITS, []),
-        (8, models.self_check.WAITS, []),
-        (30, None, [64]),
-        (8, None, [64]),
-        (50, None, [64, 128]),
-        (8, None, [64, 128]),
-    ):
-        compare(model, reason=reason, max_new_tokens=num_new)
+    wait = models.self_check.WAITS
+    first = 20 * (10 + 6.4) / (50 + 1)  # calls of 50 tokens, after 10 of the prompt
+    for number in range(9):
+        reason = wait if number + 1 < first else None
+        compare(model, prompt(10), reason, max_new_tokens=50)
+        assert lengths == [64] * (reason is None)
+    for num_new, reason, tried in ((80, wait, [64]), (20, None, [64]), (30, None, [64])):
+        compare(model, prompt(10), reason, max_new_tokens=num_new)
         assert lengths == tried
-    model, lengths[:] = build(Obedient), []
-    for num_new in (200, 8):
-        compare(model, max_new_tokens=num_new)
-    assert lengths == [256]
+    lade.warmup(model, 30, 60)
+    for _ in range(2):
+        compare(model, prompt(10), max_new_tokens=80)
+        assert lengths == [64, 128]
     assert not [record for record in caplog.records if "plain generate()" in record.message]
 
 
