@@ -144,6 +144,14 @@ def test_a_cache_that_is_quantized(monkeypatch, kind):
     assert not torch.equal(generate_plain(model, prompt(), max_new_tokens=20), ordinary)
 
 
+def test_a_sampler_that_is_replaced(monkeypatch):
+    model, settings = tiny_llama(), {"max_new_tokens": 20, "do_sample": True}
+    ordinary = generate_plain(model, prompt(), **settings)
+    monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: probs.argmin(-1, keepdim=True))
+    compare(model, reason="torch.multinomial has been replaced", **settings)
+    assert not torch.equal(generate_plain(model, prompt(), **settings), ordinary)
+
+
 @pytest.mark.parametrize("is_layer", [False, True])
 def test_one_cache_that_is_quantized(is_layer):
     def cache():
