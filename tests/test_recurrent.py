@@ -368,7 +368,9 @@ def recording(config):
 
 PROGRAM = """
 import torch, lade
+from lade.models import self_check
 from support.families import RECURRENT, VOCAB
+self_check.PAYS = 1
 # Costs begin from what the processor has: here that guesses pay.
 torch.backends.cpu.get_cpu_capability, torch.cpu._is_avx512_bf16_supported = lambda: "AVX512", lambda: True
 lade.augment_all()
