@@ -21,7 +21,7 @@ TOLERANCE = {
 MASK_EFFECT_RATIO = {torch.float64: 1000.0, torch.float32: 1000.0, torch.float16: 5.0, torch.bfloat16: 5.0}
 # The same where the effect is that of a rejected guess in a recurrent state. Most families compute their states in
 # float32 whatever the dtype: 2e-6 of the effect was seen, and 2e-4 in one whose two ways to compute a state differ.
-STATE_EFFECT_RATIO = {torch.float64: 1e5, torch.float32: 1e5, torch.float16: 10.0, torch.bfloat16: 10.0}
+STATE_EFFECT_RATIO = {torch.float64: 1e5, torch.float32: 1e5, torch.float16: 5.0, torch.bfloat16: 5.0}
 
 REDUCED_TOLERANCE = 1e-3  # of float32 whose products are computed with fewer bits
 EXACT_PRODUCTS = ("highest", "ieee", "none")  # what torch calls products of float32 that are not cut to fewer bits
