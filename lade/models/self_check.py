@@ -23,8 +23,8 @@ from lade.verification.draws import keeping_generators
 # the configuration tells.
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 SHORTEST_CHECK, LONGEST_CHECK = LENGTHS[0], LENGTHS[-1]
-# A check of L tokens takes about as long as 10 + L/10 one-token forwards (0.5B parameters, bfloat16, one core). It waits
-# until calls have taken PAYS times as long, so that it is at most a twentieth of the time spent.
+# A check of L tokens takes about as long as 10 + L/10 one-token forwards (0.5B parameters, bfloat16, one core). It
+# waits until calls have taken PAYS times as long, so that it is at most a twentieth of the time spent.
 FIXED_COST, COST_PER_TOKEN, PAYS = 10, 0.1, 20
 CHAINED = 15  # tokens that the chains of a check hold, as many more steps
 WAITS = (
