@@ -23,7 +23,7 @@ from lade.drafting.step_costs import SIZES
 from lade.forward.base import can_capture
 from lade.forward.cpu.packed import copies_of
 from lade.forward.cuda.proof import is_proven
-from lade.models.self_check import check_at_once
+from lade.models.self_check import checking_at_once
 from lade.stats import GenerationStats, last_stats
 from lade.switch import current_config, is_enabled, off_reason, switched
 from lade.verification.draws import keeping_generators
@@ -71,7 +71,6 @@ def warmup(
     is_automatic = config.cuda_graph is None and can_capture(model.device) and is_proven(model.device, "graph")
     settings = {"CUDA_GRAPH": 1} if is_automatic else {}  # by default short calls capture nothing
     copies_of(model).num_generated += max_new_tokens  # pack as if they had been generated
-    check_at_once(model)
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
     with switched(True, **settings):
         if config.uses_window:
@@ -103,7 +102,7 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
     shape = (batch_size, max(1, num_slots - num_new))
     ids = torch.randint(num_tokens, shape, generator=generator).to(model.device)
     before = last_stats()
-    with keeping_generators(model), keeping_state(model):  # later calls must not change
+    with keeping_generators(model), keeping_state(model), checking_at_once():  # later calls must not change
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, **arguments)
     stats = last_stats()
     if stats is None or stats is before:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import inf
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,18 +26,19 @@ from lade.verification.draws import keeping_generators
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 SHORTEST_CHECK, LONGEST_CHECK = LENGTHS[0], LENGTHS[-1]
 # A check of L tokens takes about as long as 10 + L/10 one-token forwards (0.5B parameters, bfloat16, one core). It
-# waits until calls have taken PAYS times as long, so that it is at most a twentieth of the time spent.
+# waits until calls have asked for PAYS times as much, so that it is at most a twentieth of their time.
 FIXED_COST, COST_PER_TOKEN, PAYS = 10, 0.1, 20
 CHAINED = 15  # tokens that the chains of a check hold, as many more steps
 WAITS = (
     "code that is not transformers' own, and code with a recurrent state, is tried out first, "
-    "once calls have generated some hundreds of tokens; lade.warmup(model) does it at once"
+    "once calls have asked for some hundreds of tokens; lade.warmup(model) does it at once"
 )
 
 MOST_KINDS = 64  # remembered per model: hooks may have different arguments in each call
 
 _trials: PerModel[Trial] = PerModel(Trial)  # by code and by the sizes checked
-_asked: PerModel[list[float]] = PerModel(list)  # what calls without a verdict take, in one-token forwards
+_asked: PerModel[list[float]] = PerModel(list)  # by calls that wait for a check, in one-token forwards
+_at_once: ContextVar[bool] = ContextVar("lade_checks_at_once", default=False)
 
 
 def self_check_reason(
@@ -67,8 +70,9 @@ def self_check_reason(
         asked = _asked.of(adapter.model)
         asked.append(num_new + COST_PER_TOKEN * (max_length - num_new))
         fixed_cost = FIXED_COST + (CHAINED if adapter.takes_chains else 0)
-        if sum(asked) < PAYS * (fixed_cost + COST_PER_TOKEN * length):
+        if sum(asked) < PAYS * (fixed_cost + COST_PER_TOKEN * length) and not _at_once.get():
             return WAITS
+        asked.clear()  # the next check waits as long for its own part
         if trial.num_kinds >= MOST_KINDS:
             _trials.set(adapter.model, trial := Trial())
     names = ", ".join(code.names[:3])
@@ -77,17 +81,22 @@ def self_check_reason(
     def compare() -> str | None:
         with keeping_generators(adapter.model), keeping_state(adapter.model):
             # A fresh adapter, since it keeps state of the check.
-            error, effect = trial_errors(type(adapter)(adapter.model), length, *sizes)
-        ratios = STATE_EFFECT_RATIO if adapter.takes_chains else MASK_EFFECT_RATIO
-        is_fine = error * ratios[adapter.dtype] < effect  # not where either is nan
+            found = trial_errors(type(adapter)(adapter.model), length, *sizes)
+        ratio = (STATE_EFFECT_RATIO if adapter.takes_chains else MASK_EFFECT_RATIO)[adapter.dtype]
+        is_fine = all(error * ratio < effect for error, effect in found)  # not where either is nan
         return None if is_fine else reason_of_difference(adapter, subject, is_masked=key_mask is not None)
 
     return trial.reason(key, compare, failure=f"a trial block failed on {subject}: ")
 
 
-def check_at_once(model: Any) -> None:
-    """Let the model's next call run its self-check, whatever that costs."""
-    _asked.of(model).append(inf)
+@contextmanager
+def checking_at_once() -> Iterator[None]:
+    """Calls inside run a self-check that they need, whatever it costs."""
+    token = _at_once.set(True)
+    try:
+        yield
+    finally:
+        _at_once.reset(token)
 
 
 def reason_of_difference(adapter: ModelAdapter, subject: str, is_masked: bool) -> str:
@@ -113,8 +122,8 @@ def trial_errors(
     largest_block: int = 0,
     num_rows: int = 1,
     is_masked: bool = False,
-) -> tuple[float, float]:
-    """The largest difference of trial blocks' logits from plain decoding's, and the effect of a fault in them.
+) -> list[tuple[float, float]]:
+    """By size of trial blocks, their logits' largest difference from plain decoding's, and the effect of a fault in them.
 
     The second figure is what the first is judged against: the difference where the tree mask is ignored or, in a model
     with a recurrent state, where rejected guesses stay in the state.
@@ -127,25 +136,32 @@ def trial_errors(
     return chain_errors(run) if adapter.takes_chains else tree_errors(run)
 
 
-def tree_errors(run: TrialRun) -> tuple[float, float]:
-    """Errors of blocks of wrong guesses and then a branch of two right ones, which a causal mask would change."""
-    (root, first, second, *_), wrong = run.tokens, run.wrong
+def tree_errors(run: TrialRun) -> list[tuple[float, float]]:
+    """Errors and effects of a small and a large block: wrong guesses, a branch of right ones, and a wrong one.
+
+    The last one is there for code that takes the last row of the mask for all rows.
+    """
+    (root, *right), wrong = run.tokens, run.wrong
     run.begin()
 
     def difference(size: int, is_causal: bool = False) -> float:
+        branch = right[: max(1, size - 3)]
+        first = size - 1 - len(branch)
         visible = torch.eye(size, dtype=torch.bool, device=root.device)
-        visible[:, 0] = visible[-1, -2] = True
+        visible[:, 0] = True
+        visible[first:-1, first:-1] = torch.ones_like(visible[first:-1, first:-1]).tril()
         visible = torch.ones_like(visible).tril() if is_causal else visible
-        num_wrong = size - 3
-        tokens, offsets = [root, *[wrong] * num_wrong, first, second], [0, *[1] * num_wrong, 1, 2]
-        return run.difference(tokens, offsets, visible, [0, size - 2, size - 1])
+        tokens = [root, *[wrong] * (first - 1), *branch, wrong]
+        offsets = [0, *[1] * (first - 1), *range(1, 1 + len(branch)), 1]
+        return run.difference(tokens, offsets, visible, [0, *range(first, size - 1)])
 
-    error = max(difference(size) for size in (4, run.largest_block))
-    return max(error, run.doubt()), difference(run.largest_block, is_causal=True)
+    doubt = run.doubt()
+    sizes = sorted({4, run.largest_block})
+    return [(max(doubt, difference(size)), difference(size, is_causal=True)) for size in sizes]
 
 
-def chain_errors(run: TrialRun) -> tuple[float, float]:
-    """Errors of chains, one after the other: wrong guesses, some of right ones first, right ones alone, no guess."""
+def chain_errors(run: TrialRun) -> list[tuple[float, float]]:
+    """Error and effect of chains, one after the other: wrong guesses, some of right ones first, right ones alone, no guess."""
 
     def differences(chains: list[tuple[int, int]], puts_back: bool = True) -> float:
         """chains: the right and the wrong tokens of each."""
@@ -161,7 +177,7 @@ def chain_errors(run: TrialRun) -> tuple[float, float]:
 
     long = (1, run.largest_block - 1)
     error = differences([long, (2, 1), (3, 0), (1, 0), (1, 2), (2, 1), (3, 1), (2, 0)])
-    return error, differences([long, (2, 0)], puts_back=False)
+    return [(error, differences([long, (2, 0)], puts_back=False))]
 
 
 class TrialRun:
