@@ -103,7 +103,7 @@ def test_an_unknown_family_is_tried_out(kind):
 @pytest.mark.parametrize("largest", [8, 64])
 @pytest.mark.parametrize("length", [64, 512])
 def test_a_trial_in_half_precision(kind, largest, length):
-    """Rounding is far below a fault in one of the two blocks, also after a long text, in which one guess tells little."""
+    """Rounding is far below a fault in one of the two blocks, also after a long text."""
     model = build(kind, max_position_embeddings=1024).bfloat16()
     found = trial_errors(models.adapter_for(model), length, largest)
     is_fine = all(error * MASK_EFFECT_RATIO[torch.bfloat16] < effect for error, effect in found)

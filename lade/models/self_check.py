@@ -123,7 +123,7 @@ def trial_errors(
     num_rows: int = 1,
     is_masked: bool = False,
 ) -> list[tuple[float, float]]:
-    """By size of trial blocks, their logits' largest difference from plain decoding's, and the effect of a fault in them.
+    """Of each trial block, the largest difference of logits from plain decoding's, and the effect of a fault in them.
 
     The second figure is what the first is judged against: the difference where the tree mask is ignored or, in a model
     with a recurrent state, where rejected guesses stay in the state.
@@ -161,7 +161,7 @@ def tree_errors(run: TrialRun) -> list[tuple[float, float]]:
 
 
 def chain_errors(run: TrialRun) -> list[tuple[float, float]]:
-    """Error and effect of chains, one after the other: wrong guesses, some of right ones first, right ones alone, no guess."""
+    """Error and effect of chains in a row: wrong guesses, some of right ones first, right ones alone, no guess."""
 
     def differences(chains: list[tuple[int, int]], puts_back: bool = True) -> float:
         """chains: the right and the wrong tokens of each."""
