@@ -28,6 +28,7 @@ SHORTEST_CHECK, LONGEST_CHECK = LENGTHS[0], LENGTHS[-1]
 # A check of L tokens takes about as long as 10 + L/10 one-token forwards (0.5B parameters, bfloat16, one core). It
 # waits until calls have asked for PAYS times as much, so that it is at most a twentieth of their time.
 FIXED_COST, COST_PER_TOKEN, PAYS = 10, 0.1, 20
+SMALL_BLOCK = 6  # tokens: a wrong guess, three right ones, and a wrong one after the root
 CHAINED = 15  # tokens that the chains of a check hold, as many more steps
 WAITS = (
     "code that is not transformers' own, and code with a recurrent state, is tried out first, "
@@ -145,7 +146,7 @@ def tree_errors(run: TrialRun) -> list[tuple[float, float]]:
     run.begin()
 
     def difference(size: int, is_causal: bool = False) -> float:
-        branch = right[: max(1, size - 3)]
+        branch = right[: size - 3]
         first = size - 1 - len(branch)
         visible = torch.eye(size, dtype=torch.bool, device=root.device)
         visible[:, 0] = True
@@ -156,7 +157,7 @@ def tree_errors(run: TrialRun) -> list[tuple[float, float]]:
         return run.difference(tokens, offsets, visible, [0, *range(first, size - 1)])
 
     doubt = run.doubt()
-    sizes = sorted({4, run.largest_block})
+    sizes = sorted({SMALL_BLOCK, run.largest_block})
     return [(max(doubt, difference(size)), difference(size, is_causal=True)) for size in sizes]
 
 
@@ -185,7 +186,7 @@ class TrialRun:
 
     def __init__(self, adapter: ModelAdapter, length: int, largest_block: int, num_rows: int, is_masked: bool) -> None:
         """As for `trial_errors`."""
-        self.adapter, self.largest_block, self._num_rows = adapter, max(largest_block, 4), num_rows
+        self.adapter, self.largest_block, self._num_rows = adapter, max(largest_block, SMALL_BLOCK), num_rows
         longest = getattr(adapter.config, "max_position_embeddings", None) or length
         num_more = 1 + (CHAINED if adapter.takes_chains else 7)
         count = min(length, longest) - num_more
