@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 import transformers
-from support import TOKENIZER, compare, generate_plain, note_calls, prompt, tiny_llama
+from support import TOKENIZER, compare, generate_plain, note_calls, prompt, seeded, tiny_llama
 from transformers import DynamicCache, GenerationMixin, cache_utils
 
 import lade
@@ -146,10 +146,10 @@ def test_a_cache_that_is_quantized(monkeypatch, kind):
 
 def test_a_sampler_that_is_replaced(monkeypatch):
     model, settings = tiny_llama(), {"max_new_tokens": 20, "do_sample": True}
-    ordinary = generate_plain(model, prompt(), **settings)
+    ordinary, _ = seeded(generate_plain, model, prompt(), **settings)
     monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: probs.argmin(-1, keepdim=True))
     compare(model, reason="torch.multinomial has been replaced", **settings)
-    assert not torch.equal(generate_plain(model, prompt(), **settings), ordinary)
+    assert not torch.equal(seeded(generate_plain, model, prompt(), **settings)[0], ordinary)
 
 
 @pytest.mark.parametrize("is_layer", [False, True])

@@ -89,6 +89,7 @@ def build(kind, config_class=UnknownConfig, **changes):
     return model
 
 
+PAYS = models.self_check.PAYS  # before the fixtures set it to 0
 FAULTS = [IgnoresMask, IgnoresPositions, ReadsTheLastRow, IgnoresMaskOfFew]
 
 
@@ -118,7 +119,7 @@ def test_a_subclass_of_a_known_family_is_tried_out_too():
 
 def test_the_trial_waits_until_it_is_a_small_part(monkeypatch, caplog):
     """What passed for a long text need not be tried out for a shorter one."""
-    monkeypatch.setattr(models.self_check, "PAYS", 20)
+    monkeypatch.setattr(models.self_check, "PAYS", PAYS)
     model, lengths = build(Obedient), note_calls(monkeypatch, models.self_check, "trial_errors", lambda *args: args[1])
     wait = models.self_check.WAITS
     first = 20 * (10 + 6.4) / (50 + 1)  # calls of 50 tokens, after 10 of the prompt
@@ -141,7 +142,7 @@ def test_the_trial_waits_until_it_is_a_small_part(monkeypatch, caplog):
 
 def test_a_wrapped_model_is_warmed_up(monkeypatch):
     """As peft's are, whose generate() ends in that of the model inside."""
-    monkeypatch.setattr(models.self_check, "PAYS", 20)
+    monkeypatch.setattr(models.self_check, "PAYS", PAYS)
 
     class Wrapper(torch.nn.Module):
         def __init__(self, model):
