@@ -6,6 +6,7 @@ A check returns a reason, a sentence for the user, or None. The first reason sen
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,7 @@ def adapter_or_reason(request: Request) -> ModelAdapter | str:
         or unsupported_cache(request, adapter)
         or unsupported_arguments(request, adapter)
         or adapter.unsupported_request(request)
-        or failed_in_training(request, adapter)  # these run the model
-        or failed_self_check(request, adapter)
+        or failed_trial(request, adapter)  # runs the model
     )
     return reason or adapter
 
@@ -134,10 +134,11 @@ def failed_in_training(request: Request, adapter: ModelAdapter) -> str | None:
     return training_reason(adapter)
 
 
-def failed_self_check(request: Request, adapter: ModelAdapter) -> str | None:
-    """Models whose code is not known to be safe must pass a self-check."""
+def failed_trial(request: Request, adapter: ModelAdapter) -> str | None:
+    """Models that compute something else in training mode, or whose unknown code fails the self-check."""
+    training_reason = partial(failed_in_training, request, adapter)
     if not needs_self_check(adapter):
-        return None
+        return training_reason()
     key_mask = prompt_key_mask(request.attention_mask)
     length = request.generation_config.max_length
-    return self_check_reason(adapter, length, request.num_new, len(request.input_ids), key_mask)
+    return self_check_reason(adapter, length, request.num_new, len(request.input_ids), key_mask, training_reason)

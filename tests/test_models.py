@@ -14,11 +14,11 @@ from transformers.integrations import flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
-from lade import models
+from lade import eligibility, models
 from lade.common.compat import CACHE_NAME
 from lade.common.tolerance import MASK_EFFECT_RATIO
 from lade.models import ModelAdapter
-from lade.models.self_check import trial_errors
+from lade.models.self_check import checking_at_once, trial_errors
 from lade.models.shadow import shadow_model
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -138,6 +138,17 @@ def test_the_trial_waits_until_it_is_a_small_part(monkeypatch, caplog):
         compare(model, prompt(10), max_new_tokens=num_new)
         assert lengths == [64, 128]
     assert not [record for record in caplog.records if "plain generate()" in record.message]
+
+
+def test_a_call_that_waits_runs_no_trial_of_training_mode(monkeypatch):
+    """In which peft leaves its adapters."""
+    monkeypatch.setattr(models.self_check, "PAYS", PAYS)
+    model, tried = build(Obedient).train(), note_calls(monkeypatch, eligibility, "training_reason")
+    compare(model, reason=models.self_check.WAITS, max_new_tokens=8)
+    assert not tried
+    with checking_at_once():
+        compare(model, max_new_tokens=8)
+    assert tried
 
 
 def test_a_wrapped_model_is_warmed_up(monkeypatch):

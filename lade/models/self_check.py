@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -43,13 +43,19 @@ _at_once: ContextVar[bool] = ContextVar("lade_checks_at_once", default=False)
 
 
 def self_check_reason(
-    adapter: ModelAdapter, max_length: int, num_new: int, num_rows: int = 1, key_mask: Tensor | None = None
+    adapter: ModelAdapter,
+    max_length: int,
+    num_new: int,
+    num_rows: int,
+    key_mask: Tensor | None,
+    training_reason: Callable[[], str | None],
 ) -> str | None:
     """Why a model failed its self-check, as a sentence; None if it passed. Runs once per model, code and size of call.
 
     max_length: the largest length of the text in tokens. num_new: the most tokens that the call may generate.
     num_rows: B. key_mask: [B, P] of the prompts, None if it hides nothing. A mask needs a check of its own: some models
-    derive positions from it and some ignore it. Returns `WAITS` as long as a check would not pay.
+    derive positions from it and some ignore it. training_reason: why training mode rules the call out; asked, at the
+    cost of two forwards, where the call does not wait. Returns `WAITS` as long as a check would not pay.
     """
     code = adapter.code
     length = next(length for length in LENGTHS if length >= min(max_length, LONGEST_CHECK))
@@ -65,14 +71,16 @@ def self_check_reason(
         any(part.training for part in adapter.unusual_parts),
     )
     trial, key = _trials.of(adapter.model), (length, *kind)
-    if any(trial.is_over((longer, *kind)) for longer in LENGTHS if longer >= length):
-        return None
-    if key not in trial.reasons:
-        asked = _asked.of(adapter.model)
+    has_passed = any(trial.is_over((longer, *kind)) for longer in LENGTHS if longer >= length)
+    is_new, asked = not has_passed and key not in trial.reasons, _asked.of(adapter.model)
+    if is_new:
         asked.append(num_new + COST_PER_TOKEN * (max_length - num_new))
         fixed_cost = FIXED_COST + (CHAINED if adapter.takes_chains else 0)
         if sum(asked) < PAYS * (fixed_cost + COST_PER_TOKEN * length) and not _at_once.get():
             return WAITS
+    if (reason := training_reason()) is not None or has_passed:
+        return reason
+    if is_new:
         asked.clear()  # the next check waits as long for its own part
         if trial.num_kinds >= MOST_KINDS:
             _trials.set(adapter.model, trial := Trial())
