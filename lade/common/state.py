@@ -83,6 +83,7 @@ class _ModuleState:
     def __init__(self, part: Any) -> None:
         own = vars(part)
         self._weights = [*own["_parameters"].values()]
+        self._merged = [*own.get("merged_adapters", ())]  # of peft
         self._buffers = dict(own["_buffers"])
         self._plain = {name: value for name, value in own.items() if _is_plain(name, value)}
         values = [*self._buffers.values(), *self._plain.values()]
@@ -92,8 +93,9 @@ class _ModuleState:
 
     def restore(self, part: Any) -> None:
         own = vars(part)
-        if not all(map(operator.is_, own["_parameters"].values(), self._weights)):
-            return  # the first forward has packed the weights, which attributes may tell
+        is_same = all(map(operator.is_, own["_parameters"].values(), self._weights))
+        if not is_same or self._merged != [*own.get("merged_adapters", ())]:
+            return  # the first forward has packed the weights, or taken adapters out of them, which attributes tell
         _restore(own["_buffers"], own["_buffers"], self._buffers)
         _restore(own, [name for name, value in own.items() if _is_plain(name, value)], self._plain)
         for container, content in self._contents:
