@@ -48,7 +48,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def wild_clock(monkeypatch, lade_on):
     """Every reading of the clock is some random time later than the last; returns a function that seeds it."""
-    now, numbers = [0.0], random.Random()
+    now, numbers = [0.0], random.Random(0)
 
     def read():
         now[0] += numbers.expovariate(1.0)
