@@ -1,15 +1,15 @@
-"""Layers as those of peft's LoRA: packed inside, and merged or disabled between calls."""
+"""Layers as those of peft's LoRA are known code, and may be merged or disabled between calls."""
 
 import copy
 
 import pytest
 import torch
-from support import assert_same_state, generate_plain, prompt, tiny_llama
+from support import assert_same_state, generate_plain, note_calls, prompt, tiny_llama
 from torch import nn
 
 import lade
 from lade.forward.cpu import packed
-from lade.models import foreign
+from lade.models import foreign, self_check
 
 
 class Adapted(nn.Module):
@@ -42,12 +42,18 @@ class Adapted(nn.Module):
 def model(lade_on, monkeypatch):
     lade.config_lade(PACK=1)
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
-    monkeypatch.setattr(foreign, "STATELESS", {__name__})
+    monkeypatch.setattr(foreign, "LORA", {f"{__name__}.Adapted"})
     monkeypatch.setattr(foreign, "RETAINS_NOTHING", foreign.AUTHORS | {__name__.partition(".")[0]})
     model = tiny_llama(torch.float32)
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
     return model
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """What was tried out."""
+    return note_calls(monkeypatch, self_check, "trial_errors")
 
 
 def assert_same(model, twin):
@@ -66,15 +72,21 @@ needs_packing = pytest.mark.skipif(packed.packing_error(torch.float32) is not No
 
 
 @needs_packing
-def test_layers_inside_are_packed(model):
+def test_plain_lora_is_known(model, trials):
+    """It computes each token by itself: nothing is tried out, and the weights inside are packed."""
     assert assert_same(model, copy.deepcopy(model)).packed_weights == 15 + 4
+    assert not trials
 
 
-@pytest.mark.parametrize("name", ["STATELESS", "RETAINS_NOTHING"])
-def test_of_unknown_code_nothing_is_packed(model, monkeypatch, name):
-    """Which may keep something in the modules that it runs on."""
-    monkeypatch.setattr(foreign, name, set())
+@pytest.mark.parametrize("change", ["LORA", "RETAINS_NOTHING", "lora_variant"])
+def test_other_adapters_are_not(model, trials, monkeypatch, change):
+    """Other classes, code that somebody has replaced, DoRA."""
+    if change == "lora_variant":
+        model.model.layers[1].self_attn.q_proj.lora_variant = {"default": "DoRA"}
+    else:
+        monkeypatch.setattr(foreign, change, set())
     assert assert_same(model, copy.deepcopy(model)).packed_weights == 0
+    assert trials
 
 
 @pytest.mark.parametrize("is_training", [False, True])  # as peft leaves its adapters: each call has a trial forward

@@ -29,8 +29,10 @@ AUTHORS = frozenset({"torch", "transformers", "accelerate", "lade"})  # top-leve
 TRANSFORMERS = frozenset({"transformers"})
 # Packages whose hooks, and forwards on modules, need no permission.
 RETAINS_NOTHING = AUTHORS | {"compressed_tensors", "peft", "trl"}
-# Files whose module classes keep nothing in a module during a forward.
-STATELESS = frozenset({"peft.tuners.lora.layer", "peft.utils.other"})
+# Layers of peft that compute each token by itself and keep nothing, as long as `is_plain_lora`.
+LORA = frozenset(
+    {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding", "peft.utils.other.ModulesToSaveWrapper"}
+)
 # Under these names any other function is foreign, even one of transformers.
 STOCK = {"attention sdpa": sdpa_attention_forward}
 EAGER = "eager_attention_forward"  # the global in each modeling file that "eager" refers to
@@ -49,7 +51,6 @@ class Code:
     is_patched: bool  # some module's forward is replaced (patched or dispatched)
     is_hooked: bool  # there are hooks besides transformers' own, which only record requested outputs
     has_plain_weights: bool  # all are plain `nn.Parameter`: none quantized or distributed
-    is_stateless: bool  # the foreign classes are known to keep nothing in their modules: blocks may run on others
 
     @property
     def is_as_made(self) -> bool:
@@ -67,21 +68,19 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     classes: list[Hashable] = []
     forwards: list[tuple[Any, ...]] = []  # (place, function put on a module)
     hooks: list[tuple[Any, ...]] = []  # (place, kind, hook)
-    known: dict[type[nn.Module], tuple[Hashable, ...] | None] = {}  # each class is examined once: its key if foreign
-    is_patched, has_plain_weights, is_stateless = False, True, True
+    # Each class is examined once: its key if it is foreign, and whether it is one of LORA.
+    known: dict[type[nn.Module], tuple[tuple[Hashable, ...], bool] | None] = {}
+    is_patched, has_plain_weights = False, True
     for place, part in enumerate(parts):
         kind, own = type(part), vars(part)
         if kind not in known:
             code = tuple(_code_of_class(kind))
-            known[kind] = None if all(is_written_by(AUTHORS, each) for each in code) else tuple(map(key_of, code))
-            if known[kind] is not None:
-                is_stateless &= kind.__module__ in STATELESS and all(
-                    is_written_by(RETAINS_NOTHING, each) for each in code
-                )
-        if (key := known[kind]) is not None:
-            classes.append((place, *key))
-            # peft's next forward takes merged adapters that were disabled out of the weights.
-            is_stateless &= not (getattr(part, "merged", False) and getattr(part, "disable_adapters", False))
+            is_lora = f"{kind.__module__}.{kind.__qualname__}" in LORA
+            is_lora &= all(is_written_by(RETAINS_NOTHING, each) for each in code)
+            is_known = all(is_written_by(AUTHORS, each) for each in code)
+            known[kind] = None if is_known else (tuple(map(key_of, code)), is_lora)
+        if (found := known[kind]) is not None and not (found[1] and is_plain_lora(part)):
+            classes.append((place, *found[0]))
         if "forward" in own:
             forwards.append((place, own["forward"]))
             if "_hf_hook" in own:  # accelerate's wrapper of a forward runs it
@@ -111,8 +110,16 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         is_patched=is_patched,
         is_hooked=not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
-        is_stateless=is_stateless,
     )
+
+
+def is_plain_lora(layer: nn.Module) -> bool:
+    """Whether a layer of `LORA` has adapters of the plain kind, and its next forward leaves the weights as they are.
+
+    If merged adapters are disabled, it takes them out of the weights.
+    """
+    has_variant = bool(getattr(layer, "lora_variant", None))  # such as DoRA
+    return not has_variant and not (getattr(layer, "merged", False) and getattr(layer, "disable_adapters", False))
 
 
 def _may_run(hook: Any) -> bool:

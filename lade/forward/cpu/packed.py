@@ -368,7 +368,7 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
         return "autocast chooses the dtype of each product"
     if code.is_patched or code.is_hooked:
         return "packed weights need changed modules of the model, which is dispatched, patched or has hooks"
-    if code.functions or not (code.is_stateless and code.has_plain_weights):
+    if code.classes or code.functions or not code.has_plain_weights:
         return "the model has code or weights that are not torch's and transformers' own"
     if (adapter.model.tp_size or 1) > 1:
         return "the model is split over several processes"
