@@ -42,8 +42,8 @@ class Adapted(nn.Module):
 def model(lade_on, monkeypatch):
     lade.config_lade(PACK=1)
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
-    monkeypatch.setattr(foreign, "LORA", {f"{__name__}.Adapted"})
-    monkeypatch.setattr(foreign, "RETAINS_NOTHING", foreign.AUTHORS | {__name__.partition(".")[0]})
+    monkeypatch.setattr(foreign, "LORA", f"{__name__}.Adapted")
+    monkeypatch.setattr(foreign, "AUTHORS_OF_LORA", foreign.AUTHORS | {__name__})
     model = tiny_llama(torch.float32)
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
@@ -78,13 +78,15 @@ def test_plain_lora_is_known(model, trials):
     assert not trials
 
 
-@pytest.mark.parametrize("change", ["LORA", "RETAINS_NOTHING", "lora_variant"])
+@pytest.mark.parametrize("change", ["class", "method", "variant"])
 def test_other_adapters_are_not(model, trials, monkeypatch, change):
-    """Other classes, code that somebody has replaced, DoRA."""
-    if change == "lora_variant":
-        model.model.layers[1].self_attn.q_proj.lora_variant = {"default": "DoRA"}
+    """Other classes, a method that somebody has replaced, DoRA."""
+    if change == "class":
+        monkeypatch.setattr(foreign, "LORA", "peft.tuners.lora.layer.Linear")
+    elif change == "method":
+        monkeypatch.setattr(Adapted, "merge", copy.copy)
     else:
-        monkeypatch.setattr(foreign, change, set())
+        model.model.layers[1].self_attn.q_proj.lora_variant = {"default": "DoRA"}
     assert assert_same(model, copy.deepcopy(model)).packed_weights == 0
     assert trials
 

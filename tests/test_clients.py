@@ -33,6 +33,7 @@ from support import ENVIRONMENT, ROOT, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import lade
+from lade.models import adapter_for
 from lade.models.self_check import WAITS
 
 pytestmark = pytest.mark.clients
@@ -203,6 +204,15 @@ def lora(model, tokenizer):
     model.set_adapter("other")
     found.append(write(model, tokenizer))
     return *found, write(model.merge_and_unload(), tokenizer)
+
+
+def test_plain_lora_of_peft_is_known():
+    """What tests/test_adapters.py shows of a layer that is alike."""
+    peft = pytest.importorskip("peft")
+    for use_dora in (False, True):
+        model = tiny_llama()
+        peft.get_peft_model(model, peft.LoraConfig(use_dora=use_dora))
+        assert bool(adapter_for(model).code.classes) == use_dora
 
 
 @client(

@@ -1,4 +1,5 @@
-"""Foreign code: code in a model's forward that does not come from torch, transformers, accelerate or lade.
+"""Foreign code: code in a model's forward that does not come from torch, transformers, accelerate or lade, except
+peft's plain LoRA.
 
 It may be a module class, a replaced forward or attention function, or a hook. Callables are judged by the package that
 their code is defined in, not by their names. Foreign code must pass a self-check (`self_check.py`). A hook, or a
@@ -29,10 +30,9 @@ AUTHORS = frozenset({"torch", "transformers", "accelerate", "lade"})  # top-leve
 TRANSFORMERS = frozenset({"transformers"})
 # Packages whose hooks, and forwards on modules, need no permission.
 RETAINS_NOTHING = AUTHORS | {"compressed_tensors", "peft", "trl"}
-# Layers of peft that compute each token by itself and keep nothing, as long as `is_plain_lora`.
-LORA = frozenset(
-    {"peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding", "peft.utils.other.ModulesToSaveWrapper"}
-)
+# The layer of peft that is known code, as long as `is_plain_lora`: it computes each token by itself and keeps nothing.
+LORA = "peft.tuners.lora.layer.Linear"
+AUTHORS_OF_LORA = AUTHORS | {"peft", "contextlib"}
 # Under these names any other function is foreign, even one of transformers.
 STOCK = {"attention sdpa": sdpa_attention_forward}
 EAGER = "eager_attention_forward"  # the global in each modeling file that "eager" refers to
@@ -54,7 +54,7 @@ class Code:
 
     @property
     def is_as_made(self) -> bool:
-        """Whether the model runs unmodified code of torch and transformers on ordinary tensors."""
+        """Whether the model runs unmodified code of torch and transformers, or plain LoRA, on ordinary tensors."""
         is_foreign = self.classes or self.functions or self.hooks
         return self.has_plain_weights and not (is_foreign or self.is_patched or self.is_hooked)
 
@@ -68,19 +68,18 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     classes: list[Hashable] = []
     forwards: list[tuple[Any, ...]] = []  # (place, function put on a module)
     hooks: list[tuple[Any, ...]] = []  # (place, kind, hook)
-    # Each class is examined once: its key if it is foreign, and whether it is one of LORA.
-    known: dict[type[nn.Module], tuple[tuple[Hashable, ...], bool] | None] = {}
+    known: dict[type[nn.Module], tuple[Hashable, ...] | None] = {}  # each class is examined once: its key if foreign
+    lora: set[type[nn.Module]] = set()
     is_patched, has_plain_weights = False, True
     for place, part in enumerate(parts):
         kind, own = type(part), vars(part)
         if kind not in known:
             code = tuple(_code_of_class(kind))
-            is_lora = f"{kind.__module__}.{kind.__qualname__}" in LORA
-            is_lora &= all(is_written_by(RETAINS_NOTHING, each) for each in code)
-            is_known = all(is_written_by(AUTHORS, each) for each in code)
-            known[kind] = None if is_known else (tuple(map(key_of, code)), is_lora)
-        if (found := known[kind]) is not None and not (found[1] and is_plain_lora(part)):
-            classes.append((place, *found[0]))
+            known[kind] = None if all(is_written_by(AUTHORS, each) for each in code) else tuple(map(key_of, code))
+            if f"{kind.__module__}.{kind.__qualname__}" == LORA and is_written_throughout_by(AUTHORS_OF_LORA, kind):
+                lora.add(kind)
+        if (key := known[kind]) is not None and not (kind in lora and is_plain_lora(part)):
+            classes.append((place, *key))
         if "forward" in own:
             forwards.append((place, own["forward"]))
             if "_hf_hook" in own:  # accelerate's wrapper of a forward runs it
@@ -113,13 +112,19 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     )
 
 
-def is_plain_lora(layer: nn.Module) -> bool:
-    """Whether a layer of `LORA` has adapters of the plain kind, and its next forward leaves the weights as they are.
+def is_written_throughout_by(authors: frozenset[str], kind: type) -> bool:
+    """Whether all methods of a class, and the functions that its forward names, are written by these packages."""
+    methods = (each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, types.FunctionType))
+    return all(is_written_by(authors, each) for each in (*_code_of_class(kind), *methods))
 
-    If merged adapters are disabled, it takes them out of the weights.
+
+def is_plain_lora(layer: Any) -> bool:
+    """Whether a layer of peft's LoRA has plain adapters alone, and its next forward leaves the weights as they are.
+
+    Merged adapters that are disabled are taken out of the weights by the next forward.
     """
     has_variant = bool(getattr(layer, "lora_variant", None))  # such as DoRA
-    return not has_variant and not (getattr(layer, "merged", False) and getattr(layer, "disable_adapters", False))
+    return not has_variant and not (layer.merged and layer.disable_adapters)
 
 
 def _may_run(hook: Any) -> bool:

@@ -448,7 +448,7 @@ def weights_to_pack(adapter: ModelAdapter) -> list[nn.Parameter]:
     """The weights of layers that blocks use, largest first, without those for images."""
     roots = (adapter.model.get_decoder(), adapter.model.get_output_embeddings())
     layers: Any = [part for root in roots if root is not None for part in root.modules() if is_plain(part)]
-    weights = {id(layer.weight): layer.weight for layer in layers}
+    weights = {id(layer.weight): layer.weight for layer in layers if layer.weight.dtype == adapter.dtype}
     return sorted(weights.values(), key=lambda weight: -weight.nbytes)
 
 
