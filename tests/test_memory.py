@@ -422,13 +422,15 @@ def test_suffix_matches():
     index.extend([6])
     assert index.match() is None
     index.extend([9])
-    assert index.match() == Match(11, 1)  # of short ones the latest: one token, or two
+    assert index.match() == Match(5, 1)  # of equally long ones the first
     index.extend([2])
     assert index.match() == Match(6, 2)
     loop = SuffixIndex()
     loop.extend([1, 2, 3] * 20)
-    assert loop.match() == Match(57, 21)  # the latest of the longest
-    assert loop.following(57, 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert loop.match() == Match(21, 21)  # the first of the longest; of each trigram the first place and the latest 15
+    loop.extend([7, 8, 1, 2, 3])
+    assert loop.match() == Match(3, 3)
+    assert loop.following(63, 7) == [2, 3, 2, 3, 2, 3, 2]
 
 
 @pytest.mark.parametrize("by_hand", [False, "shrunk", "grown"])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 KEY_LENGTH = 3  # tokens of the index's keys; shorter repetitions are looked up in the text itself
 MAX_MATCH = 21  # longer ones count as this long
-MAX_PLACES = 16  # latest places remembered of each key
+MAX_PLACES = 16  # remembered of each key: the first and the latest
 END = -2  # after each text of several; not a token id
 
 
@@ -24,7 +24,7 @@ class SuffixIndex:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}  # of a trigram
-        self._latest: dict[tuple[int, ...], int] = {}  # place of one token or two
+        self._first: dict[tuple[int, ...], int] = {}  # place of one token or two
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
@@ -33,21 +33,21 @@ class SuffixIndex:
             place = len(text)
             text.append(token)
             for length in range(1, min(KEY_LENGTH, place + 1)):
-                self._latest[tuple(text[place - length : place])] = place
+                self._first.setdefault(tuple(text[place - length : place]), place)
             if place >= KEY_LENGTH:
                 places = self._places.setdefault(tuple(text[place - KEY_LENGTH : place]), [])
                 places.append(place)
                 if len(places) > MAX_PLACES:
-                    del places[0]
+                    del places[1]
 
     def match(self) -> Match | None:
-        """The longest earlier occurrence of the text's end, of equally long ones the latest; None if there is none."""
+        """The longest earlier occurrence of the text's end, of equally long ones the first; None if there is none."""
         text = self.tokens
-        places = reversed(self._places.get(tuple(text[-KEY_LENGTH:]), ()))
+        places = self._places.get(tuple(text[-KEY_LENGTH:]), ())
         found = longest_match(text, text, len(text), places, num_equal=KEY_LENGTH)
         for length in range(KEY_LENGTH - 1, 0, -1):
-            if found is None and length <= len(text) and tuple(text[-length:]) in self._latest:
-                found = Match(self._latest[tuple(text[-length:])], length)
+            if found is None and length <= len(text) and tuple(text[-length:]) in self._first:
+                found = Match(self._first[tuple(text[-length:])], length)
         return found
 
     def following(self, place: int, count: int) -> list[int]:
