@@ -331,15 +331,16 @@ def test_packed_when_calls_pay_for_it(lade_on, products):
 
 
 def test_packing_is_spread_over_steps_and_waits_for_the_first(lade_on, products, monkeypatch):
-    model, steps = tiny_llama(DTYPE), note_calls(monkeypatch, Packing, "begin_step")
-    at = note_calls(monkeypatch, PackedWeight, "fill", lambda *_: len(steps))
+    model, lengths = tiny_llama(DTYPE), note_calls(monkeypatch, Packing, "begin_step", lambda _, length: length)
+    at = note_calls(monkeypatch, PackedWeight, "fill", lambda *_: len(lengths))
     kinds = note_calls(monkeypatch, StepCosts, "at", lambda costs, kind, *_: kind)
     lade.config_lade(ADAPTIVE=1, MODE="tree")
     expected = generate_plain(model, prompt(), max_new_tokens=80)
     found = model.generate(**prompt(), max_new_tokens=80)
     assert torch.bfloat16 == DTYPE or torch.equal(found, expected)
     assert len(at) == 15
-    assert packed.FIRST_STEPS < min(at) <= packed.FIRST_STEPS + 2
+    due = next(i for i, length in enumerate(lengths) if length - lengths[0] >= packed.FIRST_TOKENS)
+    assert min(at) == due + 1
     assert 4 <= len(set(at)) <= packed.PORTIONS
     assert "packed" not in kinds[at[-1] - 1]
     assert "packed" in kinds[-1]

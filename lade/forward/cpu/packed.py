@@ -46,8 +46,8 @@ PACKED_FOR = 16  # rows that the layout is chosen for
 # New tokens that calls must have generated or asked for before their model is packed, which costs about ten plain
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
-FIRST_STEPS = 8  # generated before: an answer that ends at once does not pay for packing
-PORTIONS = 8  # steps over which packing is spread
+FIRST_TOKENS = 8  # generated before: an answer that ends at once does not pay for packing
+PORTIONS = 6  # steps over which packing is spread
 LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
 LARGE_BYTES = 1 << 29  # of copies whose making is said
 # The share of free memory that the copies may take.
@@ -153,7 +153,8 @@ class Packing:
         self.is_exact, self.dtype = call.adapter.is_exact, call.adapter.dtype
         self.shared = copies_of(call.adapter.model)
         self.seconds = 0.0  # spent on packing and comparing in the latest step
-        self._num_steps, self._num_done = 0, 0
+        self._first_length: int | None = None
+        self._num_done = 0
         self._room: float | None = None  # bytes that the copies may still take; None if not asked yet
         self._num_refused = 0
         self.shared.drop_changed(weights)
@@ -188,14 +189,16 @@ class Packing:
         """Whether the latest step's time may be learned as that of its kind."""
         return self.is_exact or not self._num_refused
 
-    def begin_step(self) -> None:
+    def begin_step(self, length: int) -> None:
         """Pack a share of the weights before a step, if calls are long enough to pay for it.
 
-        How many depends on the number of steps alone, not on a clock.
+        length: tokens of the text so far. How many weights depends on tokens and steps alone, not on a clock.
         """
-        self.seconds, self._num_steps = 0.0, self._num_steps + 1
-        is_due = self.shared.num_generated + self._num_steps > FIRST_STEPS and self._will_pay
-        if is_due and self._num_done < len(self.weights):
+        self.seconds = 0.0
+        if self._first_length is None:
+            self._first_length = length
+        num_generated = self.shared.num_generated + length - self._first_length
+        if num_generated >= FIRST_TOKENS and self._will_pay and self._num_done < len(self.weights):
             self._pack(sum(weight.nbytes for weight in self.weights) // PORTIONS)
 
     def _pack(self, portion: float) -> None:

@@ -52,7 +52,7 @@ class CpuPath(ForwardPath):
 
     def forward(self, block: Block, cache: LookaheadCache) -> Any:
         if self.packing is not None:
-            self.packing.begin_step()
+            self.packing.begin_step(max(cache.lengths))
         return super().forward(block, cache)
 
     def close(self, num_generated: int) -> None:
