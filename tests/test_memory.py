@@ -430,7 +430,9 @@ def test_suffix_matches():
     assert loop.match() == Match(21, 21)  # the first of the longest; of each trigram the first place and the latest 15
     loop.extend([7, 8, 1, 2, 3])
     assert loop.match() == Match(3, 3)
-    assert loop.following(63, 7) == [2, 3, 2, 3, 2, 3, 2]
+    loop.extend([9, 7, 8, 1, 2, 3])
+    assert loop.match() == Match(65, 5)  # a longer one is among the latest
+    assert loop.following(69, 7) == [2, 3, 2, 3, 2, 3, 2]
 
 
 @pytest.mark.parametrize("by_hand", [False, "shrunk", "grown"])

@@ -346,6 +346,17 @@ def test_packing_is_spread_over_steps_and_waits_for_the_first(lade_on, products,
     assert "packed" in kinds[-1]
 
 
+def test_a_call_of_few_steps_packs_by_itself(lade_on, products):
+    """Tokens count, not steps: the next call, a short one perhaps, is not left to pay for it."""
+    model, inputs = tiny_llama(DTYPE), prompt()
+    text = generate_plain(model, inputs, max_new_tokens=96)[0, inputs["input_ids"].shape[1] :]
+    with lade.enabled(PREDICTION=text, ADAPTIVE=0, MODE="tree", MAX_BLOCK=12):
+        model.generate(**inputs, max_new_tokens=96)
+    stats = lade.last_stats()
+    assert stats.packed_weights == 15
+    assert stats.steps <= packed.FIRST_TOKENS + packed.PORTIONS - 1  # too few if steps counted
+
+
 def test_large_models_say_it(pack_asked, monkeypatch, caplog):
     monkeypatch.setattr(packed, "LARGE_BYTES", 1)
     for quiet, count in (("1", 0), ("", 1)):
