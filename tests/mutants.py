@@ -296,7 +296,7 @@ MUTANTS = [
            "with keeping_generators(adapter.model):",
            "left_state.py::test_a_self_check_moves_no_frequencies"),
     mutant("state: a trial takes merged adapters out of the weights twice", "common/state.py",
-           'if not is_same or self._merged != [*own.get("merged_adapters", ())]:', "if not is_same:",
+           "if not is_same or self._merged != _merged_adapters(own):", "if not is_same:",
            "adapters.py::test_merged_adapters_that_are_disabled"),
     mutant("adapters: merged ones that are disabled count as plain", "models/foreign.py",
            "return not has_variant and not (layer.merged and layer.disable_adapters)", "return not has_variant",

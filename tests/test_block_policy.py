@@ -38,8 +38,8 @@ def measured(curve):
 )
 def test_the_best_rate_wins(slope, chance, best):
     costs = measured(lambda q: 1 + slope * (q - 1))
-    assert choose_size(costs, [chance * k for k in range(64)], 1, 64) == best
-    assert choose_size(costs, [chance * k for k in range(64)], 1, 10) == min(best, 10)
+    assert choose_size(costs.offers(64), [chance * k for k in range(64)], 1) == best
+    assert choose_size(costs.offers(10), [chance * k for k in range(64)], 1) == min(best, 10)
 
 
 @pytest.mark.parametrize(("slope", "num_accepted", "part"), [(0.01, 1.0, BlockMode.WINDOW), (0.01, 0, BlockMode.PLAIN)])

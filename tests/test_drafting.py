@@ -3,12 +3,11 @@ chance."""
 
 import pytest
 import torch
-from support import VOCAB, Choose, generate_plain, note_calls, prompt, seeded, tiny_llama
+from support import VOCAB, Choose, generate_plain, prompt, seeded, tiny_llama
 
 import lade
 from lade.block.token_tree import TokenTree
 from lade.drafting import DraftRequest, Outcome
-from lade.drafting.acceptance import AcceptanceRatio
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import ids_of
 from lade.drafting.tree import TreeDrafter
@@ -112,38 +111,6 @@ def test_a_row_that_ended_without_padding_holds_nobody_up(model):
 
     arguments = {"logits_processor": [LOOP], "stopping_criteria": [first_ends]}
     assert assert_exact(model, prompt(12, 2), 100, **arguments).steps < 40
-
-
-def test_hits_are_those_of_the_row(model, monkeypatch):
-    """In a batch where another row always misses, what was right is counted as right although it was not accepted."""
-
-    class OneEasyRow:
-        def __init__(self):
-            self.order = torch.randint(3, VOCAB, (300,), generator=torch.Generator().manual_seed(1)).tolist()
-
-        def __call__(self, input_ids, scores):
-            forced = torch.full_like(scores, -50.0)
-            forced[0, 3 + input_ids.shape[1] % 5] = 0.0
-            forced[1, self.order[input_ids.shape[1]]] = 0.0
-            return forced
-
-    learned = note_calls(monkeypatch, AcceptanceRatio, "learn", lambda ratio, expected, accepted: accepted)
-    assert_exact(model, prompt(12, 2), 100, logits_processor=[OneEasyRow()], num_return_sequences=1)
-    assert sum(learned[-50:]) > 40
-
-
-def test_the_ratio_follows_the_latest_steps():
-    ratio = AcceptanceRatio()
-    assert ratio.value == 1
-    for _ in range(40):
-        ratio.learn(2.0, 1)
-    assert ratio.value == pytest.approx(0.5, abs=0.03)
-    for _ in range(200):
-        ratio.learn(0.0, 0)
-    assert ratio.value > 0.85
-    for _ in range(40):
-        ratio.learn(1.0, 3)
-    assert ratio.value == 1
 
 
 def test_ids_without_an_embedding_are_no_guesses(model):

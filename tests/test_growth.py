@@ -10,7 +10,7 @@ from support import VOCAB
 from lade.drafting import growth as growth_module
 from lade.drafting.acceptance import GREEDY, LENGTHS, SAMPLED, SIMILARITIES, RowPrior
 from lade.drafting.coming_draws import wins
-from lade.drafting.growth import GREEDY_LENGTH, LEAST_FOR_BOTH, Grower
+from lade.drafting.growth import GREEDY_LENGTH, LEAST_FOR_BOTH, Grower, Growth
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import BIN_BITS, BIN_RATIO, NUM_BINS, PROBABILITIES, ROW_LENGTH, packed, without
@@ -18,6 +18,14 @@ from lade.drafting.top_k_table import BIN_BITS, BIN_RATIO, NUM_BINS, PROBABILITI
 
 def grower_of(memory, text, draws_at=lambda depth: None, priors=GREEDY, context=None, rows=(), copies=()):
     return Grower(memory, priors, text, context, draws_at, rows, copies)
+
+
+def test_what_was_rejected():
+    """The likeliest guess in the place of the last token, unless another guess there was right."""
+    growth = Growth([5, 6, 7, 8], [-1, -1, 0, 0])
+    assert [growth.rejected(-1, last) for last in (9, 5, 6)] == [0, None, None]
+    assert [growth.rejected(0, last) for last in (9, 7, 8)] == [2, None, None]
+    assert growth.rejected(3, 9) is None
 
 
 def test_a_grade_is_within_its_ratio():

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
 from lade.common.state import forget_all
-from lade.drafting import likeliest as likeliest_module
 from lade.drafting import memory as memory_module
 from lade.drafting import memory_file
-from lade.drafting.likeliest import most_likely
+from lade.drafting.likeliest import LEAST_GROUPED, _likeliest_by_groups, likeliest_on_host, most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import Match, SuffixIndex
 from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PROBABILITIES, ROW_LENGTH, TopKTable, ids_of
@@ -319,7 +318,7 @@ def exact_chances(logits: torch.Tensor, temperature: float, ids: np.ndarray) -> 
     return (logits.float() / temperature).softmax(-1).gather(1, torch.from_numpy(ids.astype(np.int64))).numpy()
 
 
-@pytest.mark.parametrize("vocab_size", [40, 127, 128, 511, 512, 4097, 65537])
+@pytest.mark.parametrize("vocab_size", [40, 127, 128, LEAST_GROUPED - 1, LEAST_GROUPED, 65537])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_most_likely(vocab_size, dtype):
     logits = (torch.randn(5, vocab_size + 3, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)[:, 3:]
@@ -329,15 +328,13 @@ def test_most_likely(vocab_size, dtype):
     ids = ids_of(rows)
     assert torch.equal(logits, before)
     found = logits.gather(1, torch.from_numpy(ids.astype(np.int64))).float()
-    # In half precision many are equal; probabilities that differ by less than 2**-10 may change places.
-    expected = logits.float().topk(ROW_LENGTH).values
-    assert (found - expected).abs().max() <= 2**-9
+    assert torch.equal(found, logits.float().topk(ROW_LENGTH).values)
     assert all(len(set(row)) == ROW_LENGTH for row in ids.tolist())
     assert ids[0, 0] == vocab_size - 1
     if dtype == torch.float32:
         assert ids[:, :4].tolist() == logits.topk(4).indices.tolist()
     # Random logits have no likely tokens; the estimated sum of rows of models is better.
-    allowed = 1.6 if vocab_size >= likeliest_module.LEAST_GROUPED else 1 + 1e-5
+    allowed = 1.6 if vocab_size >= LEAST_GROUPED else 1 + 1e-5
     chances = exact_chances(logits, 1.0, ids)
     found = PROBABILITIES[rows & NUM_BINS - 1]
     assert np.abs(np.log(found / chances))[chances > 1e-6].max() <= np.log(allowed) + np.log(1.25) / 2
@@ -356,9 +353,9 @@ def rows_of_a_model() -> torch.Tensor:
         return torch.cat([model(ids[:, :256]).logits[0], model(torch.arange(300, 500)[:, None]).logits[:, -1]])
 
 
-@pytest.mark.parametrize(("temperature", "median", "most"), [(0.4, 0.005, 0.05), (0.7, 0.01, 0.1), (1.0, 0.05, 0.35)])
+@pytest.mark.parametrize(("temperature", "median", "most"), [(0.4, 0.005, 0.05), (0.7, 0.01, 0.1), (1.0, 0.05, 0.45)])
 def test_chances_relative_to_an_estimated_sum(rows_of_a_model, temperature, median, most):
-    ids, chances = likeliest_module.likeliest_on_host(rows_of_a_model, temperature)
+    chances, ids = (found.numpy() for found in _likeliest_by_groups(rows_of_a_model, temperature))
     exact = exact_chances(rows_of_a_model, temperature, ids)[:, 0]
     errors = chances[:, 0] / exact - 1
     assert errors.any()  # an estimate
@@ -367,52 +364,25 @@ def test_chances_relative_to_an_estimated_sum(rows_of_a_model, temperature, medi
     assert ids[:, 0].tolist() == rows_of_a_model.argmax(-1).tolist()
 
 
-def test_most_likely_where_many_are_equal_or_not_a_number():
-    logits = torch.randn(6, 4096, generator=torch.Generator().manual_seed(0)) * 3
+@pytest.mark.parametrize("vocab_size", [LEAST_GROUPED - 1, LEAST_GROUPED, 32_000])
+def test_most_likely_where_many_are_equal_or_not_a_number(vocab_size):
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
     logits[1] = logits[1].round()
     logits[2] = 0.0
     logits[3, 7] = torch.nan
     logits[5, 8:] = -torch.inf
-    chances, ids = likeliest_module.likeliest(logits, 0.5)
-    expected = (logits / 0.5).softmax(-1)
-    torch.testing.assert_close(chances, expected.topk(ROW_LENGTH).values, equal_nan=True)
-    torch.testing.assert_close(chances, expected.gather(1, ids), equal_nan=True)
-    assert all(len(set(row)) == ROW_LENGTH for row in ids[[0, 1, 2, 4]].tolist())
-    # By numpy each number's place takes its last bits, so that rows of equals and of NaN are sorted like others.
-    with np.errstate(all="raise"):
-        on_host, cut = likeliest_module.likeliest_on_host(logits, 0.5)
-    exact = exact_chances(logits, 0.5, on_host)
-    assert np.isnan(cut[3]).all()
+    ids, chances = likeliest_on_host(logits, 0.5)
+    assert np.isnan(chances[3]).all()
+    is_large = vocab_size >= LEAST_GROUPED
+    exact, best = exact_chances(logits, 0.5, ids), (logits / 0.5).softmax(-1).topk(ROW_LENGTH).values.numpy()
     for row in (0, 1, 2, 4, 5):
-        np.testing.assert_allclose(cut[row] / cut[row, 0], exact[row] / exact[row, 0], rtol=2**-11, atol=1e-12)
+        np.testing.assert_allclose(exact[row], best[row], rtol=1e-6)
+        factor = chances[row, 0] / exact[row, 0]
+        np.testing.assert_allclose(chances[row], exact[row] * factor, rtol=1e-5)
         if row != 2:  # of a flat row too small a sum is expected
-            np.testing.assert_allclose(cut[row], exact[row], rtol=0.3, atol=1e-12)
-    assert on_host[[0, 4]].tolist() == ids[[0, 4]].tolist()
-    assert all(len(set(row)) == ROW_LENGTH for row in on_host.tolist())
-
-
-@pytest.mark.parametrize("seed", [8, 11, 26])
-def test_most_likely_where_rows_of_nan_and_of_equals_make_up_for_each_other(seed):
-    """As many groups of likely tokens as all rows have together, but not in each row: a row of NaN has none, ties have
-    more."""
-    logits = torch.randn(33, 32000, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    logits[4] = torch.nan
-    ids = ids_of(most_likely(logits))
-    assert 0 <= ids.min() <= ids.max() < 32000
-    found = logits[5:].float().gather(1, torch.tensor(ids[5:]))
-    assert torch.equal(found, logits[5:].float().topk(ROW_LENGTH).values)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_most_likely_again_changes_nothing_that_was_found(dtype):
-    """Probabilities are computed in memory that is used again; in inference mode and outside, in any order."""
-    logits = (torch.randn(2, 5, 4096, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    with torch.inference_mode():
-        first, ids = likeliest_module.likeliest(logits[0], 0.7)
-    before = first.clone()
-    likeliest_module.likeliest(logits[1], 0.7)
-    assert torch.equal(first, before)
-    torch.testing.assert_close(first, (logits[0].float() / 0.7).softmax(-1).gather(1, ids))
+            assert abs(factor - 1) < (0.3 if is_large else 1e-5)
+    assert all(len(set(row)) == ROW_LENGTH for row in ids.tolist())
+    assert ids.max() < vocab_size
 
 
 def test_suffix_matches():

@@ -151,6 +151,14 @@ def test_a_call_that_waits_runs_no_trial_of_training_mode(monkeypatch):
     assert tried
 
 
+def test_calls_that_training_mode_rules_out_earn_no_trial(monkeypatch):
+    monkeypatch.setattr(eligibility, "training_reason", lambda adapter: "it draws numbers")
+    model = build(Obedient).train()
+    for _ in range(3):
+        compare(model, reason="it draws numbers", max_new_tokens=8)
+    assert models.self_check._asked.of(model) == []
+
+
 def test_a_wrapped_model_is_warmed_up(monkeypatch):
     """As peft's are, whose generate() ends in that of the model inside."""
     monkeypatch.setattr(models.self_check, "PAYS", PAYS)

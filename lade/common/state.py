@@ -83,7 +83,7 @@ class _ModuleState:
     def __init__(self, part: Any) -> None:
         own = vars(part)
         self._weights = [*own["_parameters"].values()]
-        self._merged = [*own.get("merged_adapters", ())]  # of peft
+        self._merged = _merged_adapters(own)
         self._buffers = dict(own["_buffers"])
         self._plain = {name: value for name, value in own.items() if _is_plain(name, value)}
         values = [*self._buffers.values(), *self._plain.values()]
@@ -94,7 +94,7 @@ class _ModuleState:
     def restore(self, part: Any) -> None:
         own = vars(part)
         is_same = all(map(operator.is_, own["_parameters"].values(), self._weights))
-        if not is_same or self._merged != [*own.get("merged_adapters", ())]:
+        if not is_same or self._merged != _merged_adapters(own):
             return  # the first forward has packed the weights, or taken adapters out of them, which attributes tell
         _restore(own["_buffers"], own["_buffers"], self._buffers)
         _restore(own, [name for name, value in own.items() if _is_plain(name, value)], self._plain)
@@ -106,6 +106,12 @@ class _ModuleState:
             if not _is_equal(tensor, copy):
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.copy_(copy)
+
+
+def _merged_adapters(own: dict[str, Any]) -> list[Any]:
+    """Names of adapters of peft that the weights of a layer contain."""
+    found = own.get("merged_adapters")
+    return found.copy() if isinstance(found, list) else []
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Acceptance probabilities of guesses by source: priors, and the ratio of accepted to expected guesses."""
+"""Acceptance probabilities of guesses by source."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import NamedTuple
 from lade.drafting.suffix_index import MAX_MATCH
 from lade.drafting.top_k_table import PROBABILITIES
 
-RATIO_WEIGHT = 0.5  # expected and accepted guesses that the ratio starts with and slowly returns to
-RATIO_MEMORY = 0.95  # share of the past that is left after each step
 MAX_CHANCE = 0.99
 
 
@@ -92,20 +90,3 @@ SAMPLED = Priors(
     contexts=(0.4, 0.42, 0.5, 0.6, 0.8, 0.85),
     copies=(0.1, 0.3, 0.5, 0.6, 0.65, 0.65, 0.66, 0.68, 0.83, 0.88, 0.88),
 )
-
-
-class AcceptanceRatio:
-    """Guesses accepted in the latest steps over those that the priors expected."""
-
-    def __init__(self) -> None:
-        self._expected = self._accepted = RATIO_WEIGHT
-
-    @property
-    def value(self) -> float:
-        """At most 1."""
-        return min(1.0, self._accepted / self._expected)
-
-    def learn(self, expected: float, accepted: int) -> None:
-        """Record a step; one without guesses moves the ratio towards 1."""
-        self._expected = RATIO_MEMORY * self._expected + (1 - RATIO_MEMORY) * RATIO_WEIGHT + expected
-        self._accepted = RATIO_MEMORY * self._accepted + (1 - RATIO_MEMORY) * RATIO_WEIGHT + accepted

@@ -25,13 +25,9 @@ def compared_sizes(offers: Offers, expected: Sequence[float], num_rows: int) -> 
     return [(size, num_rows + expected[min(size, len(expected)) - 1], cost) for size, cost in found]
 
 
-def choose_size(costs: StepCosts, expected: Sequence[float], num_rows: int, limit: int) -> int:
-    """The block size that commits most tokens per unit of cost.
-
-    expected, num_rows: as for `compared_sizes`. limit: the largest block allowed. Returns q, 1 for a plain step.
-    """
-    compared = compared_sizes(costs.offers(limit), expected, num_rows)
-    size, *_ = max(compared, key=lambda offer: offer[1] / offer[2])
+def choose_size(offers: Offers, expected: Sequence[float], num_rows: int) -> int:
+    """The block size that commits most tokens per unit of cost; arguments as for `compared_sizes`. Returns q."""
+    size, *_ = max(compared_sizes(offers, expected, num_rows), key=lambda offer: offer[1] / offer[2])
     return size
 
 

@@ -68,16 +68,14 @@ class Growth:
         self.chances.append(chance)
         self.depths.append(depth)
 
-    def hits(self, path: list[int], last: int) -> list[int]:
-        """The accepted nodes, and the node after them that holds the last committed token, if there is one.
+    def rejected(self, end: int, last: int) -> int | None:
+        """The likeliest guess after the last accepted one. last: the token that was committed there.
 
-        It is not accepted where another row of the batch missed, or the text ended.
+        None if there is none, or if the token was guessed: where another row of the batch missed, or the text ended.
         """
-        end = path[-1] if path else -1
-        for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True)):
-            if parent == end and token == last:
-                return [*path, node]
-        return path
+        children = [node for node, parent in enumerate(self.parents) if parent == end]
+        was_guessed = any(self.tokens[node] == last for node in children)
+        return None if was_guessed or not children else children[0]
 
     def likeliest_child(self, parent: int) -> int | None:
         """The likeliest guess after a node; None if there is none."""

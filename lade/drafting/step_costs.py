@@ -62,7 +62,6 @@ PLAIN_EVERY = 64  # steps; a plain step among so many keeps the comparison up to
 # A size never compared may cost less than assumed. It is taken to as long as trials have cost at most this share.
 TRIAL_SHARE, HOPED_SHARE = 0.02, 0.6
 FIRST_LIMIT, GROWTH = 8, 4  # tokens of the first blocks, and how much larger than the largest compared others may be
-SAME_COST = 0.01  # costs that change by less keep the offers made of them
 MAX_LEAST_PROBABILITY = 0.05  # costs are inexact, and must not keep larger sizes from being measured
 
 
@@ -168,36 +167,31 @@ class CostTable:
         """The next step does not directly follow the last one, so their times must not be compared."""
         self._run = 0, []
 
-    def observe(self, num_tokens: int, seconds: float) -> bool:
-        """Record the time of a step of q tokens.
-
-        Times of 0 or less, from a clock that was stopped or set back, are ignored. Returns whether costs have changed.
-        """
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Record the time of a step of q tokens. Times of 0 or less, of a clock that was set back, are ignored."""
         with self._lock:
             self._since_plain = 0 if num_tokens <= min(self.start) else self._since_plain + 1
             if seconds <= 0:
                 self._run = 0, []
-                return False
+                return
             self.num_observed += 1
             other, run = self._run
             if num_tokens == other:
                 self._run = num_tokens, [*run[1 - RUN_LENGTH :], seconds]
-                return False
+                return
             self._run = num_tokens, [seconds]
             self._spent += self.measured(num_tokens)
             if not run:
-                return False
+                return
             smaller, larger = sorted((num_tokens, other))
             # Of steps in a row the lower median: disturbances only make a step longer.
             growth = seconds / median_low(run) if larger == num_tokens else median_low(run) / seconds
-            is_new = not self.is_compared(larger)
-            if is_new:
+            if not self.is_compared(larger):
                 self._lost += max(0.0, growth * self.measured(smaller) - 1)
             cost = max(1.0, self.measured(smaller) * growth)
             self.largest = max(self.largest, GROWTH * larger)
             self._ratios.setdefault(larger, deque(maxlen=RATIOS)).append(cost / self.assumed(larger))
-            before, self.costs = self.costs, self._corrected()
-            return is_new or any(abs(self.costs[size] - before[size]) > SAME_COST * before[size] for size in before)
+            self.costs = self._corrected()
 
     def _corrected(self) -> dict[int, float]:
         """Costs by size: those of `start` times the corrections, which are interpolated between compared sizes."""
@@ -245,7 +239,6 @@ class StepCosts:
         self._batch_size, self.sizes = batch_size, sizes
         self._follows_clock = follows_clock and may_measure
         self._uses_stored, self._may_measure = uses_stored, may_measure
-        self._offers: dict[tuple[int, int], Offers] = {}  # by limit and waiting tokens; dropped when costs change
         self.at((), 0)
 
     @classmethod
@@ -285,7 +278,6 @@ class StepCosts:
         if getattr(self, "_table", None) is not self._all[key]:
             self._table = self._all[key]
             self._table.begin()
-            self._offers = {}
 
     def _begun(self, kind: tuple[str, ...], key: tuple[Any, ...]) -> CostTable:
         """A table of this kind: as stored, else as for the closest length of context, else as assumed."""
@@ -315,21 +307,18 @@ class StepCosts:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Record the time of a step of q tokens."""
-        if self._may_measure and self._table.observe(num_tokens, seconds):
-            self._offers = {}
+        if self._may_measure:
+            self._table.observe(num_tokens, seconds)
 
     def offers(self, limit: int) -> Offers:
         """The sizes to choose from, up to `limit`."""
-        key = limit, self._num_waiting
-        if key not in self._offers:
-            most = max(self.sizes[0], min(limit, self._table.largest)) if self._follows_clock else limit
-            sizes = tuple(size for size in sorted({*self.sizes, limit}) if size <= most)
-            costs = [self._hoped(size) for size in sizes]
-            plain, first = costs[0], sizes[0]
-            slopes = [(cost / plain - 1) / (size - first) for size, cost in zip(sizes[1:], costs[1:], strict=True)]
-            slope = min(slopes, default=0.0) / 2  # half, because costs are inexact
-            self._offers[key] = Offers(sizes, costs, min(MAX_LEAST_PROBABILITY, max(0.0, slope)))
-        return self._offers[key]
+        most = max(self.sizes[0], min(limit, self._table.largest)) if self._follows_clock else limit
+        sizes = tuple(size for size in sorted({*self.sizes, limit}) if size <= most)
+        costs = [self._hoped(size) for size in sizes]
+        plain, first = costs[0], sizes[0]
+        slopes = [(cost / plain - 1) / (size - first) for size, cost in zip(sizes[1:], costs[1:], strict=True)]
+        slope = min(slopes, default=0.0) / 2  # half, because costs are inexact
+        return Offers(sizes, costs, min(MAX_LEAST_PROBABILITY, max(0.0, slope)))
 
     def _hoped(self, size: int) -> float:
         """The cost of a size, and less for one never compared, as long as such trials have cost little."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.drafting.acceptance import GREEDY, SAMPLED, AcceptanceRatio
+from lade.drafting.acceptance import GREEDY, SAMPLED
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.block_policy import choose_size, compared_sizes
 from lade.drafting.coming_draws import ComingDraws, Draws
@@ -50,7 +50,7 @@ class TreeDrafter:
         is_blind = config.adaptive and request.is_split
         self.max_block = min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block
         self.num_tokens, self._takes_chains = request.num_tokens, request.takes_chains
-        self.priors, self.ratio = GREEDY if temperature is None else SAMPLED, AcceptanceRatio()
+        self.priors = GREEDY if temperature is None else SAMPLED
         self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         prompts = request.prompts()
         predictions = request.predictions or ((),) * len(prompts)
@@ -84,7 +84,6 @@ class TreeDrafter:
     def learn(self, outcome: Outcome) -> None:
         self._vocab_size = outcome.logits.shape[-1]
         rows, projections = self._read(outcome.logits, outcome.summary)
-        expected, hits = 0.0, 0
         for number, (text, path) in enumerate(zip(self._texts, outcome.accepted, strict=True)):
             growth = text.growth
             if path is None or growth.tokens != outcome.tree.tokens[number]:
@@ -95,15 +94,11 @@ class TreeDrafter:
                 self._learn_rows(text, path, own, projections[number, :size])
             committed = outcome.sequences.generated[number][-len(path) - 1 :]
             text.extend(committed)
-            right = growth.hits(path, committed[-1])
             end = path[-1] if path else -1
-            rejected = growth.likeliest_child(end) if len(right) == len(path) else None
+            rejected = growth.rejected(end, committed[-1])
             text.take_rows(own[end + 1], None if rejected is None else own[rejected + 1])
             self._proposed.update(growth.sources)
             self._accepted.update(growth.sources[node] for node in path)
-            expected += sum(growth.chances)
-            hits += len(right)
-        self.ratio.learn(expected, hits)
 
     def finish(self) -> None:
         if self.memory.texts is not None:
@@ -135,17 +130,14 @@ class TreeDrafter:
                 self._texts[row].growth = self._grow(row, max_depth, self.max_block - 1)
             self._narrow(rows)
             return
-        offers, ratio = costs.offers(self.max_block), self.ratio.value
-        room, least = offers.sizes[-1] - 1, offers.least_probability / ratio
+        offers = costs.offers(self.max_block)
         for row in rows:
-            self._texts[row].growth = self._grow(row, max_depth, room, least)
+            self._texts[row].growth = self._grow(row, max_depth, offers.sizes[-1] - 1, offers.least_probability)
         self._narrow(rows)
         grown = [self._texts[row].growth for row in rows]
-        expected = [
-            ratio * total
-            for total in accumulate(map(sum, zip_longest(*(g.chances for g in grown), fillvalue=0.0)), initial=0.0)
-        ]
-        size = choose_size(costs, expected, len(rows), self.max_block)
+        columns = zip_longest(*(growth.chances for growth in grown), fillvalue=0.0)
+        expected = list(accumulate(map(sum, columns), initial=0.0))
+        size = choose_size(offers, expected, len(rows))
         self._compared = offers, expected, len(rows)
         for growth in grown:
             growth.cut(size - 1)

@@ -79,6 +79,8 @@ def self_check_reason(
         if sum(asked) < PAYS * (fixed_cost + COST_PER_TOKEN * length) and not _at_once.get():
             return WAITS
     if (reason := training_reason()) is not None or has_passed:
+        if is_new:
+            asked.pop()
         return reason
     if is_new:
         asked.clear()  # the next check waits as long for its own part
