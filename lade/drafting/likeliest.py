@@ -58,12 +58,14 @@ def _likeliest_by_groups(logits: Tensor, temperature: float) -> tuple[Tensor, Te
     Group g holds the ids g, g + G, ..; what is left over behind the last groups is looked at with the likeliest ones.
     Only maxima over groups read all logits.
     """
-    num_groups = logits.shape[1] // GROUP_SIZE
-    end, numbers = GROUP_SIZE * num_groups, torch.arange(logits.shape[1], device=logits.device)
+    num_tokens, device = logits.shape[1], logits.device
+    num_groups = num_tokens // GROUP_SIZE
+    end = GROUP_SIZE * num_groups
+    steps, rest = torch.arange(0, end, num_groups, device=device), torch.arange(end, num_tokens, device=device)
     maxima = logits[:, :end].unflatten(1, (GROUP_SIZE, num_groups)).amax(dim=1).float()
     best, groups = maxima.topk(ROW_LENGTH)
-    ids = (groups[:, None] + numbers[:end:num_groups, None]).flatten(1)
-    ids = torch.cat([ids, numbers[end:].expand(len(ids), -1)], dim=1)
+    ids = (groups[:, None] + steps[:, None]).flatten(1)
+    ids = torch.cat([ids, rest.expand(len(ids), -1)], dim=1)
     candidates = logits.gather(1, ids).float()
     largest = candidates.amax(dim=1, keepdim=True)
     maxima, best, candidates = (((part - largest) / temperature).exp_() for part in (maxima, best, candidates))
