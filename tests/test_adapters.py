@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support import assert_same_state, generate_plain, note_calls, prompt, tiny_llama
+from support import assert_same_state, compare, generate_plain, note_calls, prompt, tiny_llama
 from torch import nn
 
 import lade
@@ -109,3 +109,11 @@ def test_merged_adapters_that_are_disabled(model, is_training, is_known):
             layer.self_attn.q_proj.disable_adapters = True
     for _ in range(2):
         assert_same(model, twin)
+
+
+@pytest.mark.parametrize("value", [None, True, "merged"])
+def test_an_attribute_of_that_name_that_is_no_list(lade_on, value):
+    model = tiny_llama().train()
+    model.lm_head.merged_adapters = value
+    compare(model, max_new_tokens=8)
+    assert model.lm_head.merged_adapters is value
