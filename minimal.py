@@ -136,15 +136,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", default=str(BUNDLED), help="a hub name or a folder; default: the bundled model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16")
+    parser.add_argument("--dtype", help="default: float32 for the bundled model, else auto, which is the checkpoint's")
     parser.add_argument("--max_new_tokens", type=int, default=192)
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--compare", action="store_true", help="plain and lookahead in one process")
     args = parser.parse_args()
+    # In float32 the outputs must be identical; half the bytes matter to large models alone.
+    dtype = args.dtype or ("float32" if Path(args.model_path).resolve() == BUNDLED.resolve() else "auto")
 
-    say(f"Loading {args.model_path} to {args.device} ...")
+    say(f"Loading {args.model_path} in {dtype} to {args.device} ...")
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
-    model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=args.dtype).to(args.device)
+    model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=dtype).to(args.device)
     inputs = tokenizer(args.prompt, return_tensors="pt").to(args.device)
     arguments = {"max_new_tokens": args.max_new_tokens}
     if os.environ.get("LOAD_LADE", "0").lower() in ("1", "true", "yes", "on"):
