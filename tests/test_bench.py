@@ -182,14 +182,17 @@ def test_tune_from_the_command_line(checkpoint, tmp_path, capsys, monkeypatch, l
     [
         (["--prompts", "missing.jsonl"], "prompts must be"),
         (["--limit", "-1"], "limit must be"),
-        (["--trials", "0"], "trials must be 1 or more, got 0"),
+        (["--trials", "0"], "--trials must be 1 or more, got 0"),
         (["--max_new_tokens", "-3"], "--max_new_tokens must be 1 or more, got -3"),
         (["--temperature", "-1"], "--temperature must be 0, which is greedy, or above, got -1.0"),
         (["--top_p", "2"], "--top_p must be above 0 and at most 1, got 2.0"),
         (["--methods", "lade,fast"], "methods must be of plain, static, prompt_lookup, lade, got 'fast'"),
+        (["--seed", "99999999999999999999"], "--seed must be an integer of 64 bits, got 99999999999999999999"),
+        (["--out", "no/such/folder/x.json"], "--out must be a file in a folder that exists"),
+        (["--out", str(Path(__file__).parent)], "--out must be a file in a folder that exists"),
         (["--tune", "--limit", "1"], "prompts must be two or more"),
         (["--tune", "--level", "5"], "--level must not be given"),
-        (["--tune", "--out", "no/such/folder/x.json"], "out must lie in a folder that exists"),
+        (["--tune", "--out", "no/such/folder/x.json"], "--out must be a file in a folder that exists"),
     ],
 )
 def test_wrong_arguments_end_before_any_work(arguments, message, capsys):

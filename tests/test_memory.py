@@ -1,6 +1,7 @@
 """What is remembered across calls: that it helps, never changes a text, stays apart, and survives its file."""
 
 import os
+import re
 import time
 import weakref
 
@@ -98,8 +99,10 @@ def test_save_and_load(model, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     with pytest.raises(ValueError, match="path must be given"):
         Memory().save()
-    with pytest.raises(ValueError, match="path must be in a folder that exists"):
-        memory.save(tmp_path / "missing" / "memory.safetensors")
+    for wrong in (tmp_path / "missing" / "memory.safetensors", tmp_path):
+        for use in (memory.save, lambda path: Memory(path=path)):
+            with pytest.raises(ValueError, match="path must be a file in a folder that exists"):
+                use(wrong)
     link = tmp_path / "link.safetensors"
     link.symlink_to(path)
     memory.save(link)
@@ -275,6 +278,13 @@ def test_warming(model, tmp_path):
     for wrong in ([5, 6, 7], {"text": words}, 7):
         with pytest.raises(ValueError, match="texts must be a file, or a list of texts"):
             memory.warm(model, wrong)
+    num_rows = len(memory)
+    for wrong in ([VOCAB], [-1], [1.5]):
+        with pytest.raises(
+            ValueError, match=rf"texts must hold ids from 0 to {VOCAB - 1}, got {re.escape(str(wrong[0]))}"
+        ):
+            memory.warm(model, [[9, 9], wrong])
+    assert len(memory) == num_rows
 
 
 def test_a_full_table_drops_what_was_written_longest_ago():

@@ -491,6 +491,32 @@ def test_a_checksum_sees_single_bits_and_places(dtype, shape):
             assert not torch.equal(checksums(weight[:, order]), before)
 
 
+@pytest.mark.parametrize(("dtype", "shape"), [(dtype, (40, 64)) for dtype in SHAPES] + [(torch.float32, (600, 2048))])
+def test_a_checksum_sees_changes_that_cancel_in_a_sum(dtype, shape):
+    weight = torch.randn(shape).to(dtype)
+    before, last = checksums(weight), shape[1] - 1
+
+    def is_seen(change):
+        changed = weight.clone()
+        change(changed)
+        return not torch.equal(checksums(changed), before)
+
+    places = [((3, 3), (1, 3)), ((3, 3), (3, last)), ((0, 5), (7, 7)), ((2, shape[0] - 1), (last, last))]
+    for first, second in places:  # of a row, of a column
+        assert is_seen(
+            lambda w, one=first, two=second: w.index_put_((torch.tensor(one), torch.tensor(two)), w[one, two].flip(0))
+        )
+        assert is_seen(
+            lambda w, one=first, two=second: w.index_put_((torch.tensor(one), torch.tensor(two)), -w[one, two])
+        )
+    for step in (1, 2, 4, 8):
+        assert is_seen(lambda w, step=step: w[:, step - 1 :: step].neg_())
+        assert is_seen(lambda w, step=step: w[step - 1 :: step].neg_())
+    assert is_seen(lambda w: w.copy_(w.roll(8, 1)))
+    assert is_seen(lambda w: w.copy_(w[torch.randperm(len(w), generator=torch.Generator().manual_seed(0))]))
+    assert not is_seen(lambda w: None)
+
+
 def test_a_checksum_at_an_odd_address():
     weight = torch.randn(5, 8).to(torch.bfloat16)
     shared = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(5, 8)

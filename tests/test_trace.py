@@ -285,6 +285,22 @@ def test_the_page_opens_on_the_richest_pass(trace, tmp_path):
     assert f"pass {ranks.index(max(ranks)) + 2} of {len(ranks) + 1}" in dump(tmp_path, "t.html")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "."], "--out must be a file in a folder that exists, got '.'"),
+        (["--prompt", " "], "--prompt and --question must not be empty"),
+        (["--question", ""], "--prompt and --question must not be empty"),
+        (["--prompt", "a", "--question", "b"], "argument --question: not allowed with argument --prompt"),
+    ],
+)
+def test_wrong_arguments_end_before_any_work(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        commands.main(["trace", "--model_path", "nothing/loaded", *arguments])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"lade trace: error: {message}\n")
+
+
 @in_browser
 @pytest.mark.parametrize("name", ["trace", "tree_trace", "echo_trace"])
 def test_panels_and_width(name, request, tmp_path):

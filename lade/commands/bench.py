@@ -22,7 +22,7 @@ from lade.commands.measure import (
     run_once,
     share_identical,
 )
-from lade.commands.model import Parser, add_model_arguments, how_to_choose, load, parse
+from lade.commands.model import Parser, add_model_arguments, check_out, how_to_choose, load, parse
 from lade.commands.progress import progress_bar
 from lade.commands.prompts import as_inputs, read_prompts
 from lade.commands.tune import check_prompts, report, tune
@@ -59,9 +59,11 @@ def main(arguments: list[str]) -> int:
         methods = chosen_methods(args.methods)
         rows = read_prompts(args.prompts, args.limit)
         if args.trials < 1:
-            raise ValueError(f"trials must be 1 or more, got {args.trials}")
+            raise ValueError(f"--trials must be 1 or more, got {args.trials}")
         if args.tune:
             check_tuning(args, rows)
+        if args.out:
+            check_out(args.out)
     except ValueError as error:
         parser.error(str(error))
     model, tokenizer = load(args)
@@ -98,8 +100,6 @@ def check_tuning(args: argparse.Namespace, rows: list[Any]) -> None:
         raise ValueError(f"--tune tries settings of its own: --{given[0]} must not be given")
     check_prompts(rows)
     args.out = args.out or Path("lade.json")
-    if not args.out.parent.is_dir():
-        raise ValueError(f"out must lie in a folder that exists, got {str(args.out)!r}")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def chosen_methods(names: str) -> dict[str, Method]:
     chosen = list(dict.fromkeys(["plain", *names.split(",")]))
     unknown = [name for name in chosen if name not in METHODS]
     if unknown:
-        raise ValueError(f"methods must be of {', '.join(METHODS)}, got {unknown[0]!r}")
+        raise ValueError(f"--methods must be of {', '.join(METHODS)}, got {unknown[0]!r}")
     return {name: METHODS[name] for name in chosen}
 
 

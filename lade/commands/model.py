@@ -86,12 +86,19 @@ def check_numbers(args: argparse.Namespace) -> None:
         ("max_new_tokens", "1 or more", lambda value: value >= 1),
         ("temperature", "0, which is greedy, or above", lambda value: 0 <= value < float("inf")),
         ("top_p", "above 0 and at most 1", lambda value: 0 < value <= 1),
+        ("seed", "an integer of 64 bits", lambda value: -(2**63) <= value < 2**63),
     ):
         value = getattr(args, name)
         if value is not None and not is_allowed(value):
             raise ValueError(f"--{name} must be {rule}, got {value}")
     if args.top_p is not None and args.temperature == 0:
         raise ValueError("--top_p must come with sampling: --temperature 0 is greedy")
+
+
+def check_out(path: Path) -> None:
+    """Raises ValueError where no file of this name can be written."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--out must be a file in a folder that exists, got {str(path)!r}")
 
 
 def check_model_path(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -21,19 +21,19 @@ def read_prompts(path: Path | None, limit: int | None = None) -> list[dict[str, 
     """
     path = OWN_PROMPTS if path is None else Path(path)
     if limit is not None and limit < 1:
-        raise ValueError(f"limit must be 1 or more, got {limit!r}")
+        raise ValueError(f"--limit must be 1 or more, got {limit!r}")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts must be a text file that can be read, got {str(path)!r}: {error}") from None
+        raise ValueError(f"--prompts must be a text file that can be read, got {str(path)!r}: {error}") from None
     rows = [_read(path, number, line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
     if not rows:
-        raise ValueError(f"prompts must have at least one line, got the empty file {str(path)!r}")
+        raise ValueError(f"--prompts must have at least one line, got the empty file {str(path)!r}")
     return rows
 
 
 def _read(path: Path, number: int, line: str) -> dict[str, Any]:
-    place = f"prompts must be JSON lines with one of {', '.join(KEYS)}, {str(path)!r} line {number}"
+    place = f"--prompts must be JSON lines with one of {', '.join(KEYS)}, {str(path)!r} line {number}"
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -74,7 +74,7 @@ def tune(
 
 def check_prompts(prompts: list[Any]) -> None:
     if len(prompts) < 2:
-        raise ValueError(f"prompts must be two or more, some to choose by and some to judge by, got {len(prompts)}")
+        raise ValueError(f"--prompts must be two or more, some to choose by and some to judge by, got {len(prompts)}")
 
 
 def is_worth_it(measured: dict[str, Any]) -> bool:

@@ -55,7 +55,7 @@ class Memory:
             raise ValueError(f"max_bytes must be an integer of at least {MIN_BYTES}, got {max_bytes!r}")
         if isinstance(texts, bool) or not isinstance(texts, int) or not 0 <= texts <= MAX_TEXTS:
             raise ValueError(f"texts must be an integer from 0 to {MAX_TEXTS}, got {texts!r}")
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else _writable(Path(path))
         self.table = TopKTable(max_bytes // (4 * BYTES_PER_ROW))  # by token
         self.contexts = ContextTable(3 * max_bytes // (4 * BYTES_PER_RECORD))
         self.identity: dict[str, Any] | None = None  # of the model
@@ -99,19 +99,23 @@ class Memory:
     ) -> None:
         """Learn from texts as if the model had been asked about them: one forward over each, no generation.
 
-        texts: a text file, or texts as strings or ids. tokenizer: needed for strings and files.
+        texts: a text file, or texts as strings or ids. tokenizer: needed for strings and files. Raises ValueError for
+        ids that the model has no embedding for.
         """
         self.belong_to(model)
+        num_tokens = num_tokens_of(model)
         if isinstance(texts, (str, Path)):
             texts = [Path(texts).read_text(encoding="utf-8")]
         if not isinstance(texts, (list, tuple)) or any(isinstance(text, int) for text in texts):
             raise ValueError(f"texts must be a file, or a list of texts as strings or ids, got {texts!r:.80}")
-        for text in texts:
-            if isinstance(text, str):
-                if tokenizer is None:
-                    raise ValueError("tokenizer must be given where texts are strings, got None")
-                text = tokenizer(text)["input_ids"]
-            ids = torch.as_tensor(text).flatten().tolist()
+        if tokenizer is None and any(isinstance(text, str) for text in texts):
+            raise ValueError("tokenizer must be given where texts are strings, got None")
+        rows = (tokenizer(text)["input_ids"] if isinstance(text, str) else text for text in texts)
+        all_ids = [torch.as_tensor(row).flatten().tolist() for row in rows]
+        unknown = [token for ids in all_ids for token in ids if type(token) is not int or not 0 <= token < num_tokens]
+        if unknown:
+            raise ValueError(f"texts must hold ids from 0 to {num_tokens - 1}, got {unknown[0]!r}")
+        for ids in all_ids:
             with keeping_generators(model), keeping_state(model):
                 self._warm_on(model, ids)
             if self.texts is not None:
@@ -137,9 +141,7 @@ class Memory:
             raise ValueError("path must be given here or to Memory(), got None")
         if texts and self.texts is None:
             raise ValueError(f"texts must be False for a memory that keeps none, got {texts!r}")
-        target = target.resolve()  # a link stays one
-        if not target.parent.is_dir():
-            raise ValueError(f"path must be in a folder that exists, got {str(target)!r}")
+        target = _writable(target.resolve())  # a link stays one
         contents = Contents(
             identity=self.identity,
             table=self.table.as_arrays(),
@@ -170,6 +172,13 @@ class Memory:
             after = self.contexts.contexts(projected(logits, projection(logits.device)).cpu().numpy())
             if after is not None:
                 self.contexts.put(chunk, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
+
+
+def _writable(path: Path) -> Path:
+    """Raises ValueError where no file of this name can be."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"path must be a file in a folder that exists, got {str(path)!r}")
+    return path
 
 
 def identity_of(model: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lade
-from lade.commands.model import Parser, add_model_arguments, how_to_choose, load, parse
+from lade.commands.model import Parser, add_model_arguments, check_out, how_to_choose, load, parse
 
 PROMPT = '''import os
 
@@ -29,9 +29,9 @@ def main(arguments: list[str]) -> int:
         description="Watch one generation step by step: what was guessed, what the model accepted, what each step cost. "
         "It runs with the settings that generate() would use; --mode lookahead shows the paper's window.",
     )
-    add = parser.add_argument
-    add("--prompt", default=PROMPT, help="text to continue; default: the head of a Python function")
-    add("--question", help="asked through the model's chat template, in place of --prompt; default: none")
+    add, text = parser.add_argument, parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", default=PROMPT, help="text to continue; default: the head of a Python function")
+    text.add_argument("--question", help="asked through the model's chat template; default: none")
     add("--out", type=Path, default=Path("trace.html"), help="the page, one file without network")
     add("--terminal", action="store_true", help="replay in the terminal and write no page")
     add("--speed", type=float, default=1.0, help="of --terminal: 1 as it was, 0 without waiting")
@@ -39,8 +39,13 @@ def main(arguments: list[str]) -> int:
     add("--whole", action="store_true", help="the whole block in every step, whatever it costs (ADAPTIVE=0)")
     add_model_arguments(parser, max_new_tokens=128)
     args = parse(parser, arguments)
-    if not args.terminal and not args.out.parent.is_dir():
-        parser.error(f"--out must lie in a folder that exists, got {str(args.out)!r}")
+    try:
+        if not args.terminal:
+            check_out(args.out)
+        if not (args.prompt if args.question is None else args.question).strip():
+            raise ValueError("--prompt and --question must not be empty")
+    except ValueError as error:
+        parser.error(str(error))
     from lade.commands.trace.recorder import record, warm_up  # which import torch
     from lade.commands.trace.replay import replay
 

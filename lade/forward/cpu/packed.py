@@ -316,20 +316,21 @@ def identity(weight: Tensor) -> Hashable:
 
 
 def checksums(weight: Tensor) -> Tensor:
-    """Sums of a weight's bits, [n]: a change of one element always shows, and rows or columns that change places do."""
+    """Sums of a weight's bits, [n]: a change of one element always shows, and so do two in one row or one column, such
+    as an exchange, or a change of their signs.
+    """
     flat = weight.detach().flatten()
     row_bytes = weight.shape[1] * weight.element_size()
     start = weight.storage_offset() * weight.element_size()
     kinds = (torch.int64, torch.int32, torch.int16)
     words = flat.view(next(kind for kind in kinds if row_bytes % kind.itemsize == start % kind.itemsize == 0))
-    # Pieces shorter than a row that end elsewhere in each row: whole rows would not show exchanged columns.
     row_words = len(words) // len(weight)
-    # With no more words than the weight has rows, some piece ends at each place of a row.
-    most = max(1, min(row_words - 1, MOST_SUMMED, len(weight)))
-    length = next(n for n in range(most, 0, -1) if gcd(n, row_words) == 1)
-    end = len(words) // length * length
-    sums = words[:end].view(-1, length).sum(1, dtype=torch.int64)
-    return torch.cat([sums, words[end:].sum(0, keepdim=True, dtype=torch.int64)])
+    # A sum takes every `count`-th word. With more sums than a row or a column has words, and no common factor, no two
+    # words of a row or a column are in one sum. Their number is odd, or the highest bits of all could vanish in a sum.
+    length = max(1, min(MOST_SUMMED, len(weight) // 2, row_words // 2) - 1 | 1)
+    count = next(n for n in range(len(words) // length, 0, -1) if gcd(n, row_words) == 1)
+    end = count * length
+    return torch.cat([words[:end].view(length, count).sum(0, dtype=torch.int64), words[end:].long()])
 
 
 def begin_packing(call: BlockCall) -> Packing | None:
