@@ -150,7 +150,7 @@ class LookaheadConfig:
         False,
         "DETERMINISTIC",
         flag,
-        "1 uses assumed instead of measured step costs in half precision, where block sizes can change a text.",
+        "1 uses assumed step costs, not stored ones, in half precision, where block sizes can change a text.",
     )
 
     # Whether the window's sizes were given without MODE, which leaves the choice to each call.

@@ -44,7 +44,7 @@ def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationS
     Source: arXiv:2402.02057, algorithm 2.
     """
     call, is_synced = DecodingCall(request, adapter, stats, group), request.synced_gpus
-    selection, drafter, timer = call.selection, call.drafter, StepTimer(call)
+    selection, drafter, timer = call.selection, call.drafter, StepTimer(stats)
     outputs = call.prefill()
     # Mixture-of-experts layers use another implementation, with other rounding, while decoding.
     with adapter.block_model._optimize_model_for_decode(), call.reporting():
@@ -64,7 +64,7 @@ def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationS
             call.commit(step, outcome.accepted)
             timer.lap()
             drafter.learn(outcome)
-            timer.end(step.num_tokens)
+            timer.end()
             if stats.on_step is not None:
                 stats.on_step(step, outcome)
     return call.finish()
@@ -115,7 +115,7 @@ class DecodingCall:
             num_slots=prompt_length + min(num_new, FIRST_CAPACITY) + config.max_block_tokens,
         )
         self.path = path_for(call)
-        self.costs = StepCosts.of_call(adapter, config, batch_size, self.path.sizes, not request.synced_gpus)
+        self.costs = StepCosts.of_call(adapter, config, batch_size, self.path.sizes)
         self.drafter: Drafter = make_drafter(
             DraftRequest.of_call(request, config, adapter, self.key_mask, self.selection.draws, self.costs, predictions)
         )
@@ -163,7 +163,7 @@ class DecodingCall:
             room = max(0, self.group.config.max_block_tokens - 1 - self.cache.num_waiting)
             max_offset = room if max_offset is None else min(max_offset, room)
         if self.costs is not None:
-            self.costs.at(self.path.kind, max(self.cache.lengths), self.cache.num_waiting)
+            self.costs.at(self.path.kind, self.cache.num_waiting)
         is_idle = self.selection.is_idle
         draft = self.drafter.propose(self.selection.sequences, is_idle, max_offset)
         return draft.as_chains(is_idle) if self.adapter.takes_chains else draft
@@ -236,8 +236,6 @@ class DecodingCall:
             selection.streamer.end()
         self.group.end(selection.do_sample, self.device)
         self.drafter.finish()
-        if self.costs is not None:
-            self.costs.store()
         if self.callers_cache is not None:
             self.run_waiting()
             self.cache.hand_over(self.callers_cache)
@@ -254,31 +252,21 @@ class DecodingCall:
 
 
 class StepTimer:
-    """Reports the times of each step to the statistics and the step costs.
+    """Reports the times of each step to the statistics."""
 
-    A step's cost leaves out verification, whose user code runs once per token whatever the block's size, and the
-    preparation of later steps. Drawing random numbers always counts as verification.
-    """
-
-    def __init__(self, call: DecodingCall) -> None:
-        self._call, self._selection = call, call.selection
+    def __init__(self, stats: GenerationStats) -> None:
+        self._stats = stats
 
     def begin(self) -> None:
         self._laps: list[float] = []
-        self._drawn = self._selection.drawing_seconds
         self.lap()
 
     def lap(self) -> None:
         """Ends drafting, the forward, and verification."""
-        self._laps.append(perf_counter() - self._selection.drawing_seconds)
+        self._laps.append(perf_counter())
 
-    def end(self, num_tokens: int) -> None:
-        """Ends learning and the step. num_tokens: q."""
+    def end(self) -> None:
+        """Ends learning and the step."""
         self.lap()
         draft, forward, verify, learn = (end - start for start, end in pairwise(self._laps))
-        call, path = self._call, self._call.path
-        # 0 s: the step costs skip this step.
-        cost = forward - path.preparing_seconds + learn if path.is_typical else 0.0
-        if call.costs is not None:
-            call.costs.observe(num_tokens, cost)
-        call.stats.add_times(draft + learn, forward, verify + self._selection.drawing_seconds - self._drawn)
+        self._stats.add_times(draft + learn, forward, verify)

@@ -8,7 +8,10 @@ later ones.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median_low
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 from lade.block.token_tree import TokenTree
 from lade.common.state import keeping_state
 from lade.decoding import FIRST_CAPACITY
-from lade.drafting import Draft, Drafter, DraftRequest, drafts_from
+from lade.drafting import Draft, Drafter, DraftRequest, Outcome, drafts_from
 from lade.drafting.base import ROOT_ALONE
 from lade.drafting.step_costs import SIZES
 from lade.forward.base import can_capture
@@ -30,7 +33,7 @@ from lade.verification.draws import keeping_generators
 from lade.verification.sequences import TokenSequences
 
 NEVER_CHOSEN = 2**31 - 1  # an id in no vocabulary
-ROUNDS = 3  # comparisons of each size, which settle its cost and check its graph
+ROUNDS = 4  # steps of each size: in the first two its graph is compared, and the second fastest tells its cost
 WINDOW_TOKENS = 8  # new tokens in lookahead mode, whose steps all have one shape
 
 
@@ -113,7 +116,7 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
 
 
 class _EverySize(Drafter):
-    """Proposes a tree of every size in turn with plain steps. The guesses are arbitrary."""
+    """Proposes a tree of every size in turn with plain steps, and measures them. The guesses are arbitrary."""
 
     def __init__(self, request: DraftRequest) -> None:
         self._costs, most = request.costs, min(request.config.max_block, request.num_tokens)
@@ -121,14 +124,27 @@ class _EverySize(Drafter):
         rounds = [size for _ in range(ROUNDS) for chosen in sizes if chosen <= most for size in (chosen, 1)]
         self._sizes = rounds  # to come
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
+        self._size, self._began = 0, perf_counter()
+        self._steps: list[tuple[int, float]] = []  # size and seconds of each
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         """Nodes that are all children of the root."""
         num_nodes = self._sizes.pop(0) - 1 if self._sizes and max_offset != 0 else 0
         tree = TokenTree([[*range(num_nodes)] for _ in is_finished], [[-1] * num_nodes for _ in is_finished])
+        self._size, self._began = 1 + num_nodes, perf_counter()
         return Draft(tree, min(1, num_nodes), ROOT_ALONE, self._cells)
 
+    def learn(self, outcome: Outcome) -> None:
+        self._steps.append((self._size, perf_counter() - self._began))
+
     def store_costs(self) -> None:
-        """Keep what the steps have cost for later processes."""
-        if self._costs is not None:
-            self._costs.store(is_asked=True)
+        """Keep what the steps have cost. Each is compared with the plain step after it, since a machine's speed may
+        change by half within seconds.
+        """
+        ratios: dict[int, list[float]] = defaultdict(list)
+        for (size, seconds), (other, plain) in pairwise(self._steps):
+            if size > 1 == other:
+                ratios[size].append(seconds / plain)
+        found = {size: max(1.0, median_low(costs)) for size, costs in ratios.items() if len(costs) == ROUNDS}
+        if self._costs is not None and found:
+            self._costs.store({self._costs.sizes[0]: 1.0} | found)

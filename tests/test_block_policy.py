@@ -8,28 +8,17 @@ from support import VOCAB, Choose, compare, prompt, tiny_llama
 from transformers import LogitsProcessorList
 
 import lade
-from lade import decoding
 from lade.common import notices
 from lade.drafting import step_costs, with_mode
-from lade.drafting import tree as recycling
 from lade.drafting.block_policy import BlockMode, BlockModePolicy, choose_size
 from lade.drafting.step_costs import SIZES, StepCosts
-from lade.drafting.tree import TreeDrafter
-from lade.forward.base import ForwardPath
 from lade.switch import current_config
-from lade.verification import draws as noise
-
-held = []  # models, which costs do not keep alive
 
 
-def measured(curve):
-    """The costs of a call that knows them."""
-    held.append(tiny_llama())
-    costs = StepCosts(held[-1], follows_clock=True)
-    for size in SIZES[:15]:
-        for _ in range(6):
-            for each in (1, size):
-                costs.observe(each, curve(each))
+def known(slope):
+    """The costs of a call, of which each further token adds so much of a plain step."""
+    costs = StepCosts(tiny_llama())
+    costs._table = {size: 1 + slope * (size - 1) for size in SIZES}
     return costs
 
 
@@ -37,41 +26,29 @@ def measured(curve):
     ("slope", "chance", "best"), [(0.01, 0.5, 64), (0.2, 0.5, 64), (0.2, 0.1, 1), (0.0, 0.0, 1), (1.0, 0.9, 1)]
 )
 def test_the_best_rate_wins(slope, chance, best):
-    costs = measured(lambda q: 1 + slope * (q - 1))
+    costs = known(slope)
     assert choose_size(costs.offers(64), [chance * k for k in range(64)], 1) == best
     assert choose_size(costs.offers(10), [chance * k for k in range(64)], 1) == min(best, 10)
 
 
 @pytest.mark.parametrize(("slope", "num_accepted", "part"), [(0.01, 1.0, BlockMode.WINDOW), (0.01, 0, BlockMode.PLAIN)])
 def test_mode_policy(slope, num_accepted, part):
-    costs, pace = measured(lambda q: 1 + slope * (q - 1)), BlockModePolicy()
+    costs, pace = known(slope), BlockModePolicy()
     sizes = {BlockMode.PLAIN: 1, BlockMode.CANDIDATES: 29, BlockMode.WINDOW: 56}
     parts = []
     for _ in range(64):
         parts.append(pace.choose(costs, sizes))
-        costs.observe(sizes[parts[-1]], 1 + slope * sizes[parts[-1]])
         # Without the window there is little to accept.
         pace.learn(parts[-1], sizes[parts[-1]], num_accepted * {BlockMode.CANDIDATES: 0.3}.get(parts[-1], 1.0))
-    assert parts[:3] == [BlockMode.PLAIN] * 3
     assert parts[32:].count(part) >= 29
-
-
-@pytest.mark.parametrize("mode", ["auto", "lookahead"])
-def test_a_clock_that_stands_still(mode, lade_on, monkeypatch):
-    """Programs are tested with such clocks: nothing is known of costs then, and the text is the same."""
-    model, inputs = tiny_llama(), prompt(12)
-    for module in (decoding, noise):
-        monkeypatch.setattr(module, "perf_counter", lambda: 5.0)
-    lade.config_lade(MODE=mode, ADAPTIVE=1)
-    compare(model, inputs, max_new_tokens=40)
 
 
 @pytest.fixture
 def priced(monkeypatch, lade_on, request):
     """Steps have set costs: each further token costs as much of a plain step as on a CPU with wide registers."""
-    slope, observe = getattr(request, "param", 0.03), StepCosts.observe
-    monkeypatch.setattr(StepCosts, "observe", lambda self, q, seconds: observe(self, q, 1 + slope * (q - 1)))
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # what costs begin from
+    slope = getattr(request, "param", 0.03)
+    table = {size: 1 + slope * (size - 1) for size in SIZES}
+    monkeypatch.setattr(step_costs, "load_table", lambda *_: table)
     lade.config_lade(ADAPTIVE=1)
 
 
@@ -94,8 +71,8 @@ def test_guesses_that_never_hit_are_given_up(mode):
 
 def test_guesses_that_always_hit_make_the_block_grow(mode):
     stats = compare(tiny_llama(), prompt(12), max_new_tokens=160, logits_processor=EASY)
-    assert max(stats.accepted_lengths) >= (4 if mode == "lookahead" else 30)
-    assert stats.steps < 65
+    assert max(stats.accepted_lengths) >= (4 if mode == "lookahead" else 20)
+    assert stats.steps < (65 if mode == "lookahead" else 20)
 
 
 @pytest.mark.parametrize("priced", [1.0], indirect=True)
@@ -107,52 +84,6 @@ def test_a_dear_machine_gets_plain_steps(mode):
     assert stats.plain_step_share > 0.8
     later = stats.block_tokens[0 if mode == "auto" else 10 :]
     assert sum(later) <= 1.2 * 100  # a plain call would have cost 100
-
-
-@pytest.fixture
-def clock(monkeypatch, lade_on):
-    """Searching for guesses takes half a second, a forward one, a draw a quarter, all else no time.
-
-    Returns a list with an entry per search.
-    """
-    now, searched = [0.0], []
-    forward, search, exponential = ForwardPath.forward, TreeDrafter._grow_all, torch.Tensor.exponential_
-
-    def slow_exponential(*args, **named):
-        now[0] += 0.25
-        return exponential(*args, **named)
-
-    def slow_forward(self, *args, **named):
-        now[0] += 1.0
-        return forward(self, *args, **named)
-
-    def slow_search(self, *args):
-        now[0] += 0.5
-        searched.append(args)
-        search(self, *args)
-
-    monkeypatch.setattr(ForwardPath, "forward", slow_forward)
-    monkeypatch.setattr(TreeDrafter, "_grow_all", slow_search)
-    monkeypatch.setattr(torch.Tensor, "exponential_", slow_exponential)
-    for module in (decoding, noise):
-        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    lade.config_lade(MODE="tree", ADAPTIVE=1, SHARE=0)
-    return searched
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_the_search_for_guesses_is_no_part_of_a_price(do_sample, clock):
-    """Nor are sampling's draws, which the search looks at: they are drawn once, for verification."""
-    model = tiny_llama()
-    model.generate(**prompt(12), max_new_tokens=60, do_sample=do_sample)
-    stats = lade.last_stats()
-    assert clock
-    assert stats.draft_seconds == 0.5 * len(clock)
-    num_draws = stats.verify_seconds / 0.25
-    assert 58 <= num_draws <= 60 + recycling.MAX_DEPTH if do_sample else num_draws == 0
-    for table in step_costs._tables.of(model).values():
-        compared = [table.measured(size) for size, ratios in table._ratios.items() if len(ratios) > 1]
-        assert compared == pytest.approx([1.0] * len(compared))
 
 
 def test_embeddings_alone_are_guessed_behind(priced):

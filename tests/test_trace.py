@@ -108,7 +108,7 @@ def test_a_traced_call_runs_as_it_would_untraced(tokenizer, lade_on, monkeypatch
 
 @pytest.fixture
 def tree_trace(tokenizer, lade_on):
-    """What generate() does by default, on costs that no clock changes."""
+    """What generate() does by default."""
     lade.config_lade(MODE="auto", ADAPTIVE=1, DETERMINISTIC=1)
     model, ids = tiny_llama(torch.bfloat16, vocab_size=4096), tokenizer("a = a + 1 # a = a + 1 # a")["input_ids"]
     return record(model, tokenizer, ids, max_new_tokens=80)

@@ -135,7 +135,7 @@ def run_methods(
 
 
 def settle(model: Any, inputs: Inputs, method: Method, common: dict[str, Any], num_steps: int = ENOUGH_STEPS) -> None:
-    """Run one prompt until the step costs are calibrated, as in a process that has been running for a while."""
+    """Run one prompt until weights are packed and graphs captured, as in a process that has run for a while."""
     run = Run()
     while len(run.steps) < MAX_WARM_UPS and sum(run.steps) < num_steps:
         run_once(model, inputs, method, run, common)

@@ -71,8 +71,8 @@ def load_table(model: Any, name: str) -> dict[int, float] | None:
     return {int(size): float(cost) for size, cost in table.items()}
 
 
-def store_table(model: Any, name: str, costs: Mapping[int, float], replaces: bool = False) -> None:
-    """Add a table to the model's file, unless one of that name is there and not to be replaced.
+def store_table(model: Any, name: str, costs: Mapping[int, float]) -> None:
+    """Add a table to the model's file, unless one of that name is there.
 
     Does nothing where nothing can be written: a full disk, a folder of another user.
     """
@@ -80,7 +80,7 @@ def store_table(model: Any, name: str, costs: Mapping[int, float], replaces: boo
     if path is None:
         return
     content = _content(path) or {"format": FORMAT, "model": model_name(model), "tables": {}}
-    if name in content["tables"] and not replaces:
+    if name in content["tables"]:
         return
     content["tables"][name] = {str(size): round(cost, 4) for size, cost in costs.items()}
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -152,6 +152,6 @@ def _content(path: Path) -> dict[str, Any] | None:
     except OSError:  # missing, or not readable
         return None
     except Exception as error:  # whatever a damaged file may lead to
-        logger.warning("lade: the step costs in %s cannot be used and are measured again: %s", path, error)
+        logger.warning("lade: the step costs in %s cannot be used: %s", path, error)
         return None
     return found

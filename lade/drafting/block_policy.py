@@ -33,7 +33,6 @@ def choose_size(offers: Offers, expected: Sequence[float], num_rows: int) -> int
 
 MEMORY = 32  # steps in a mode's running mean
 PRIOR_MEAN, PRIOR_WEIGHT = 1.0, 2  # accepted guesses per step of an untried mode; its weight in steps
-PLAIN_STEPS = 3  # at first, as the reference for costs
 MIN_GAIN = 1.02  # a change of mode must improve the rate by this factor
 RETRY_EVERY, RETRY_STEPS = 128, 6  # every so many steps, another mode is tried for so many steps
 RETRY_SHARE = 0.8  # of the best rate: from here on the second best mode is tried, below it the cheap candidates
@@ -60,14 +59,12 @@ class BlockModePolicy:
     def choose(self, costs: StepCosts, sizes: dict[BlockMode, int]) -> BlockMode:
         """The next step's mode. sizes: tokens of a step by mode, for modes without an observed mean."""
         self._num_steps += 1
-        if self._num_steps <= PLAIN_STEPS or costs.wants_plain_step:
-            return BlockMode.PLAIN
         rates = {
             mode: (1 + self._accepted[mode]) / costs.cost(round(self._sizes.get(mode, sizes[mode])))
             for mode in BlockMode
         }
         best, second, _ = sorted(BlockMode, key=rates.__getitem__, reverse=True)
-        if PLAIN_STEPS < self._num_steps % RETRY_EVERY <= PLAIN_STEPS + RETRY_STEPS:
+        if 0 < self._num_steps % RETRY_EVERY <= RETRY_STEPS:
             return second if rates[second] > RETRY_SHARE * rates[best] else BlockMode.CANDIDATES
         if rates[best] > MIN_GAIN * rates[self._mode]:
             self._mode = best

@@ -19,7 +19,7 @@ from lade.verification.sequences import TokenSequences
 _mode_policies: PerModel[dict[tuple[Any, ...], BlockModePolicy]] = PerModel(dict)
 
 REASONS = {
-    BlockMode.PLAIN: "Neither candidates nor the window: a plain step is being measured, or pays most.",
+    BlockMode.PLAIN: "Neither candidates nor the window: a plain step pays most.",
     BlockMode.CANDIDATES: "Candidates without the window: it would cost more than it yields, or is being compared.",
     BlockMode.WINDOW: "The window, which makes new n-grams, and candidates from the pool.",
 }

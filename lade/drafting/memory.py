@@ -216,8 +216,9 @@ _active: ContextVar[Memory | None] = ContextVar("memory", default=None)
 def memory_for(model: Any, share: bool, is_exact: bool) -> Memory:
     """The active memory if there is one; else the one that calls of the model share, or an empty one.
 
-    is_exact: as in `DraftRequest`. What was learned in blocks whose sizes followed a clock depends on it, so that it
-    must not reach calls whose text could follow. Raises ValueError when the active one belongs to another model.
+    is_exact: as in `DraftRequest`. What exact calls learn depends on the free memory, with which the sizes of their
+    blocks change, so that it must not reach calls whose text could follow. Raises ValueError when the active one
+    belongs to another model.
     """
     active = _active.get()
     if active is not None:

@@ -35,7 +35,6 @@ MAX_DEPTH = 32
 # Why a block has its size.
 NO_ROOM = "No guesses: there is no room for them after the root."
 WHOLE = "As many guesses as there is room for: sizes do not follow costs (ADAPTIVE=0)."
-PLAIN = "No guesses: a plain step, with which the cost of larger ones is compared."
 BEST = "The size that is expected to commit most tokens per unit of time."
 BLIND_BLOCK = 16  # tokens of a block of unknown cost: so many pay on most devices
 
@@ -72,8 +71,6 @@ class TreeDrafter:
         self._compared = None
         if max_depth <= 0:
             self._reason = NO_ROOM
-        elif self.costs is not None and self.costs.wants_plain_step:
-            self._reason = PLAIN
         else:
             self._grow_all(unfinished, max_depth)
         growths = [text.growth for text in self._texts]

@@ -51,10 +51,6 @@ class ForwardPath:
     sizes: tuple[int, ...] | None = None
     # Of the latest block's logits, if it was computed together with them.
     summary: LogitsSummary | None = None
-    # Seconds of the latest block's time that were spent once for all blocks of its kind.
-    preparing_seconds = 0.0
-    # Whether the latest block's time may be learned as that of its `kind`.
-    is_typical = True
 
     def __init__(self, call: BlockCall) -> None:
         self.call, self.adapter = call, call.adapter

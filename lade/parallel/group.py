@@ -331,7 +331,9 @@ def unpack(data: Tensor, like: list[list[Tensor]]) -> list[list[Tensor]]:
 
 
 def shared_settings(config: LookaheadConfig) -> LookaheadConfig:
-    """The settings for several processes: block sizes that follow each rank's clock would make the ranks diverge."""
+    """The settings for several processes: block sizes that follow what each rank has stored or packed would make them
+    diverge.
+    """
     mode = "lookahead" if config.mode == "auto" else config.mode
     return dataclasses.replace(config, adaptive=False, mode=mode)
 

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -44,7 +43,6 @@ class ExponentialDraws:
         self._draws: deque[Tensor] = deque()  # [B, V] each
         self.first = 0  # token number of the first draws that are not forgotten
         self._num_drawn = 0  # tokens for which the device's generator has advanced
-        self.seconds = 0.0  # spent on drawing
         self._copy = torch.Generator(device) if device.type in READABLE else None
         self._states: deque[Tensor] = deque()  # of the generator: before the first of `_draws`, and after each
         if self._copy is not None:
@@ -95,7 +93,6 @@ class ExponentialDraws:
             self.first = max(self.first, index)
 
     def _of(self, index: int, vocab_size: int) -> Tensor:
-        began = perf_counter()
         while index >= self.first + len(self._draws):
             # float32, in which generate() samples, whatever the default dtype is.
             draws = torch.empty(self._batch_size, vocab_size, dtype=torch.float32, device=self._device)
@@ -106,7 +103,6 @@ class ExponentialDraws:
                 draws.exponential_(1, generator=self._copy)
                 self._states.append(self._copy.get_state())
             self._draws.append(draws)
-        self.seconds += perf_counter() - began
         return self._draws[index - self.first]
 
     def _drop(self, place: int) -> None:

@@ -139,11 +139,6 @@ class Selection:
         """Rows that need no guesses."""
         return self.is_finished
 
-    @property
-    def drawing_seconds(self) -> float:
-        """Time spent on drawing random numbers so far."""
-        return 0.0 if self.draws is None else self.draws.seconds
-
     def _children_of(self, tree: TokenTree) -> list[Children]:
         return [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
 

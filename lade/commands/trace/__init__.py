@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     add("--out", type=Path, default=Path("trace.html"), help="the page, one file without network")
     add("--terminal", action="store_true", help="replay in the terminal and write no page")
     add("--speed", type=float, default=1.0, help="of --terminal: 1 as it was, 0 without waiting")
-    add("--cold", action="store_true", help="no warm-up: show how a new process measures block costs")
+    add("--cold", action="store_true", help="no warm-up: show the first call of a new process")
     add("--whole", action="store_true", help="the whole block in every step, whatever it costs (ADAPTIVE=0)")
     add_model_arguments(parser, max_new_tokens=128)
     args = parse(parser, arguments)

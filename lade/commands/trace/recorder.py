@@ -80,7 +80,7 @@ def window_levels(roots: list[int], draft: Any) -> list[list[int]]:
 
 
 def warm_up(model: Any, prompt_ids: list[int], **arguments: Any) -> None:
-    """Run plain generate() once, and lade until step costs are calibrated, without remembering any text.
+    """Run plain generate() once, and lade until all is prepared, without remembering any text.
 
     Raises RuntimeError when lookahead did not run.
     """

@@ -152,7 +152,6 @@ class Packing:
         self.call, self.weights, self.is_asked = call, weights, is_asked
         self.is_exact, self.dtype = call.adapter.is_exact, call.adapter.dtype
         self.shared = copies_of(call.adapter.model)
-        self.seconds = 0.0  # spent on packing and comparing in the latest step
         self._first_length: int | None = None
         self._num_done = 0
         self._room: float | None = None  # bytes that the copies may still take; None if not asked yet
@@ -173,28 +172,17 @@ class Packing:
         )
 
     @property
-    def is_coming(self) -> bool:
-        """Whether this call will pack its model, or goes on with it."""
-        return not self.shared.is_planned and self._will_pay
-
-    @property
     def _will_pay(self) -> bool:
         """Whether enough tokens are generated or asked for."""
         shared = self.shared
         least = TOKENS_BEFORE_PACKING << min(shared.num_changes, MOST_DOUBLINGS)
         return shared.num_generated + self.call.num_new >= least
 
-    @property
-    def is_typical(self) -> bool:
-        """Whether the latest step's time may be learned as that of its kind."""
-        return self.is_exact or not self._num_refused
-
     def begin_step(self, length: int) -> None:
         """Pack a share of the weights before a step, if calls are long enough to pay for it.
 
         length: tokens of the text so far. How many weights depends on tokens and steps alone, not on a clock.
         """
-        self.seconds = 0.0
         if self._first_length is None:
             self._first_length = length
         num_generated = self.shared.num_generated + length - self._first_length
@@ -203,7 +191,6 @@ class Packing:
 
     def _pack(self, portion: float) -> None:
         """Pack the next weights, of `portion` bytes or a little more, as far as memory allows."""
-        began = perf_counter()
         while portion > 0 and self._num_done < len(self.weights):
             weight = self.weights[self._num_done]
             copy, portion, self._num_done = self.copies[id(weight)], portion - weight.nbytes, self._num_done + 1
@@ -221,7 +208,6 @@ class Packing:
             self._room -= weight.nbytes
         if self._num_done == len(self.weights):
             self.shared.is_planned = True
-        self.seconds += perf_counter() - began
 
     def _free_room(self) -> float:
         """Bytes that the copies may take."""
@@ -288,9 +274,7 @@ class PackedLinear(nn.Linear):
         kind = (num_rows, self.in_features, self.out_features, self.bias is not None, input.dim(), *settings)
         trial = packing.shared.trial
         if not trial.is_over(kind) and kind not in trial.reasons:
-            began = perf_counter()
             trial.reason(kind, functools.partial(self._difference, input.shape, packing, packed))
-            packing.seconds += perf_counter() - began
         return kind not in trial.reasons
 
     def _difference(self, shape: torch.Size, packing: Packing, packed: Tensor) -> str | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
-from lade.drafting.step_costs import PENDING
 from lade.forward.base import BlockCall, ForwardPath
 from lade.forward.cpu.grouped_attention import NAME as GROUPED
 from lade.forward.cpu.grouped_attention import can_group
@@ -31,17 +30,7 @@ class CpuPath(ForwardPath):
     @property
     def kind(self) -> tuple[str, ...]:
         found = ("grouped",) * self.is_grouped
-        if self.packing is not None and self.packing.counts_as_packed:
-            return (*found, "packed")
-        return (*found, PENDING) if self.packing is not None and self.packing.is_coming else found
-
-    @property
-    def is_typical(self) -> bool:  # type: ignore[override]
-        return self.packing is None or self.packing.is_typical
-
-    @property
-    def preparing_seconds(self) -> float:  # type: ignore[override]
-        return 0.0 if self.packing is None else self.packing.seconds
+        return (*found, "packed") if self.packing is not None and self.packing.counts_as_packed else found
 
     @cached_property
     def model(self) -> Any:

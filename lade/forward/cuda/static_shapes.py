@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -165,7 +164,7 @@ class StaticPath(KernelPath):
         super().close(num_generated)
 
     def forward(self, block: Block, cache: LookaheadCache) -> Any:
-        self.preparing_seconds, self._summary_at = 0.0, None
+        self._summary_at = None
         ordinary = partial(super().forward, block, cache)
         logits = self._logits(block, cache, lambda: ordinary().logits) if self.is_on else None
         return ordinary() if logits is None else CausalLMOutputWithPast(logits=logits)
@@ -255,9 +254,7 @@ class StaticPath(KernelPath):
         in the same slots.
         """
         try:
-            began = perf_counter()
             problem = inputs.trial.reason("graph", partial(self._check_graph, inputs, forward, ordinary))
-            self.preparing_seconds = perf_counter() - began
             if problem is not None:
                 raise NotUsed(problem)
             logits, *summary = self.replay(inputs)
