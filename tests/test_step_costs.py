@@ -13,7 +13,6 @@ from support import beside, compare, forked, forked_twice, generate_plain, in_th
 
 import lade
 from lade import decoding, preparation
-from lade.common import cache_folder
 from lade.common.cache_folder import load_table, store_table, stored_files
 from lade.drafting import step_costs
 from lade.drafting.block_policy import choose_size, compared_sizes
@@ -181,21 +180,6 @@ def test_a_damaged_file_is_said_and_replaced(cache, change, caplog):
     assert str(path) in caplog.text
     store_table(model, "x", {1: 1.0, 8: 1.2})
     assert load_table(model, "x")[8] == 1.2
-
-
-def test_files_are_bounded_by_number_and_age(cache, monkeypatch):
-    cache.mkdir()
-    monkeypatch.setattr(cache_folder, "MAX_FILES", 3)
-    for number in range(6):
-        path = cache / f"step-costs-{number}.json"
-        path.write_text("{}")
-        os.utime(path, (time.time() - 100 + number,) * 2)
-    os.utime(cache / "step-costs-5.json", (time.time() - 2 * cache_folder.MAX_AGE,) * 2)
-    (cache / "another.json").write_text("{}")
-    store_table(tiny_llama(), "x", {1: 1.0, 8: 1.1})
-    kept = {path.name for path in cache.iterdir()}
-    assert kept >= {"another.json", "step-costs-3.json", "step-costs-4.json"}
-    assert len(stored_files()) == 3
 
 
 def test_a_warm_up_stores_what_steps_cost(cache, lade_on, monkeypatch):

@@ -11,7 +11,6 @@ import logging
 import os
 import platform
 import secrets
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -23,7 +22,6 @@ import torch
 logger = logging.getLogger("lade")
 
 FORMAT = 3
-MAX_FILES, MAX_AGE = 64, 180 * 86_400  # files kept, and seconds since they were last used
 
 
 def folder() -> Path | None:
@@ -53,10 +51,9 @@ def can_store() -> bool:
 
 
 def stored_files() -> list[Path]:
-    """The files of stored tables, those used last at the end."""
+    """The files of stored tables."""
     path = folder()
-    found = [] if path is None else [(used(file), file) for file in path.glob("step-costs-*.json")]
-    return [file for _, file in sorted(found)]
+    return [] if path is None else sorted(path.glob("step-costs-*.json"))
 
 
 def load_table(model: Any, name: str) -> dict[int, float] | None:
@@ -64,11 +61,7 @@ def load_table(model: Any, name: str) -> dict[int, float] | None:
     path = _path_of(model)
     content = None if path is None else _content(path)
     table = None if content is None else content["tables"].get(name)
-    if table is None or path is None:
-        return None
-    with suppress(OSError):
-        os.utime(path)  # marks it as used: see `prune`
-    return {int(size): float(cost) for size, cost in table.items()}
+    return None if table is None else {int(size): float(cost) for size, cost in table.items()}
 
 
 def store_table(model: Any, name: str, costs: Mapping[int, float]) -> None:
@@ -92,23 +85,6 @@ def store_table(model: Any, name: str, costs: Mapping[int, float]) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        prune()
-
-
-def prune() -> None:
-    """Remove the files that were used longest ago, and those not used for MAX_AGE."""
-    files, now = stored_files(), time.time()
-    for place, file in enumerate(files):
-        if place < len(files) - MAX_FILES or used(file) < now - MAX_AGE:
-            with suppress(OSError):
-                file.unlink()
-
-
-def used(file: Path) -> float:
-    """When a file was last used, in seconds; 0 if it is gone."""
-    with suppress(OSError):
-        return file.stat().st_mtime
-    return 0.0
 
 
 def model_name(model: Any) -> str:
