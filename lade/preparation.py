@@ -124,18 +124,22 @@ class _EverySize(Drafter):
         rounds = [size for _ in range(ROUNDS) for chosen in sizes if chosen <= most for size in (chosen, 1)]
         self._sizes = rounds  # to come
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
-        self._size, self._began = 0, perf_counter()
+        self._is_chain, self._began = request.takes_chains, perf_counter()
         self._steps: list[tuple[int, float]] = []  # size and seconds of each
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
-        """Nodes that are all children of the root."""
+        """Nodes that are all children of the root, or a chain where no other tree is computed."""
         num_nodes = self._sizes.pop(0) - 1 if self._sizes and max_offset != 0 else 0
-        tree = TokenTree([[*range(num_nodes)] for _ in is_finished], [[-1] * num_nodes for _ in is_finished])
-        self._size, self._began = 1 + num_nodes, perf_counter()
-        return Draft(tree, min(1, num_nodes), ROOT_ALONE, self._cells)
+        parents, depth = [-1] * num_nodes, min(1, num_nodes)
+        if self._is_chain:
+            depth = num_nodes = num_nodes if max_offset is None else min(num_nodes, max_offset)
+            parents = [*range(-1, num_nodes - 1)]
+        tree = TokenTree([[*range(num_nodes)] for _ in is_finished], [[*parents] for _ in is_finished])
+        self._began = perf_counter()
+        return Draft(tree, depth, ROOT_ALONE, self._cells)
 
     def learn(self, outcome: Outcome) -> None:
-        self._steps.append((self._size, perf_counter() - self._began))
+        self._steps.append((1 + outcome.tree.num_nodes, perf_counter() - self._began))
 
     def store_costs(self) -> None:
         """Keep what the steps have cost. Each is compared with the plain step after it, since a machine's speed may
@@ -145,6 +149,6 @@ class _EverySize(Drafter):
         for (size, seconds), (other, plain) in pairwise(self._steps):
             if size > 1 == other:
                 ratios[size].append(seconds / plain)
-        found = {size: max(1.0, median_low(costs)) for size, costs in ratios.items() if len(costs) == ROUNDS}
+        found = {size: max(1.0, median_low(costs)) for size, costs in ratios.items() if len(costs) >= ROUNDS}
         if self._costs is not None and found:
             self._costs.store({self._costs.sizes[0]: 1.0} | found)

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from support import beside, compare, forked, forked_twice, generate_plain, in_threads, prompt, tiny_llama
+from support.families import RECURRENT
 
 import lade
 from lade import decoding, preparation
@@ -207,6 +208,15 @@ def test_a_warm_up_stores_what_steps_cost(cache, lade_on, monkeypatch):
     monkeypatch.setattr(preparation, "perf_counter", time.perf_counter)
     lade.warmup(model, 24, 200)  # what is stored stays, so that texts in half precision do
     assert file.read_text() == content
+
+
+def test_a_warm_up_of_a_model_that_takes_chains(cache, lade_on):
+    lade.config_lade(ADAPTIVE=1, **TREE)
+    model = next(family for family in RECURRENT if family.name == "falcon_h1").build()
+    lade.warmup(model, 24, 200)
+    (file,) = stored_files()
+    (table,) = json.loads(file.read_text())["tables"].values()
+    assert {"1", "2", "4", "8"} < set(table)
 
 
 def test_where_nothing_can_be_stored(tmp_path, monkeypatch, lade_on):
