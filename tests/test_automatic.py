@@ -143,6 +143,24 @@ def test_nothing_runs_untried_on_a_gpu(model, on_cuda, kernel, tmp_path, monkeyp
     assert (stats.captured_steps, stats.used_kernel) == (stats.steps - 1, True)
 
 
+def test_a_kind_of_gpu_that_has_been_checked(monkeypatch, tmp_path):
+    """The check has passed on one of compute capability 9.0; what it finds on this GPU counts for more."""
+    monkeypatch.setenv("LADE_CACHE", str(tmp_path))
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert proof.is_proven(CUDA, "graph")
+    assert proof.is_proven(CUDA, "kernel")
+    assert not proof.is_proven(CPU, "graph")
+    proof.store_proof(CUDA, {"graph": False, "kernel": True})
+    assert not proof.is_proven(CUDA, "graph")
+    assert proof.is_proven(CUDA, "kernel")
+    monkeypatch.setenv("LADE_CACHE", "0")
+    assert proof.is_proven(CUDA, "graph")
+    capability[0] = (8, 0)
+    assert not proof.is_proven(CUDA, "graph")
+
+
 def test_not_for_a_short_call(model, on_cuda):
     stats = run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1)
     assert (stats.captured_steps, len(on_cuda)) == (0, 0)
@@ -454,8 +472,10 @@ def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @MODES
-def test_on_cuda(mode):
+def test_on_cuda(mode, monkeypatch):
     """float32 equals plain generate() by graphs alone; 16 bits take the kernel as well, where it is available."""
+    for module in (fixed, cuda_path):  # as after a check on this GPU
+        monkeypatch.setattr(module, "is_proven", lambda *_: True)
     lade.config_lade(MODE=mode)
     model = tiny_llama(F32).cuda()
     for seed in range(3):

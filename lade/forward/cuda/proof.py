@@ -1,6 +1,7 @@
-"""Results of `benchmarks/gpu_check.py`: until it has passed on a machine, "auto" uses neither graphs nor kernel.
+"""Results of `benchmarks/gpu_check.py`: where it has not passed, "auto" uses neither graphs nor kernel.
 
-The check stores its result in the cache folder, for this GPU and these versions of torch and lade.
+It has passed on an H200, which speaks for GPUs of that compute capability. On any GPU the check stores its result in
+the cache folder, for these versions of torch and lade, and that result then decides.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from lade.common.version import VERSION
 UNPROVEN = "it has not been checked on this GPU: python benchmarks/gpu_check.py does so, and switches it on"
 
 
+CHECKED = {(9, 0)}  # compute capabilities on which it has passed: benchmarks/results/gpu-h200-check.json
+
+
 def is_proven(device: torch.device, what: str) -> bool:
-    """Whether the check has passed on this GPU with these versions. what: "graph" or "kernel"."""
+    """Whether the check has passed on this GPU, or else on one of its kind. what: "graph" or "kernel"."""
     path = path_of(device)
-    try:
-        return path is not None and json.loads(path.read_text(encoding="utf-8"))[what] is True
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+    if path is not None and path.exists():
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))[what] is True
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in CHECKED
 
 
 def store_proof(device: torch.device, has_passed: dict[str, bool]) -> Path | None:
