@@ -144,7 +144,7 @@ def test_nothing_runs_untried_on_a_gpu(model, on_cuda, kernel, tmp_path, monkeyp
 
 
 def test_a_kind_of_gpu_that_has_been_checked(monkeypatch, tmp_path):
-    """The check has passed on one of compute capability 9.0; what it finds on this GPU counts for more."""
+    """The check has passed on one of compute capability 9.0 with torch 2.11; what it finds here counts for more."""
     monkeypatch.setenv("LADE_CACHE", str(tmp_path))
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
@@ -157,7 +157,11 @@ def test_a_kind_of_gpu_that_has_been_checked(monkeypatch, tmp_path):
     assert proof.is_proven(CUDA, "kernel")
     monkeypatch.setenv("LADE_CACHE", "0")
     assert proof.is_proven(CUDA, "graph")
-    capability[0] = (8, 0)
+    for number, uses in {(10, 0): (True, False), (8, 0): (True, False), (7, 5): (False, False)}.items():
+        capability[0] = number
+        assert (proof.is_proven(CUDA, "graph"), proof.is_proven(CUDA, "kernel")) == uses
+    capability[0] = (9, 0)
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
     assert not proof.is_proven(CUDA, "graph")
 
 
