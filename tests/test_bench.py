@@ -325,3 +325,8 @@ def test_bench_from_the_command_line(checkpoint, tmp_path, capsys, lade_on):
     assert figures["methods"]["lade"]["tokens_per_step"] > 1
     assert figures["methods"]["plain"]["tokens_per_step"] is None
     assert "ngram_size=4" in figures["settings"]["lade"]
+    assert bench.HALF_NOTE not in shown
+    figures["methods"]["lade"]["identical_outputs"] = 0.5  # as may happen in 16 bits alone
+    assert bench.HALF_NOTE not in bench.table(figures)
+    figures["environment"]["dtype"] = "bfloat16"
+    assert bench.HALF_NOTE in bench.table(figures)

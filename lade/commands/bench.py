@@ -28,6 +28,7 @@ from lade.commands.prompts import as_inputs, read_prompts
 from lade.commands.tune import check_prompts, report, tune
 from lade.switch import current_config
 
+HALF_NOTE = "texts part where two tokens are nearly as likely: in 16 bits rounding decides; --dtype float32 is exact"
 INTERRUPTED = 130  # exit status, as shells have it for Ctrl-C
 
 METHODS = {
@@ -175,5 +176,8 @@ def table(figures: dict[str, Any]) -> str:
     lines.append(
         f"outputs of plain generate() that end in a loop: {figures['looping_outputs']} of {figures['prompts']}"
     )
+    is_exact = figures["environment"]["dtype"] in ("float32", "float64")
+    if not is_exact and any(row["identical_outputs"] < 1 for row in figures["methods"].values()):
+        lines.append(HALF_NOTE)
     lines.append(MEMORY_NOTE)
     return "\n".join(lines) + "\n"
