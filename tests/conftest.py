@@ -17,7 +17,7 @@ pytest.register_assert_rewrite("support")  # before it is imported
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """The whole suite is run by two processes; a run of some tests is not, and starts at once."""
+    """The whole suite is run by a process per core, two to eight; a run of some tests is not, and starts at once."""
     options = config.option
     narrowing = ("keyword", "markexpr", "lf", "failedfirst")  # the last two are not there without the cache plugin
     chosen = any(getattr(options, name, False) for name in narrowing)
@@ -25,7 +25,8 @@ def pytest_cmdline_main(config):
     is_watched = options.usepdb or options.capture == "no"
     is_decided = getattr(options, "numprocesses", 0) is not None or hasattr(config, "workerinput")
     if is_whole and not (is_watched or is_decided):
-        options.numprocesses, options.dist = 2, "worksteal"
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+        options.numprocesses, options.dist = min(8, max(2, cores)), "worksteal"
 
 
 def pytest_configure(config):
