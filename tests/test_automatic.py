@@ -165,10 +165,19 @@ def test_a_kind_of_gpu_that_has_been_checked(monkeypatch, tmp_path):
     assert not proof.is_proven(CUDA, "graph")
 
 
-def test_not_for_a_short_call(model, on_cuda):
-    stats = run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1)
-    assert (stats.captured_steps, len(on_cuda)) == (0, 0)
-    assert stats.reasons.get("graph").startswith("a call for fewer than ")
+def test_short_calls_capture_once_they_have_asked_for_enough(model, on_cuda):
+    """Together, where their batches have as many rows; each by itself with DETERMINISTIC=1."""
+    half = fixed.MIN_NEW_TOKENS // 2
+    for inputs in (None, prompt(batch_size=2)):
+        stats = run(model, inputs, max_new_tokens=half)
+        assert (stats.captured_steps, len(on_cuda)) == (0, 0)
+        assert stats.reasons.get("graph").startswith("capturing pays from ")
+    with lade.enabled(DETERMINISTIC=1):
+        assert run(model, max_new_tokens=half).captured_steps == 0
+    assert run(model, max_new_tokens=half).captured_steps > 0
+
+
+def test_a_short_call_captures_if_asked_to(model, on_cuda):
     lade.config_lade(CUDA_GRAPH=1)
     assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS - 1).captured_steps > 0
 

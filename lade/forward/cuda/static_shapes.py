@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,8 +44,8 @@ from lade.forward.cuda.static_inputs import (
 from lade.verification.logits import LogitsSummary
 
 BACKEND: Any = "inductor"  # backend of torch.compile
-# A call for fewer new tokens captures nothing new unless CUDA_GRAPH=1. On an H200, with a 7B shape, a capture took 0.3
-# to 0.4 s and saved 19 ms in each later step; a tree has up to four shapes.
+# New tokens that calls must have asked for before anything is captured, unless CUDA_GRAPH=1. On an H200, with a 7B
+# shape, a capture took 0.3 to 0.4 s and saved 19 ms in each later step; a tree has up to four shapes.
 MIN_NEW_TOKENS = 128
 # Without lade's kernel a captured block attends to the cache's full capacity, and sdpa copies the keys and values of
 # grouped heads. Beyond this many slots that should cost more than eager launches. Estimated, not measured.
@@ -64,6 +65,7 @@ class ModelTrials:
     compiled: Trial = field(default_factory=Trial)
     captured: Trial = field(default_factory=Trial)
     compiling: threading.Lock = field(default_factory=threading.Lock)  # torch.compile is not thread-safe
+    num_asked: Counter[int] = field(default_factory=Counter)  # new tokens, by number of rows, of calls without graphs
 
 
 _trials: PerModel[ModelTrials] = PerModel(ModelTrials)
@@ -78,7 +80,7 @@ def padded_nodes(num_nodes: int, full: int) -> int:
 
 
 def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int, num_rows: int = 1) -> str | None:
-    """Why forwards that the settings want captured are not, as a sentence; None if they are.
+    """Why forwards that the settings want captured are not, as a sentence; None if they are. Asked once in a call.
 
     num_new: the most tokens that the call may generate. num_rows: B. Does not check whether blocks can have static
     shapes.
@@ -89,13 +91,15 @@ def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int,
         return None
     if not is_proven(model.device, "graph"):
         return UNPROVEN
-    # With DETERMINISTIC=1 a text must not depend on earlier calls.
-    is_cold = config.deterministic or not has_captured(model, num_rows)
-    if num_new < MIN_NEW_TOKENS and is_cold:
-        return f"a call for fewer than {MIN_NEW_TOKENS} tokens does not pay for capturing (CUDA_GRAPH=1 captures all the same)"
+    trials, num_asked = _trials.of(model), num_new
+    if not config.deterministic:  # with DETERMINISTIC=1 a text must not depend on earlier calls
+        trials.num_asked[num_rows] += num_new
+        num_asked = trials.num_asked[num_rows]
+    if num_asked < MIN_NEW_TOKENS and (config.deterministic or not has_captured(model, num_rows)):
+        return f"capturing pays from {MIN_NEW_TOKENS} new tokens on, over all calls (CUDA_GRAPH=1 captures at once)"
     if (model.tp_size or 1) > 1:
         return "the model is split over several processes, one of which might fail to capture (CUDA_GRAPH=1 tries it)"
-    return _trials.of(model).captured.reasons.get("forward")
+    return trials.captured.reasons.get("forward")
 
 
 def most_captured_slots(config: LookaheadConfig, uses_kernel: bool) -> float:
