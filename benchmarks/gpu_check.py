@@ -144,7 +144,10 @@ def stop(*_: Any) -> None:
 
 
 def proof_of(found: dict[str, bool | None]) -> dict[str, bool]:
-    """What lade may use on this GPU by default: right, and not slower than without; empty where that is not known."""
+    """What lade may use on this GPU by default: right, and not slower than without; empty where that is not known.
+
+    What is missing beside a failure counts as one.
+    """
     proof = {}
     for name, right, faster in (
         ("graph", "CUDA graphs are right", "7B: capturing makes a step faster"),
@@ -152,7 +155,7 @@ def proof_of(found: dict[str, bool | None]) -> dict[str, bool]:
     ):
         if found[right] is not None:
             proof[name] = bool(found[right]) and found[faster] is not False
-    return proof if len(proof) == 2 else {}
+    return proof if len(proof) == 2 or False in proof.values() else {}
 
 
 def main() -> int:

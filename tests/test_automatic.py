@@ -147,6 +147,7 @@ def test_a_kind_of_gpu_that_has_been_checked(monkeypatch, tmp_path):
     """The check has passed on one of compute capability 9.0 with torch 2.11; what it finds here counts for more."""
     monkeypatch.setenv("LADE_CACHE", str(tmp_path))
     capability = [(9, 0)]
+    monkeypatch.setattr(torch, "__version__", "2.11.0a0+git1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     assert proof.is_proven(CUDA, "graph")
@@ -155,14 +156,22 @@ def test_a_kind_of_gpu_that_has_been_checked(monkeypatch, tmp_path):
     proof.store_proof(CUDA, {"graph": False, "kernel": True})
     assert not proof.is_proven(CUDA, "graph")
     assert proof.is_proven(CUDA, "kernel")
+    proof.path_of(CUDA).unlink()
+    proof.path_of(CUDA).mkdir()  # cannot be read
+    assert proof.is_proven(CUDA, "graph")
     monkeypatch.setenv("LADE_CACHE", "0")
     assert proof.is_proven(CUDA, "graph")
     for number, uses in {(10, 0): (True, False), (8, 0): (True, False), (7, 5): (False, False)}.items():
         capability[0] = number
         assert (proof.is_proven(CUDA, "graph"), proof.is_proven(CUDA, "kernel")) == uses
     capability[0] = (9, 0)
-    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
-    assert not proof.is_proven(CUDA, "graph")
+    assert proof.is_proven(CUDA, "graph")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", "7.0")
+        assert not proof.is_proven(CUDA, "graph")
+    for name in ("2.10.1+cu128", "ours"):
+        monkeypatch.setattr(torch, "__version__", name)
+        assert not proof.is_proven(CUDA, "graph")
 
 
 def test_short_calls_capture_once_they_have_asked_for_enough(model, on_cuda):
@@ -175,6 +184,13 @@ def test_short_calls_capture_once_they_have_asked_for_enough(model, on_cuda):
     with lade.enabled(DETERMINISTIC=1):
         assert run(model, max_new_tokens=half).captured_steps == 0
     assert run(model, max_new_tokens=half).captured_steps > 0
+
+
+def test_calls_for_one_token_do_not_count(model, on_cuda):
+    """They have no blocks."""
+    for _ in range(fixed.MIN_NEW_TOKENS):
+        model.generate(**prompt(), max_new_tokens=1, do_sample=False)
+    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS // 2).captured_steps == 0
 
 
 def test_a_short_call_captures_if_asked_to(model, on_cuda):

@@ -155,12 +155,13 @@ def test_verdicts(parent):
 
 
 def test_what_has_passed_is_stored(parent, monkeypatch, tmp_path):
-    """Both or neither; what is right and slower is not switched on."""
+    """Both, or what has failed; what is right and slower is not switched on."""
     right = dict.fromkeys(parent.verdicts({}, is_stand_in=False), True)
     assert parent.proof_of(right) == {"graph": True, "kernel": True}
     assert parent.proof_of(right | {"the kernel is right": False}) == {"graph": True, "kernel": False}
     assert parent.proof_of(right | {"7B: capturing makes a step faster": False}) == {"graph": False, "kernel": True}
     assert parent.proof_of(right | {"CUDA graphs are right": None}) == {}
+    assert parent.proof_of(right | {"CUDA graphs are right": None, "the kernel is right": False}) == {"kernel": False}
     monkeypatch.setattr(proof, "folder", lambda: tmp_path)
     stages = importlib.import_module("gpu.stages")
     monkeypatch.setattr(

@@ -173,7 +173,7 @@ def speed(device: str) -> Rows:
     model = shapes.random_model(name, device, dtype)
     prompts = shapes.random_prompts(model, 1, 1, 40 if device == "cpu" else 1000)
     rows: Rows = {"plain": partial(step_time, model, prompts, "plain", {})}
-    ways = {way: settings for way, settings in WAYS.items() if way != "left to lade"}  # eager, until this has passed
+    ways = {way: settings for way, settings in WAYS.items() if way != "left to lade"}  # which is one of the others
     return rows | {way: partial(step_time, model, prompts, "lade", settings) for way, settings in ways.items()}
 
 

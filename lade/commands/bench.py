@@ -28,7 +28,7 @@ from lade.commands.prompts import as_inputs, read_prompts
 from lade.commands.tune import check_prompts, report, tune
 from lade.switch import current_config
 
-HALF_NOTE = "texts part where two tokens are nearly as likely: in 16 bits rounding decides; --dtype float32 is exact"
+HALF_NOTE = "16 bits: outputs differ where two tokens are almost equally likely; --dtype float32 compares exactly"
 INTERRUPTED = 130  # exit status, as shells have it for Ctrl-C
 
 METHODS = {

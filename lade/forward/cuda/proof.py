@@ -1,7 +1,7 @@
 """Results of `benchmarks/gpu_check.py`: where it has not passed, "auto" uses neither graphs nor kernel.
 
-It has passed on an H200 with torch 2.11. From that torch on, this speaks for graphs on GPUs since Ampere, as each graph
-is compared with the ordinary forward, and for the kernel on GPUs of the same compute capability. On any GPU the check
+It has passed on an H200 with torch 2.11. From that torch on, graphs are used on GPUs since Ampere, because each graph
+is compared with the ordinary forward, and the kernel on GPUs of the H200's compute capability. On any GPU the check
 stores its result in the cache folder, for these versions of torch and lade, and that result then decides.
 """
 
@@ -12,12 +12,15 @@ import json
 from pathlib import Path
 
 import torch
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from lade.common.cache_folder import folder
 from lade.common.version import VERSION
 
-UNPROVEN = "it has not been checked on such a GPU: python benchmarks/gpu_check.py does so, and switches it on"
+UNPROVEN = (
+    "the check has not passed here, nor on such a GPU with such a torch: python benchmarks/gpu_check.py runs it, and "
+    "switches on what is right"
+)
 
 
 CHECKED_TORCH = (2, 11)
@@ -26,17 +29,30 @@ CHECKED = (9, 0)  # compute capability of the H200
 
 
 def is_proven(device: torch.device, what: str) -> bool:
-    """Whether the check has passed on this GPU, else on one that speaks for it. what: "graph" or "kernel"."""
+    """Whether the check has passed on this GPU, or if it has not been run here, on one like it.
+
+    what: "graph" or "kernel".
+    """
     path = path_of(device)
-    if path is not None and path.exists():
-        try:
+    try:
+        if path is not None:
             return json.loads(path.read_text(encoding="utf-8"))[what] is True
-        except (OSError, ValueError, LookupError, TypeError):
-            return False
-    if device.type != "cuda" or Version(torch.__version__).release[:2] < CHECKED_TORCH:
+    except (ValueError, LookupError, TypeError):
         return False
+    except OSError:
+        pass  # there is no result, or it cannot be read
+    if device.type != "cuda" or torch.version.hip or torch_release() < CHECKED_TORCH:
+        return False  # AMD's GPUs are of type cuda, too, and number their capabilities in another way
     capability = torch.cuda.get_device_capability(device)
     return capability >= OLDEST_FOR_GRAPHS if what == "graph" else capability == CHECKED
+
+
+def torch_release() -> tuple[int, ...]:
+    """Major and minor version of torch; empty if unknown."""
+    try:
+        return Version(torch.__version__).release[:2]
+    except InvalidVersion:  # a build that somebody has named
+        return ()
 
 
 def store_proof(device: torch.device, has_passed: dict[str, bool]) -> Path | None:

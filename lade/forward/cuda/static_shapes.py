@@ -65,7 +65,7 @@ class ModelTrials:
     compiled: Trial = field(default_factory=Trial)
     captured: Trial = field(default_factory=Trial)
     compiling: threading.Lock = field(default_factory=threading.Lock)  # torch.compile is not thread-safe
-    num_asked: Counter[int] = field(default_factory=Counter)  # new tokens, by number of rows, of calls without graphs
+    num_asked: Counter[int] = field(default_factory=Counter)  # new tokens by number of rows, while graphs are automatic
 
 
 _trials: PerModel[ModelTrials] = PerModel(ModelTrials)
@@ -91,14 +91,16 @@ def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int,
         return None
     if not is_proven(model.device, "graph"):
         return UNPROVEN
+    if (model.tp_size or 1) > 1:
+        return "the model is split over several processes, one of which might fail to capture (CUDA_GRAPH=1 tries it)"
+    if num_new < 2:
+        return "a call for one token has no blocks"
     trials, num_asked = _trials.of(model), num_new
     if not config.deterministic:  # with DETERMINISTIC=1 a text must not depend on earlier calls
         trials.num_asked[num_rows] += num_new
         num_asked = trials.num_asked[num_rows]
     if num_asked < MIN_NEW_TOKENS and (config.deterministic or not has_captured(model, num_rows)):
         return f"capturing pays from {MIN_NEW_TOKENS} new tokens on, over all calls (CUDA_GRAPH=1 captures at once)"
-    if (model.tp_size or 1) > 1:
-        return "the model is split over several processes, one of which might fail to capture (CUDA_GRAPH=1 tries it)"
     return trials.captured.reasons.get("forward")
 
 
