@@ -82,8 +82,8 @@ def warmup(
             arguments = {"eos_token_id": NEVER_CHOSEN} | arguments  # a random prompt's text may end at once
             made: list[_EverySize] = []
             with drafts_from(lambda request: made.append(_EverySize(request)) or made[-1]):  # type: ignore[func-returns-value]
-                # Each step commits one token, or two if a guess happens to be right.
-                most = 4 * ROUNDS * len(SIZES) + 2
+                # Each step commits one token, or two if a guess happens to be right: one round more makes up for these.
+                most = 2 * (ROUNDS + 1) * sum(size <= config.max_block for size in SIZES) + 2
                 stats = _generate(model, num_slots, min(most, num_slots - 1), batch_size, arguments)
             for drafter in made:
                 drafter.store_costs()

@@ -197,6 +197,8 @@ def test_a_warm_up_stores_what_steps_cost(cache, lade_on, monkeypatch):
     model = tiny_llama(num_key_value_heads=4)
     before = costs_of(model).cost(16)
     lade.warmup(model, 24, 200)
+    num_measured = 2 * preparation.ROUNDS * sum(1 < size <= TREE["MAX_BLOCK"] for size in preparation.SIZES)
+    assert num_measured <= lade.last_stats().steps < 1.5 * num_measured
     assert costs_of(model).cost(1) == 1.0
     assert [costs_of(model).cost(size) for size in (2, 8, 16)] == pytest.approx(
         [1.2 / 1.1, 1.8 / 1.1, 2.6 / 1.1], rel=1e-3
