@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,6 +306,18 @@ def test_env(capsys, monkeypatch, lade_on):
     monkeypatch.setattr(env, "PATCHED_METHODS", ("generate", "_sampel"))
     assert "patched in this process: no" in env.report()
     assert "MISSING _sampel" in env.report()
+
+
+def test_env_says_what_a_gpu_uses_by_default(monkeypatch):
+    monkeypatch.setenv("LADE_CACHE", "0")
+    found = SimpleNamespace(name="a GPU", total_memory=80 << 30, major=8, minor=0)
+    for name, value in (("count", 1), ("name", found.name), ("properties", found), ("capability", (8, 0))):
+        function = f"{'' if name == 'count' else 'get_'}device_{name}"
+        monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    assert "cuda:0: a GPU, 80 GiB, compute capability 8.0; used by default (docs/gpu.md): graph\n" in env.report()
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    assert "(docs/gpu.md): neither graph nor kernel\n" in env.report()
 
 
 def test_env_says_what_is_wrong_with_the_settings(settings, monkeypatch):

@@ -78,7 +78,7 @@ def lade_lines() -> Iterable[str]:
     where = (
         f"{len(stored_files())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
     )
-    yield f"step costs in half precision: {where}"
+    yield f"step costs: {where}"
 
 
 def public(value: object) -> object:
@@ -109,13 +109,18 @@ def device_lines() -> Iterable[str]:
 
     from lade.common.cache_folder import cpu_name
     from lade.common.processor import has_fast_products
+    from lade.forward.cuda.proof import is_proven
 
     capability = torch.backends.cpu.get_cpu_capability() + " with bfloat16" * has_fast_products(torch.bfloat16)
     yield f"cpu: {cpu_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"
     yield f"cuda: {torch.version.cuda or torch.version.hip or 'not in this build of torch'}, {torch.cuda.device_count()} devices"
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        yield f"cuda:{index}: {found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+        used = [name for name in ("graph", "kernel") if is_proven(torch.device("cuda", index), name)]
+        yield (
+            f"cuda:{index}: {found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability "
+            f"{found.major}.{found.minor}; used by default (docs/gpu.md): {', '.join(used) or 'neither graph nor kernel'}"
+        )
     yield f"mps: {'available' if torch.backends.mps.is_available() else 'not available'}"
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     yield f"nccl: {'available' if has_nccl else 'not available'}"
