@@ -18,17 +18,7 @@ from lade.config import SETTINGS
 from lade.forward.cpu.free_memory import free_bytes
 from lade.switch import apply_environment, current_config
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "tokenizers",
-    "numpy",
-    "triton",
-    "flash-attn",
-    "kernels",
-    "bitsandbytes",
-)
+PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "flash-attn", "kernels", "bitsandbytes")
 VARIABLES = (
     "DIST_WORKERS",
     "WORLD_SIZE",
