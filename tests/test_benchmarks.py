@@ -305,14 +305,6 @@ def test_edits(command, tmp_path):
     assert all(row["lade_predicted"]["steps"] <= 12 for row in figures["rows"])
 
 
-def test_memory(command):
-    figures = command("memory", "--max_bytes", str(2**20), "--writes", "64", "--rows", "2000", "--trials", "1")
-    assert figures["capacity"] == 2**20 // 4 // 264
-    assert list(figures["rows_per_microsecond"]) == ["empty", "half full", "full", "full, all rows replaced once"]
-    assert min(speed["median"] for speed in figures["rows_per_microsecond"].values()) > 0
-    assert figures["file"]["rows"] == 2000
-
-
 def test_plots(module, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(sys, "argv", ["plots.py", "--out", str(tmp_path)])
