@@ -20,13 +20,13 @@ from lade.drafting import memory_file
 from lade.drafting.likeliest import LEAST_GROUPED, _likeliest_by_groups, likeliest_on_host, most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import Match, SuffixIndex
-from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PROBABILITIES, ROW_LENGTH, TopKTable, ids_of
+from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PROBABILITIES, ROW_LENGTH, TopKTable
 
 
 def row_of(table, key):
     """Ids and bins of a key's row; None if it has none."""
     row = table.row(key)
-    return None if row is None else (ids_of(row).tolist(), (row & NUM_BINS - 1).tolist())
+    return None if row is None else ((row >> BIN_BITS).tolist(), (row & NUM_BINS - 1).tolist())
 
 
 def packed(ids, bins):
@@ -335,7 +335,7 @@ def test_most_likely(vocab_size, dtype):
     logits[0, -1] = 40  # the last one is in no group where their size does not divide the vocabulary's
     before = logits.clone()
     rows = most_likely(logits)
-    ids = ids_of(rows)
+    ids = rows >> BIN_BITS
     assert torch.equal(logits, before)
     found = logits.gather(1, torch.from_numpy(ids.astype(np.int64))).float()
     assert torch.equal(found, logits.float().topk(ROW_LENGTH).values)
@@ -350,7 +350,7 @@ def test_most_likely(vocab_size, dtype):
     assert np.abs(np.log(found / chances))[chances > 1e-6].max() <= np.log(allowed) + np.log(1.25) / 2
     rows = most_likely(logits[:, :3])  # fewer tokens than a row holds
     assert rows.shape == (5, ROW_LENGTH)
-    assert ids_of(rows).max() <= 2
+    assert (rows >> BIN_BITS).max() <= 2
 
 
 @pytest.fixture(scope="module")

@@ -58,10 +58,6 @@ class Run:
             return None
         return round(sum(len(self.outputs[i]) for i in chosen) / sum(self.steps[i] for i in chosen), 4)
 
-    def mean_block(self) -> float:
-        """Query tokens of a step, on average; the prompts' own steps do not count."""
-        return self.block_tokens / max(1, sum(self.steps) - len(self.steps))
-
 
 @contextmanager
 def use_lade(on: bool) -> Iterator[None]:

@@ -44,11 +44,6 @@ def packed(ids: npt.NDArray[Any], probabilities: npt.NDArray[Any]) -> Packed:
     return rows
 
 
-def ids_of(rows: Packed) -> npt.NDArray[np.int32]:
-    """The ids of packed rows, in their shape."""
-    return rows >> BIN_BITS
-
-
 def without(row: PackedRow, token: int) -> PackedRow | None:
     """A row without a token, of the same length; None if it has no other."""
     others = row[row >> BIN_BITS != token]
