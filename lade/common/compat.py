@@ -110,13 +110,9 @@ if torch.distributed.is_available():
     NAMES[torch.distributed.distributed_c10d] = ("_get_default_store()", "default_pg_timeout")
     NAMES[torch.distributed.ProcessGroup] = ("_get_backend",)
     NAMES[torch._C._distributed_c10d.Backend.Options] = ("_timeout",)
-# Not checked: without them weights are not packed, blocks in bfloat16 stay small on a CPU, and what torch.compile
-# returns counts as patched.
-OPTIONAL_NAMES = (
-    "_is_avx512_bf16_supported",
-    *("_linear_pointwise", "_reorder_linear_weight", "_get_mkldnn_enabled", "_version"),
-    *("_torchdynamo_orig_callable", "_torchdynamo_orig_backend"),
-)
+# Not checked: without _linear_pointwise, _reorder_linear_weight, _get_mkldnn_enabled or _version no weights are packed,
+# without _is_avx512_bf16_supported blocks in bfloat16 stay small on a CPU, and without _torchdynamo_orig_callable and
+# _torchdynamo_orig_backend what torch.compile returns counts as patched.
 
 
 # Each of the following says whether what `CHECKS` names is as lade needs it. An exception counts as no.
