@@ -1,4 +1,4 @@
-"""Results of `benchmarks/gpu_check.py`: where it has not passed, "auto" uses neither graphs nor kernel.
+"""Results of `benchmarks/gpu_check.py`: which GPUs use graphs and the kernel by default ("auto").
 
 It has passed on an H200 with torch 2.11. From that torch on, graphs are used on GPUs since Ampere, because each graph
 is compared with the ordinary forward, and the kernel on GPUs of the H200's compute capability. On any GPU the check
@@ -21,8 +21,6 @@ UNPROVEN = (
     "the check has not passed here, nor on such a GPU with such a torch: python benchmarks/gpu_check.py runs it, and "
     "switches on what is right"
 )
-
-
 CHECKED_TORCH = (2, 11)
 OLDEST_FOR_GRAPHS = (8, 0)  # compute capability: Ampere
 CHECKED = (9, 0)  # compute capability of the H200

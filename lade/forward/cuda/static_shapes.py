@@ -45,7 +45,7 @@ from lade.verification.logits import LogitsSummary
 
 BACKEND: Any = "inductor"  # backend of torch.compile
 # New tokens that calls must have asked for before anything is captured, unless CUDA_GRAPH=1. On an H200, with a 7B
-# shape, a capture took 0.3 to 0.4 s and saved 19 ms in each later step; a tree has up to four shapes.
+# shape, a capture took at most 0.4 s and saved 19 ms in each later step; a tree has up to four shapes.
 MIN_NEW_TOKENS = 128
 # Without lade's kernel a captured block attends to the cache's full capacity, and sdpa copies the keys and values of
 # grouped heads. Beyond this many slots that should cost more than eager launches. Estimated, not measured.
