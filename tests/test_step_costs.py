@@ -81,13 +81,13 @@ def test_kinds_and_batches_have_tables_of_their_own():
 def test_what_is_assumed(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_llama(dtype)
-        alone, eight = assumed_costs(model, False, 1), assumed_costs(model, False, 8)
+        alone, eight = assumed_costs(model, (), 1), assumed_costs(model, (), 8)
         assert alone[1] == eight[1] == 1.0
         assert eight[8] > alone[8]  # 64 tokens beside 8, not 8 beside 1
         for table in (alone, eight):
             assert list(table.values()) == sorted(table.values())
     model.to("meta")
-    assert assumed_costs(model, False, 1)[64] < 1.2
+    assert assumed_costs(model, (), 1)[64] < 1.2
 
 
 def test_what_is_assumed_of_the_processor(monkeypatch):
@@ -96,11 +96,11 @@ def test_what_is_assumed_of_the_processor(monkeypatch):
 
     def are_cheap():
         kinds = torch.float32, torch.bfloat16, torch.float16
-        return [assumed_costs(tiny_llama(dtype), False, 1)[16] < 3 for dtype in kinds]
+        return [assumed_costs(tiny_llama(dtype), (), 1)[16] < 3 for dtype in kinds]
 
     assert are_cheap() == [True, True, False]
     single = tiny_llama(torch.float32)
-    assert assumed_costs(single, True, 1)[16] < assumed_costs(single, False, 1)[16]  # packed
+    assert assumed_costs(single, ("packed",), 1)[16] < assumed_costs(single, (), 1)[16]  # packed
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # Skylake to Ice Lake
     assert are_cheap() == [True, False, False]
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+FP16 = "packed in float16"  # the kind of steps whose weights are `lade.forward.cpu.fp16_weights`
+
 
 def has_fast_products(dtype: torch.dtype) -> bool:
     """Whether products of a few rows cost little more than that of one.

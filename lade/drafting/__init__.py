@@ -70,7 +70,7 @@ def with_mode(config: LookaheadConfig, model: Any, num_rows: int) -> LookaheadCo
     if config.mode != "auto" or not config.prefers_window:
         return config
     window = replace(config, mode="lookahead")
-    costs = assumed_costs(model, False, num_rows)
+    costs = assumed_costs(model, (), num_rows)
     pays = config.num_workers > 1 or interpolated(costs, window.max_block_tokens) <= MOST_WINDOW_COST
     notify_once(
         "LEVEL, WINDOW_SIZE and GUESS_SET_SIZE were given without MODE: %s here (MODE='lookahead' and MODE='tree' choose)",

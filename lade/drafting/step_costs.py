@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lade.common.cache_folder import load_table, store_table
-from lade.common.processor import has_fast_products
+from lade.common.processor import FP16, has_fast_products
 from lade.common.state import PerModel
 from lade.config import LookaheadConfig
 from lade.models.base import ModelAdapter
@@ -25,7 +25,8 @@ from lade.models.base import ModelAdapter
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 # Assumed costs by size at batch size 1, measured on two cores: models of 0.5B parameters and more with torch's own
 # products and with packed weights, and models of up to SMALL_BYTES, where calls cost as much as products. Which table
-# counts depends on what the processor has for the dtype (`has_fast_products`): without it 16 bits are not packed.
+# counts depends on what the processor has for the dtype (`has_fast_products`): without it all weights are packed in
+# float16 that float16 holds, and others of float32 in float32.
 FAST_PRODUCTS = {
     ("float32", "own"): {1: 1.0, 2: 1.9, 4: 2.2, 8: 2.4, 16: 2.8, 32: 3.6, 64: 5.4},
     ("float32", "packed"): {1: 1.0, 4: 1.05, 6: 1.1, 8: 1.35, 12: 1.5, 16: 1.85, 32: 2.9, 64: 5.3, 128: 10.0},
@@ -37,6 +38,7 @@ FAST_PRODUCTS = {
 SLOW_PRODUCTS = {
     ("float32", "own"): {1: 1.0, 2: 2.2, 4: 2.7, 8: 5.0, 16: 8.0, 32: 12.0, 64: 20.0},
     ("float32", "packed"): {1: 1.0, 4: 1.25, 8: 1.4, 16: 1.85, 32: 2.9, 64: 4.6},
+    ("float32", FP16): {1: 1.0, 4: 1.06, 6: 1.4, 8: 1.75, 12: 2.3, 16: 3.0, 24: 4.2, 32: 5.4, 64: 10.0},
     ("float32", "small"): {1: 1.0, 4: 1.2, 8: 1.3, 16: 1.6, 32: 2.0, 64: 3.45},
     ("bfloat16", "own"): {1: 1.0, 2: 1.5, 4: 2.6, 8: 4.6, 16: 8.8, 32: 17.0, 64: 33.0},
     ("bfloat16", "small"): {1: 1.0, 4: 1.15, 8: 1.55, 16: 2.4, 32: 4.5, 64: 7.8},
@@ -62,14 +64,19 @@ class Offers:
     least_probability: float
 
 
-def assumed_costs(model: Any, is_packed: bool, batch_size: int) -> dict[int, float]:
-    """The costs by size that are assumed for a model on its device, relative to a step of one token per row."""
+def assumed_costs(model: Any, kind: tuple[str, ...], batch_size: int) -> dict[int, float]:
+    """The costs by size that are assumed for a model on its device, relative to a step of one token per row.
+
+    kind: how blocks run.
+    """
     found: Mapping[int, float] = ON_ACCELERATORS
     if model.device.type == "cpu":
         tables = FAST_PRODUCTS if has_fast_products(model.dtype) else SLOW_PRODUCTS
         num_bytes = sum(weight.nbytes for weight in model.parameters())
-        dtype = "float32" if model.dtype.itemsize >= 4 else "bfloat16"
-        found = tables[dtype, "small" if num_bytes <= SMALL_BYTES else "packed" if is_packed else "own"]
+        is_fp16 = FP16 in kind  # multiplied in float32, whatever the dtype
+        dtype = "float32" if model.dtype.itemsize >= 4 or is_fp16 else "bfloat16"
+        layout = FP16 if is_fp16 else "packed" if "packed" in kind else "own"
+        found = tables[dtype, "small" if num_bytes <= SMALL_BYTES else layout]
     plain = interpolated(found, batch_size)
     costs = {size: max(1.0, interpolated(found, size * batch_size) / plain) for size in SIZES}
     return {size: max(cost, _expert_cost(model.config, size * batch_size, batch_size)) for size, cost in costs.items()}
@@ -141,7 +148,7 @@ class StepCosts:
         stored = load_table(model, self._name) if self._uses_stored else None
         if stored is not None:
             return stored
-        assumed = assumed_costs(model, "packed" in self._kind, self._batch_size)
+        assumed = assumed_costs(model, self._kind, self._batch_size)
         plain = interpolated(assumed, self.sizes[0])
         return {size: interpolated(assumed, size) / plain for size in self.sizes}
 

@@ -1,8 +1,11 @@
-"""Linear layers that multiply with weights laid out once for oneDNN, on a CPU.
+"""Linear layers that multiply with weights laid out once for oneDNN or FBGEMM, on a CPU.
 
 torch's own product of a few rows reorders the weight in each call, or multiplies in an unsuitable layout. With weights
 reordered once, a block of guesses costs little more than reading them. The user's model is not changed: blocks run on a
 weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, and the prompt runs on the model itself.
+
+FBGEMM's copies are in float16 (`lade.forward.cpu.fp16_weights`). Processors with fast products of their own have
+oneDNN's, in the weights' dtype.
 
 A model is packed while it decodes, a share of its weights before each step, once calls are long enough to pay for it.
 The copies are shared by its calls and freed with it. Before each call that uses them, checksums show whether the
@@ -28,24 +31,26 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lade.common.compat import HOOKS
-from lade.common.notices import notify
-from lade.common.processor import has_fast_products
+from lade.common.notices import notify, notify_once
+from lade.common.processor import FP16, has_fast_products
 from lade.common.state import PerModel
 from lade.common.tolerance import largest_difference, largest_value
 from lade.common.trial import Trial
 from lade.forward.base import BlockCall
+from lade.forward.cpu.fp16_weights import Fp16Weight, pack_fp16, packs_fp16
 from lade.forward.cpu.free_memory import free_bytes
 from lade.models.base import ModelAdapter
 
 # The fewest elements of a weight that pay, by dtype: in float32 it depends on the machine whether weights below two
 # million elements gain.
 LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
-SMALL_ELEMENTS = 3 << 15  # if they do: below this, calling oneDNN costs more than it gains
+SMALL_ELEMENTS = 3 << 15  # if they do: below this, a call costs more than it gains
 MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would need a comparison
 PACKED_FOR = 16  # rows that the layout is chosen for
 # New tokens that calls must have generated or asked for before their model is packed, which costs about ten plain
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
+TOKENS_BEFORE_FP16 = 256  # likewise, of a model in 16 bits, whose packing costs up to a hundred plain steps
 FIRST_TOKENS = 8  # generated before: an answer that ends at once does not pay for packing
 PORTIONS = 6  # steps over which packing is spread
 LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
@@ -55,12 +60,19 @@ COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product whose bits must agree is compared on random inputs until so many elements have been seen, but not more often
 # than this. Within rounding once is enough, with so many of its columns.
 COMPARED_ELEMENTS, MOST_COMPARISONS, COMPARED_COLUMNS = 1 << 15, 64, 512
-PRODUCT_TOLERANCE = 1e-5  # of a float32 product, relative to the largest element; a bfloat16 one has the same bits
+PRODUCT_TOLERANCE = (
+    1e-5  # of a float32 product, relative to the largest element; oneDNN's in bfloat16 has the same bits
+)
 MOST_SUMMED = 511  # words of 8 bytes that go into one checksum
 
 
-def multiply(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """input @ weight.T + bias. input: [..., K]. packed: of `pack`. Returns [..., N]."""
+PackedCopy = Tensor | Fp16Weight
+
+
+def multiply(input: Tensor, packed: PackedCopy, bias: Tensor | None) -> Tensor:
+    """input @ weight.T + bias. input: [..., K]. packed: of `pack` or `pack_fp16`. Returns [..., N]."""
+    if isinstance(packed, Fp16Weight):
+        return packed.multiply(input, bias)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
     return product
 
@@ -81,17 +93,20 @@ class PackedWeight:
 
     identity: Hashable = None
     checksums: Tensor | None = None
-    packed: Tensor | None = None  # None if it was not made yet, or memory was short
+    packed: PackedCopy | None = None  # None if it was not made yet, or memory was short
     num_bytes: int = 0  # of the copy
 
     def note(self, weight: Tensor) -> None:
         """Remember a weight's present state."""
         self.identity, self.checksums = identity(weight), checksums(weight)
 
-    def fill(self, weight: Tensor) -> None:
-        """Copy a weight."""
+    def fill(self, weight: Tensor, fp16: Fp16Weight | None) -> None:
+        """Keep the copy of a weight. fp16: the one in float16; without it oneDNN makes one, if it can."""
         self.note(weight)
-        self.packed, self.num_bytes = pack(weight), weight.nbytes
+        if fp16 is not None:
+            self.packed, self.num_bytes = fp16, weight.numel() * torch.half.itemsize
+        elif onednn_error(weight.dtype) is None:
+            self.packed, self.num_bytes = pack(weight), weight.nbytes
 
     def is_current(self, weight: Tensor) -> bool:
         """Whether a weight is unchanged since it was packed, or was not for want of memory."""
@@ -151,6 +166,8 @@ class Packing:
         """weights: to pack, largest first. is_asked: at once, whatever the call's length."""
         self.call, self.weights, self.is_asked = call, weights, is_asked
         self.is_exact, self.dtype = call.adapter.is_exact, call.adapter.dtype
+        self.is_fp16 = packs_fp16(self.dtype)
+        self.has_same_bits = not (self.is_exact or self.is_fp16)  # as torch's own products
         self.shared = copies_of(call.adapter.model)
         self._first_length: int | None = None
         self._num_done = 0
@@ -162,21 +179,27 @@ class Packing:
             self._pack(inf)
 
     @property
-    def counts_as_packed(self) -> bool:
-        """Whether steps cost what they do with packed weights.
+    def kind(self) -> tuple[str, ...]:
+        """The kind of the steps to come, for what they cost: empty unless weights are packed.
 
-        In half precision the text must not depend on the free memory, so nor may the costs.
+        Where packed products have torch's bits, the text must not depend on the free memory, so nor may the costs.
         """
-        return self.shared.is_planned and (
-            not self.is_exact or any(copy.packed is not None for copy in self.copies.values())
-        )
+        if not self.shared.is_planned:
+            return ()
+        largest = max(self.copies.values(), key=lambda copy: copy.num_bytes)
+        if isinstance(largest.packed, Fp16Weight):
+            return (FP16,)
+        return ("packed",) if self.has_same_bits or largest.packed is not None else ()
+
+    @property
+    def _least_tokens(self) -> int:
+        """Tokens, generated or asked for, from which on packing pays."""
+        least = TOKENS_BEFORE_FP16 if self.is_fp16 and not self.is_exact else TOKENS_BEFORE_PACKING
+        return least << min(self.shared.num_changes, MOST_DOUBLINGS)
 
     @property
     def _will_pay(self) -> bool:
-        """Whether enough tokens are generated or asked for."""
-        shared = self.shared
-        least = TOKENS_BEFORE_PACKING << min(shared.num_changes, MOST_DOUBLINGS)
-        return shared.num_generated + self.call.num_new >= least
+        return self.shared.num_generated + self.call.num_new >= self._least_tokens
 
     def begin_step(self, length: int) -> None:
         """Pack a share of the weights before a step, if calls are long enough to pay for it.
@@ -191,6 +214,7 @@ class Packing:
 
     def _pack(self, portion: float) -> None:
         """Pack the next weights, of `portion` bytes or a little more, as far as memory allows."""
+        chosen = []
         while portion > 0 and self._num_done < len(self.weights):
             weight = self.weights[self._num_done]
             copy, portion, self._num_done = self.copies[id(weight)], portion - weight.nbytes, self._num_done + 1
@@ -202,21 +226,27 @@ class Packing:
                 self._num_refused += 1
                 copy.note(weight)  # whether a change is noticed must not depend on the free memory
                 continue
-            with self.shared.lock:
-                if copy.packed is None:  # another thread may have been faster
-                    copy.fill(weight)
             self._room -= weight.nbytes
+            chosen.append((weight, copy))
+        with self.shared.lock:
+            chosen = [(weight, copy) for weight, copy in chosen if copy.packed is None]  # or another thread was faster
+            found = pack_fp16([weight for weight, _ in chosen]) if self.is_fp16 else [None] * len(chosen)
+            for (weight, copy), fp16 in zip(chosen, found, strict=True):
+                copy.fill(weight, fp16)
         if self._num_done == len(self.weights):
             self.shared.is_planned = True
 
     def _free_room(self) -> float:
-        """Bytes that the copies may take."""
+        """Bytes that the copies may take, in the dtype of the weights."""
         free = free_bytes()
         missing = sum(weight.nbytes for weight in self.weights if self.copies[id(weight)].packed is None)
         room = inf if free is None else free * (LARGEST_SHARE if self.is_asked else COMFORTABLE_SHARE)
         if free is None and not self.is_asked and missing:
             self._note("how much memory is free is not known (PACK=1 packs all the same)")
             return 0.0
+        if missing > room and self.is_fp16 and not self.is_exact:
+            notify_once("too little memory is free to pack the weights; texts may differ from those with packed ones")
+            return 0.0  # all or none, since a packed weight may change a text
         if LARGE_BYTES <= missing <= room:
             size = missing / 1e9
             notify("packing %.1f GB of weights, once per model (PACK=0 switches it off, LADE_QUIET=1 this line)", size)
@@ -238,18 +268,18 @@ class Packing:
                 f"{self._num_refused} weights are not packed: too little of the {free} MiB of free memory would be left"
             )
         if not shared.is_planned:
-            self._note(f"packing pays from {TOKENS_BEFORE_PACKING} generated tokens on, and takes some steps")
+            self._note(f"packing pays from {self._least_tokens} generated tokens on, and takes some steps")
         if shared.trial.refusal:
             self._note(shared.trial.refusal)
 
     def is_same(self, found: Tensor, expected: Tensor) -> bool:
-        """Bit for bit in half precision, within rounding in float32.
-
-        So in half precision no text depends on whether there was memory to pack.
+        """Whether a product agrees with torch's own: within rounding, or bit for bit where that can be, so that no text
+        depends on whether there was memory to pack.
         """
-        if self.is_exact:
-            return largest_difference(found, expected) <= PRODUCT_TOLERANCE * largest_value(expected)
-        return torch.equal(found.view(torch.int16), expected.view(torch.int16))
+        if self.has_same_bits:
+            return torch.equal(found.view(torch.int16), expected.view(torch.int16))
+        tolerance = PRODUCT_TOLERANCE if self.is_exact else torch.finfo(self.dtype).eps
+        return largest_difference(found, expected) <= tolerance * largest_value(expected)
 
 
 class PackedLinear(nn.Linear):
@@ -263,32 +293,33 @@ class PackedLinear(nn.Linear):
             return linear(input, self.weight, self.bias)
         return multiply(input, copy.packed, self.bias)
 
-    def _is_served(self, input: Tensor, packing: Packing, packed: Tensor) -> bool:
+    def _is_served(self, input: Tensor, packing: Packing, packed: PackedCopy) -> bool:
         """Whether the packed product of such an input may replace torch's. Compared at the first use of a shape."""
         num_rows = input.numel() // max(1, self.in_features)
         if not 1 <= num_rows <= MOST_ROWS or input.dtype != packing.dtype or input.shape[-1] != self.in_features:
             return False
         if not input.is_contiguous():  # torch then rounds before it adds a bias
             return False
-        settings = (packing.dtype, packing.is_exact, torch.get_num_threads())
+        settings = (packing.dtype, packing.is_exact, type(packed), torch.get_num_threads())
         kind = (num_rows, self.in_features, self.out_features, self.bias is not None, input.dim(), *settings)
         trial = packing.shared.trial
         if not trial.is_over(kind) and kind not in trial.reasons:
             trial.reason(kind, functools.partial(self._difference, input.shape, packing, packed))
         return kind not in trial.reasons
 
-    def _difference(self, shape: torch.Size, packing: Packing, packed: Tensor) -> str | None:
+    def _difference(self, shape: torch.Size, packing: Packing, packed: PackedCopy) -> str | None:
         """How the packed product of random inputs differs from torch's, as a sentence; None if it does not."""
         numbers = torch.Generator().manual_seed(0)  # not the one that the user's sampling draws from
-        columns = COMPARED_COLUMNS if packing.is_exact else self.out_features
+        columns = self.out_features if packing.has_same_bits else COMPARED_COLUMNS
         bias = None if self.bias is None else self.bias[:columns]
         num_elements = shape[:-1].numel() * self.out_features
-        for _ in range(1 if packing.is_exact else min(MOST_COMPARISONS, max(1, COMPARED_ELEMENTS // num_elements))):
+        most = MOST_COMPARISONS if packing.has_same_bits else 1
+        for _ in range(min(most, max(1, COMPARED_ELEMENTS // num_elements))):
             input = torch.randn(shape, generator=numbers).to(packing.dtype)
             found = multiply(input, packed, self.bias)[..., :columns]
             if not packing.is_same(found.contiguous(), linear(input, self.weight[:columns], bias)):
                 sizes = f"{shape[:-1].numel()} x {shape[-1]} by {shape[-1]} x {self.out_features}"
-                how = "is not within rounding of" if packing.is_exact else "differs in its bits from"
+                how = "differs in its bits from" if packing.has_same_bits else "is not within rounding of"
                 return f"the packed product of {sizes} in {str(packing.dtype)[6:]} {how} torch's own, which ran instead"
         return None
 
@@ -321,6 +352,7 @@ def begin_packing(call: BlockCall) -> Packing | None:
     """The packed weights of a call if PACK asks for them or, on a CPU, is automatic; None with the reason recorded."""
     config, adapter = call.config, call.adapter
     is_asked = config.pack is True
+    is_fixed = config.deterministic or torch.are_deterministic_algorithms_enabled()
     if config.pack is False:
         return None
     reason = packing_reason(adapter)
@@ -328,6 +360,8 @@ def begin_packing(call: BlockCall) -> Packing | None:
         copies_of(adapter.model).drop()
     elif config.num_workers > 1 and not is_asked:
         reason = "each of several processes would keep a copy (PACK=1 does)"
+    elif is_fixed and packs_fp16(adapter.dtype) and not (adapter.is_exact or is_asked):
+        reason = "with DETERMINISTIC=1 no text may depend on earlier calls, whose tokens decide when packing begins"
     elif call.num_new < LEAST_NEW_TOKENS and not is_asked:
         reason = f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights"
     weights = weights_to_pack(adapter) if reason is None else []
@@ -345,8 +379,6 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
     code, dtype = adapter.code, adapter.dtype
     if any(part.device.type != "cpu" for part in adapter.model.parameters()):
         return "weights are packed for a CPU, and this model is not on one"
-    if dtype not in LEAST_ELEMENTS:
-        return f"weights are packed in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
     error = packing_error(dtype)
     if error is not None:
         return error
@@ -364,7 +396,14 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
 
 
 def packing_error(dtype: torch.dtype) -> str | None:
+    """Why weights of a dtype cannot be packed here, or gain little by it; None if they can."""
+    return None if packs_fp16(dtype) else onednn_error(dtype)
+
+
+def onednn_error(dtype: torch.dtype) -> str | None:
     """Why oneDNN cannot multiply packed weights of a dtype here, or gains little by it; None if it can."""
+    if dtype not in LEAST_ELEMENTS:
+        return f"{str(dtype).removeprefix('torch.')} weights are not packed on this machine"
     if dtype == torch.bfloat16 and not has_fast_products(dtype):
         return "this processor has no instructions for bfloat16, without which packed weights gain little"
     operators = ("_linear_pointwise", "_reorder_linear_weight")
@@ -376,7 +415,7 @@ def packing_error(dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def _error_of_product(dtype: torch.dtype) -> str | None:
-    """`packing_error`, tried out."""
+    """`onednn_error`, tried out."""
     with torch.inference_mode():
         weight = torch.zeros((PACKED_FOR, PACKED_FOR), dtype=dtype, device="cpu")
         try:
@@ -413,7 +452,7 @@ def small_products_pay() -> bool:
 
 def least_elements(dtype: torch.dtype) -> int:
     """The fewest elements of a weight that pays."""
-    if dtype == torch.float32 and small_products_pay():
+    if packs_fp16(dtype) or (dtype == torch.float32 and small_products_pay()):
         return SMALL_ELEMENTS
     return LEAST_ELEMENTS[dtype]
 
@@ -425,7 +464,7 @@ def is_plain(layer: nn.Module) -> bool:
     weight, bias = layer.weight, layer.bias
     return (
         type(weight) is nn.Parameter
-        and weight.dtype in LEAST_ELEMENTS
+        and packing_error(weight.dtype) is None
         and weight.numel() >= least_elements(weight.dtype)
         and weight.is_contiguous()
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))

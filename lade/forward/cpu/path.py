@@ -29,8 +29,7 @@ class CpuPath(ForwardPath):
 
     @property
     def kind(self) -> tuple[str, ...]:
-        found = ("grouped",) * self.is_grouped
-        return (*found, "packed") if self.packing is not None and self.packing.counts_as_packed else found
+        return ("grouped",) * self.is_grouped + (self.packing.kind if self.packing is not None else ())
 
     @cached_property
     def model(self) -> Any:

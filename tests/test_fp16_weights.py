@@ -1,0 +1,223 @@
+"""Weights packed in float16: products as exact as torch's own, texts as plain generate() writes them, and nothing where
+float16 does not hold a weight."""
+
+import copy
+
+import pytest
+import torch
+from support import compare, generate_plain, prompt, tiny_llama
+from torch import nn
+
+import lade
+from lade.common import notices
+from lade.common.processor import FP16
+from lade.config import LookaheadConfig
+from lade.drafting.step_costs import assumed_costs
+from lade.forward.base import BlockCall, path_for
+from lade.forward.cpu import fp16_weights, packed
+from lade.forward.cpu.fp16_weights import Fp16Weight, pack_fp16, packs_fp16
+from lade.forward.cpu.packed import copies_of
+from lade.models import adapter_for
+
+pytestmark = pytest.mark.skipif(
+    not fp16_weights.has_fbgemm(torch.backends.quantized.engine), reason="FBGEMM multiplies nothing here"
+)
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES)
+NEW, NUM_LAYERS = 40, 15  # linear layers of the model: seven of each of two layers, and the head
+
+
+@pytest.fixture
+def slow(lade_on, monkeypatch):
+    """A processor without fast products, where weights of any size pay."""
+    monkeypatch.setattr(fp16_weights, "has_fast_products", lambda dtype: False)
+    monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
+    monkeypatch.setattr(notices, "_said", set())
+
+
+def model_of(dtype=torch.float32):
+    """A model whose weights are numbers of bfloat16."""
+    return tiny_llama(torch.bfloat16).to(dtype)
+
+
+@pytest.mark.parametrize(("scale", "has_bias"), [(1.0, False), (1.0, True), (2.0**-40, False), (2.0**40, True)])
+@pytest.mark.parametrize("shape", [(2, 5, 96), (96,)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_is_torchs_within_rounding(monkeypatch, dtype, shape, has_bias, scale):
+    monkeypatch.setattr(fp16_weights, "PART_ELEMENTS", 96 * 16)  # the weight has three parts, the last one smaller
+    scale = 1.0 if dtype == torch.float16 else scale
+    weight = (torch.randn(40, 96).bfloat16() * scale).to(dtype)
+    bias = torch.randn(40).to(dtype) * scale if has_bias else None
+    input = torch.randn(shape).to(dtype)
+    (copied,) = pack_fp16([weight])
+    found = copied.multiply(input, bias)
+    expected = nn.functional.linear(input.double(), weight.double(), None if bias is None else bias.double())
+    assert (found.dtype, found.shape, len(copied.parts)) == (dtype, expected.shape, 3)
+    error = float((found.double() - expected).abs().max() / expected.abs().max())
+    assert error < max(1e-6, torch.finfo(dtype).eps)
+
+
+def test_small_elements_beside_a_large_one():
+    """To 2**-39 of the largest element; plain rounding to float16 would lose more than float32 does."""
+    weight = torch.full((16, 16), 2.0**-30) * torch.linspace(1, 2, 16).bfloat16().float()
+    weight[0, 0] = 1.0
+    (copied,) = pack_fp16([weight])
+    found = copied.multiply(torch.eye(16), None).T
+    assert float((found - weight).abs().max()) <= 2.0**-39
+    assert float((weight.half().float() - weight).abs().max()) > 2.0**-32
+
+
+@pytest.mark.parametrize("element", [1 / 3, float("inf"), float("nan")])
+def test_what_float16_does_not_hold(element):
+    weights = [torch.ones(8, 8), torch.ones(8, 8)]
+    weights[0][7, 7] = element
+    refused, held = pack_fp16(weights)
+    assert refused is None
+    assert isinstance(held, Fp16Weight)
+    assert pack_fp16([torch.zeros(8, 8)])[0].multiply(torch.ones(1, 8), None).abs().max() == 0
+
+
+def test_a_row_that_is_no_number_leaves_the_others():
+    input = torch.randn(6, 32)
+    input[2, 5], input[4, 0] = float("nan"), float("inf")
+    (copied,) = pack_fp16([torch.randn(16, 32).bfloat16()])
+    found = copied.multiply(input, None)
+    assert found[2].isnan().all()
+    assert not found[4].isfinite().any()
+    assert found[[0, 1, 3, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("mode", ["tree", "lookahead"])
+def test_float32_texts_are_plain_ones(slow, mode, do_sample):
+    model = model_of()
+    lade.config_lade(MODE=mode, PACK=1)
+    for seed in range(2):
+        stats = compare(model, prompt(seed=seed), max_new_tokens=NEW, do_sample=do_sample)
+        assert stats.packed_weights == NUM_LAYERS
+        assert stats.packed_bytes == sum(copy.num_bytes for copy in copies_of(model).copies.values())
+        assert (
+            stats.packed_bytes == 2 * sum(copy.numel() for copy in model.parameters() if copy.dim() == 2) - 2 * 61 * 48
+        )
+        assert all(isinstance(copy.packed, Fp16Weight) for copy in copies_of(model).copies.values())
+        assert not stats.reasons
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wrong_products_are_found(slow, monkeypatch, dtype):
+    multiply, model = Fp16Weight.multiply, model_of(dtype)
+    lade.config_lade(PACK=0)
+    expected = model.generate(**prompt(), max_new_tokens=NEW)
+    monkeypatch.setattr(Fp16Weight, "multiply", lambda *arguments: multiply(*arguments) * (1 + 2**-5))
+    lade.config_lade(PACK=1)
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=NEW), expected)
+    assert "is not within rounding of torch's own" in lade.last_stats().reasons["packed"]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_texts_in_16_bits(slow, dtype, do_sample):
+    """The same from the same state, and the model's own tokens: near ties are rare in a text of 40."""
+    first, second = model_of(dtype), model_of(dtype)
+    texts = []
+    for model in (first, second):
+        for _ in range(2):  # the second call packs
+            copies_of(model).num_generated += packed.TOKENS_BEFORE_FP16 // 2 - NEW
+            torch.manual_seed(3)
+            texts.append(model.generate(**prompt(), max_new_tokens=NEW, do_sample=do_sample))
+            texts.append(lade.last_stats().block_tokens)
+        assert lade.last_stats().packed_weights == NUM_LAYERS
+        assert max(lade.last_stats().block_tokens) > 1
+    assert str(texts[:4]) == str(texts[4:])
+
+
+def test_logits_in_16_bits(slow):
+    model = model_of(torch.bfloat16)
+    wanted = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True}
+    expected = generate_plain(copy.deepcopy(model).double(), prompt(), **wanted)
+    with lade.enabled(PACK=1, PREDICTION=expected.sequences[0, -NEW:]):
+        found = model.generate(**prompt(), **wanted)
+    assert lade.last_stats().packed_weights == NUM_LAYERS
+    for mine, exact in zip(found.logits[:8], expected.logits[:8], strict=True):
+        torch.testing.assert_close(mine.double(), exact.double(), rtol=0, atol=0.05 * float(exact.abs().max()))
+
+
+def test_others_in_float32_are_packed_by_onednn(slow):
+    model = model_of()
+    weight = model.lm_head.weight
+    weight.data += torch.rand(weight.shape) / 1000
+    lade.config_lade(PACK=1)
+    stats = compare(model, max_new_tokens=NEW)
+    kinds = {type(copy.packed) for copy in copies_of(model).copies.values()}
+    is_there = packed.onednn_error(torch.float32) is None
+    assert kinds == {Fp16Weight, torch.Tensor if is_there else type(None)}
+    assert stats.packed_weights == NUM_LAYERS - (not is_there)
+    with torch.backends.mkldnn.flags(enabled=False):
+        copies_of(model).drop()
+        assert compare(model, max_new_tokens=NEW).packed_weights == NUM_LAYERS - 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_when_calls_pay_for_it(slow, dtype):
+    """Packing takes more plain steps of a model in 16 bits."""
+    model, counts = model_of(dtype), []
+    for length in (40, 80, 80, 80):
+        model.generate(**prompt(), max_new_tokens=length)
+        counts.append(lade.last_stats().packed_weights)
+    assert counts == ([0, 15, 15, 15] if dtype == torch.float32 else [0, 0, 0, 15])
+
+
+def test_all_weights_or_none_in_16_bits(slow, monkeypatch, caplog):
+    for dtype, packs_some in ((torch.bfloat16, False), (torch.float32, True)):
+        model = model_of(dtype)
+        copies_of(model).num_generated = packed.TOKENS_BEFORE_FP16
+        missing = sum(value.nbytes for value in model.parameters() if value.dim() == 2) - model.lm_head.weight.nbytes
+        monkeypatch.setattr(packed, "free_bytes", lambda missing=missing: missing)  # of which half may be taken
+        for _ in range(2):
+            model.generate(**prompt(), max_new_tokens=NEW)
+            assert bool(lade.last_stats().packed_weights) == packs_some
+            assert "too little" in lade.last_stats().reasons["packed"]
+    assert caplog.text.count("texts may differ") == 1
+
+
+def test_deterministic_texts_do_not_depend_on_earlier_calls(slow):
+    model = model_of(torch.bfloat16)
+    copies_of(model).num_generated = packed.TOKENS_BEFORE_FP16
+    for settings, count in (({"DETERMINISTIC": 1}, 0), ({"DETERMINISTIC": 1, "PACK": 1}, 15)):
+        lade.config_lade(**settings)
+        model.generate(**prompt(), max_new_tokens=NEW)
+        assert lade.last_stats().packed_weights == count
+        assert ("DETERMINISTIC=1" in lade.last_stats().reasons.get("packed", "")) == (not count)
+    assert packed.begin_packing(call_of(model_of(), deterministic=True)) is not None
+
+
+def call_of(model, **settings):
+    config = LookaheadConfig(**settings)
+    return BlockCall(adapter=adapter_for(model), config=config, device=torch.device("cpu"), num_new=300)
+
+
+def test_costs_are_those_of_such_copies(slow):
+    for dtype in DTYPES:
+        assert FP16 in path_for(call_of(model_of(dtype), pack=True)).kind
+    with torch.device("meta"):
+        large = nn.Module()
+        large.weight = nn.Parameter(torch.empty(1 << 14, 1 << 14, dtype=torch.bfloat16))
+    large.device, large.dtype, large.config = torch.device("cpu"), torch.bfloat16, model_of().config
+    costs = assumed_costs(large, (FP16,), 1)
+    assert costs[4] < 1.2 < costs[8] < 2
+    assert assumed_costs(large.to(torch.float32), (FP16,), 1) == costs
+
+
+def test_where_it_is_used(monkeypatch):
+    monkeypatch.setattr(fp16_weights, "has_fast_products", lambda dtype: dtype == torch.float32)
+    assert [packs_fp16(dtype) for dtype in (*DTYPES, torch.float64)] == [False, True, True, False]
+    has_fbgemm = fp16_weights.has_fbgemm.__wrapped__
+    assert not has_fbgemm("qnnpack")
+    monkeypatch.setattr(torch.ops.quantized, "linear_dynamic_fp16", lambda *_: torch.zeros(16, 16))
+    assert not has_fbgemm("x86")
+
+    def missing(*_):
+        raise AttributeError("'_OpNamespace' 'quantized' object has no attribute 'linear_dynamic_fp16'")
+
+    monkeypatch.setattr(torch.ops.quantized, "linear_dynamic_fp16", missing)
+    assert not has_fbgemm("x86")
