@@ -92,7 +92,7 @@ class DecodingCall:
         """Arguments as for `lookahead_decode`."""
         config, predictions = group.config, predictions_for(request, adapter.num_tokens)
         self.request, self.adapter, self.stats, self.group = request, adapter, stats, group
-        self.model, self.device = adapter.prompt_model, request.input_ids.device
+        self.device = request.input_ids.device
         self.callers_cache = request.callers_cache  # must hold the whole sequence afterwards
         self.key_mask, self.positions = prompt_key_mask(request.attention_mask), request.position_ids
         adapter.carry(request.model_kwargs)
@@ -115,6 +115,7 @@ class DecodingCall:
             num_slots=prompt_length + min(num_new, FIRST_CAPACITY) + config.max_block_tokens,
         )
         self.path = path_for(call)
+        self.model = self.path.prompt_model
         self.costs = StepCosts.of_call(adapter, config, batch_size, self.path.sizes)
         self.drafter: Drafter = make_drafter(
             DraftRequest.of_call(request, config, adapter, self.key_mask, self.selection.draws, self.costs, predictions)

@@ -282,7 +282,7 @@ MUTANTS = [
            "(dtype == torch.bfloat16 and has_bfloat16())", "dtype == torch.bfloat16",
            "step_costs.py::test_what_is_assumed_of_the_processor"),
     mutant("step costs: packed weights cost what torch's own do", "drafting/step_costs.py",
-           '"packed" if is_packed else "own"', '"own"',
+           'layout = FP16 if is_fp16 else "packed" if "packed" in kind else "own"', 'layout = FP16 if is_fp16 else "own"',
            "step_costs.py::test_what_is_assumed_of_the_processor"),
     mutant("packed weights: bfloat16 without instructions for it", "forward/cpu/packed.py",
            "if dtype == torch.bfloat16 and not has_fast_products(dtype):", "if False:",

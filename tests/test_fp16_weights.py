@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from support import compare, generate_plain, prompt, tiny_llama
+from support import compare, generate_plain, note_calls, prompt, tiny_llama
 from torch import nn
 
 import lade
@@ -164,7 +164,21 @@ def test_packed_when_calls_pay_for_it(slow, dtype):
     for length in (40, 80, 80, 80):
         model.generate(**prompt(), max_new_tokens=length)
         counts.append(lade.last_stats().packed_weights)
-    assert counts == ([0, 15, 15, 15] if dtype == torch.float32 else [0, 0, 0, 15])
+    assert counts == ([0, 15, 15, 15] if dtype == torch.float32 else [0, 0, 15, 15])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prompts(slow, monkeypatch, dtype):
+    """In 16 bits they run packed, too, of any length; in float32 on the model itself."""
+    rows, model = (
+        note_calls(monkeypatch, Fp16Weight, "multiply", lambda _, input, bias: input.shape[-2]),
+        model_of(dtype),
+    )
+    lade.config_lade(PACK=1, SHARE=0)
+    inputs = prompt(length=packed.MOST_ROWS + 9)
+    texts = [model.generate(**inputs, max_new_tokens=NEW) for _ in range(2)]
+    assert torch.equal(*texts)
+    assert (packed.MOST_ROWS + 9 in rows) == (dtype in HALVES)
 
 
 def test_all_weights_or_none_in_16_bits(slow, monkeypatch, caplog):

@@ -70,6 +70,11 @@ class ForwardPath:
         """The model that runs the blocks."""
         return self.adapter.block_model
 
+    @property
+    def prompt_model(self) -> Any:
+        """The model that runs the prompt."""
+        return self.adapter.prompt_model
+
     def take_cache(self, most_slots: int) -> LookaheadCache:
         """An empty cache for the call. most_slots: the most that it may need."""
         return self.adapter.make_cache(self.call.num_slots)

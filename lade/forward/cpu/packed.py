@@ -50,7 +50,7 @@ PACKED_FOR = 16  # rows that the layout is chosen for
 # New tokens that calls must have generated or asked for before their model is packed, which costs about ten plain
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
-TOKENS_BEFORE_FP16 = 256  # likewise, of a model in 16 bits, whose packing costs up to a hundred plain steps
+TOKENS_BEFORE_FP16 = 192  # likewise, of a model in 16 bits, whose packing costs some eighty plain steps
 FIRST_TOKENS = 8  # generated before: an answer that ends at once does not pay for packing
 PORTIONS = 6  # steps over which packing is spread
 LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
@@ -192,6 +192,11 @@ class Packing:
         return ("packed",) if self.has_same_bits or largest.packed is not None else ()
 
     @property
+    def serves_prompts(self) -> bool:
+        """Whether prompts gain by packed weights, too: in 16 bits, without fast products of the processor's own."""
+        return not self.is_exact and self.kind == (FP16,)
+
+    @property
     def _least_tokens(self) -> int:
         """Tokens, generated or asked for, from which on packing pays."""
         least = TOKENS_BEFORE_FP16 if self.is_fp16 and not self.is_exact else TOKENS_BEFORE_PACKING
@@ -296,15 +301,20 @@ class PackedLinear(nn.Linear):
     def _is_served(self, input: Tensor, packing: Packing, packed: PackedCopy) -> bool:
         """Whether the packed product of such an input may replace torch's. Compared at the first use of a shape."""
         num_rows = input.numel() // max(1, self.in_features)
-        if not 1 <= num_rows <= MOST_ROWS or input.dtype != packing.dtype or input.shape[-1] != self.in_features:
+        if num_rows == 0 or input.dtype != packing.dtype or input.shape[-1] != self.in_features:
             return False
+        shape = input.shape
+        if num_rows > MOST_ROWS:
+            if not isinstance(packed, Fp16Weight):
+                return False
+            num_rows, shape = MOST_ROWS, torch.Size((MOST_ROWS, self.in_features))  # the rest is summed likewise
         if not input.is_contiguous():  # torch then rounds before it adds a bias
             return False
         settings = (packing.dtype, packing.is_exact, type(packed), torch.get_num_threads())
-        kind = (num_rows, self.in_features, self.out_features, self.bias is not None, input.dim(), *settings)
+        kind = (num_rows, self.in_features, self.out_features, self.bias is not None, len(shape), *settings)
         trial = packing.shared.trial
         if not trial.is_over(kind) and kind not in trial.reasons:
-            trial.reason(kind, functools.partial(self._difference, input.shape, packing, packed))
+            trial.reason(kind, functools.partial(self._difference, shape, packing, packed))
         return kind not in trial.reasons
 
     def _difference(self, shape: torch.Size, packing: Packing, packed: PackedCopy) -> str | None:
