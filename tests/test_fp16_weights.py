@@ -5,7 +5,9 @@ import copy
 
 import pytest
 import torch
-from support import compare, generate_plain, note_calls, prompt, tiny_llama
+import transformers
+from support import assert_same_state, compare, generate_plain, note_calls, prompt, tiny_llama
+from support.families import COMPOSITE, FAMILIES, RECURRENT
 from torch import nn
 
 import lade
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
+MIXED = {"llama4", "inkling2_text"}
 NEW, NUM_LAYERS = 40, 15  # linear layers of the model: seven of each of two layers, and the head
 
 
@@ -179,6 +182,25 @@ def test_prompts(slow, monkeypatch, dtype):
     texts = [model.generate(**inputs, max_new_tokens=NEW) for _ in range(2)]
     assert torch.equal(*texts)
     assert (packed.MOST_ROWS + 9 in rows) == (dtype in HALVES)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *COMPOSITE], ids=lambda family: family.name)
+@pytest.mark.long
+def test_every_family_in_bfloat16(slow, family):
+    """A prompt's forward leaves in the model what plain generate()'s leaves."""
+    if not family.exists:
+        pytest.skip(f"transformers {transformers.__version__} has no {family.model_class}")
+    model, counts = family.build().bfloat16(), []
+    twin, inputs = copy.deepcopy(model), family.inputs(True) if family in COMPOSITE else prompt()
+    lade.config_lade(PACK=1, SHARE=0)
+    if family.name in MIXED:
+        pytest.skip("buffers stay in float64, and plain generate() fails")
+    for _ in range(2):
+        generate_plain(twin, inputs, max_new_tokens=8, do_sample=False)
+        model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        counts.append(lade.last_stats().packed_weights)
+        assert_same_state(model, twin)
+    assert counts[0] == counts[1]
 
 
 def test_all_weights_or_none_in_16_bits(slow, monkeypatch, caplog):

@@ -77,12 +77,16 @@ def public(value: object) -> object:
 
 
 def packing_line() -> str:
-    """Packed weights on a CPU: oneDNN, free memory, and the weights packed in this process."""
+    """Packed weights on a CPU: by which library, free memory, and the weights packed in this process."""
     import torch
 
+    from lade.forward.cpu.fp16_weights import packs_fp16
+
+    by_fbgemm = [str(dtype)[6:] for dtype in (torch.float32, torch.bfloat16, torch.float16) if packs_fp16(dtype)]
     free, packed = free_bytes(), sys.modules.get("lade.forward.cpu.packed")
     held = packed.held_bytes() if packed else (0, 0)
     return (
+        f"{', '.join(by_fbgemm) or 'nothing'} by FBGEMM in float16, "
         f"oneDNN {'is' if torch.backends.mkldnn.is_available() else 'is not'} in this build of torch, "
         f"{'unknown' if free is None else f'{free >> 20} MiB'} free, "
         f"{held[0]} weights packed in this process ({held[1] >> 20} MiB)"

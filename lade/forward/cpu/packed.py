@@ -60,11 +60,8 @@ COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 # A product whose bits must agree is compared on random inputs until so many elements have been seen, but not more often
 # than this. Within rounding once is enough, with so many of its columns.
 COMPARED_ELEMENTS, MOST_COMPARISONS, COMPARED_COLUMNS = 1 << 15, 64, 512
-PRODUCT_TOLERANCE = (
-    1e-5  # of a float32 product, relative to the largest element; oneDNN's in bfloat16 has the same bits
-)
+PRODUCT_TOLERANCE = 1e-5  # of a float32 product, relative to the largest element
 MOST_SUMMED = 511  # words of 8 bytes that go into one checksum
-
 
 PackedCopy = Tensor | Fp16Weight
 
