@@ -77,6 +77,7 @@ def test_what_float16_does_not_hold(element):
     refused, held = pack_fp16(weights)
     assert refused is None
     assert isinstance(held, Fp16Weight)
+    assert pack_fp16([torch.full((8, 8), 2.0**-126)]) == [None]
     assert pack_fp16([torch.zeros(8, 8)])[0].multiply(torch.ones(1, 8), None).abs().max() == 0
 
 

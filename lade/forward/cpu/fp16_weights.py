@@ -25,6 +25,7 @@ ENGINES = ("fbgemm", "x86")  # of torch.backends.quantized
 # Elements are scaled to less than 2 to this power, since float16 holds numbers below 2**16. Small ones are rounded to
 # multiples of 2**-24. The error, at most 2**-39 of the largest element, is far below a float32 product's own.
 LARGEST_EXPONENT = 15
+MOST_SCALED = 120  # the exponent of a scale, which a float32 must hold, and its inverse
 MORE_BITS = (1 << 13) - 1  # of a float32's mantissa, than float16 has
 PART_ELEMENTS = 1 << 23  # of a weight, packed at once by one thread from a scaled copy
 
@@ -66,9 +67,10 @@ def pack_fp16(weights: Sequence[Tensor]) -> list[Fp16Weight | None]:
 
 
 def _exponent(weight: Tensor) -> int | None:
-    """The power of two to scale a weight by; None if it has elements that are not finite."""
+    """The power of two to scale a weight by; None if not all elements are finite, or float32 does not hold it."""
     largest = max(abs(float(end)) for end in torch.aminmax(weight))
-    return LARGEST_EXPONENT - frexp(largest)[1] if isfinite(largest) else None
+    exponent = LARGEST_EXPONENT - frexp(largest)[1] if isfinite(largest) else MOST_SCALED + 1
+    return exponent if abs(exponent) <= MOST_SCALED else None
 
 
 def _packed_part(rows: Tensor, exponent: int) -> Any:
