@@ -81,6 +81,12 @@ def test_what_float16_does_not_hold(element):
     assert pack_fp16([torch.zeros(8, 8)])[0].multiply(torch.ones(1, 8), None).abs().max() == 0
 
 
+def test_weights_made_in_inference_mode():
+    with torch.inference_mode():
+        weight = torch.randn(16, 32).bfloat16().float()
+    assert isinstance(pack_fp16([weight])[0], Fp16Weight)
+
+
 def test_a_row_that_is_no_number_leaves_the_others():
     input = torch.randn(6, 32)
     input[2, 5], input[4, 0] = float("nan"), float("inf")
@@ -121,7 +127,7 @@ def test_wrong_products_are_found(slow, monkeypatch, dtype):
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_texts_in_16_bits(slow, dtype, do_sample):
-    """The same from the same state, and the model's own tokens: near ties are rare in a text of 40."""
+    """The same from the same state, over the call that packs as well."""
     first, second = model_of(dtype), model_of(dtype)
     texts = []
     for model in (first, second):
@@ -174,10 +180,8 @@ def test_packed_when_calls_pay_for_it(slow, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_prompts(slow, monkeypatch, dtype):
     """In 16 bits they run packed, too, of any length; in float32 on the model itself."""
-    rows, model = (
-        note_calls(monkeypatch, Fp16Weight, "multiply", lambda _, input, bias: input.shape[-2]),
-        model_of(dtype),
-    )
+    model = model_of(dtype)
+    rows = note_calls(monkeypatch, Fp16Weight, "multiply", lambda _, input, bias: input.shape[-2])
     lade.config_lade(PACK=1, SHARE=0)
     inputs = prompt(length=packed.MOST_ROWS + 9)
     texts = [model.generate(**inputs, max_new_tokens=NEW) for _ in range(2)]
@@ -191,11 +195,11 @@ def test_every_family_in_bfloat16(slow, family):
     """A prompt's forward leaves in the model what plain generate()'s leaves."""
     if not family.exists:
         pytest.skip(f"transformers {transformers.__version__} has no {family.model_class}")
+    if family.name in MIXED:
+        pytest.skip("buffers stay in float64, and plain generate() fails")
     model, counts = family.build().bfloat16(), []
     twin, inputs = copy.deepcopy(model), family.inputs(True) if family in COMPOSITE else prompt()
     lade.config_lade(PACK=1, SHARE=0)
-    if family.name in MIXED:
-        pytest.skip("buffers stay in float64, and plain generate() fails")
     for _ in range(2):
         generate_plain(twin, inputs, max_new_tokens=8, do_sample=False)
         model.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -247,7 +251,8 @@ def test_costs_are_those_of_such_copies(slow):
 
 def test_where_it_is_used(monkeypatch):
     monkeypatch.setattr(fp16_weights, "has_fast_products", lambda dtype: dtype == torch.float32)
-    assert [packs_fp16(dtype) for dtype in (*DTYPES, torch.float64)] == [False, True, True, False]
+    others = (torch.float64, torch.float8_e4m3fn)
+    assert [packs_fp16(dtype) for dtype in (*DTYPES, *others)] == [False, True, True, False, False]
     has_fbgemm = fp16_weights.has_fbgemm.__wrapped__
     assert not has_fbgemm("qnnpack")
     monkeypatch.setattr(torch.ops.quantized, "linear_dynamic_fp16", lambda *_: torch.zeros(16, 16))

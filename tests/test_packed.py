@@ -267,10 +267,18 @@ def test_layers_that_are_not_packed(small):
     hooked, strided = nn.Linear(8, 8), nn.Linear(8, 8)
     hooked.register_forward_pre_hook(lambda *_: None)
     strided.weight = nn.Parameter(torch.randn(8, 8).T)
-    others = [nn.Linear(8, 8, dtype=torch.float16), nn.Conv1d(8, 8, 1), Own(8, 8)]
-    for layer in (*others, hooked, strided, nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))):
+    for layer in (
+        nn.Conv1d(8, 8, 1),
+        Own(8, 8),
+        hooked,
+        strided,
+        nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
+    ):
         assert not packed.is_plain(layer)
     assert packed.is_plain(nn.Linear(8, 8))
+    model = tiny_llama(torch.float32)
+    model.lm_head.half()
+    assert len(packed.weights_to_pack(adapter_for(model))) == 14  # not the head
 
 
 @pytest.mark.parametrize("pays", [True, False])

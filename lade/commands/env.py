@@ -80,9 +80,9 @@ def packing_line() -> str:
     """Packed weights on a CPU: by which library, free memory, and the weights packed in this process."""
     import torch
 
-    from lade.forward.cpu.fp16_weights import packs_fp16
+    from lade.forward.cpu.fp16_weights import DTYPES, packs_fp16
 
-    by_fbgemm = [str(dtype)[6:] for dtype in (torch.float32, torch.bfloat16, torch.float16) if packs_fp16(dtype)]
+    by_fbgemm = [str(dtype).removeprefix("torch.") for dtype in DTYPES if packs_fp16(dtype)]
     free, packed = free_bytes(), sys.modules.get("lade.forward.cpu.packed")
     held = packed.held_bytes() if packed else (0, 0)
     return (

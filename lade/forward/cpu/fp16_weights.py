@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lade.common.processor import has_fast_products
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENGINES = ("fbgemm", "x86")  # of torch.backends.quantized
 # Elements are scaled to less than 2 to this power, since float16 holds numbers below 2**16. Small ones are rounded to
 # multiples of 2**-24. The error, at most 2**-39 of the largest element, is far below a float32 product's own.
@@ -53,29 +54,34 @@ def pack_fp16(weights: Sequence[Tensor]) -> list[Fp16Weight | None]:
     By as many threads as torch uses, because FBGEMM packs with one.
     """
     with torch.inference_mode(False), ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        begun = []
-        for weight in weights:
-            exponent = _exponent(weight.detach())
-            rows = weight.detach().split(max(1, PART_ELEMENTS // weight.shape[1])) if exponent is not None else ()
-            begun.append((exponent or 0, [pool.submit(_packed_part, part, exponent or 0) for part in rows]))
-        found = [(exponent, [part.result() for part in parts]) for exponent, parts in begun]
-    are_held = [bool(parts) and not any(part is None for part in parts) for _, parts in found]
+        exponents = [_exponent(weight.detach()) for weight in weights]
+        begun = [
+            [pool.submit(_packed_part, rows, exponent) for rows in _split(weight.detach())]
+            for weight, exponent in zip(weights, exponents, strict=True)
+        ]
+        packed = [[part.result() for part in parts] for parts in begun]
     return [
-        Fp16Weight(parts, 2.0**-exponent) if is_held else None
-        for (exponent, parts), is_held in zip(found, are_held, strict=True)
+        None if exponent is None or any(part is None for part in parts) else Fp16Weight(parts, 2.0**-exponent)
+        for parts, exponent in zip(packed, exponents, strict=True)
     ]
+
+
+def _split(weight: Tensor) -> Sequence[Tensor]:
+    return weight.split(max(1, PART_ELEMENTS // weight.shape[1]))
 
 
 def _exponent(weight: Tensor) -> int | None:
     """The power of two to scale a weight by; None if not all elements are finite, or float32 does not hold it."""
     largest = max(abs(float(end)) for end in torch.aminmax(weight))
-    exponent = LARGEST_EXPONENT - frexp(largest)[1] if isfinite(largest) else MOST_SCALED + 1
+    if not isfinite(largest):
+        return None
+    exponent = LARGEST_EXPONENT - frexp(largest)[1]
     return exponent if abs(exponent) <= MOST_SCALED else None
 
 
-def _packed_part(rows: Tensor, exponent: int) -> Any:
+def _packed_part(rows: Tensor, exponent: int | None) -> Any:
     """Some rows of a weight in FBGEMM's layout; None if float16 does not hold them."""
-    if rows.dtype == torch.float32 and (rows.view(torch.int32) & MORE_BITS).any():
+    if exponent is None or (rows.dtype == torch.float32 and (rows.view(torch.int32) & MORE_BITS).any()):
         return None
     return torch.ops.quantized.linear_prepack_fp16(rows.float() * 2.0**exponent, None)
 
@@ -84,7 +90,7 @@ def packs_fp16(dtype: torch.dtype) -> bool:
     """Whether weights of a dtype are packed in float16: where the processor's own products of a few rows are slow, and
     FBGEMM is there.
     """
-    return dtype.itemsize <= 4 and not has_fast_products(dtype) and has_fbgemm(torch.backends.quantized.engine)
+    return dtype in DTYPES and not has_fast_products(dtype) and has_fbgemm(torch.backends.quantized.engine)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 torch's own product of a few rows reorders the weight in each call, or multiplies in an unsuitable layout. With weights
 reordered once, a block of guesses costs little more than reading them. The user's model is not changed: blocks run on a
-weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, and the prompt runs on the model itself.
+weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, and most prompts on the model itself.
 
 FBGEMM's copies are in float16 (`lade.forward.cpu.fp16_weights`). Processors with fast products of their own have
 oneDNN's, in the weights' dtype.
@@ -183,10 +183,10 @@ class Packing:
         """
         if not self.shared.is_planned:
             return ()
-        largest = max(self.copies.values(), key=lambda copy: copy.num_bytes)
-        if isinstance(largest.packed, Fp16Weight):
+        first = next((copy.packed for copy in self.copies.values() if copy.packed is not None), None)
+        if isinstance(first, Fp16Weight):
             return (FP16,)
-        return ("packed",) if self.has_same_bits or largest.packed is not None else ()
+        return ("packed",) if self.has_same_bits or first is not None else ()
 
     @property
     def serves_prompts(self) -> bool:
@@ -465,25 +465,25 @@ def least_elements(dtype: torch.dtype) -> int:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is an unchanged torch Linear with a weight that pays."""
+    """Whether a layer is an unchanged torch Linear."""
     if type(layer) is not nn.Linear or "forward" in vars(layer) or any(vars(layer)[name] for name in HOOKS):
         return False
     weight, bias = layer.weight, layer.bias
     return (
         type(weight) is nn.Parameter
-        and packing_error(weight.dtype) is None
-        and weight.numel() >= least_elements(weight.dtype)
         and weight.is_contiguous()
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == weight.dtype))
     )
 
 
 def weights_to_pack(adapter: ModelAdapter) -> list[nn.Parameter]:
-    """The weights of layers that blocks use, largest first, without those for images."""
+    """The weights that pay, of layers that blocks use, largest first, without those for images."""
     roots = (adapter.model.get_decoder(), adapter.model.get_output_embeddings())
     layers: Any = [part for root in roots if root is not None for part in root.modules() if is_plain(part)]
-    weights = {id(layer.weight): layer.weight for layer in layers if layer.weight.dtype == adapter.dtype}
-    return sorted(weights.values(), key=lambda weight: -weight.nbytes)
+    dtype, least = adapter.dtype, least_elements(adapter.dtype)
+    weights = {id(layer.weight): layer.weight for layer in layers}
+    pay = [weight for weight in weights.values() if weight.dtype == dtype and weight.numel() >= least]
+    return sorted(pay, key=lambda weight: -weight.nbytes)
 
 
 def pack_layers(shadow: nn.Module, packing: Packing) -> None:
