@@ -27,6 +27,8 @@ pytestmark = pytest.mark.skipif(
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
 MIXED = {"llama4", "inkling2_text"}
+# Layers of a class of their own, or in transformers 5.8 none that get_decoder() shows.
+NO_LINEAR = {"gpt2", "falcon", "falcon-new-decoder", "falcon-alibi", "doge", "modernbert-decoder"}
 NEW, NUM_LAYERS = 40, 15  # linear layers of the model: seven of each of two layers, and the head
 
 
@@ -191,21 +193,23 @@ def test_prompts(slow, monkeypatch, dtype):
 
 @pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *COMPOSITE], ids=lambda family: family.name)
 @pytest.mark.long
-def test_every_family_in_bfloat16(slow, family):
-    """A prompt's forward leaves in the model what plain generate()'s leaves."""
+def test_every_family_in_bfloat16(slow, monkeypatch, family):
+    """A prompt's packed forward leaves in the model what plain generate()'s leaves."""
     if not family.exists:
         pytest.skip(f"transformers {transformers.__version__} has no {family.model_class}")
     if family.name in MIXED:
         pytest.skip("buffers stay in float64, and plain generate() fails")
-    model, counts = family.build().bfloat16(), []
+    model = family.build().bfloat16()
     twin, inputs = copy.deepcopy(model), family.inputs(True) if family in COMPOSITE else prompt()
+    rows = note_calls(monkeypatch, Fp16Weight, "multiply", lambda _, input, bias: input.numel() // input.shape[-1])
     lade.config_lade(PACK=1, SHARE=0)
     for _ in range(2):
         generate_plain(twin, inputs, max_new_tokens=8, do_sample=False)
+        rows.clear()
         model.generate(**inputs, max_new_tokens=8, do_sample=False)
-        counts.append(lade.last_stats().packed_weights)
+        if lade.last_stats().fallback_reason is None and family.name not in NO_LINEAR:
+            assert inputs["input_ids"].numel() in rows
         assert_same_state(model, twin)
-    assert counts[0] == counts[1]
 
 
 def test_all_weights_or_none_in_16_bits(slow, monkeypatch, caplog):

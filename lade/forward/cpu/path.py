@@ -35,9 +35,7 @@ class CpuPath(ForwardPath):
     def prompt_model(self) -> Any:
         """Packed as well, where torch's own product of the prompt takes several times as long."""
         model = self.adapter.prompt_model
-        # Models of images keep positions that their prompts' forward computes; recurrent ones have own modules.
-        is_text_alone = model.config.get_text_config(decoder=True) is model.config and not self.adapter.takes_chains
-        if self.packing is None or not self.packing.serves_prompts or not is_text_alone:
+        if self.packing is None or not self.packing.serves_prompts:
             return model
         shadow = shadow_model(model)
         pack_layers(shadow, self.packing)
