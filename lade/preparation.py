@@ -73,7 +73,7 @@ def warmup(
     config, began = current_config(), perf_counter()
     is_automatic = config.cuda_graph is None and can_capture(model.device) and is_proven(model.device, "graph")
     settings = {"CUDA_GRAPH": 1} if is_automatic else {}  # by default short calls capture nothing
-    copies_of(model).num_generated += max_new_tokens  # pack as if they had been generated
+    copies_of(model).num_tokens += max_new_tokens  # pack as if they had been generated
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
     with switched(True, **settings):
         if config.uses_window:

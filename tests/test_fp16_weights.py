@@ -134,7 +134,7 @@ def test_texts_in_16_bits(slow, dtype, do_sample):
     texts = []
     for model in (first, second):
         for _ in range(2):  # the second call packs
-            copies_of(model).num_generated += packed.TOKENS_BEFORE_FP16 // 2 - NEW
+            copies_of(model).num_tokens += packed.TOKENS_BEFORE_FP16 // 2 - NEW
             torch.manual_seed(3)
             texts.append(model.generate(**prompt(), max_new_tokens=NEW, do_sample=do_sample))
             texts.append(lade.last_stats().block_tokens)
@@ -171,12 +171,36 @@ def test_others_in_float32_are_packed_by_onednn(slow):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_when_calls_pay_for_it(slow, dtype):
-    """Packing takes more plain steps of a model in 16 bits."""
-    model, counts = model_of(dtype), []
-    for length in (40, 80, 80, 80):
-        model.generate(**prompt(), max_new_tokens=length)
-        counts.append(lade.last_stats().packed_weights)
-    assert counts == ([0, 15, 15, 15] if dtype == torch.float32 else [0, 0, 15, 15])
+    """In 16 bits the tokens that there were and those of the prompt count, not those that are asked for."""
+    is_exact, counts = dtype == torch.float32, []
+    for prompts in ((10, 40, 10), (packed.TOKENS_BEFORE_FP16, 10), (packed.TOKENS_BEFORE_FP16 - 1, 10)):
+        model = model_of(dtype)
+        for length in prompts:
+            model.generate(**prompt(length=length), max_new_tokens=NEW)
+            counts.append(lade.last_stats().packed_weights)
+    assert counts == ([0, 15, 15] + 2 * [0, 15] if is_exact else [0, 0, 15, 15, 15, 0, 15])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_packed_within_a_long_answer(slow, dtype):
+    for length, count in ((packed.TOKENS_BEFORE_FP16, 0), (2 * packed.TOKENS_BEFORE_FP16, 15)):
+        torch.manual_seed(0)  # a text that does not repeat itself has more steps than packing
+        model_of(dtype).generate(**prompt(length=1), min_new_tokens=length, max_new_tokens=length, do_sample=True)
+        assert lade.last_stats().packed_weights == count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_short_answers_to_long_prompts(slow, dtype):
+    """The prompt alone is worth packing in 16 bits; what is cached of it is not computed."""
+    model, inputs = model_of(dtype), prompt(length=packed.TOKENS_BEFORE_FP16)
+    wanted = {"max_new_tokens": packed.LEAST_NEW_TOKENS - 1, "return_dict_in_generate": True}
+    cache = model.generate(**inputs, **wanted).past_key_values
+    assert lade.last_stats().packed_weights == (15 if dtype in HALVES else 0)
+    other = model_of(dtype)
+    text = torch.cat([inputs["input_ids"], torch.ones(1, 20, dtype=torch.long)], dim=-1)
+    other.generate(text, past_key_values=cache, **wanted)
+    assert lade.last_stats().packed_weights == 0
+    assert lade.last_stats().generated_tokens
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -215,7 +239,7 @@ def test_every_family_in_bfloat16(slow, monkeypatch, family):
 def test_all_weights_or_none_in_16_bits(slow, monkeypatch, caplog):
     for dtype, packs_some in ((torch.bfloat16, False), (torch.float32, True)):
         model = model_of(dtype)
-        copies_of(model).num_generated = packed.TOKENS_BEFORE_FP16
+        copies_of(model).num_tokens = packed.TOKENS_BEFORE_FP16
         missing = sum(value.nbytes for value in model.parameters() if value.dim() == 2) - model.lm_head.weight.nbytes
         monkeypatch.setattr(packed, "free_bytes", lambda missing=missing: missing)  # of which half may be taken
         for _ in range(2):
@@ -227,7 +251,7 @@ def test_all_weights_or_none_in_16_bits(slow, monkeypatch, caplog):
 
 def test_deterministic_texts_do_not_depend_on_earlier_calls(slow):
     model = model_of(torch.bfloat16)
-    copies_of(model).num_generated = packed.TOKENS_BEFORE_FP16
+    copies_of(model).num_tokens = packed.TOKENS_BEFORE_FP16
     for settings, count in (({"DETERMINISTIC": 1}, 0), ({"DETERMINISTIC": 1, "PACK": 1}, 15)):
         lade.config_lade(**settings)
         model.generate(**prompt(), max_new_tokens=NEW)

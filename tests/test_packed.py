@@ -102,7 +102,7 @@ def test_half_precision_texts_do_not_change_by_it(lade_on, products, batch_size,
     inputs, found = prompt(batch_size=batch_size), []
     for free in (0, 1 << 40):
         monkeypatch.setattr(packed, "free_bytes", lambda free=free: free)
-        copies_of(model).num_generated = packed.TOKENS_BEFORE_PACKING
+        copies_of(model).num_tokens = packed.TOKENS_BEFORE_PACKING
         text, stats = generate(model, inputs, do_sample=False)
         assert bool(products) == bool(stats.packed_weights) == bool(free)
         found.append((text.tolist(), stats.block_tokens))
@@ -580,7 +580,7 @@ def test_limits_of_groups_count(files):
 
 def test_what_does_not_fit_is_not_packed(lade_on, products, monkeypatch):
     model = tiny_llama(DTYPE)
-    copies_of(model).num_generated = packed.TOKENS_BEFORE_PACKING
+    copies_of(model).num_tokens = packed.TOKENS_BEFORE_PACKING
     largest, smallest = 64 * 48 * DTYPE.itemsize, 48 * 24 * DTYPE.itemsize  # of the MLP, of keys
     monkeypatch.setattr(packed, "free_bytes", lambda: 2 * (largest + smallest + 1))
     _, stats = generate(model, prompt())
@@ -602,14 +602,14 @@ def test_changes_are_noticed_whatever_memory_allows(lade_on, products, monkeypat
         for _ in range(3):
             generate(model, prompt())
             merge_adapter(model)
-        counts.append((copies_of(model).num_generated, copies_of(model).is_planned))
+        counts.append((copies_of(model).num_tokens, copies_of(model).is_planned))
     assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(("free", "pack", "count"), [(0, "auto", 0), (0, 1, 0), (None, "auto", 0), (None, 1, 15)])
 def test_no_memory_or_not_known(lade_on, products, monkeypatch, free, pack, count):
     model = tiny_llama(DTYPE)
-    copies_of(model).num_generated = packed.TOKENS_BEFORE_PACKING
+    copies_of(model).num_tokens = packed.TOKENS_BEFORE_PACKING
     monkeypatch.setattr(packed, "free_bytes", lambda: free)
     lade.config_lade(PACK=pack)
     _, stats = generate(model, prompt())

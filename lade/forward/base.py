@@ -27,7 +27,8 @@ class BlockCall:
 
     stats: receives counts, and under `reasons` why a path that was asked for is not used. device: where the prompt's
     ids lie. key_mask: as in `Block`, for the whole call. wanted: further arguments of the model, such as
-    output_hidden_states. num_new: the most to generate. num_slots: slots that the cache starts with.
+    output_hidden_states. num_prompt: of the prompts that are not cached, over all rows. num_new: the most to generate.
+    num_slots: slots that the cache starts with.
     """
 
     adapter: ModelAdapter
@@ -37,6 +38,7 @@ class BlockCall:
     key_mask: Tensor | None = None
     wanted: dict[str, Any] = field(default_factory=dict)
     num_rows: int = 1
+    num_prompt: int = 0
     num_new: int = 0
     num_slots: int = 0
 

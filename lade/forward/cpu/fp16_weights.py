@@ -81,9 +81,10 @@ def _exponent(weight: Tensor) -> int | None:
 
 def _packed_part(rows: Tensor, exponent: int | None) -> Any:
     """Some rows of a weight in FBGEMM's layout; None if float16 does not hold them."""
-    if exponent is None or (rows.dtype == torch.float32 and (rows.view(torch.int32) & MORE_BITS).any()):
+    if exponent is None or (rows.dtype == torch.float32 and (rows.view(torch.int32) & MORE_BITS).max()):
         return None
-    return torch.ops.quantized.linear_prepack_fp16(rows.float() * 2.0**exponent, None)
+    scaled = torch.mul(rows, 2.0**exponent, out=torch.empty(rows.shape, dtype=torch.float32, device=rows.device))
+    return torch.ops.quantized.linear_prepack_fp16(scaled, None)
 
 
 def packs_fp16(dtype: torch.dtype) -> bool:

@@ -50,8 +50,10 @@ PACKED_FOR = 16  # rows that the layout is chosen for
 # New tokens that calls must have generated or asked for before their model is packed, which costs about ten plain
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
-TOKENS_BEFORE_FP16 = 192  # likewise, of a model in 16 bits, whose packing costs some eighty plain steps
 FIRST_TOKENS = 8  # generated before: an answer that ends at once does not pay for packing
+# Likewise, generated and of prompts, of a model in 16 bits: packing costs some fifty plain steps, and each token gains
+# about half of one, those of a prompt too. A long prompt pays for it at once.
+TOKENS_BEFORE_FP16 = 128
 PORTIONS = 6  # steps over which packing is spread
 LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
 LARGE_BYTES = 1 << 29  # of copies whose making is said
@@ -121,7 +123,7 @@ class ModelCopies:
 
     copies: Copies = field(default_factory=dict)
     trial: Trial = field(default_factory=Trial)
-    num_generated: int = 0  # tokens since the weights last changed
+    num_tokens: int = 0  # that count for packing, since the weights last changed
     num_changes: int = 0  # times that weights were found changed
     is_planned: bool = False  # whether calls have gone through all weights
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -139,7 +141,7 @@ class ModelCopies:
                 id(weight): copy for weight in weights if (copy := known.get(id(weight))) and copy.is_current(weight)
             }
             if len(kept) < len(known):
-                self.num_changes, self.num_generated, self.is_planned = self.num_changes + 1, 0, False
+                self.num_changes, self.num_tokens, self.is_planned = self.num_changes + 1, 0, False
             self.copies = {id(weight): kept.get(id(weight)) or PackedWeight() for weight in weights}
 
 
@@ -163,7 +165,8 @@ class Packing:
         """weights: to pack, largest first. is_asked: at once, whatever the call's length."""
         self.call, self.weights, self.is_asked = call, weights, is_asked
         self.is_exact, self.dtype = call.adapter.is_exact, call.adapter.dtype
-        self.is_fp16 = packs_fp16(self.dtype)
+        self.is_fp16, self.packs_prompts = packs_fp16(self.dtype), packs_prompts(call.adapter)
+        self._num_prompt = call.num_prompt if self.packs_prompts else 0
         self.has_same_bits = not (self.is_exact or self.is_fp16)  # as torch's own products
         self.shared = copies_of(call.adapter.model)
         self._first_length: int | None = None
@@ -172,7 +175,7 @@ class Packing:
         self._num_refused = 0
         self.shared.drop_changed(weights)
         self.copies = dict(self.shared.copies)
-        if is_asked or self.shared.is_planned:
+        if is_asked or self.shared.is_planned or self.shared.num_tokens + self._num_prompt >= self._least_tokens:
             self._pack(inf)
 
     @property
@@ -189,19 +192,13 @@ class Packing:
         return ("packed",) if self.has_same_bits or first is not None else ()
 
     @property
-    def serves_prompts(self) -> bool:
-        """Whether prompts gain by packed weights, too: in 16 bits, without fast products of the processor's own."""
-        return not self.is_exact and self.kind == (FP16,)
+    def serves_prompt(self) -> bool:
+        return self.packs_prompts and self.kind == (FP16,)
 
     @property
     def _least_tokens(self) -> int:
-        """Tokens, generated or asked for, from which on packing pays."""
-        least = TOKENS_BEFORE_FP16 if self.is_fp16 and not self.is_exact else TOKENS_BEFORE_PACKING
+        least = TOKENS_BEFORE_FP16 if self.packs_prompts else TOKENS_BEFORE_PACKING
         return least << min(self.shared.num_changes, MOST_DOUBLINGS)
-
-    @property
-    def _will_pay(self) -> bool:
-        return self.shared.num_generated + self.call.num_new >= self._least_tokens
 
     def begin_step(self, length: int) -> None:
         """Pack a share of the weights before a step, if calls are long enough to pay for it.
@@ -210,8 +207,12 @@ class Packing:
         """
         if self._first_length is None:
             self._first_length = length
-        num_generated = self.shared.num_generated + length - self._first_length
-        if num_generated >= FIRST_TOKENS and self._will_pay and self._num_done < len(self.weights):
+        num_tokens = self.shared.num_tokens + length - self._first_length
+        if self.packs_prompts:
+            pays = num_tokens >= self._least_tokens
+        else:
+            pays = num_tokens >= FIRST_TOKENS and self.shared.num_tokens + self.call.num_new >= self._least_tokens
+        if pays and self._num_done < len(self.weights):
             self._pack(sum(weight.nbytes for weight in self.weights) // PORTIONS)
 
     def _pack(self, portion: float) -> None:
@@ -246,7 +247,7 @@ class Packing:
         if free is None and not self.is_asked and missing:
             self._note("how much memory is free is not known (PACK=1 packs all the same)")
             return 0.0
-        if missing > room and self.is_fp16 and not self.is_exact:
+        if missing > room and self.packs_prompts:
             notify_once("too little memory is free to pack the weights; texts may differ from those with packed ones")
             return 0.0  # all or none, since a packed weight may change a text
         if LARGE_BYTES <= missing <= room:
@@ -261,7 +262,7 @@ class Packing:
         """Record what was packed and why not more. num_generated: tokens of the call."""
         shared, stats = self.shared, self.call.stats
         with shared.lock:
-            shared.num_generated += num_generated
+            shared.num_tokens += num_generated + self._num_prompt
         used = [copy for copy in self.copies.values() if copy.packed is not None]
         stats.packed_weights, stats.packed_bytes = len(used), sum(copy.num_bytes for copy in used)
         if self._num_refused:
@@ -270,7 +271,7 @@ class Packing:
                 f"{self._num_refused} weights are not packed: too little of the {free} MiB of free memory would be left"
             )
         if not shared.is_planned:
-            self._note(f"packing pays from {self._least_tokens} generated tokens on, and takes some steps")
+            self._note(f"packing pays from {self._least_tokens} tokens on, and takes some steps")
         if shared.trial.refusal:
             self._note(shared.trial.refusal)
 
@@ -367,15 +368,20 @@ def begin_packing(call: BlockCall) -> Packing | None:
         copies_of(adapter.model).drop()
     elif config.num_workers > 1 and not is_asked:
         reason = "each of several processes would keep a copy (PACK=1 does)"
-    elif is_fixed and packs_fp16(adapter.dtype) and not (adapter.is_exact or is_asked):
+    elif is_fixed and packs_prompts(adapter) and not is_asked:
         reason = "with DETERMINISTIC=1 no text may depend on earlier calls, whose tokens decide when packing begins"
-    elif call.num_new < LEAST_NEW_TOKENS and not is_asked:
+    elif call.num_new + call.num_prompt * packs_prompts(adapter) < LEAST_NEW_TOKENS and not is_asked:
         reason = f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights"
     weights = weights_to_pack(adapter) if reason is None else []
     if not weights:
         call.stats.reasons["packed"] = reason or "the model has no linear layers that gain by it"
         return None
     return Packing(call, weights, is_asked)
+
+
+def packs_prompts(adapter: ModelAdapter) -> bool:
+    """Whether prompts gain by packed weights, too: in 16 bits, where the processor has no fast products of its own."""
+    return packs_fp16(adapter.dtype) and not adapter.is_exact
 
 
 def packing_reason(adapter: ModelAdapter) -> str | None:

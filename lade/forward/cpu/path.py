@@ -35,7 +35,7 @@ class CpuPath(ForwardPath):
     def prompt_model(self) -> Any:
         """Packed as well, where torch's own product of the prompt takes several times as long."""
         model = self.adapter.prompt_model
-        if self.packing is None or not self.packing.serves_prompts:
+        if self.packing is None or not self.packing.serves_prompt:
             return model
         shadow = shadow_model(model)
         pack_layers(shadow, self.packing)
