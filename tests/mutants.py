@@ -297,7 +297,7 @@ MUTANTS = [
            "elif is_fixed and packs_fp16(adapter.dtype)", "elif False and packs_fp16(adapter.dtype)",
            "fp16_weights.py::test_deterministic_texts_do_not_depend_on_earlier_calls"),
     mutant("packed weights: more memory is taken than is free", "forward/cpu/packed.py",
-           "if weight.nbytes > self._room:", "if weight.nbytes > 2 * self._room + 1:",
+           "if weight.nbytes <= room:", "if weight.nbytes <= 2 * room + 1:",
            "packed.py::test_what_does_not_fit_is_not_packed"),
     mutant("trial: a difference is no reason", "common/trial.py",
            "            self.reasons[kind] = problem\n        return problem", "            pass\n        return None",

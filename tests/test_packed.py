@@ -332,7 +332,7 @@ def test_settings_that_rule_it_out(lade_on, products, settings, monkeypatch):
 
 
 def test_packed_when_calls_pay_for_it(lade_on, products):
-    """A share of the weights before each step, once enough tokens are generated or asked for."""
+    """Once enough tokens are generated or asked for."""
     model = tiny_llama(DTYPE)
     counts = []
     for length in (20, 20, 60, 20):
@@ -344,7 +344,7 @@ def test_packed_when_calls_pay_for_it(lade_on, products):
     assert lade.last_stats().reasons.get("packed").startswith("a call for fewer than 16 tokens")
 
 
-def test_packing_is_spread_over_steps_and_waits_for_the_first(lade_on, products, monkeypatch):
+def test_packing_waits_for_the_first_tokens(lade_on, products, monkeypatch):
     model, lengths = tiny_llama(DTYPE), note_calls(monkeypatch, Packing, "begin_step", lambda _, length: length)
     at = note_calls(monkeypatch, PackedWeight, "fill", lambda *_: len(lengths))
     kinds = note_calls(monkeypatch, StepCosts, "at", lambda costs, kind, *_: kind)
@@ -352,23 +352,10 @@ def test_packing_is_spread_over_steps_and_waits_for_the_first(lade_on, products,
     expected = generate_plain(model, prompt(), max_new_tokens=80)
     found = model.generate(**prompt(), max_new_tokens=80)
     assert torch.bfloat16 == DTYPE or torch.equal(found, expected)
-    assert len(at) == 15
     due = next(i for i, length in enumerate(lengths) if length - lengths[0] >= packed.FIRST_TOKENS)
-    assert min(at) == due + 1
-    assert 4 <= len(set(at)) <= packed.PORTIONS
-    assert "packed" not in kinds[at[-1] - 1]
-    assert "packed" in kinds[-1]
-
-
-def test_a_call_of_few_steps_packs_by_itself(lade_on, products):
-    """Tokens count, not steps: the next call, a short one perhaps, is not left to pay for it."""
-    model, inputs = tiny_llama(DTYPE), prompt()
-    text = generate_plain(model, inputs, max_new_tokens=96)[0, inputs["input_ids"].shape[1] :]
-    with lade.enabled(PREDICTION=text, ADAPTIVE=0, MODE="tree", MAX_BLOCK=12):
-        model.generate(**inputs, max_new_tokens=96)
-    stats = lade.last_stats()
-    assert stats.packed_weights == 15
-    assert stats.steps <= packed.FIRST_TOKENS + packed.PORTIONS - 1  # too few if steps counted
+    assert at == 15 * [due + 1]
+    assert "packed" not in kinds[due + 1]  # the first kind is of no step
+    assert "packed" in kinds[due + 2]
 
 
 def test_large_models_say_it(pack_asked, monkeypatch, caplog):

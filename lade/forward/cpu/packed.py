@@ -7,10 +7,9 @@ weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, a
 FBGEMM's copies are in float16 (`lade.forward.cpu.fp16_weights`). Processors with fast products of their own have
 oneDNN's, in the weights' dtype.
 
-A model is packed while it decodes, a share of its weights before each step, once calls are long enough to pay for it.
-The copies are shared by its calls and freed with it. Before each call that uses them, checksums show whether the
-weights have changed since: a write through `weight.data`, such as merging an adapter, changes neither the address nor
-the version counter of a parameter.
+A model is packed once its calls are long enough to pay for it. The copies are shared by its calls and freed with it.
+Before each call that uses them, checksums show whether the weights have changed since: a write through `weight.data`,
+such as merging an adapter, changes neither the address nor the version counter of a parameter.
 
 Source: the operators that torch.compile's freezing uses, `mkldnn::_reorder_linear_weight` and
 `mkldnn::_linear_pointwise`.
@@ -54,7 +53,6 @@ FIRST_TOKENS = 8  # generated before: an answer that ends at once does not pay f
 # Likewise, generated and of prompts, of a model in 16 bits: packing costs some fifty plain steps, and each token gains
 # about half of one, those of a prompt too. A long prompt pays for it at once.
 TOKENS_BEFORE_FP16 = 128
-PORTIONS = 6  # steps over which packing is spread
 LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
 LARGE_BYTES = 1 << 29  # of copies whose making is said
 # The share of free memory that the copies may take.
@@ -170,13 +168,11 @@ class Packing:
         self.has_same_bits = not (self.is_exact or self.is_fp16)  # as torch's own products
         self.shared = copies_of(call.adapter.model)
         self._first_length: int | None = None
-        self._num_done = 0
-        self._room: float | None = None  # bytes that the copies may still take; None if not asked yet
-        self._num_refused = 0
+        self._num_refused = 0  # weights, for want of memory
         self.shared.drop_changed(weights)
         self.copies = dict(self.shared.copies)
         if is_asked or self.shared.is_planned or self.shared.num_tokens + self._num_prompt >= self._least_tokens:
-            self._pack(inf)
+            self._pack()
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -201,9 +197,9 @@ class Packing:
         return least << min(self.shared.num_changes, MOST_DOUBLINGS)
 
     def begin_step(self, length: int) -> None:
-        """Pack a share of the weights before a step, if calls are long enough to pay for it.
+        """Pack the model before a step, if calls are long enough to pay for it.
 
-        length: tokens of the text so far. How many weights depends on tokens and steps alone, not on a clock.
+        length: tokens of the text so far.
         """
         if self._first_length is None:
             self._first_length = length
@@ -212,39 +208,33 @@ class Packing:
             pays = num_tokens >= self._least_tokens
         else:
             pays = num_tokens >= FIRST_TOKENS and self.shared.num_tokens + self.call.num_new >= self._least_tokens
-        if pays and self._num_done < len(self.weights):
-            self._pack(sum(weight.nbytes for weight in self.weights) // PORTIONS)
+        if pays and not self.shared.is_planned:
+            self._pack()
 
-    def _pack(self, portion: float) -> None:
-        """Pack the next weights, of `portion` bytes or a little more, as far as memory allows."""
+    def _pack(self) -> None:
+        """Pack the weights that are not yet, as far as memory allows."""
+        missing = [(weight, copy) for weight in self.weights if (copy := self.copies[id(weight)]).packed is None]
+        room = self._free_room(sum(weight.nbytes for weight, _ in missing)) if missing else 0.0
         chosen = []
-        while portion > 0 and self._num_done < len(self.weights):
-            weight = self.weights[self._num_done]
-            copy, portion, self._num_done = self.copies[id(weight)], portion - weight.nbytes, self._num_done + 1
-            if copy.packed is not None:
-                continue
-            if self._room is None:
-                self._room = self._free_room()
-            if weight.nbytes > self._room:
+        for weight, copy in missing:
+            if weight.nbytes <= room:
+                room -= weight.nbytes
+                chosen.append((weight, copy))
+            else:
                 self._num_refused += 1
                 copy.note(weight)  # whether a change is noticed must not depend on the free memory
-                continue
-            self._room -= weight.nbytes
-            chosen.append((weight, copy))
         with self.shared.lock:
             chosen = [(weight, copy) for weight, copy in chosen if copy.packed is None]  # or another thread was faster
             found = pack_fp16([weight for weight, _ in chosen]) if self.is_fp16 else [None] * len(chosen)
             for (weight, copy), fp16 in zip(chosen, found, strict=True):
                 copy.fill(weight, fp16)
-        if self._num_done == len(self.weights):
-            self.shared.is_planned = True
+        self.shared.is_planned = True
 
-    def _free_room(self) -> float:
-        """Bytes that the copies may take, in the dtype of the weights."""
+    def _free_room(self, missing: int) -> float:
+        """Bytes that further copies may take, in the dtype of the weights. missing: bytes of the weights to pack."""
         free = free_bytes()
-        missing = sum(weight.nbytes for weight in self.weights if self.copies[id(weight)].packed is None)
         room = inf if free is None else free * (LARGEST_SHARE if self.is_asked else COMFORTABLE_SHARE)
-        if free is None and not self.is_asked and missing:
+        if free is None and not self.is_asked:
             self._note("how much memory is free is not known (PACK=1 packs all the same)")
             return 0.0
         if missing > room and self.packs_prompts:
@@ -271,7 +261,7 @@ class Packing:
                 f"{self._num_refused} weights are not packed: too little of the {free} MiB of free memory would be left"
             )
         if not shared.is_planned:
-            self._note(f"packing pays from {self._least_tokens} tokens on, and takes some steps")
+            self._note(f"packing pays from {self._least_tokens} tokens on")
         if shared.trial.refusal:
             self._note(shared.trial.refusal)
 
