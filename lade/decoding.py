@@ -111,7 +111,7 @@ class DecodingCall:
             key_mask=self.key_mask,
             wanted=self.selection.recorder.model_arguments,
             num_rows=batch_size,
-            num_prompt=batch_size * (prompt_length - request.cached_length),
+            num_prompt=batch_size * request.num_uncached,
             num_new=num_new,
             num_slots=prompt_length + min(num_new, FIRST_CAPACITY) + config.max_block_tokens,
         )

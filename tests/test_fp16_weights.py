@@ -63,13 +63,19 @@ def test_a_product_is_torchs_within_rounding(monkeypatch, dtype, shape, has_bias
 
 
 def test_small_elements_beside_a_large_one():
-    """To 2**-39 of the largest element; plain rounding to float16 would lose more than float32 does."""
+    """To 2**-39 of the largest element; plain rounding to float16 would lose more than float32 does. A row of small
+    ones alone must be held, since a float32 product would keep them."""
     weight = torch.full((16, 16), 2.0**-30) * torch.linspace(1, 2, 16).bfloat16().float()
-    weight[0, 0] = 1.0
+    weight[:, 0] = 1.0
     (copied,) = pack_fp16([weight])
     found = copied.multiply(torch.eye(16), None).T
     assert float((found - weight).abs().max()) <= 2.0**-39
     assert float((weight.half().float() - weight).abs().max()) > 2.0**-32
+    weight[3] = 2.0**-34
+    weight[3, 5] *= 1 + 2.0**-7
+    assert pack_fp16([weight]) == [None]
+    weight[3, 5] = weight[3, 0]
+    assert torch.equal(pack_fp16([weight])[0].multiply(torch.eye(16), None).T[3], weight[3])
 
 
 @pytest.mark.parametrize("element", [1 / 3, float("inf"), float("nan")])
@@ -79,7 +85,7 @@ def test_what_float16_does_not_hold(element):
     refused, held = pack_fp16(weights)
     assert refused is None
     assert isinstance(held, Fp16Weight)
-    assert pack_fp16([torch.full((8, 8), 2.0**-126)]) == [None]
+    assert pack_fp16([torch.full((8, 8), 2.0**-80)]) == [None]
     assert pack_fp16([torch.zeros(8, 8)])[0].multiply(torch.ones(1, 8), None).abs().max() == 0
 
 
@@ -87,6 +93,22 @@ def test_weights_made_in_inference_mode():
     with torch.inference_mode():
         weight = torch.randn(16, 32).bfloat16().float()
     assert isinstance(pack_fp16([weight])[0], Fp16Weight)
+
+
+def test_an_empty_input():
+    (copied,) = pack_fp16([torch.ones(16, 32)])
+    assert copied.multiply(torch.ones(0, 32), None).shape == (0, 16)
+
+
+def test_where_no_thread_can_be_started(monkeypatch):
+    """As when a thread outlives the main one."""
+    expected = pack_fp16([torch.ones(16, 32)])[0].multiply(torch.ones(1, 32), None)
+
+    def refuse(*_):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(fp16_weights.ThreadPoolExecutor, "submit", refuse)
+    assert torch.equal(pack_fp16([torch.ones(16, 32)])[0].multiply(torch.ones(1, 32), None), expected)
 
 
 def test_a_row_that_is_no_number_leaves_the_others():
@@ -170,6 +192,52 @@ def test_others_in_float32_are_packed_by_onednn(slow):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_weight_that_is_written_while_it_is_packed(slow, monkeypatch, dtype):
+    """The next call notices it. Not a first weight of its shape, whose product is compared."""
+    model = model_of(dtype)
+
+    def and_write(weights):
+        found = pack_fp16(weights)
+        model.model.layers[1].mlp.gate_proj.weight.data.mul_(-3)
+        return found
+
+    monkeypatch.setattr(packed, "pack_fp16", and_write)
+    lade.config_lade(PACK=1)
+    model.generate(**prompt(), max_new_tokens=NEW)
+    before = dict(copies_of(model).copies)
+    monkeypatch.setattr(packed, "pack_fp16", pack_fp16)
+    model.generate(**prompt(), max_new_tokens=NEW)
+    changed = [key for key, copy in copies_of(model).copies.items() if copy is not before[key]]
+    assert changed == [id(model.model.layers[1].mlp.gate_proj.weight)]
+    assert copies_of(model).copies[changed[0]].packed is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_call_does_not_see_what_others_pack(slow, dtype):
+    model = model_of(dtype)
+    path = path_for(call_of(model))
+    assert path_for(call_of(model, pack=True)).packing.packed
+    assert not path.packing.packed
+    assert FP16 not in path.kind
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_weights_that_nothing_packs(slow, monkeypatch, dtype):
+    """They are tried once, until they change."""
+    model, tried = model_of(dtype), note_calls(monkeypatch, packed, "pack_fp16", len)
+    model.lm_head.weight.data[0, 0] = float("nan")
+    lade.config_lade(PACK=1)
+    for _ in range(2):
+        model.generate(**prompt(), max_new_tokens=NEW)
+        assert lade.last_stats().packed_weights == NUM_LAYERS - 1
+        assert lade.last_stats().reasons["packed"].startswith("1 weights are not packed: float16 does not hold them")
+    assert [count for count in tried if count] == [NUM_LAYERS]
+    model.lm_head.weight.data[0, 0] = 0.0
+    model.generate(**prompt(), max_new_tokens=NEW)
+    assert lade.last_stats().packed_weights == NUM_LAYERS
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_packed_when_calls_pay_for_it(slow, dtype):
     """In 16 bits the tokens that there were and those of the prompt count, not those that are asked for."""
     is_exact, counts = dtype == torch.float32, []
@@ -201,6 +269,23 @@ def test_short_answers_to_long_prompts(slow, dtype):
     other.generate(text, past_key_values=cache, **wanted)
     assert lade.last_stats().packed_weights == 0
     assert lade.last_stats().generated_tokens
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_tokens_of_prompts_that_are_not_ids(slow, dtype):
+    """Embeddings, and the end of a prompt whose beginning is cached, with the mask of both."""
+    model, inputs = model_of(dtype), prompt(length=packed.TOKENS_BEFORE_FP16)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    model.generate(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], max_new_tokens=NEW)
+    assert lade.last_stats().packed_weights == NUM_LAYERS
+    other = model_of(dtype)
+    wanted = {"max_new_tokens": packed.LEAST_NEW_TOKENS, "return_dict_in_generate": True}
+    first = generate_plain(other, inputs, **wanted)
+    ids = torch.cat([first.sequences[:, -1:], torch.ones(1, 20, dtype=torch.long)], dim=-1)
+    mask = torch.ones(1, first.sequences.shape[1] + 20, dtype=torch.long)
+    result = other.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, **wanted)
+    assert lade.last_stats().fallback_reason is None
+    assert copies_of(other).num_tokens == result.sequences.shape[1]  # of these 21, and 16 new ones
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

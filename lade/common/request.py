@@ -69,6 +69,12 @@ class Request:
         return max(part.shape[1] for part in known if part is not None)
 
     @property
+    def num_uncached(self) -> int:
+        """Tokens of a row in the prompt's forward. Where fewer ids are given than are cached, they are its end."""
+        num_more = self.prompt_length - self.cached_length
+        return num_more if num_more > 0 else self.input_ids.shape[1]
+
+    @property
     def num_new(self) -> int:
         """The most tokens to generate: max_length counts from input_ids, which may be empty or the prompt's end."""
         return int(self.generation_config.max_length) - self.input_ids.shape[1]

@@ -71,9 +71,9 @@ def assumed_costs(model: Any, kind: tuple[str, ...], batch_size: int) -> dict[in
     """
     found: Mapping[int, float] = ON_ACCELERATORS
     if model.device.type == "cpu":
-        tables = FAST_PRODUCTS if has_fast_products(model.dtype) else SLOW_PRODUCTS
-        num_bytes = sum(weight.nbytes for weight in model.parameters())
         is_fp16 = FP16 in kind  # multiplied in float32, whatever the dtype
+        tables = FAST_PRODUCTS if has_fast_products(model.dtype) and not is_fp16 else SLOW_PRODUCTS
+        num_bytes = sum(weight.nbytes for weight in model.parameters())
         dtype = "float32" if model.dtype.itemsize >= 4 or is_fp16 else "bfloat16"
         layout = FP16 if is_fp16 else "packed" if "packed" in kind else "own"
         found = tables[dtype, "small" if num_bytes <= SMALL_BYTES else layout]

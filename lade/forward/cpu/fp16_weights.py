@@ -1,8 +1,8 @@
 """Weights in float16 that FBGEMM multiplies with rows in float32, for processors without fast products of a few rows.
 
-Most checkpoints are in 16 bits. Scaled by a power of two, such a weight is the same number in float16, also where the
-model was loaded in float32, of which a product then reads half as many bytes. Products are summed in float32 and
-rounded once, as torch's own are.
+Most checkpoints are in 16 bits. Scaled by a power of two, such a weight is the same in float16 within float32's
+rounding, also where the model was loaded in float32, of which a product then reads half as many bytes. Products are
+summed in float32, in another order than torch's, and rounded once.
 
 Source: the operators of torch's dynamic quantization, `quantized::linear_prepack_fp16` and `linear_dynamic_fp16`.
 """
@@ -10,7 +10,7 @@ Source: the operators of torch's dynamic quantization, `quantized::linear_prepac
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import frexp, isfinite
@@ -24,11 +24,12 @@ from lade.common.processor import has_fast_products
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENGINES = ("fbgemm", "x86")  # of torch.backends.quantized
 # Elements are scaled to less than 2 to this power, since float16 holds numbers below 2**16. Small ones are rounded to
-# multiples of 2**-24. The error, at most 2**-39 of the largest element, is far below a float32 product's own.
-LARGEST_EXPONENT = 15
-MOST_SCALED = 120  # the exponent of a scale, which a float32 must hold, and its inverse
+# multiples of 2**-24, if their row has a larger one than this: the error is then at most 2**-24 of that, a float32's.
+LARGEST_EXPONENT, SMALL_ROW = 15, 0.5
+MOST_SCALED = 60  # the exponent of a scale, with which inputs are multiplied
 MORE_BITS = (1 << 13) - 1  # of a float32's mantissa, than float16 has
-PART_ELEMENTS = 1 << 23  # of a weight, packed at once by one thread from a scaled copy
+PART_ELEMENTS = 1 << 23  # of a weight, packed by one thread from a scaled copy
+PARTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,46 +46,61 @@ class Fp16Weight:
         product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         if bias is not None:
             product += bias
-        return product.to(input.dtype).view(*input.shape[:-1], -1)
+        return product.to(input.dtype).view(*input.shape[:-1], product.shape[-1])
 
 
 def pack_fp16(weights: Sequence[Tensor]) -> list[Fp16Weight | None]:
-    """Weights [N, K] in float16; None for one whose elements are not float16 numbers times a power of two.
-
-    By as many threads as torch uses, because FBGEMM packs with one.
-    """
-    with torch.inference_mode(False), ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        exponents = [_exponent(weight.detach()) for weight in weights]
-        begun = [
-            [pool.submit(_packed_part, rows, exponent) for rows in _split(weight.detach())]
-            for weight, exponent in zip(weights, exponents, strict=True)
+    """Weights [N, K] in float16; None for one that float16, times a power of two, does not hold."""
+    with torch.inference_mode(False), torch.no_grad():
+        exponents = [_exponent(weight) for weight in weights]
+        parts = [
+            (place, rows, exponent)
+            for place, (weight, exponent) in enumerate(zip(weights, exponents, strict=True))
+            if exponent is not None
+            for rows in weight.detach().split(max(1, PART_ELEMENTS // weight.shape[1]))
         ]
-        packed = [[part.result() for part in parts] for parts in begun]
+        packed: list[list[Any]] = [[] for _ in weights]
+        for start in range(0, len(parts), PARTS_AT_ONCE):
+            some = parts[start : start + PARTS_AT_ONCE]
+            scaled = [_scaled(rows, exponent) for _, rows, exponent in some]
+            for (place, *_), part in zip(some, _in_threads(_packed_part, scaled), strict=True):
+                packed[place].append(part)
     return [
-        None if exponent is None or any(part is None for part in parts) else Fp16Weight(parts, 2.0**-exponent)
-        for parts, exponent in zip(packed, exponents, strict=True)
+        None if exponent is None or any(part is None for part in found) else Fp16Weight(found, 2.0**-exponent)
+        for found, exponent in zip(packed, exponents, strict=True)
     ]
 
 
-def _split(weight: Tensor) -> Sequence[Tensor]:
-    return weight.split(max(1, PART_ELEMENTS // weight.shape[1]))
+def _in_threads(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+    """The results of a function, which FBGEMM runs in one thread, by as many threads as torch uses."""
+    try:
+        with ThreadPoolExecutor(min(len(items), torch.get_num_threads())) as pool:
+            return list(pool.map(function, items))
+    except RuntimeError:  # no further threads: their number is limited, or the program is ending
+        return list(map(function, items))
 
 
 def _exponent(weight: Tensor) -> int | None:
-    """The power of two to scale a weight by; None if not all elements are finite, or float32 does not hold it."""
-    largest = max(abs(float(end)) for end in torch.aminmax(weight))
+    """The power of two to scale a weight by; None if not all elements are finite, or it is too large."""
+    largest = max(abs(float(end)) for end in torch.aminmax(weight.detach()))
     if not isfinite(largest):
         return None
     exponent = LARGEST_EXPONENT - frexp(largest)[1]
     return exponent if abs(exponent) <= MOST_SCALED else None
 
 
-def _packed_part(rows: Tensor, exponent: int | None) -> Any:
-    """Some rows of a weight in FBGEMM's layout; None if float16 does not hold them."""
-    if exponent is None or (rows.dtype == torch.float32 and (rows.view(torch.int32) & MORE_BITS).max()):
+def _scaled(rows: Tensor, exponent: int) -> Tensor | None:
+    """Some rows of a weight times a power of two, in float32; None if float16 does not hold them."""
+    if rows.dtype == torch.float32 and (rows.view(torch.int32) & MORE_BITS).max():
         return None
     scaled = torch.mul(rows, 2.0**exponent, out=torch.empty(rows.shape, dtype=torch.float32, device=rows.device))
-    return torch.ops.quantized.linear_prepack_fp16(scaled, None)
+    low, high = scaled.aminmax(dim=1)
+    small = scaled[torch.maximum(-low, high) < SMALL_ROW]
+    return scaled if torch.equal(small.half().float(), small) else None
+
+
+def _packed_part(scaled: Tensor | None) -> Any:
+    return None if scaled is None else torch.ops.quantized.linear_prepack_fp16(scaled, None)
 
 
 def packs_fp16(dtype: torch.dtype) -> bool:

@@ -44,7 +44,8 @@ from lade.models.base import ModelAdapter
 # million elements gain.
 LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
 SMALL_ELEMENTS = 3 << 15  # if they do: below this, a call costs more than it gains
-MOST_ROWS = 128  # of an input: beyond, the layout matters little, and each new number of rows would need a comparison
+# Rows of an input: beyond, oneDNN's layout matters little. Each number of rows up to this is compared with torch's own.
+MOST_ROWS = 128
 PACKED_FOR = 16  # rows that the layout is chosen for
 # New tokens that calls must have generated or asked for before their model is packed, which costs about ten plain
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
@@ -90,8 +91,9 @@ class PackedWeight:
 
     identity: Hashable = None
     checksums: Tensor | None = None
-    packed: PackedCopy | None = None  # None if it was not made yet, or memory was short
+    packed: PackedCopy | None = None  # None if it was not made yet, memory was short, or no library takes the weight
     num_bytes: int = 0  # of the copy
+    is_refused: bool = False  # by the libraries
 
     def note(self, weight: Tensor) -> None:
         """Remember a weight's present state."""
@@ -99,11 +101,11 @@ class PackedWeight:
 
     def fill(self, weight: Tensor, fp16: Fp16Weight | None) -> None:
         """Keep the copy of a weight. fp16: the one in float16; without it oneDNN makes one, if it can."""
-        self.note(weight)
         if fp16 is not None:
             self.packed, self.num_bytes = fp16, weight.numel() * torch.half.itemsize
         elif onednn_error(weight.dtype) is None:
             self.packed, self.num_bytes = pack(weight), weight.nbytes
+        self.is_refused = self.packed is None
 
     def is_current(self, weight: Tensor) -> bool:
         """Whether a weight is unchanged since it was packed, or was not for want of memory."""
@@ -171,6 +173,9 @@ class Packing:
         self._num_refused = 0  # weights, for want of memory
         self.shared.drop_changed(weights)
         self.copies = dict(self.shared.copies)
+        # By the weights' ids. Another call that packs meanwhile does not change them, as it might change the text.
+        self.packed: dict[int, PackedCopy] = {}
+        self.is_planned = False  # whether the call has gone through all weights
         if is_asked or self.shared.is_planned or self.shared.num_tokens + self._num_prompt >= self._least_tokens:
             self._pack()
 
@@ -180,12 +185,11 @@ class Packing:
 
         Where packed products have torch's bits, the text must not depend on the free memory, so nor may the costs.
         """
-        if not self.shared.is_planned:
+        if not self.is_planned:
             return ()
-        first = next((copy.packed for copy in self.copies.values() if copy.packed is not None), None)
-        if isinstance(first, Fp16Weight):
+        if isinstance(next(iter(self.packed.values()), None), Fp16Weight):
             return (FP16,)
-        return ("packed",) if self.has_same_bits or first is not None else ()
+        return ("packed",) if self.has_same_bits or self.packed else ()
 
     @property
     def serves_prompt(self) -> bool:
@@ -203,32 +207,34 @@ class Packing:
         """
         if self._first_length is None:
             self._first_length = length
-        num_tokens = self.shared.num_tokens + length - self._first_length
+        num_tokens = self.shared.num_tokens + (length - self._first_length) * self.call.num_rows
         if self.packs_prompts:
             pays = num_tokens >= self._least_tokens
         else:
             pays = num_tokens >= FIRST_TOKENS and self.shared.num_tokens + self.call.num_new >= self._least_tokens
-        if pays and not self.shared.is_planned:
+        if pays and not self.is_planned:
             self._pack()
 
     def _pack(self) -> None:
         """Pack the weights that are not yet, as far as memory allows."""
-        missing = [(weight, copy) for weight in self.weights if (copy := self.copies[id(weight)]).packed is None]
+        copies = [(weight, self.copies[id(weight)]) for weight in self.weights]
+        missing = [(weight, copy) for weight, copy in copies if copy.packed is None and not copy.is_refused]
         room = self._free_room(sum(weight.nbytes for weight, _ in missing)) if missing else 0.0
         chosen = []
-        for weight, copy in missing:
-            if weight.nbytes <= room:
-                room -= weight.nbytes
-                chosen.append((weight, copy))
-            else:
-                self._num_refused += 1
-                copy.note(weight)  # whether a change is noticed must not depend on the free memory
         with self.shared.lock:
-            chosen = [(weight, copy) for weight, copy in chosen if copy.packed is None]  # or another thread was faster
+            missing = [(weight, copy) for weight, copy in missing if copy.packed is None]  # or another call was faster
+            for weight, copy in missing:
+                copy.note(weight)  # before it is packed; whether a change shows must not depend on the free memory
+                if weight.nbytes <= room:
+                    room -= weight.nbytes
+                    chosen.append((weight, copy))
+                else:
+                    self._num_refused += 1
             found = pack_fp16([weight for weight, _ in chosen]) if self.is_fp16 else [None] * len(chosen)
             for (weight, copy), fp16 in zip(chosen, found, strict=True):
                 copy.fill(weight, fp16)
-        self.shared.is_planned = True
+        self.packed = {key: copy.packed for key, copy in self.copies.items() if copy.packed is not None}
+        self.is_planned = self.shared.is_planned = True
 
     def _free_room(self, missing: int) -> float:
         """Bytes that further copies may take, in the dtype of the weights. missing: bytes of the weights to pack."""
@@ -253,14 +259,16 @@ class Packing:
         shared, stats = self.shared, self.call.stats
         with shared.lock:
             shared.num_tokens += num_generated + self._num_prompt
-        used = [copy for copy in self.copies.values() if copy.packed is not None]
-        stats.packed_weights, stats.packed_bytes = len(used), sum(copy.num_bytes for copy in used)
+        stats.packed_weights = len(self.packed)
+        stats.packed_bytes = sum(self.copies[key].num_bytes for key in self.packed)
         if self._num_refused:
             free = (free_bytes() or 0) >> 20
             self._note(
                 f"{self._num_refused} weights are not packed: too little of the {free} MiB of free memory would be left"
             )
-        if not shared.is_planned:
+        if num_refused := sum(copy.is_refused for copy in self.copies.values()):
+            self._note(f"{num_refused} weights are not packed: float16 does not hold them, or oneDNN is not there")
+        if not self.is_planned:
             self._note(f"packing pays from {self._least_tokens} tokens on")
         if shared.trial.refusal:
             self._note(shared.trial.refusal)
@@ -281,23 +289,21 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """input: [..., K]. Returns [..., N]."""
         packing: Packing = self.__dict__["packing"]
-        copy: PackedWeight = self.__dict__["copy"]
-        if copy.packed is None or not self._is_served(input, packing, copy.packed):
+        packed = packing.packed.get(self.__dict__["key"])
+        if packed is None or not self._is_served(input, packing, packed):
             return linear(input, self.weight, self.bias)
-        return multiply(input, copy.packed, self.bias)
+        return multiply(input, packed, self.bias)
 
     def _is_served(self, input: Tensor, packing: Packing, packed: PackedCopy) -> bool:
         """Whether the packed product of such an input may replace torch's. Compared at the first use of a shape."""
         num_rows = input.numel() // max(1, self.in_features)
         if num_rows == 0 or input.dtype != packing.dtype or input.shape[-1] != self.in_features:
             return False
+        if not isinstance(packed, Fp16Weight) and (num_rows > MOST_ROWS or not input.is_contiguous()):
+            return False  # for an input that is not contiguous, torch rounds before it adds a bias
         shape = input.shape
         if num_rows > MOST_ROWS:
-            if not isinstance(packed, Fp16Weight):
-                return False
-            num_rows, shape = MOST_ROWS, torch.Size((MOST_ROWS, self.in_features))  # the rest is summed likewise
-        if not input.is_contiguous():  # torch then rounds before it adds a bias
-            return False
+            num_rows, shape = MOST_ROWS, torch.Size((MOST_ROWS, self.in_features))
         settings = (packing.dtype, packing.is_exact, type(packed), torch.get_num_threads())
         kind = (num_rows, self.in_features, self.out_features, self.bias is not None, len(shape), *settings)
         trial = packing.shared.trial
@@ -485,7 +491,6 @@ def weights_to_pack(adapter: ModelAdapter) -> list[nn.Parameter]:
 def pack_layers(shadow: nn.Module, packing: Packing) -> None:
     """Let the layers of a shadow model multiply with a call's copies, once they are made."""
     for layer in shadow.modules():
-        copy = packing.copies.get(id(layer.weight)) if is_plain(layer) else None
-        if copy is not None:
+        if is_plain(layer) and id(layer.weight) in packing.copies:
             layer.__class__ = PackedLinear
-            vars(layer).update(packing=packing, copy=copy)
+            vars(layer).update(packing=packing, key=id(layer.weight))
