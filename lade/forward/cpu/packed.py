@@ -173,10 +173,13 @@ class Packing:
         self._num_refused = 0  # weights, for want of memory
         self.shared.drop_changed(weights)
         self.copies = dict(self.shared.copies)
-        # By the weights' ids. Another call that packs meanwhile does not change them, as it might change the text.
+        # By the weights' ids. Other calls that run meanwhile change neither these nor when they are made.
         self.packed: dict[int, PackedCopy] = {}
         self.is_planned = False  # whether the call has gone through all weights
-        if is_asked or self.shared.is_planned or self.shared.num_tokens + self._num_prompt >= self._least_tokens:
+        self._num_before = self.shared.num_tokens
+        least = TOKENS_BEFORE_FP16 if self.packs_prompts else TOKENS_BEFORE_PACKING
+        self._least_tokens = least << min(self.shared.num_changes, MOST_DOUBLINGS)
+        if is_asked or self.shared.is_planned or self._num_before + self._num_prompt >= self._least_tokens:
             self._pack()
 
     @property
@@ -195,11 +198,6 @@ class Packing:
     def serves_prompt(self) -> bool:
         return self.packs_prompts and self.kind == (FP16,)
 
-    @property
-    def _least_tokens(self) -> int:
-        least = TOKENS_BEFORE_FP16 if self.packs_prompts else TOKENS_BEFORE_PACKING
-        return least << min(self.shared.num_changes, MOST_DOUBLINGS)
-
     def begin_step(self, length: int) -> None:
         """Pack the model before a step, if calls are long enough to pay for it.
 
@@ -207,11 +205,11 @@ class Packing:
         """
         if self._first_length is None:
             self._first_length = length
-        num_tokens = self.shared.num_tokens + (length - self._first_length) * self.call.num_rows
+        num_tokens = self._num_before + (length - self._first_length) * self.call.num_rows
         if self.packs_prompts:
             pays = num_tokens >= self._least_tokens
         else:
-            pays = num_tokens >= FIRST_TOKENS and self.shared.num_tokens + self.call.num_new >= self._least_tokens
+            pays = num_tokens >= FIRST_TOKENS and self._num_before + self.call.num_new >= self._least_tokens
         if pays and not self.is_planned:
             self._pack()
 
