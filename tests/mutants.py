@@ -297,7 +297,7 @@ MUTANTS = [
            "return scaled if torch.equal(small.half().float(), small) else None", "return scaled",
            "fp16_weights.py::test_small_elements_beside_a_large_one"),
     mutant("packed weights: a prompt that is asked for counts for nothing", "forward/cpu/packed.py",
-           "self.shared.num_tokens + self._num_prompt >= self._least_tokens", "self.shared.num_tokens >= self._least_tokens",
+           "self._num_before + self._num_prompt >= self._least_tokens", "self._num_before >= self._least_tokens",
            "fp16_weights.py::test_packed_when_calls_pay_for_it"),
     mutant("packed weights: cached tokens of a prompt count", "decoding.py",
            "batch_size * request.num_uncached", "batch_size * request.prompt_length",
