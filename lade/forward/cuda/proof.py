@@ -1,8 +1,8 @@
 """Results of `benchmarks/gpu_check.py`: which GPUs use graphs and the kernel by default ("auto").
 
-It has passed on an H200 with torch 2.11. From that torch on, graphs are used on GPUs since Ampere, because each graph
-is compared with the ordinary forward, and the kernel on GPUs of the H200's compute capability. On any GPU the check
-stores its result in the cache folder, for these versions of torch and lade, and that result then decides.
+It has passed on an H200 and an H100 with torch 2.11. From that torch on, graphs are used on GPUs since Ampere, because
+each graph is compared with the ordinary forward, and the kernel on GPUs of their compute capability. On any GPU the
+check stores its result in the cache folder, for these versions of torch and lade, and that result then decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNPROVEN = (
 )
 CHECKED_TORCH = (2, 11)
 OLDEST_FOR_GRAPHS = (8, 0)  # compute capability: Ampere
-CHECKED = (9, 0)  # compute capability of the H200
+CHECKED = (9, 0)  # compute capability of H100 and H200
 
 
 def is_proven(device: torch.device, what: str) -> bool:

@@ -1,7 +1,7 @@
 """Block attention as a Triton kernel; see docs/gpu.md.
 
-The only module that imports triton; import it where `unavailable_reason()` is None. Checked on an H200, tested
-in Triton's interpreter, and compiled for sm_80 and sm_90.
+The only module that imports triton; import it where `unavailable_reason()` is None. Checked on an H200 and an H100,
+tested in Triton's interpreter, and compiled for sm_80 and sm_90.
 """
 
 from __future__ import annotations
