@@ -36,6 +36,7 @@ NEW, NUM_LAYERS = 40, 15  # linear layers of the model: seven of each of two lay
 def slow(lade_on, monkeypatch):
     """A processor without fast products, where weights of any size pay."""
     monkeypatch.setattr(fp16_weights, "has_fast_products", lambda dtype: False)
+    monkeypatch.setattr(packed, "has_fast_mkl", lambda: False)
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
     monkeypatch.setattr(notices, "_said", set())
 
@@ -366,9 +367,11 @@ def test_costs_are_those_of_such_copies(slow):
 
 
 def test_where_it_is_used(monkeypatch):
-    monkeypatch.setattr(fp16_weights, "has_fast_products", lambda dtype: dtype == torch.float32)
     others = (torch.float64, torch.float8_e4m3fn)
-    assert [packs_fp16(dtype) for dtype in (*DTYPES, *others)] == [False, True, True, False, False]
+    for has_bfloat16 in (True, False):  # beside AVX-512
+        fast = (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
+        monkeypatch.setattr(fp16_weights, "has_fast_products", lambda dtype, fast=fast: dtype in fast)
+        assert [packs_fp16(dtype) for dtype in (*DTYPES, *others)] == [True, not has_bfloat16, True, False, False]
     has_fbgemm = fp16_weights.has_fbgemm.__wrapped__
     assert not has_fbgemm("qnnpack")
     monkeypatch.setattr(torch.ops.quantized, "linear_dynamic_fp16", lambda *_: torch.zeros(16, 16))

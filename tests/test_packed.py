@@ -35,6 +35,7 @@ NEW = 40
 def by_onednn(monkeypatch):
     """Whatever the processor: copies in float16 have a file of their own."""
     monkeypatch.setattr(packed, "packs_fp16", lambda dtype: False)
+    monkeypatch.setattr(packed, "has_fast_mkl", lambda: False)
 
 
 @pytest.fixture
@@ -198,18 +199,29 @@ def refuse_bfloat16(monkeypatch):
     ("change", "reason"),
     [
         (lambda patch: patch.setattr(packed, "has_fast_products", lambda dtype: False), "this processor has no instr"),
+        (lambda patch: patch.setattr(packed, "has_amx", lambda: True), "this processor has AMX"),
         (refuse_bfloat16, "oneDNN does not multiply packed bfloat16 weights on this processor (bf16 path needs the "),
     ],
-    ids=["slow", "refused"],
+    ids=["slow", "amx", "refused"],
 )
 def test_processors_that_pack_no_bfloat16(pack_asked, products, monkeypatch, change, reason):
     monkeypatch.setattr(packed, "has_fast_products", lambda dtype: True)
+    monkeypatch.setattr(packed, "has_amx", lambda: False)
     change(monkeypatch)
     found, stats = generate(tiny_llama(torch.bfloat16), prompt())
     assert (stats.packed_weights, products) == (0, [])
     assert stats.reasons.get("packed").startswith(reason)
     assert generate(tiny_llama(torch.float32), prompt())[1].packed_weights == 15
     assert torch.equal(found, unpacked_text(tiny_llama(torch.bfloat16)))
+
+
+@pytest.mark.parametrize(("is_fast", "threads", "num_packed"), [(True, 9, 0), (True, 8, 15), (False, 9, 15)])
+def test_float32_on_many_threads(pack_asked, monkeypatch, is_fast, threads, num_packed):
+    monkeypatch.setattr(packed, "has_fast_mkl", lambda: is_fast)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    _, stats = generate(tiny_llama(torch.float32), prompt())
+    assert stats.packed_weights == num_packed
+    assert ("with more than 8 threads" in stats.reasons.get("packed", "")) == (num_packed == 0)
 
 
 # One of each class: windows and frequencies are settings, which change no product.
@@ -280,34 +292,15 @@ def test_layers_that_are_not_packed(small):
     assert len(packed.weights_to_pack(adapter_for(model))) == 14  # not the head
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_small_weights_in_float32(lade_on, monkeypatch, pays):
-    """Where the machine says that they gain, but for the smallest."""
-    monkeypatch.setattr(packed, "small_products_pay", lambda: pays)
+def test_small_weights_in_float32(lade_on):
     lade.config_lade(PACK=1)
     model = tiny_llama(torch.float32, hidden_size=512, intermediate_size=192, num_key_value_heads=1)
     layer = model.model.layers[0]
-    assert layer.self_attn.k_proj.weight.numel() < packed.SMALL_ELEMENTS == layer.mlp.up_proj.weight.numel()
-    stats = compare(model, max_new_tokens=NEW)
-    assert stats.packed_weights == (10 if pays else 0)  # of each of two layers all but k and v
-    assert stats.reasons.get("packed") == (None if pays else "the model has no linear layers that gain by it")
-
-
-@pytest.mark.parametrize(("torch_takes", "packed_takes", "pays"), [(3, 2, True), (2, 2, False), (2, 3, False)])
-def test_what_is_timed(monkeypatch, torch_takes, packed_takes, pays):
-    now, multiply = [0.0], packed.multiply
-
-    def taking(seconds, product):
-        def run(*arguments):
-            now[0] += seconds
-            return product(*arguments)
-
-        return run
-
-    monkeypatch.setattr(packed, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(packed, "linear", taking(torch_takes, torch.nn.functional.linear))
-    monkeypatch.setattr(packed, "multiply", taking(packed_takes, multiply))
-    assert packed.small_products_pay.__wrapped__() is pays
+    assert layer.self_attn.k_proj.weight.numel() < packed.LEAST_ELEMENTS == layer.mlp.up_proj.weight.numel()
+    assert compare(model, max_new_tokens=NEW).packed_weights == 10  # of each of two layers all but k and v
+    stats = compare(tiny_llama(torch.float32), max_new_tokens=NEW)
+    assert stats.packed_weights == 0
+    assert stats.reasons.get("packed") == "the model has no linear layers that gain by it"
 
 
 def test_without_onednn(pack_asked):

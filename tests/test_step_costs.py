@@ -14,7 +14,9 @@ from support.families import RECURRENT
 
 import lade
 from lade import decoding, preparation
+from lade.common import processor
 from lade.common.cache_folder import load_table, store_table, stored_files
+from lade.common.processor import FP16
 from lade.drafting import step_costs
 from lade.drafting.block_policy import choose_size, compared_sizes
 from lade.drafting.memory import memory_for
@@ -34,6 +36,7 @@ def avx512(monkeypatch):
     """What is assumed depends on the processor; the tests' is always the same."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(processor, "cpu_name", lambda: "AMD EPYC")
 
 
 @pytest.fixture
@@ -100,7 +103,12 @@ def test_what_is_assumed_of_the_processor(monkeypatch):
 
     assert are_cheap() == [True, True, False]
     single = tiny_llama(torch.float32)
-    assert assumed_costs(single, ("packed",), 1)[16] < assumed_costs(single, (), 1)[16]  # packed
+    own = assumed_costs(single, (), 1)
+    assert assumed_costs(single, ("packed",), 1)[16] < own[16]
+    assert assumed_costs(single, (FP16,), 1)[8] < assumed_costs(single, ("packed",), 1)[8]
+    with monkeypatch.context() as patch:
+        patch.setattr(processor, "cpu_name", lambda: "Intel(R) Xeon(R) Processor")
+        assert assumed_costs(single, (), 1)[4] < 0.75 * own[4]
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # Skylake to Ice Lake
     assert are_cheap() == [True, False, False]
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")

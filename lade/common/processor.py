@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from lade.common.cache_folder import cpu_name
+
 FP16 = "packed in float16"  # the kind of steps whose weights are `lade.forward.cpu.fp16_weights`
 
 
@@ -17,5 +19,19 @@ def has_fast_products(dtype: torch.dtype) -> bool:
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    has_bfloat16: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return dtype.itemsize >= 4 or (dtype == torch.bfloat16 and has_bfloat16())
+    return dtype.itemsize >= 4 or (dtype == torch.bfloat16 and _has("avx512_bf16"))
+
+
+def has_amx() -> bool:
+    """Whether products of bfloat16 are computed in tiles, by AMX."""
+    return has_fast_products(torch.bfloat16) and _has("amx_tile")
+
+
+def has_fast_mkl() -> bool:
+    """Whether MKL, torch's library for products of float32, is fast for a few rows: with AVX-512, but not on AMD's."""
+    return has_fast_products(torch.float32) and "Intel" in cpu_name()
+
+
+def _has(feature: str) -> bool:
+    is_supported: Callable[[], bool] = getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)
+    return is_supported()

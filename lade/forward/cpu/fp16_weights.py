@@ -1,4 +1,4 @@
-"""Weights in float16 that FBGEMM multiplies with rows in float32, for processors without fast products of a few rows.
+"""Weights in float16 that FBGEMM multiplies with rows in float32.
 
 Most checkpoints are in 16 bits. Scaled by a power of two, such a weight is the same in float16 within float32's
 rounding, also where the model was loaded in float32, of which a product then reads half as many bytes. Products are
@@ -104,10 +104,11 @@ def _packed_part(scaled: Tensor | None) -> Any:
 
 
 def packs_fp16(dtype: torch.dtype) -> bool:
-    """Whether weights of a dtype are packed in float16: where the processor's own products of a few rows are slow, and
-    FBGEMM is there.
+    """Whether weights of a dtype are packed in float16, if FBGEMM is there: those of float32, since half as many bytes
+    are read, and those of 16 bits where the processor has no fast products of them.
     """
-    return dtype in DTYPES and not has_fast_products(dtype) and has_fbgemm(torch.backends.quantized.engine)
+    is_slow = dtype in DTYPES and (dtype == torch.float32 or not has_fast_products(dtype))
+    return is_slow and has_fbgemm(torch.backends.quantized.engine)
 
 
 @functools.cache

@@ -4,8 +4,8 @@ torch's own product of a few rows reorders the weight in each call, or multiplie
 reordered once, a block of guesses costs little more than reading them. The user's model is not changed: blocks run on a
 weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, and most prompts on the model itself.
 
-FBGEMM's copies are in float16 (`lade.forward.cpu.fp16_weights`). Processors with fast products of their own have
-oneDNN's, in the weights' dtype.
+FBGEMM's copies are in float16 (`lade.forward.cpu.fp16_weights`). oneDNN's, in the weights' dtype, are of bfloat16 where
+the processor has instructions for it, and of float32 that float16 does not hold.
 
 A model is packed once its calls are long enough to pay for it. The copies are shared by its calls and freed with it.
 Before each call that uses them, checksums show whether the weights have changed since: a write through `weight.data`,
@@ -22,7 +22,6 @@ import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import gcd, inf
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch.nn.functional import linear
 
 from lade.common.compat import HOOKS
 from lade.common.notices import notify, notify_once
-from lade.common.processor import FP16, has_fast_products
+from lade.common.processor import FP16, has_amx, has_fast_mkl, has_fast_products
 from lade.common.state import PerModel
 from lade.common.tolerance import largest_difference, largest_value
 from lade.common.trial import Trial
@@ -40,10 +39,10 @@ from lade.forward.cpu.fp16_weights import Fp16Weight, pack_fp16, packs_fp16
 from lade.forward.cpu.free_memory import free_bytes
 from lade.models.base import ModelAdapter
 
-# The fewest elements of a weight that pay, by dtype: in float32 it depends on the machine whether weights below two
-# million elements gain.
-LEAST_ELEMENTS = {torch.bfloat16: 1, torch.float32: 1 << 21}
-SMALL_ELEMENTS = 3 << 15  # if they do: below this, a call costs more than it gains
+ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
+# With a fast MKL and more threads, float32 gains nothing: tried with 16, while 4 gain 1.5 to 1.8 for 4 to 8 rows.
+MOST_THREADS = 8
+LEAST_ELEMENTS = 3 << 15  # of a weight that pays: below this, a call costs more than it gains; oneDNN's bfloat16 always
 # Rows of an input: beyond, oneDNN's layout matters little. Each number of rows up to this is compared with torch's own.
 MOST_ROWS = 128
 PACKED_FOR = 16  # rows that the layout is chosen for
@@ -404,15 +403,19 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
 
 def packing_error(dtype: torch.dtype) -> str | None:
     """Why weights of a dtype cannot be packed here, or gain little by it; None if they can."""
+    if dtype == torch.float32 and has_fast_mkl() and torch.get_num_threads() > MOST_THREADS:
+        return f"with more than {MOST_THREADS} threads torch's own float32 products are as fast as packed ones here"
     return None if packs_fp16(dtype) else onednn_error(dtype)
 
 
 def onednn_error(dtype: torch.dtype) -> str | None:
     """Why oneDNN cannot multiply packed weights of a dtype here, or gains little by it; None if it can."""
-    if dtype not in LEAST_ELEMENTS:
+    if dtype not in ONEDNN_DTYPES:
         return f"{str(dtype).removeprefix('torch.')} weights are not packed on this machine"
     if dtype == torch.bfloat16 and not has_fast_products(dtype):
         return "this processor has no instructions for bfloat16, without which packed weights gain little"
+    if dtype == torch.bfloat16 and has_amx():
+        return "this processor has AMX, with which torch's own bfloat16 products are as fast as packed ones"
     operators = ("_linear_pointwise", "_reorder_linear_weight")
     is_there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
     if not is_there or not torch._C._get_mkldnn_enabled():
@@ -433,35 +436,9 @@ def _error_of_product(dtype: torch.dtype) -> str | None:
     return None
 
 
-@functools.cache
-def small_products_pay() -> bool:
-    """Whether packed products of a few rows with small float32 weights are faster here than torch's own, by a tenth.
-
-    Timed once per process, on weights that do not stay in a core's own caches, as those of a model do not: torch uses
-    another library than oneDNN, which is slow on some processors.
-    """
-    with torch.inference_mode():
-        input = torch.full((8, 512), 0.5, dtype=torch.float32, device="cpu")
-        weights = [torch.full((1536, 512), 0.5, dtype=torch.float32, device="cpu") for _ in range(4)]
-        copies = [pack(weight) for weight in weights]
-        seconds: dict[str, list[float]] = {"torch": [], "packed": []}
-        for _ in range(5):
-            began = perf_counter()
-            for weight in weights:
-                linear(input, weight)
-            between = perf_counter()
-            for copy in copies:
-                multiply(input, copy, None)
-            seconds["torch"].append(between - began)
-            seconds["packed"].append(perf_counter() - between)
-    return min(seconds["packed"]) < 0.9 * min(seconds["torch"])
-
-
 def least_elements(dtype: torch.dtype) -> int:
     """The fewest elements of a weight that pays."""
-    if packs_fp16(dtype) or (dtype == torch.float32 and small_products_pay()):
-        return SMALL_ELEMENTS
-    return LEAST_ELEMENTS[dtype]
+    return 1 if dtype == torch.bfloat16 and not packs_fp16(dtype) else LEAST_ELEMENTS
 
 
 def is_plain(layer: nn.Module) -> bool:
