@@ -11,7 +11,7 @@ from support.families import COMPOSITE, FAMILIES, RECURRENT
 from torch import nn
 
 import lade
-from lade.common import notices
+from lade.common import notices, processor
 from lade.common.processor import FP16
 from lade.config import LookaheadConfig
 from lade.drafting.step_costs import assumed_costs
@@ -36,7 +36,7 @@ NEW, NUM_LAYERS = 40, 15  # linear layers of the model: seven of each of two lay
 def slow(lade_on, monkeypatch):
     """A processor without fast products, where weights of any size pay."""
     monkeypatch.setattr(fp16_weights, "has_fast_products", lambda dtype: False)
-    monkeypatch.setattr(packed, "has_fast_mkl", lambda: False)
+    monkeypatch.setattr(processor, "has_fast_mkl", lambda: False)
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
     monkeypatch.setattr(notices, "_said", set())
 

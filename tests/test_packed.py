@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import lade
-from lade.common import state
+from lade.common import processor, state
 from lade.config import LookaheadConfig
 from lade.drafting.step_costs import StepCosts
 from lade.forward.base import BlockCall, path_for
@@ -25,7 +25,11 @@ from lade.models import adapter_for
 from lade.models.shadow import shadow_model
 
 pytestmark = pytest.mark.skipif(packed.onednn_error(torch.float32) is not None, reason="oneDNN packs nothing here")
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if packed.onednn_error(dtype) is None]
+DTYPES = [
+    dtype
+    for dtype in (torch.float32, torch.bfloat16)
+    if packed.onednn_error(dtype) is None and processor.packing_is_needless(dtype) is None
+]
 DTYPE = DTYPES[-1]  # bfloat16, which is packed for calls of any length and rows of any number, if this processor can
 needs_bfloat16 = pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="this processor packs no bfloat16")
 NEW = 40
@@ -35,7 +39,7 @@ NEW = 40
 def by_onednn(monkeypatch):
     """Whatever the processor: copies in float16 have a file of their own."""
     monkeypatch.setattr(packed, "packs_fp16", lambda dtype: False)
-    monkeypatch.setattr(packed, "has_fast_mkl", lambda: False)
+    monkeypatch.setattr(processor, "has_fast_mkl", lambda: False)
 
 
 @pytest.fixture
@@ -199,14 +203,14 @@ def refuse_bfloat16(monkeypatch):
     ("change", "reason"),
     [
         (lambda patch: patch.setattr(packed, "has_fast_products", lambda dtype: False), "this processor has no instr"),
-        (lambda patch: patch.setattr(packed, "has_amx", lambda: True), "this processor has AMX"),
+        (lambda patch: patch.setattr(processor, "has_amx", lambda: True), "this processor has AMX"),
         (refuse_bfloat16, "oneDNN does not multiply packed bfloat16 weights on this processor (bf16 path needs the "),
     ],
     ids=["slow", "amx", "refused"],
 )
 def test_processors_that_pack_no_bfloat16(pack_asked, products, monkeypatch, change, reason):
     monkeypatch.setattr(packed, "has_fast_products", lambda dtype: True)
-    monkeypatch.setattr(packed, "has_amx", lambda: False)
+    monkeypatch.setattr(processor, "has_amx", lambda: False)
     change(monkeypatch)
     found, stats = generate(tiny_llama(torch.bfloat16), prompt())
     assert (stats.packed_weights, products) == (0, [])
@@ -217,7 +221,7 @@ def test_processors_that_pack_no_bfloat16(pack_asked, products, monkeypatch, cha
 
 @pytest.mark.parametrize(("is_fast", "threads", "num_packed"), [(True, 9, 0), (True, 8, 15), (False, 9, 15)])
 def test_float32_on_many_threads(pack_asked, monkeypatch, is_fast, threads, num_packed):
-    monkeypatch.setattr(packed, "has_fast_mkl", lambda: is_fast)
+    monkeypatch.setattr(processor, "has_fast_mkl", lambda: is_fast)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     _, stats = generate(tiny_llama(torch.float32), prompt())
     assert stats.packed_weights == num_packed

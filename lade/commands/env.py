@@ -80,9 +80,12 @@ def packing_line() -> str:
     """Packed weights on a CPU: by which library, free memory, and the weights packed in this process."""
     import torch
 
+    from lade.common.processor import packing_is_needless
     from lade.forward.cpu.fp16_weights import DTYPES, packs_fp16
 
-    by_fbgemm = [str(dtype).removeprefix("torch.") for dtype in DTYPES if packs_fp16(dtype)]
+    by_fbgemm = [
+        str(dtype).removeprefix("torch.") for dtype in DTYPES if packs_fp16(dtype) and not packing_is_needless(dtype)
+    ]
     free, packed = free_bytes(), sys.modules.get("lade.forward.cpu.packed")
     held = packed.held_bytes() if packed else (0, 0)
     return (

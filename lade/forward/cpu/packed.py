@@ -30,7 +30,7 @@ from torch.nn.functional import linear
 
 from lade.common.compat import HOOKS
 from lade.common.notices import notify, notify_once
-from lade.common.processor import FP16, has_amx, has_fast_mkl, has_fast_products
+from lade.common.processor import FP16, has_fast_products, packing_is_needless
 from lade.common.state import PerModel
 from lade.common.tolerance import largest_difference, largest_value
 from lade.common.trial import Trial
@@ -40,8 +40,6 @@ from lade.forward.cpu.free_memory import free_bytes
 from lade.models.base import ModelAdapter
 
 ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
-# With a fast MKL and more threads, float32 gains nothing: tried with 16, while 4 gain 1.5 to 1.8 for 4 to 8 rows.
-MOST_THREADS = 8
 LEAST_ELEMENTS = 3 << 15  # of a weight that pays: below this, a call costs more than it gains; oneDNN's bfloat16 always
 # Rows of an input: beyond, oneDNN's layout matters little. Each number of rows up to this is compared with torch's own.
 MOST_ROWS = 128
@@ -403,9 +401,7 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
 
 def packing_error(dtype: torch.dtype) -> str | None:
     """Why weights of a dtype cannot be packed here, or gain little by it; None if they can."""
-    if dtype == torch.float32 and has_fast_mkl() and torch.get_num_threads() > MOST_THREADS:
-        return f"with more than {MOST_THREADS} threads torch's own float32 products are as fast as packed ones here"
-    return None if packs_fp16(dtype) else onednn_error(dtype)
+    return packing_is_needless(dtype) or (None if packs_fp16(dtype) else onednn_error(dtype))
 
 
 def onednn_error(dtype: torch.dtype) -> str | None:
@@ -414,8 +410,6 @@ def onednn_error(dtype: torch.dtype) -> str | None:
         return f"{str(dtype).removeprefix('torch.')} weights are not packed on this machine"
     if dtype == torch.bfloat16 and not has_fast_products(dtype):
         return "this processor has no instructions for bfloat16, without which packed weights gain little"
-    if dtype == torch.bfloat16 and has_amx():
-        return "this processor has AMX, with which torch's own bfloat16 products are as fast as packed ones"
     operators = ("_linear_pointwise", "_reorder_linear_weight")
     is_there = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
     if not is_there or not torch._C._get_mkldnn_enabled():
