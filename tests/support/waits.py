@@ -38,9 +38,9 @@ READING_OPERATORS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked
 FREE_OPERATORS = {"aten::empty.memory_format", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::lift_fresh"}
 FREE_OPERATORS |= {"aten::_unsafe_view", "aten::_reshape_alias", "aten::_local_scalar_dense"}
 # They pass by the dispatcher on a CPU.
-READING_METHODS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu"}
+READING_METHODS = {torch.Tensor.tolist, torch.Tensor.cpu}
 # They take their values from the host: a copy from memory that is not pinned.
-MAKING_FUNCTIONS = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.as_tensor"}
+MAKING_FUNCTIONS = {torch.tensor, torch.as_tensor}
 PINNING_FILES = ("lade/common/transfer.py", "lade/forward/cuda/transfer.py")
 SKIPPED_FILES = ("waits.py", "contextlib.py", "_contextlib.py", "functools.py")
 
@@ -66,25 +66,20 @@ class Waits:
         self.num_steps += self.is_counting
         self.is_counting = True
 
-    def add(self, what: str, where: str) -> None:
+    def note(self, counts: Counter[tuple[str, str]], what: str, frame: FrameType | None = None) -> None:
+        """counts: `places` or `launches`."""
         if self.is_counting:
-            self.places[what, where] += 1
-
-    def launch(self, what: str, where: str) -> None:
-        if self.is_counting:
-            self.launches[what, where] += 1
+            counts[what.removeprefix("aten::").strip("_"), place(frame)] += 1
 
 
-def place(frame: FrameType | None) -> str:
+def place(frame: FrameType | None = None) -> str:
     """The innermost line of lade or transformers, or else of anyone but torch and this file."""
-    stack = traceback.extract_stack(frame)
-    for part in reversed(stack):
+    for part in reversed(traceback.extract_stack(frame)):
         path = Path(part.filename)
-        if "torch" in path.parts or path.name in SKIPPED_FILES or path.parent.name in SKIPPED_FILES:
-            continue
-        # From the package on, also in a checkout whose folder has the package's name.
-        found = re.match(r".*/((lade|transformers)/.*)", path.as_posix())
-        return f"{found[1] if found else path.name}:{part.lineno} {part.name}"
+        if "torch" not in path.parts and path.name not in SKIPPED_FILES:
+            # From the package on, also in a checkout whose folder has the package's name.
+            found = re.match(r".*/((lade|transformers)/.*)", path.as_posix())
+            return f"{found[1] if found else path.name}:{part.lineno} {part.name}"
     return "?"
 
 
@@ -118,25 +113,23 @@ class CountOperators(TorchDispatchMode):
             return function(*args, **kwargs)
         name = function._schema.name
         if name in READING_OPERATORS:
-            self.waits.add(name.removeprefix("aten::").strip("_"), place(sys._getframe(1)))
+            self.waits.note(self.waits.places, name)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         found = function(*args, **kwargs)
         is_on_device = any(map(self.memory.holds, given))
-        if name == "aten::copy_" and is_on_device and not all(map(self.memory.holds, given)):
-            where = place(sys._getframe(1))
-            if not where.startswith(PINNING_FILES):
-                self.waits.add("copy", where)
+        is_between = name == "aten::copy_" and is_on_device and not all(map(self.memory.holds, given))
+        if is_between and not place().startswith(PINNING_FILES):
+            self.waits.note(self.waits.places, name)
         if name == "aten::copy_" and not self.memory.holds(args[0]):
-            if is_on_device:  # to the host
-                self._launch(name, args)
+            is_launched = is_on_device  # to the host
         elif is_on_device or not given:  # what makes a tensor from nothing is taken to make it on the device
             self.memory.add(found)
-            if not function.is_view and name not in FREE_OPERATORS:
-                self._launch(name, args)
+            is_launched = not function.is_view and name not in FREE_OPERATORS
+        else:
+            is_launched = False
+        if is_launched:
+            self.waits.note(self.waits.launches, name)
         return found
-
-    def _launch(self, name: str, args: Any) -> None:
-        self.waits.launch(name.removeprefix("aten::").strip("_"), place(sys._getframe(1)))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -175,15 +168,14 @@ class CountCopies(TorchFunctionMode):
         if is_on_host and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
             with self.operators.paused():
                 return function(*args, **kwargs)
-        if function in READING_METHODS:
-            self.waits.add(READING_METHODS[function], place(sys._getframe(1)))
-        elif function in MAKING_FUNCTIONS and str(kwargs.get("device", "")) != "meta":
-            self.waits.add(MAKING_FUNCTIONS[function], place(sys._getframe(1)))
+        is_made = function in MAKING_FUNCTIONS and str(kwargs.get("device", "")) != "meta"
+        if function in READING_METHODS or is_made:
+            self.waits.note(self.waits.places, function.__name__)
         elif function is torch.Tensor.to and not self.memory.holds(args[0]) and names_device(args[1:], kwargs):
             caller = sys._getframe(1)
             if caller.f_code is not to_device.__code__:
-                self.waits.add("to", place(caller))
-            self.waits.launch("copy to the device", place(sys._getframe(2)))
+                self.waits.note(self.waits.places, "to", caller)
+            self.waits.note(self.waits.launches, "copy to the device", caller.f_back)
             self.memory.add(args[0])
         return function(*args, **kwargs)
 
@@ -202,7 +194,7 @@ def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     operators = CountOperators(waits, memory)
 
     def wait_for(device: torch.device) -> None:  # the loop's own wait for the forward, which is no operator
-        waits.add("wait_for", place(sys._getframe(1)))
+        waits.note(waits.places, "wait_for")
         original(device)
 
     forwards = [(StaticPath, "replay"), (StaticPath, "run"), (ModelAdapter, "ordinary_forward")]
@@ -210,8 +202,6 @@ def counted_on_cpu(waits: Waits, *on_device: Any) -> Iterator[None]:
     patches.append(mock.patch.object(transfer, "ON_HOST", ()))
     patches.append(mock.patch.object(decoding, "wait_for", wait_for))
     with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        stack.enter_context(operators)
-        stack.enter_context(CountCopies(waits, operators))
+        for context in (*patches, operators, CountCopies(waits, operators)):
+            stack.enter_context(context)
         yield
