@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support import assert_same_state, generate_plain, inference_tensors
-from support.families import CHAINS, COMPOSITE, FAMILIES, OTHERS, RECURRENT, VOCAB
+from support import assert_same_state, generate_plain, inference_tensors, prompt, seeded
+from support.families import CHAINS, COMPOSITE, FAMILIES, OTHERS, RECURRENT
 
 import lade
 from lade import models
@@ -39,26 +39,18 @@ def table():
         write_table(Path(TABLE))
 
 
-@pytest.fixture
-def small_block(lade_on):
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
-
-
 def prompts(batch_size, length=PROMPT):
     """The second half repeats the first, so that the pool has guesses from the first step on."""
-    ids = torch.randint(3, VOCAB, (batch_size, length // 2), generator=torch.Generator().manual_seed(batch_size))
-    ids = torch.cat([ids, ids], dim=1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    half = prompt(length // 2, batch_size, seed=batch_size)
+    return {name: tensor.repeat(1, 2) for name, tensor in half.items()}
 
 
 def both(model, inputs, max_new_tokens=NEW, **arguments):
     """The output without and with lade, sampled ones from the same seed. Both leave the model in the same state."""
     arguments["max_new_tokens"] = max_new_tokens
     twin = copy.deepcopy(model)
-    torch.manual_seed(11)
-    expected = generate_plain(twin, inputs, **arguments)
-    torch.manual_seed(11)
-    found = model.generate(**inputs, **arguments)
+    expected, _ = seeded(generate_plain, twin, inputs, **arguments)
+    found, _ = seeded(model.generate, **inputs, **arguments)
     assert_same_state(model, twin)
     return expected, found
 

@@ -26,10 +26,7 @@ from transformers import (
 import lade
 from lade.common.compat import CACHE_NAME
 
-
-@pytest.fixture(autouse=True)
-def small_block(lade_on):
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+pytestmark = pytest.mark.usefixtures("small_block")
 
 
 def named(name, dtype=torch.float64, attention=None, **settings):
@@ -142,14 +139,9 @@ def test_a_static_cache_that_is_too_small(model, slots, batch_size):
 
 
 def test_a_static_cache_that_is_just_large_enough(model):
-    for on in (False, True):
-        cache = StaticCache(config=model.config, max_cache_len=43)
-        run = model.generate if on else lambda **arguments: generate_plain(model, {}, **arguments)
-        text = run(**prompt(24), max_new_tokens=20, past_key_values=cache)
-        assert int(cache.get_seq_length()) == 43
-    assert lade.last_stats().fallback_reason is None
-    assert lade.last_stats().steps < 20
-    assert torch.equal(text, generate_plain(model, prompt(24), max_new_tokens=20))
+    caches = [StaticCache(config=model.config, max_cache_len=43) for _ in range(2)]
+    assert compare(model, cache=iter(caches).__next__, max_new_tokens=20).steps < 20
+    assert [int(cache.get_seq_length()) for cache in caches] == [43, 43]
 
 
 def test_embeddings_in_chunks():
@@ -201,14 +193,10 @@ def test_compiled_blocks_leave_token_types_to_the_ordinary_forward():
 
 def test_an_unknown_family_is_tried_out_with_a_mask_too():
     """Git counts on an image in front of the text, and shifts every mask by its length."""
-    torch.manual_seed(0)
     vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
               "image_size": 16, "patch_size": 4}  # fmt: skip
-    sizes = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "intermediate_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2}  # fmt: skip
-    model = GitForCausalLM._from_config(GitConfig(**sizes, vision_config=vision), attn_implementation="eager")
-    model = model.double().eval()
-    model.generation_config.eos_token_id = None
+    sizes = {"intermediate_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2}
+    model = tiny(GitForCausalLM, GitConfig, **sizes, vision_config=vision, attn_implementation="eager")
     for _ in range(2):
         inputs = prompt(24)
         assert_same(model, inputs, None, max_new_tokens=12)

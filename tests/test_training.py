@@ -15,14 +15,10 @@ from lade import eligibility
 from lade.models import adapter_for
 from lade.models.training import training_reason
 
+pytestmark = pytest.mark.usefixtures("small_block")
 RANDOM = re.compile("drop|jitter|noise")
 DRAWS = ("PhimoeForCausalLM",)  # whatever its settings; until transformers 5.17 XGLM as well
 HAS_NO_DROPOUT = ("DiffLlamaForCausalLM", "Lfm2VlForConditionalGeneration")  # for text, whatever its settings
-
-
-@pytest.fixture(autouse=True)
-def small_block(lade_on):
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
 def set_randomness(model, value):
@@ -83,8 +79,7 @@ def test_a_loop_of_reinforcement_learning(name):
             torch.manual_seed(7)
             arguments = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.5}
             text = generate_plain(model, inputs, **arguments) if is_plain else model.generate(**inputs, **arguments)
-            loss = model(input_ids=text, labels=text).loss
-            loss.backward()
+            model(input_ids=text, labels=text).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             rollouts.append(text)

@@ -77,3 +77,9 @@ def lade_on(monkeypatch):
         lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
         yield
         lade.restore_all()
+
+
+@pytest.fixture
+def small_block(lade_on):
+    """Steps of few tokens."""
+    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
