@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
-from support import TOKENIZER, Recorder, beside, forked_twice, generate_plain
+from support import TOKENIZER, Recorder, beside, compare, forked_twice, generate_plain, prompt, seeded
 from support.families import CHAINS, RECURRENT, VOCAB
 from transformers import DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
 
@@ -44,10 +44,10 @@ def recurrent(request, lade_on):
 
 
 def prompts(batch_size=1, num_hidden=0, seed=0):
-    ids = torch.randint(3, VOCAB, (batch_size, 9), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    mask[0, :num_hidden] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
+    inputs = prompt(9, batch_size, seed)
+    inputs["attention_mask"][0, :num_hidden] = 0
+    inputs["input_ids"] *= inputs["attention_mask"]
+    return inputs
 
 
 def guessing(text, share, length, seed=0):
@@ -76,24 +76,14 @@ def ways(model):
     return functools.partial(generate_plain, model), lambda batch, **arguments: model.generate(**batch, **arguments)
 
 
-def run(generate, inputs, arguments):
-    """The text and the random numbers after it."""
-    torch.manual_seed(5)
-    return generate(inputs, **arguments), torch.get_rng_state()
-
-
 def assert_same(model, inputs, share=None, length=4, **arguments):
     """Text and generator are those of plain generate(). share, length: of `guessing`; None for lade's own drafter."""
-    plain, ours = ways(model)
-    expected, state = run(plain, inputs, arguments)
+    expected, states = seeded(generate_plain, model, inputs, **arguments)
     if share is not None:
-        guessing(getattr(expected, "sequences", expected), share, length)
-    found, state_then = run(ours, inputs, arguments)
-    if "return_dict_in_generate" in arguments:
-        assert_same_outputs(found, expected)
-    else:
-        assert torch.equal(found, expected)
-    assert torch.equal(state, state_then)
+        guessing(expected, share, length)
+    found, states_then = seeded(model.generate, **inputs, **arguments)
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, states, states_then))
     assert lade.last_stats().fallback_reason is None
     return lade.last_stats()
 
@@ -180,6 +170,22 @@ def random_arguments(choice, batch_size):
     return arguments
 
 
+def what_is_seen(generate, inputs, ends, streams, **arguments):
+    """The text, what a criterion and a streamer have seen of it, the generator, and whether the criterion has raised.
+
+    ends: arguments of `EndsAt`, or None.
+    """
+    criterion, streamer = ends and EndsAt(*ends), Recorder() if streams else None
+    arguments |= {"streamer": streamer} if streamer else {}
+    arguments |= {"stopping_criteria": StoppingCriteriaList([criterion])} if criterion else {}
+    torch.manual_seed(5)
+    try:
+        text, has_raised = generate(inputs, **arguments), False
+    except ZeroDivisionError:  # plain generate() shows the longest text that there was
+        text, has_raised = torch.tensor(criterion.seen[-1]), True
+    return text, criterion and criterion.seen, streamer and streamer.calls, torch.get_rng_state().tolist(), has_raised
+
+
 @pytest.mark.parametrize("name", SERVED + SELECTING if CALLS == 8 else sorted(CHAINS))
 def test_random_calls(lade_on, name):
     """Text, generator and what a user's objects are left with, also where a callback raises."""
@@ -200,23 +206,15 @@ def test_random_calls(lade_on, name):
                 if mode != "known":
                     lade.config_lade(MODE=mode)
             own, cache = own_cache(model) if has_cache else ({}, None)
-            criterion, streamer = ends and EndsAt(*ends), Recorder() if streams and batch_size == 1 else None
-            own |= {"streamer": streamer} if streamer else {}
-            own |= {"stopping_criteria": StoppingCriteriaList([criterion])} if criterion else {}
-            torch.manual_seed(5)
-            try:
-                text = generate(inputs, **arguments, **own)
-            except ZeroDivisionError:  # plain generate() shows the longest text that there was
-                text, cache = torch.tensor(criterion.seen[-1]), None
-            seen.append((text, torch.get_rng_state(), criterion and criterion.seen, streamer and streamer.calls, cache))
+            text, *what = what_is_seen(generate, inputs, ends, streams and batch_size == 1, **arguments, **own)
+            seen.append((text, *what, None if what[-1] else cache))
         assert lade.last_stats().fallback_reason is None, seed
         (expected, *what, cache), (found, *what_then, cache_then) = seen
         if isinstance(expected, torch.Tensor):
             assert torch.equal(found, expected), seed
         else:
             assert_same_outputs(found, expected)
-        assert torch.equal(what[0], what_then[0]), seed
-        assert what[1:] == what_then[1:], seed
+        assert what == what_then, seed
         if cache is not None:
             assert_same_cache(cache_then, cache)
 
@@ -227,17 +225,13 @@ def test_what_a_users_code_sees(recurrent, share):
     inputs = prompts()
     guessing(generate_plain(recurrent, inputs, max_new_tokens=30, do_sample=False), share, 6)
     for error in (None, ZeroDivisionError("there")):
-        seen = []
-        for generate in ways(recurrent):
-            criterion, streamer = EndsAt(9 + 13, error), Recorder()
-            arguments = {"stopping_criteria": StoppingCriteriaList([criterion]), "streamer": streamer}
-            try:
-                text = generate(inputs, max_new_tokens=30, do_sample=False, **arguments).tolist()
-            except ZeroDivisionError:
-                text = None
-            seen.append((criterion.seen, streamer.calls, text))
-        assert seen[0] == seen[1]
-        assert (seen[0][2] is None) == (error is not None)
+        seen = [
+            what_is_seen(generate, inputs, (9 + 13, error), True, max_new_tokens=30, do_sample=False)
+            for generate in ways(recurrent)
+        ]
+        assert torch.equal(seen[0][0], seen[1][0])
+        assert seen[0][1:] == seen[1][1:]
+        assert seen[0][-1] == (error is not None)
     assert lade.last_stats().fallback_reason is None
 
 
@@ -257,12 +251,12 @@ def test_returned_caches(lade_on, num_hidden, share):
         more, caches = prompts(2, seed=1)["input_ids"], ({}, {})
         for _ in range(2):
             arguments = {"max_new_tokens": 14, "do_sample": True} | RETURNED
-            expected, state = run(plain, batch, arguments | caches[0])
+            expected, states = seeded(plain, batch, **arguments, **caches[0])
             guessing(expected.sequences, share, 4)
-            found, state_then = run(ours, batch, arguments | caches[1])
+            found, states_then = seeded(ours, batch, **arguments, **caches[1])
             assert lade.last_stats().fallback_reason is None
             assert lade.last_stats().steps <= 14 + (share < 1)  # one more for tokens that wait at the end
-            assert torch.equal(state, state_then)
+            assert all(map(torch.equal, states, states_then))
             assert_same_outputs(found, expected)
             caches = tuple({"past_key_values": result.past_key_values} for result in (expected, found))
             mask = torch.nn.functional.pad(batch["attention_mask"], (0, 14 + more.shape[1]), value=1)
@@ -353,17 +347,25 @@ def test_other_processes_go_on(lade_on, monkeypatch, name):
 @pytest.mark.parametrize("name", ["qwen3_next", "glm_moe_dsa"])
 def test_offloaded_weights(lade_on, name):
     """accelerate keeps them on the meta device between forwards."""
-    model, inputs = copy.deepcopy(built(name)), prompts()
-    expected = generate_plain(model, inputs, max_new_tokens=14, do_sample=False)
+    model = copy.deepcopy(built(name))
     cpu_offload(model, execution_device=torch.device("cpu"))
-    assert torch.equal(model.generate(**inputs, max_new_tokens=14, do_sample=False), expected)
-    assert lade.last_stats().fallback_reason is None
+    assert_same(model, prompts(), max_new_tokens=14, do_sample=False)
+
+
+def own(cache):
+    return {"past_key_values": cache}
 
 
 def recording(config):
     cache = DynamicCache(config=config)
     cache.activate_past_recording()
     return cache
+
+
+def of_another_window(config):
+    config = copy.deepcopy(config)
+    config.sliding_window //= 2
+    return DynamicCache(config=config)
 
 
 PROGRAM = """
@@ -396,37 +398,26 @@ def test_bfloat16_in_two_processes(recurrent_outputs):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("name", "make", "reason"),
     [
-        (lambda config: {"cache_implementation": "static"}, "left to the original code"),
-        (lambda config: {"past_key_values": StaticCache(config, max_cache_len=32)}, "with a StaticLayer"),
-        (lambda config: {"past_key_values": DynamicCache()}, "has other layers"),
-        (lambda config: {"past_key_values": recording(config)}, "records past states"),
+        ("qwen3_next", lambda config: {"cache_implementation": "static"}, "left to the original code"),
+        ("qwen3_next", lambda config: own(StaticCache(config, max_cache_len=32)), "with a StaticLayer"),
+        ("qwen3_next", lambda config: own(DynamicCache()), "has other layers"),
+        ("qwen3_next", lambda config: own(recording(config)), "records past states"),
+        ("dots3_note_text", lambda config: own(of_another_window(config)), "has a window of"),
     ],
-    ids=["static", "own-static", "without-states", "recording"],
+    ids=["static", "own-static", "without-states", "recording", "another-window"],
 )
-def test_what_is_not_served(lade_on, make, reason):
-    model, inputs = built("qwen3_next"), prompts()
+def test_what_is_not_served(lade_on, name, make, reason):
+    model, inputs = built(name), prompts()
     seen = []
     for generate in ways(model):
         try:
-            seen.append(generate(inputs, max_new_tokens=6, do_sample=False, **make(model.config)).tolist())
+            seen.append(generate(inputs, max_new_tokens=20, do_sample=False, **make(model.config)).tolist())
         except IndexError:  # the cache has no place for states
             seen.append("raises")
     assert seen[0] == seen[1]
     assert reason in lade.last_stats().fallback_reason
-
-
-def test_a_cache_with_another_window(lade_on):
-    model, inputs = built("dots3_note_text"), prompts()
-    config = copy.deepcopy(model.config)
-    config.sliding_window //= 2
-    texts = [
-        generate(inputs, past_key_values=DynamicCache(config=config), max_new_tokens=20, do_sample=False)
-        for generate in ways(model)
-    ]
-    assert torch.equal(*texts)
-    assert "has a window of" in lade.last_stats().fallback_reason
 
 
 def test_several_processes(monkeypatch):
@@ -440,10 +431,7 @@ def test_several_processes(monkeypatch):
 def test_states_that_blocks_leave_otherwise(lade_on, monkeypatch, name):
     """Jamba's forward of several tokens begins from zero; Zamba2's limits time steps, which single steps do not."""
     monkeypatch.setattr("lade.models.recurrent.has_limit", lambda part: False)
-    model, inputs = built(name), prompts()
-    expected = generate_plain(model, inputs, max_new_tokens=6, do_sample=False)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), expected)
-    assert "recurrent state" in lade.last_stats().fallback_reason
+    compare(built(name), prompts(), "recurrent state", max_new_tokens=6, do_sample=False)
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
