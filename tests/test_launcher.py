@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import os
 import re
 import sys
 from pathlib import Path
@@ -133,47 +132,41 @@ def package():
     return generating("test_it.py", text, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "test_it.py")
 
 
-@pytest.fixture(scope="module")
-def expected():
+def test_unmodified_programs_run_with_lookahead(script, package):
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
-    return str(generate_plain(model, prompt(24), max_new_tokens=40).tolist())
+    expected = str(generate_plain(model, prompt(24), max_new_tokens=40).tolist())
+    for done in (script, package):
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+        tokens, steps = map(int, SUMMARY.search(done.stdout).groups())
+        assert tokens == 40
+        assert steps < tokens
 
 
-def assert_generated_ahead(done, expected):
-    assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
-    tokens, steps = map(int, SUMMARY.search(done.stdout).groups())
-    assert tokens == 40
-    assert steps < tokens
-
-
-def test_an_unmodified_script_runs_with_lookahead(script, expected):
-    assert_generated_ahead(script, expected)
-
-
-def test_an_installed_package_runs_with_lookahead(package, expected):
-    assert_generated_ahead(package, expected)
-
-
-def test_options_are_checked(capsys):
-    for arguments, message in (
-        (["--level", "1", "x.py"], "LEVEL must be an integer from 2 to 64, got 1"),
-        ([], "must be given"),
-        (["--level", "3", "-m"], "must be given"),
-        (["--lev", "3", "x.py"], "unrecognized"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            commands.main(arguments)
-        assert end.value.code == 2
-        assert message in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--level", "1", "x.py"], 2, "LEVEL must be an integer from 2 to 64, got 1"),
+        ([], 2, "must be given"),
+        (["--level", "3", "-m"], 2, "must be given"),
+        (["--lev", "3", "x.py"], 2, "unrecognized"),
+        (["--version"], 0, lade.__version__),
+        (["--help"], 0, "sub-commands:"),
+    ],
+)
+def test_options_that_end_the_command(capsys, arguments, status, message):
+    with pytest.raises(SystemExit) as end:
+        commands.main(arguments)
+    assert end.value.code == status
+    printed = capsys.readouterr()
+    assert message in (printed.err if status else printed.out)
 
 
 def test_options_end_where_the_program_begins(monkeypatch):
     monkeypatch.setattr(lade.switch, "_default", lade.current_config())
     options, program = run.parse(["--level", "4", "--guess", "-1", "-m", "pkg", "-m", "x", "--window", "9"])
     assert (options.module, program) == (program, ["pkg", "-m", "x", "--window", "9"])
-    config = lade.current_config()
-    assert (config.ngram_size, config.guess_set_size, config.window_size) == (4, -1, 7)
+    assert sizes() == (4, 7, -1)
 
 
 def sizes() -> tuple[int, int, int]:
@@ -227,21 +220,10 @@ def test_auto(settings):
     assert chosen == lade.current_config()
 
 
-def test_the_environment_can_say_no(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setenv("USE_LADE", "")  # so that what the program sets is taken back
-    (tmp_path / "note.py").write_text("import os; print('switch:', os.environ['USE_LADE'])")
-    for value, expected in ((None, "1"), ("0", "0")):
-        monkeypatch.delenv("USE_LADE", raising=False)
-        if value:
-            monkeypatch.setenv("USE_LADE", value)
-        try:
-            assert commands.main([str(tmp_path / "note.py")]) == 0
-        finally:
-            lade.restore_all()
-        assert os.environ["USE_LADE"] == expected
+def test_the_environment_can_say_no(tmp_path):
+    (tmp_path / "note.py").write_text("import os; print(os.environ['USE_LADE'])")
+    for given, expected in (({}, "1\n"), ({"USE_LADE": "0"}, "0\n")):
+        assert python("-m", "lade", "note.py", folder=tmp_path, **given).stdout == expected
 
 
 def test_call_after_import(tmp_path, monkeypatch):
@@ -349,11 +331,3 @@ def test_env_takes_little_beside_importing_torch(cost_of_env):
     has_transformers, torch_seconds, seconds = cost_of_env.stdout.splitlines()[-1].split()
     assert has_transformers == "False"
     assert float(seconds) < float(torch_seconds)
-
-
-def test_version_and_help(capsys):
-    for argument, expected in (("--version", lade.__version__), ("--help", "sub-commands:")):
-        with pytest.raises(SystemExit) as end:
-            commands.main([argument])
-        assert end.value.code == 0
-        assert expected in capsys.readouterr().out
