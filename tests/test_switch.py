@@ -2,19 +2,12 @@
 
 import asyncio
 import contextvars
-import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support import TOKENIZER, Recorder, prompt, python, tiny_llama
-from transformers import (
-    DynamicCache,
-    GenerationMixin,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from support import TOKENIZER, Recorder, in_threads, prompt, python, seeded, tiny_llama
+from transformers import DynamicCache, GenerationMixin, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
 import lade
 from lade import custom_generate, eligibility, switch
@@ -35,15 +28,10 @@ def unpatched(monkeypatch):
     switch._default = before
 
 
-def ran():
-    """Whether lookahead ran in the latest call, with fewer steps than tokens."""
-    stats = lade.last_stats()
-    return stats.fallback_reason is None and stats.steps < stats.generated_tokens
-
-
-def seeded(model, inputs, **arguments):
-    torch.manual_seed(3)
-    return model.generate(**inputs, **arguments), torch.get_rng_state()
+def assert_same(found, plain):
+    """Texts and states of the generators, as `seeded` returns them."""
+    assert torch.equal(found[0], plain[0])
+    assert all(map(torch.equal, found[1], plain[1]))
 
 
 # What is said at the first call.
@@ -63,10 +51,9 @@ def test_one_line_at_the_first_call(value, said, monkeypatch, caplog, model):
     if value is not None:
         monkeypatch.setenv("USE_LADE", value)
     lade.augment_all()
-    with caplog.at_level(logging.WARNING, "lade"):
-        assert not caplog.records  # the patch alone says nothing
-        for _ in range(2):
-            model.generate(**prompt(), max_new_tokens=4)
+    assert not caplog.records  # the patch alone says nothing
+    for _ in range(2):
+        model.generate(**prompt(), max_new_tokens=4)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == (said is not None)
     for part in said or ():
@@ -76,13 +63,12 @@ def test_one_line_at_the_first_call(value, said, monkeypatch, caplog, model):
 
 
 def test_no_line_for_who_switches_it_on_in_code(caplog, model):
-    with caplog.at_level(logging.WARNING, "lade"):
-        with lade.enabled():
-            model.generate(**prompt(), max_new_tokens=8)
+    with lade.enabled():
         model.generate(**prompt(), max_new_tokens=8)
-        assert lade.last_stats().fallback_reason == "USE_LADE is not set to 1, true, yes or on"
-        with lade.enabled(False):
-            model.generate(**prompt(), max_new_tokens=8)
+    model.generate(**prompt(), max_new_tokens=8)
+    assert lade.last_stats().fallback_reason == "USE_LADE is not set to 1, true, yes or on"
+    with lade.enabled(False):
+        model.generate(**prompt(), max_new_tokens=8)
     assert not caplog.records
 
 
@@ -93,13 +79,13 @@ def test_no_line_for_who_switches_it_on_in_code(caplog, model):
 @pytest.mark.parametrize("settings", [{}, {"MODE": "lookahead", "LEVEL": 4}], ids=["tree", "window"])
 def test_enabled(model, arguments, settings):
     inputs = prompt()
-    plain = seeded(model, inputs, **arguments)
+    plain = seeded(model.generate, **inputs, **arguments)
     with lade.enabled(**settings):
-        found = seeded(model, inputs, **arguments)
+        found = seeded(model.generate, **inputs, **arguments)
         assert lade.last_stats().fallback_reason is None
         assert lade.current_config().uses_window == bool(settings)
         assert max(lade.last_stats().block_tokens) > 1
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert_same(found, plain)
     assert not lade.current_config().uses_window
     model.generate(**inputs, **arguments)
     assert "USE_LADE" in lade.last_stats().fallback_reason
@@ -154,32 +140,20 @@ def test_after_an_exception():
 
 
 def test_other_threads_are_untouched(model):
-    """One that runs at the same time, and one that is started inside; a copied context goes along."""
-    inside, done, seen = threading.Event(), threading.Event(), {}
+    """One that was there before, and one that is started inside; a copied context goes along."""
 
     def state():
         model.generate(**prompt(), max_new_tokens=8)
         return switch.is_enabled(), lade.current_config().max_block, lade.last_stats().fallback_reason is None
 
-    def other():
-        inside.wait()
-        seen["other"] = state()
-        done.set()
-
-    threads = [threading.Thread(target=other)]
-    threads[0].start()
-    with lade.enabled(MAX_BLOCK=8):
-        inside.set()
-        done.wait()
-        context = contextvars.copy_context()
-        threads.append(threading.Thread(target=lambda: seen.update(started=state())))
-        threads.append(threading.Thread(target=lambda: seen.update(copied=context.run(state))))
-        for thread in threads[1:]:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert state() == (True, 8, True)
-    assert seen == {"other": (False, 64, False), "started": (False, 64, False), "copied": (True, 8, True)}
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(switch.is_enabled).result()  # which starts the thread
+        with lade.enabled(MAX_BLOCK=8):
+            context = contextvars.copy_context()
+            found = in_threads(lambda run: run(state), lambda function: function(), context.run)
+            assert found == [(False, 64, False), (True, 8, True)]
+            assert pool.submit(state).result() == (False, 64, False)
+            assert state() == (True, 8, True)
 
 
 def test_tasks():
@@ -218,18 +192,18 @@ def test_tasks():
 def test_one_call(model, inputs, arguments, is_patched, monkeypatch):
     monkeypatch.setenv("USE_LADE", "0")  # code says otherwise
     before = {name: vars(GenerationMixin)[name] for name in ("generate", "_sample")}
-    plain = seeded(model, inputs, **arguments)
+    plain = seeded(model.generate, **inputs, **arguments)
     if is_patched:
         lade.augment_all()
     count = len(lade.log_history())
-    found = seeded(model, inputs, **arguments, custom_generate=lade.generate)
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    found = seeded(model.generate, **inputs, **arguments, custom_generate=lade.generate)
+    assert_same(found, plain)
     assert lade.last_stats().fallback_reason is None
     assert max(lade.last_stats().block_tokens) > 1
     assert len(lade.log_history()) == count + 1
     if not is_patched:
         assert {name: vars(GenerationMixin)[name] for name in before} == before
-    assert torch.equal(seeded(model, inputs, **arguments)[0], plain[0])
+    assert_same(seeded(model.generate, **inputs, **arguments), plain)
     assert lade.last_stats().fallback_reason is None or is_patched
 
 
@@ -306,8 +280,7 @@ def test_stop_strings_as_a_criterion(model):
 def test_one_call_that_lookahead_cannot_serve(model, caplog):
     inputs = prompt()
     plain = model.generate(**inputs, max_new_tokens=8, use_cache=False)
-    with caplog.at_level(logging.WARNING, "lade"):
-        found = model.generate(**inputs, max_new_tokens=8, use_cache=False, custom_generate=lade.generate)
+    found = model.generate(**inputs, max_new_tokens=8, use_cache=False, custom_generate=lade.generate)
     assert torch.equal(found, plain)
     assert "use_cache" in lade.last_stats().fallback_reason
     assert len(caplog.records) == 1
@@ -338,24 +311,26 @@ def test_called_by_something_else(model):
     with torch.no_grad():
         found = lade.generate(model, inputs["input_ids"], logits_processor=LogitsProcessorList(), **prepared)
     assert torch.equal(found, expected)
-    assert ran()
+    assert lade.last_stats().fallback_reason is None
+    assert lade.last_stats().steps < 12
 
 
 # Summaries.
 
 
 @pytest.mark.parametrize("way", ["patch", "call"])
-def test_summary_of_several_sequences(model, capsys, way):
-    arguments = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3}
+@pytest.mark.parametrize(("batch_size", "place", "unit"), [(1, "", ""), (6, " in 6 sequences", " per sequence")])
+def test_summary(model, capsys, way, batch_size, place, unit):
+    arguments = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3 if batch_size > 1 else 1}
     if way == "call":
         arguments["custom_generate"] = lade.generate
     with lade.enabled(DEBUG=1):
-        model.generate(**prompt(batch_size=2), **arguments)
+        model.generate(**prompt(batch_size=-(-batch_size // 3)), **arguments)
     stats = lade.last_stats()
-    assert (stats.batch_size, stats.generated_tokens) == (6, 120)
+    assert (stats.batch_size, stats.generated_tokens) == (batch_size, 20 * batch_size)
     ratio = f"{20 / stats.steps:.2f}"
     out = capsys.readouterr().out
-    assert f"120 in 6 sequences Total steps: {stats.steps} Compression ratio: {ratio} per sequence\n" in out
+    assert f"{20 * batch_size}{place} Total steps: {stats.steps} Compression ratio: {ratio}{unit}\n" in out
     assert out.count("SUMMARY") == 1
 
 
