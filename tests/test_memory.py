@@ -3,14 +3,13 @@
 import os
 import re
 import time
-import weakref
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, tiny_llama
+from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, run_both, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
@@ -39,19 +38,11 @@ def tree(lade_on):
     lade.config_lade(MODE="tree", MAX_BLOCK=6)
 
 
-known = weakref.WeakKeyDictionary()  # model -> arguments -> plain generate()'s output
-
-
 def generate(model, **arguments):
     """The steps of a call whose output equals plain generate()'s."""
-    inputs, outputs, key = prompt(20, seed=3), known.setdefault(model, {}), str(arguments)
-    if key not in outputs:
-        torch.manual_seed(1)
-        outputs[key] = generate_plain(model, inputs, max_new_tokens=40, **arguments)
-    torch.manual_seed(1)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=40, **arguments), outputs[key])
-    assert lade.last_stats().fallback_reason is None
-    return lade.last_stats().steps
+    stats = run_both(model, prompt(20, seed=3), max_new_tokens=40, **arguments)
+    assert stats.fallback_reason is None
+    return stats.steps
 
 
 SAMPLED = {"do_sample": True, "temperature": 0.1}

@@ -64,6 +64,15 @@ def assert_same(found, expected):
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)  # NaN would not be
 
 
+def check(model, inputs, **arguments):
+    """What a call gives with lade is what it gives without. Returns it."""
+    expected = seeded(generate_plain, model, inputs, **arguments)
+    assert_same(seeded(model.generate, **inputs, **arguments), expected)
+    assert lade.last_stats().fallback_reason is None
+    assert lade.last_stats().steps <= 48 + 1  # one step in vain, and plain ones after it
+    return expected
+
+
 @functools.cache
 def poisoned_model(attention, value, request, batch_size):
     """A model with NaN embeddings of unused tokens, its inputs, and what plain generate() says."""
@@ -84,7 +93,7 @@ def test_a_guess_that_is_no_number(settings, trips, attention, value, request_, 
     assert_same(seeded(model.generate, **inputs, **REQUESTS[request_]), expected)
     stats = lade.last_stats()
     assert stats.fallback_reason is None
-    assert stats.steps <= 48 + 1  # one step in vain, and plain ones after it
+    assert stats.steps <= 48 + 1
     assert len(trips) == 1
     assert stats.block_tokens[-1] == 1
 
@@ -105,10 +114,7 @@ def test_a_head_that_shares_the_embedding(settings, trips, batch_size):
     model, inputs = tiny_llama(tie_word_embeddings=True), prompt(24, batch_size)
     inputs["input_ids"][inputs["input_ids"] == 7] = 8
     poison(model, [7])
-    arguments = {"suppress_tokens": [7], "do_sample": True, "temperature": 0.3}
-    expected = seeded(generate_plain, model, inputs, **arguments)
-    assert_same(seeded(model.generate, **inputs, **arguments), expected)
-    assert lade.last_stats().fallback_reason is None
+    check(model, inputs, suppress_tokens=[7], do_sample=True, temperature=0.3)
     assert len(trips) <= 1
 
 
@@ -125,12 +131,10 @@ class Hidden(torch.nn.Linear):
 def test_infinite_logits_are_no_reason_for_another_step(settings, trips, request_):
     model, inputs = tiny_llama(), prompt(24, 2)
     model.lm_head.__class__ = Hidden
-    expected = seeded(generate_plain, model, inputs, **request_)
-    assert_same(seeded(model.generate, **inputs, **request_), expected)
-    assert lade.last_stats().fallback_reason is None
+    text, *_ = check(model, inputs, **request_)
     assert not trips
-    poison(model, unused_tokens(model, expected[0]))
-    assert_same(seeded(model.generate, **inputs, **request_), expected)
+    poison(model, unused_tokens(model, text))
+    assert torch.equal(check(model, inputs, **request_)[0], text)
     assert trips
 
 
@@ -142,13 +146,9 @@ def test_a_text_that_is_no_number(settings, trips, streams):
     text = generate_plain(model, inputs, max_new_tokens=48)
     taken = [token for token in text[1, 30:].tolist() if token not in text[[0, 2]] and token not in text[1, :30]]
     poison(model, taken[:1])
-    arguments = {"streamer": Recorder()} if streams else {}
-    expected = seeded(generate_plain, model, inputs, **arguments)
-    assert not torch.equal(expected[0], text)
-    assert torch.equal(expected[0][[0, 2]], text[[0, 2]])
-    assert_same(seeded(model.generate, **inputs, **arguments), expected)
-    assert lade.last_stats().fallback_reason is None
-    assert lade.last_stats().steps <= 48 + 1
+    found, *_ = check(model, inputs, **{"streamer": Recorder()} if streams else {})
+    assert not torch.equal(found, text)
+    assert torch.equal(found[[0, 2]], text[[0, 2]])
     assert len(trips) == 1
 
 
@@ -159,24 +159,19 @@ def test_prompts_that_are_no_numbers(settings, trips):
     inputs["input_ids"][0, 5] = 7
     poison(model, [7])
     for rows in ([0], [0, 1]):
-        part = {name: value[rows] for name, value in inputs.items()}
-        expected = seeded(generate_plain, model, part)
-        assert_same(seeded(model.generate, **part), expected)
-        assert lade.last_stats().steps <= 48 + 1
+        check(model, {name: value[rows] for name, value in inputs.items()})
 
 
 def test_blocks_of_fixed_shapes(lade_on, trips, monkeypatch):
     """A small tree is padded with token 0, which is one of those."""
     monkeypatch.setattr("lade.forward.cuda.static_shapes.BACKEND", "eager")
     lade.config_lade(**MODES["tree"], COMPILE=1)
-    model, inputs, arguments = tiny_llama(), prompt(24), {"suppress_tokens": [0]}
-    expected = seeded(generate_plain, model, inputs, **arguments)
+    model = tiny_llama()
     poison(model, [0])
     try:
-        assert_same(seeded(model.generate, **inputs, **arguments), expected)
+        check(model, prompt(24), suppress_tokens=[0])
     finally:
         torch._dynamo.reset()
-    assert lade.last_stats().fallback_reason is None
     assert trips
 
 
