@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import compare, generate_plain, note_calls, padded_prompt, prompt, tiny, tiny_llama
+from support import assert_same_state, compare, generate_plain, note_calls, padded_prompt, prompt, tiny, tiny_llama
 from torch.nn import functional
-from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import lade
 from lade.common.compat import sdpa_attention_forward
@@ -124,50 +124,44 @@ def path_of(model):
 @needs_kernel
 def test_the_users_model_is_unchanged():
     model = tiny_llama()
-    before, configs = vars(model).copy(), copy.deepcopy(model.config)
+    twin = copy.deepcopy(model)
     blocks = path_of(model)
     assert blocks.kind == ("grouped",)
     shadow = blocks.model
     assert {part.config._attn_implementation for part in shadow.modules() if hasattr(part, "config")} == {NAME}
     assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")} == {"sdpa"}
-    assert vars(model) == before
-    assert model.config.to_dict() == configs.to_dict()
+    assert_same_state(model, twin)
+    assert model.config.to_dict() == twin.config.to_dict()
     assert all(a is b for a, b in zip(model.parameters(), shadow.parameters(), strict=True))
 
 
-def hooked():
+def changed(change):
     model = tiny_llama()
+    change(model)
+    return model
+
+
+def hook(model):
     model.model.layers[0].register_forward_hook(lade.allow_hook(lambda *_: None))
-    return model
 
 
-def patched():
-    model = tiny_llama()
-    forward = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda *arguments: forward(*arguments)
-    return model
+def patch(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda *arguments, forward=mlp.forward: forward(*arguments)
 
 
-def unknown():
-    class Own(type(tiny_llama())):
-        """Whose model type is known, and whose code is not."""
-
-    model = tiny_llama()
-    model.__class__ = Own
-    return model
-
-
-def unnamed():
-    model = tiny_llama()
-    vars(model.config)["num_key_value_heads"] = [2, 2]  # a family that has a number for each layer
-    return model
+class Own(LlamaForCausalLM):
+    """Whose model type is known, and whose code is not."""
 
 
 REFUSED = {
     "one head each": lambda: tiny_llama(num_key_value_heads=4),
     "eager": lambda: tiny_llama(attention="eager"),
     "other device": lambda: tiny_llama().to("meta"),
-    **{made.__name__: made for made in (hooked, patched, unknown, unnamed)},
+    "hooked": lambda: changed(hook),
+    "patched": lambda: changed(patch),
+    "unknown": lambda: changed(lambda model: setattr(model, "__class__", Own)),
+    "heads by layer": lambda: changed(lambda model: vars(model.config).update(num_key_value_heads=[2, 2])),
 }
 
 

@@ -94,8 +94,10 @@ FAULTS = [IgnoresMask, IgnoresPositions, ReadsTheLastRow, IgnoresMaskOfFew]
 
 
 @pytest.mark.parametrize("kind", [Obedient, *FAULTS])
-def test_an_unknown_family_is_tried_out(kind):
-    model = build(kind)
+@pytest.mark.parametrize("config_class", [UnknownConfig, LlamaConfig])
+def test_an_unknown_family_is_tried_out(kind, config_class):
+    """As is another class of a known family."""
+    model = build(kind, config_class)
     for _ in range(2):  # the second time from memory
         compare(model, reason=None if kind is Obedient else "trial block", max_new_tokens=30)
 
@@ -109,12 +111,6 @@ def test_a_trial_in_half_precision(kind, largest, length):
     found = trial_errors(models.adapter_for(model), length, largest)
     is_fine = all(error * MASK_EFFECT_RATIO[torch.bfloat16] < effect for error, effect in found)
     assert is_fine == (kind is Obedient)
-
-
-def test_a_subclass_of_a_known_family_is_tried_out_too():
-    model = build(IgnoresMask, LlamaConfig)
-    assert model.config.model_type == "llama"
-    compare(model, reason="ignore the mask", max_new_tokens=30)
 
 
 def test_the_trial_waits_until_it_is_a_small_part(monkeypatch, caplog):
@@ -290,15 +286,12 @@ def test_what_a_family_cannot_show(name, arguments, reason):
 def test_phi3_goes_over_its_boundary_from_a_cache():
     model = named("phi3-longrope-across")
     cached = model.config.original_max_position_embeddings
-    texts = []
-    for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
-        cache = DynamicCache(config=model.config)
-        first = run(model, prompt(cached), max_new_tokens=1, past_key_values=cache)
-        longer = torch.cat([first, prompt(6)["input_ids"]], dim=1)
-        inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
-        texts.append(run(model, inputs, max_new_tokens=12, past_key_values=cache))
-    assert torch.equal(*texts)
-    assert "the model computes it anew" in lade.last_stats().fallback_reason
+    cache = DynamicCache(config=model.config)
+    first = generate_plain(model, prompt(cached), max_new_tokens=1, past_key_values=cache)
+    longer = torch.cat([first, prompt(6)["input_ids"]], dim=1)
+    inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+    reason = "the model computes it anew"
+    compare(model, inputs, reason, cache=lambda: copy.deepcopy(cache), max_new_tokens=12)
 
 
 def test_a_soft_cap_is_left_to_eager_attention(flash):
@@ -404,9 +397,7 @@ def test_views_of_one_model_in_threads(flash):
 
 def parts_on_disk(model, tmp_path):
     """Dispatched by accelerate, all blocks but the first one on disk."""
-    (blocks,) = (
-        name for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and name.count(".") == 1
-    )
+    blocks = "model.layers" if hasattr(model, "model") else "transformer.h"
     others = {name: "cpu" for name, part in model.named_modules() if name and list(part.parameters(recurse=False))}
     layers = {f"{blocks}.{index}": "disk" if index else "cpu" for index in range(len(model.get_submodule(blocks)))}
     rest = {name: place for name, place in others.items() if not name.startswith(blocks)}
@@ -421,7 +412,7 @@ def test_models_dispatched_by_accelerate(tmp_path, name):
     assert "disk" in set(dispatched.hf_device_map.values())
     assert torch.equal(dispatched.generate(**prompt(), max_new_tokens=30), expected)
     assert lade.last_stats().fallback_reason is None
-    assert lade.last_stats().steps <= 30
+    assert max(lade.last_stats().block_tokens) > 1
 
 
 def test_a_dispatched_model_that_needs_a_view_falls_back(tmp_path):

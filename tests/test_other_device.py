@@ -194,17 +194,12 @@ def test_draws_are_copied_to_the_host_once(other_device):
         assert watched.reads == {"copy": 2}
 
 
-def test_an_index_left_on_the_cpu_is_noticed(model, other_device, monkeypatch):
+@pytest.mark.parametrize("owner", [decoding, base], ids=["index", "mask"])
+def test_what_is_left_on_the_cpu_is_noticed(owner, model, other_device, monkeypatch):
+    if owner is decoding:
+        monkeypatch.setattr(decoding, "block_layout", lambda *sizes: block_layout(*sizes[:3], torch.device("cpu")))
+    else:
+        monkeypatch.setattr(base, "block_mask", lambda *args, made=base.block_mask: made(*args).to("cpu"))
     lade.config_lade(**LOOKAHEAD)
-    monkeypatch.setattr(decoding, "block_layout", lambda *sizes: block_layout(*sizes[:3], torch.device("cpu")))
-    with pytest.raises(MixedDevices):
-        generate(model, do_sample=False)
-
-
-def test_a_mask_left_on_the_cpu_is_noticed(model, other_device, monkeypatch):
-    def mask_on_cpu(*args, original=base.block_mask):
-        return original(*args).to("cpu")
-
-    monkeypatch.setattr(base, "block_mask", mask_on_cpu)
     with pytest.raises(MixedDevices):
         generate(model, do_sample=False)
