@@ -8,8 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support import prompt, tiny_llama
-from transformers import AutoTokenizer
+from support import ROOT, prompt, tiny_llama
 
 import lade
 from lade import commands, config, switch
@@ -20,7 +19,6 @@ from lade.commands.progress import progress_bar
 from lade.commands.prompts import OWN_PROMPTS, as_inputs, read_prompts
 from lade.commands.tune import CANDIDATES, KEEP_DEFAULT, NOTHING_PAYS, describe, is_worth_it, report, tune
 
-BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
 pytestmark = pytest.mark.usefixtures("new_settings")
 PROMPTS = [prompt(20), prompt(30, seed=1)]  # the first to choose by, the second to judge by
 WINDOWS = tuple({"MODE": "lookahead", "LEVEL": n, "WINDOW_SIZE": w, "GUESS_SET_SIZE": w} for n, w in ((3, 2), (5, 7)))
@@ -280,13 +278,11 @@ def test_loops_are_found():
     assert not measure.is_looping(list(range(64)))
 
 
-def test_own_prompts():
+def test_own_prompts(tokenizer):
     rows = read_prompts(None)
     assert len(rows) >= 8
     assert len(read_prompts(None, 3)) == 3
-    setup = (BUNDLED.parents[1] / "setup.py").read_text()
-    assert f'"{OWN_PROMPTS.name}"' in setup
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    assert f'"{OWN_PROMPTS.name}"' in (ROOT / "setup.py").read_text()
     for row, inputs in zip(rows, as_inputs(rows, tokenizer, "cpu"), strict=True):
         text = tokenizer.decode(inputs["input_ids"][0])
         assert (text == row["prompt"]) if "prompt" in row else (row["question"] in text != row["question"])

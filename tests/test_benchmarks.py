@@ -2,44 +2,42 @@
 figures."""
 
 import argparse
-import importlib
 import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from support import tiny_llama
+from support import ROOT, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lade import switch
 from lade.forward.cuda import kernel_path
 from lade.stats import GenerationStats
 
-ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "benchmarks"
-
 
 @pytest.fixture
-def command(lade_on, checkpoint, monkeypatch, capsys):
-    """Runs a benchmark's main() with arguments, by default on a random model. Returns what its last line says."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(importlib.import_module("harness"), "BUNDLED", checkpoint)
+def main(module, monkeypatch):
+    """Runs a benchmark's main() with arguments."""
 
-    def run(name: str, *arguments: str) -> dict:
+    def run(name: str, *arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
-        importlib.import_module(name).main()
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
+        module(name).main()
 
     return run
 
 
 @pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
+def command(main, module, lade_on, checkpoint, monkeypatch, capsys):
+    """`main`, by default on a random model. Returns what its last line says."""
+    monkeypatch.setattr(module("harness"), "BUNDLED", checkpoint)
+
+    def run(name: str, *arguments: str) -> dict:
+        main(name, *arguments)
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
 
 
 SMALL = ("--limit", "2", "--max_new_tokens", "12", "--dtype", "float32")
@@ -193,10 +191,9 @@ def test_static_cache_is_compiled_on_a_cpu_too(module, monkeypatch):
         (["--limit", "2", "--batch", "3"], "--batch must be at most the number of prompts, 2, got 3"),
     ],
 )
-def test_decode_refuses(arguments, message, module, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["decode.py", *arguments])
+def test_decode_refuses(arguments, message, main):
     with pytest.raises(SystemExit, match=message):
-        module("decode").main()
+        main("decode", *arguments)
 
 
 SIZES = {"1b": 1_235_814_400, "7b": 6_738_415_616, "8b": 8_030_261_248, "13b": 13_015_864_320, "70b": 68_976_648_192}
@@ -305,10 +302,9 @@ def test_edits(command, tmp_path):
     assert all(row["lade_predicted"]["steps"] <= 12 for row in figures["rows"])
 
 
-def test_plots(module, monkeypatch, tmp_path, capsys):
+def test_plots(main, tmp_path):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["plots.py", "--out", str(tmp_path)])
-    module("plots").main()
+    main("plots", "--out", str(tmp_path))
     assert (tmp_path / "cpu-epyc-bfloat16-sampled.svg").exists()
 
 
@@ -316,7 +312,7 @@ def test_plots(module, monkeypatch, tmp_path, capsys):
     ("modes", "pictures"),
     [(["tree"], ["replay-acceptance.svg"]), (["tree", "logitspec"], ["replay-acceptance.svg", "replay.svg"])],
 )
-def test_plots_of_a_replay(module, monkeypatch, tmp_path, modes, pictures):
+def test_plots_of_a_replay(main, tmp_path, modes, pictures):
     """Predicted and measured acceptance of the tree drafter's guesses; of several drafters, tokens per step."""
     pytest.importorskip("matplotlib")
     acceptance = {"tree": {"suffix of 8": [20, 16.0, 15]}, "logitspec": {}}
@@ -328,18 +324,16 @@ def test_plots_of_a_replay(module, monkeypatch, tmp_path, modes, pictures):
     }
     figures = {"benchmark": "replay", "environment": {"device": "d", "threads": 1, "dtype": "x"}, "replays": cells}
     (tmp_path / "replay.json").write_text(json.dumps(figures))
-    monkeypatch.setattr(sys, "argv", ["plots.py", "--results", str(tmp_path), "--out", str(tmp_path)])
-    module("plots").main()
+    main("plots", "--results", str(tmp_path), "--out", str(tmp_path))
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == pictures
 
 
-def test_plots_say_what_they_need(module, monkeypatch, tmp_path):
+def test_plots_say_what_they_need(main, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(sys, "argv", ["plots.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="needs matplotlib, which is not installed"):
-        module("plots").main()
+        main("plots", "--out", str(tmp_path))
 
 
 def test_no_file_stands_in_the_way_of_the_standard_library():
     """Scripts find their own folder first: a profile.py there would break cProfile, which torch imports."""
-    assert not {path.stem for path in FOLDER.glob("*.py")} & sys.stdlib_module_names
+    assert not {path.stem for path in (ROOT / "benchmarks").glob("*.py")} & sys.stdlib_module_names

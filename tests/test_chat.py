@@ -6,14 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support import generate_plain, tiny_llama
+from support import BUNDLED, ROOT, generate_plain, tiny_llama
 from support.processes import AtTerminal
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import lade
 from lade import commands
@@ -23,24 +22,10 @@ from lade.commands.chat.streaming import GUESSED, ORDINARY, AnswerStreamer, over
 from lade.commands.chat.terminal import Terminal, line_reader
 from lade.models import foreign
 
-ROOT = Path(lade.__file__).parent.parent
-BUNDLED = ROOT / "models" / "stdlib-9m"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(BUNDLED)
-
 
 @pytest.fixture(scope="module")
 def bundled():
     return AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def random_model():
-    """Writes nonsense that is split into other tokens when it is read as text."""
-    return tiny_llama(vocab_size=4096)
 
 
 @pytest.fixture(params=["1", "0"], ids=["lade", "plain"])
@@ -184,9 +169,8 @@ def test_second_ctrl_c_takes_the_question_back(bundled, tokenizer, lade_on):
     assert (answer.text, answer.reused_tokens) == (expected, cached)
 
 
-def test_fallback_template(random_model, bundled, lade_on):
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    tokenizer.chat_template = None
+def test_fallback_template(random_model, tokenizer, lade_on, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
     conversation = Conversation(random_model, tokenizer, max_new_tokens=10)
     ids = conversation._ids_of([{"role": "user", "content": "Hello"}])
     assert tokenizer.decode(ids) == "<s>User: Hello\nAssistant:"

@@ -1,11 +1,9 @@
 """`benchmarks/gpu_check.py`: its result after every stage, whatever ends a stage, and a verdict for each question. On a
 CPU, with stand-ins."""
 
-import importlib
 import json
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,23 +11,16 @@ import time
 import numpy as np
 import pytest
 import torch
-from support.processes import ENVIRONMENT, ROOT
+from support import ROOT, python
 
 from lade.forward.cuda import proof
 from lade.switch import current_config
 
-COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu"]
-
 
 def check(path, *options):
     """Of a run: how it ended, and the file it wrote."""
-    done = subprocess.run(
-        [*COMMAND, "--out", str(path), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
-    )
+    command = [str(ROOT / "benchmarks" / "gpu_check.py"), "--device", "cpu", "--out", str(path), *options]
+    done = python(*command, OMP_NUM_THREADS="1")
     return done, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
@@ -70,10 +61,9 @@ def test_refuses(options, message, tmp_path):
 
 
 @pytest.fixture
-def parent(monkeypatch):
-    """The command's own modules, in this process."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("gpu_check")
+def parent(module):
+    """The command, in this process."""
+    return module("gpu_check")
 
 
 STAGE = """
@@ -154,7 +144,7 @@ def test_verdicts(parent):
     assert list(parent.verdicts(stages, is_stand_in=False).values())[:3] == [True, None, None]
 
 
-def test_what_has_passed_is_stored(parent, monkeypatch, tmp_path):
+def test_what_has_passed_is_stored(parent, module, monkeypatch, tmp_path):
     """Both, or what has failed; what is right and slower is not switched on."""
     right = dict.fromkeys(parent.verdicts({}, is_stand_in=False), True)
     assert parent.proof_of(right) == {"graph": True, "kernel": True}
@@ -163,28 +153,25 @@ def test_what_has_passed_is_stored(parent, monkeypatch, tmp_path):
     assert parent.proof_of(right | {"CUDA graphs are right": None}) == {}
     assert parent.proof_of(right | {"CUDA graphs are right": None, "the kernel is right": False}) == {"kernel": False}
     monkeypatch.setattr(proof, "folder", lambda: tmp_path)
-    stages = importlib.import_module("gpu.stages")
-    monkeypatch.setattr(
-        sys, "argv", ["stages", "proof", "--device", "cpu", "--proof", '{"graph": true, "kernel": false}']
-    )
+    found = '{"graph": true, "kernel": false}'
+    monkeypatch.setattr(sys, "argv", ["stages", "proof", "--device", "cpu", "--proof", found])
     assert not proof.is_proven(torch.device("cpu"), "graph")
-    stages.main()
+    module("gpu.stages").main()
     assert proof.is_proven(torch.device("cpu"), "graph")
     assert not proof.is_proven(torch.device("cpu"), "kernel")
 
 
-def test_a_kernel_that_failed_is_not_taken_for_right(parent, monkeypatch):
+def test_a_kernel_that_failed_is_not_taken_for_right(module, monkeypatch):
     """Its problems are stored by the device of its tensors, which has an index: "cuda" is another one."""
-    stages = importlib.import_module("gpu.stages")
+    stages = module("gpu.stages")
     problems = {torch.zeros(1, device="cpu:0").device: "the kernel failed"}
     monkeypatch.setattr(stages.kernels, "kernel_problem", lambda device, dtype: problems.get(device))
     row = stages.kernel_row("cpu:0", (4, 2, 16), 12, torch.float32)
     assert (row["passed"], row["problem"]) == (False, "the kernel failed")
 
 
-def test_threads_capture_until_the_last_has_ended(parent):
+def test_threads_capture_until_the_last_has_ended(module):
     """Settings are the process's: a thread that ends must not put them back for the others."""
-    hazards = importlib.import_module("gpu.hazards")
     begun, ended = threading.Event(), threading.Event()
 
     def first():
@@ -198,16 +185,13 @@ def test_threads_capture_until_the_last_has_ended(parent):
         return current_config().cuda_graph
 
     before = current_config()
-    assert hazards.in_threads([first, second]) == [None, True]
+    assert module("gpu.hazards").in_threads([first, second]) == [None, True]
     assert current_config() == before
 
 
 def test_the_parent_imports_no_torch():
     code = "import sys; sys.path.insert(0, sys.argv[1]); import gpu_check; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "benchmarks")], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False"
+    assert python("-c", code, str(ROOT / "benchmarks")).stdout.strip() == "False"
 
 
 @pytest.mark.long

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from support import generate_plain, prompt, tiny_llama
-from transformers import AutoTokenizer
 
 import lade
 from lade import commands
@@ -26,20 +25,9 @@ from lade.drafting.base import ROOT_ALONE
 from lade.forward.cpu import packed
 from lade.stats import open_stats, tracing
 
-BUNDLED = Path(lade.__file__).parent.parent / "models" / "stdlib-9m"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
 ANSI = re.compile(r"\033\[[\d;]*m")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(BUNDLED)
-
-
-@pytest.fixture(scope="module")
-def random_model():
-    return tiny_llama(vocab_size=4096)
 
 
 @pytest.fixture

@@ -23,9 +23,10 @@ from support.models import (
     tiny,
     tiny_llama,
 )
-from support.processes import ENVIRONMENT, ROOT, beside, forked, forked_twice, python
+from support.processes import BUNDLED, ENVIRONMENT, ROOT, beside, forked, forked_twice, python
 
 __all__ = [
+    "BUNDLED",
     "ENVIRONMENT",
     "ROOT",
     "TOKENIZER",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import lade
 from lade import augment, eligibility, switch
@@ -17,7 +18,7 @@ from lade.models import self_check
 from lade.switch import temporary_settings
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
-from support.processes import ROOT
+from support.processes import BUNDLED, ROOT
 
 torch.set_num_threads(min(8, torch.get_num_threads()))  # tests run beside each other, and models are tiny
 for kind in (torch.cuda, torch.xpu, torch.mtia):  # not where forked processes import it: asking spoils CUDA for them
@@ -49,13 +50,32 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> str:
+def tokenizer() -> PreTrainedTokenizerBase:
+    """Of the bundled model."""
+    return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+@pytest.fixture(scope="session")
+def random_model() -> LlamaForCausalLM:
+    """Of the bundled tokenizer. Writes nonsense that is split into other tokens when it is read as text."""
+    return tiny_llama(vocab_size=4096)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, tokenizer) -> str:
     """A folder with a random model and the bundled tokenizer, for commands whose figures are not looked at."""
     folder = tmp_path_factory.mktemp("model")
     sizes = {"vocab_size": 4096, "num_hidden_layers": 1, "max_position_embeddings": 2048}
     tiny_llama(torch.float32, **sizes).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(ROOT / "models" / "stdlib-9m").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a module of benchmarks/ by its name."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
 
 
 @functools.cache

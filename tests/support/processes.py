@@ -18,6 +18,7 @@ import pytest
 import lade
 
 ROOT = Path(lade.__file__).parent.parent
+BUNDLED = ROOT / "models" / "stdlib-9m"
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if not name.startswith(("USE_LADE", "LOAD_LADE", "LADE_"))
 }
