@@ -242,7 +242,7 @@ def test_not_where_another_process_might_fail(on_cuda, monkeypatch):
     assert fixed.graph_refusal(replace(AUTOMATIC, cuda_graph=True), model, 100) == NOT_HERE
 
 
-def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
+def test_a_failure_is_not_tried_again(model, on_cuda, monkeypatch):
     """Unless it is asked for."""
     tried = []
 
@@ -250,7 +250,6 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
         tried.append(forward)
         raise RuntimeError("operation not permitted")
 
-    model = tiny_llama(num_hidden_layers=1)
     monkeypatch.setattr(fixed, "capture", refuse)
     for _ in range(2):
         stats = run(model)
@@ -261,12 +260,11 @@ def test_a_failure_is_not_tried_again(on_cuda, monkeypatch):
     assert len(tried) > 1
 
 
-def test_memory_may_be_there_again(on_cuda, monkeypatch):
+def test_memory_may_be_there_again(model, on_cuda, monkeypatch):
     def refuse(forward):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     lade.config_lade(MODE="tree")
-    model = tiny_llama(num_hidden_layers=1)
     with monkeypatch.context() as patch:
         patch.setattr(fixed, "capture", refuse)
         assert "out of memory" in run(model).reasons.get("graph")
@@ -274,7 +272,7 @@ def test_memory_may_be_there_again(on_cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("good_uses", [1, 2], ids=["the-first", "and-the-second"])
-def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch):
+def test_a_graph_that_remembers_its_first_inputs(good_uses, model, on_cuda, monkeypatch):
     """As if the model had baked them in as numbers; good_uses: blocks that it computes."""
     lade.config_lade(**ONE_SHAPE)
 
@@ -288,8 +286,8 @@ def test_a_graph_that_remembers_its_first_inputs(good_uses, on_cuda, monkeypatch
         return replay
 
     monkeypatch.setattr(fixed, "capture", stale)
-    expected = generate_plain(tiny_llama(num_hidden_layers=1), prompt(), **NEW)
-    found = tiny_llama(num_hidden_layers=1).generate(**prompt(), **NEW)
+    expected = generate_plain(model, prompt(), **NEW)
+    found = model.generate(**prompt(), **NEW)
     stats = lade.last_stats()
     if good_uses == 1:
         assert torch.equal(found, expected)

@@ -26,10 +26,10 @@ from support import (
     seeded,
     tiny_llama,
 )
+from support.families import LONGROPE, rope
 from transformers import (
     DynamicCache,
     LlamaForCausalLM,
-    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
@@ -50,20 +50,16 @@ from lade.common.compat import CACHE_NAME, CACHE_NAMES
 from lade.verification import selection as rules
 
 
-class Dice(LogitsProcessor):
+def dice(input_ids, scores):
     """Draws from torch's generator itself, and now and then seeds it."""
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] % 5 == 0:
-            torch.manual_seed(input_ids.shape[1])
-        return scores + torch.rand(scores.shape)
+    if input_ids.shape[1] % 5 == 0:
+        torch.manual_seed(input_ids.shape[1])
+    return scores + torch.rand(scores.shape)
 
 
-class Double(LogitsProcessor):
+def double(input_ids, scores):
     """Has scores sampled from in another precision."""
-
-    def __call__(self, input_ids, scores):
-        return scores.double() if input_ids.shape[1] % 3 else scores
+    return scores.double() if input_ids.shape[1] % 3 else scores
 
 
 class EvenRows(StoppingCriteria):
@@ -116,8 +112,8 @@ PROCESSORS = {
     "watermark": {"watermarking_config": WatermarkingConfig(bias=1.0, seeding_scheme="selfhash")},
     "renormalize": {"renormalize_logits": True, "remove_invalid_values": True},
     "stateful": {"logits_processor": LogitsProcessorList([CountingBias()])},
-    "dice": {"logits_processor": LogitsProcessorList([Dice()])},
-    "double": {"logits_processor": LogitsProcessorList([Double()])},
+    "dice": {"logits_processor": LogitsProcessorList([dice])},
+    "double": {"logits_processor": LogitsProcessorList([double])},
 }
 SAMPLING = {
     "plain": {},
@@ -379,54 +375,52 @@ def test_inputs_embeds(model, batch_size, with_ids):
     assert lade.last_stats().steps < 40
 
 
-def rope_model(rope: str):
-    """Frequencies that depend on the length change at 64 tokens."""
-    parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 10000.0}
-    if rope == "longrope":
-        parameters |= {"short_factor": [1.0] * 6, "long_factor": [2.0 + i for i in range(6)]}
-    if rope == "llama3":
-        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    if rope != "dynamic":
-        parameters["original_max_position_embeddings"] = 64
-    positions = 64 if rope == "dynamic" else 256
-    # Larger weights than usual, so that other frequencies lead to other tokens.
-    return tiny_llama(max_position_embeddings=positions, rope_parameters=parameters, initializer_range=0.1)
+# Frequencies that depend on the length change at 64 tokens.
+ROPES = {
+    "dynamic": (64, rope("dynamic", factor=4.0)),
+    "longrope": (256, LONGROPE | {"original_max_position_embeddings": 64}),
+}
+
+
+def rope_model(kind: str):
+    """Larger weights than usual, so that other frequencies lead to other tokens."""
+    positions, parameters = ROPES[kind]
+    return tiny_llama(max_position_embeddings=positions, rope_parameters=dict(parameters), initializer_range=0.1)
 
 
 @functools.cache
-def plain_text(rope: str, length: int, batch_size: int):
-    return generate_plain(rope_model(rope), padded(batch_size, length), max_new_tokens=45)
+def plain_text(kind: str, length: int, batch_size: int):
+    return generate_plain(rope_model(kind), padded(batch_size, length), max_new_tokens=45)
 
 
-def differs(rope: str, length: int, batch_size: int = 1) -> bool:
+def differs(kind: str, length: int, batch_size: int) -> bool:
     """Whether a text is not plain generate()'s.
 
     Each call gets a model of its own: "dynamic" frequencies remember the longest text so far.
     """
-    result = rope_model(rope).generate(**padded(batch_size, length), max_new_tokens=45)
+    result = rope_model(kind).generate(**padded(batch_size, length), max_new_tokens=45)
     assert_ran()
-    return not torch.equal(result, plain_text(rope, length, batch_size))
+    return not torch.equal(result, plain_text(kind, length, batch_size))
 
 
 @in_one_mode
-@pytest.mark.parametrize("rope", ["dynamic", "longrope", "llama3", "yarn"])
-def test_rope_boundaries(rope, monkeypatch):
-    lade.config_lade(MODE="lookahead", WINDOW_SIZE=30)  # reaches far beyond the root
-    lengths = (30, 62, 63, 64, 90)
-    assert not any(differs(rope, length) for length in lengths)
-    if rope in ("dynamic", "longrope"):
-        monkeypatch.setattr(ModelAdapter, "max_guess_offset", lambda *_: None)
-        assert any(differs(rope, length) for length in lengths)  # blocks that pass the boundary change the text
-
-
-@in_one_mode
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_rope_boundaries_in_batches(rope, monkeypatch):
-    """The longest row's position sets everybody's frequencies, so rows must not run apart."""
-    lengths = (30, 50, 62, 70)
-    assert not any(differs(rope, length, batch_size=3) for length in lengths)
-    monkeypatch.setattr(ModelAdapter, "needs_equal_lengths", False)
-    assert any(differs(rope, length, batch_size=3) for length in lengths)
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize(
+    ("batch_size", "lengths", "guard", "off"),
+    [
+        (1, (30, 62, 63, 64, 90), "max_guess_offset", lambda *_: None),
+        (3, (30, 50, 62, 70), "needs_equal_lengths", False),
+    ],
+    ids=["one-row", "batch"],
+)
+def test_rope_boundaries(kind, batch_size, lengths, guard, off, monkeypatch):
+    """Blocks that pass the boundary would change the text. The longest row's position sets everybody's frequencies, so
+    rows must not run apart."""
+    if batch_size == 1:
+        lade.config_lade(MODE="lookahead", WINDOW_SIZE=30)  # reaches far beyond the root
+    assert not any(differs(kind, length, batch_size) for length in lengths)
+    monkeypatch.setattr(ModelAdapter, guard, off)
+    assert any(differs(kind, length, batch_size) for length in lengths)
 
 
 class GuessRecorder(Recorder):
@@ -472,33 +466,19 @@ def test_iterator_streamer_in_a_thread(model):
 
 
 class Explosive:
-    """Raises on its fifth call, or another one, wherever it is put."""
+    """Raises on its fifth call, or another one, wherever it is put. As a streamer it is called with what is put."""
 
     def __init__(self, error, fatal=5):
         self.error, self.fatal, self.calls = error, fatal, 0
 
-    def _tick(self):
+    def put(self, value=None):
         self.calls += 1
         if self.calls == self.fatal:
             raise self.error
-
-    def put(self, value):
-        self._tick()
+        return value
 
     def end(self):
         pass
-
-
-class ExplosiveProcessor(Explosive, LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        self._tick()
-        return scores
-
-
-class ExplosiveCriterion(Explosive, StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        self._tick()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 ERROR, INTERRUPT = RuntimeError("boom"), KeyboardInterrupt()
@@ -517,16 +497,15 @@ def test_exceptions_leave_no_trace(where, error):
     expected = generate_plain(model, inputs, max_new_tokens=30)
     cache = DynamicCache(config=model.config)
     arguments: dict = {"max_new_tokens": 30, "past_key_values": cache}
-    bombs = {
-        "streamer": Explosive(error),
-        "logits_processor": LogitsProcessorList([ExplosiveProcessor(error)]),
-        "stopping_criteria": StoppingCriteriaList([ExplosiveCriterion(error)]),
-    }
-    if where in bombs:
-        arguments[where] = bombs[where]
+    bomb = Explosive(error)
+    if where == "streamer":
+        arguments[where] = bomb
+    elif where == "logits_processor":
+        arguments[where] = [lambda ids, scores: bomb.put(scores)]
+    elif where == "stopping_criteria":
+        arguments[where] = [lambda ids, scores: bomb.put(torch.zeros(len(ids), dtype=torch.bool))]
     else:
-        bomb = Explosive(error)
-        tick = lade.allow_hook(lambda *_: bomb._tick() if is_armed else None)
+        tick = lade.allow_hook(lambda *_: bomb.put() if is_armed else None)
         hook, is_armed = model.model.layers[0].register_forward_hook(tick), False
         model.generate(**inputs, max_new_tokens=30)  # the hook's trial
         is_armed = True
@@ -767,25 +746,6 @@ def test_fallbacks(model, arguments, reason):
     compare(model, None, reason, max_new_tokens=12, **arguments)
 
 
-@in_one_mode
-def test_encoder_decoder_falls_back():
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes)).eval()
-    compare(t5, reason="encoder-decoder", max_new_tokens=8)
-
-
-@in_one_mode
-def test_a_class_with_its_own_sample_falls_back():
-    class OwnLoop(LlamaForCausalLM):
-        def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-            return input_ids + 1
-
-    own = OwnLoop(tiny_llama().config).eval()
-    result = own.generate(**prompt(), max_new_tokens=8)
-    assert torch.equal(result, prompt()["input_ids"] + 1)
-    assert "loop of its own" in lade.last_stats().fallback_reason
-
-
 class OwnPositions(LlamaForCausalLM):
     """Changes what every forward gets, which lade's blocks do not go through."""
 
@@ -804,12 +764,27 @@ class NoRows(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask, position_ids, cache, use_cache=kw.get("use_cache"))
 
 
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes)).eval()
+
+
+def llama_of(kind):
+    return kind(tiny_llama().config).double().eval()
+
+
 @in_one_mode
 @pytest.mark.parametrize(
-    ("kind", "reason"), [(OwnPositions, "prepare_inputs_for_generation of its own"), (NoRows, None)]
+    ("make", "reason"),
+    [
+        (t5, "encoder-decoder"),
+        (lambda: llama_of(OwnPositions), "prepare_inputs_for_generation of its own"),
+        (lambda: llama_of(NoRows), None),
+    ],
+    ids=["t5", "own-positions", "no-rows"],
 )
-def test_models_that_differ(kind, reason):
-    compare(kind(tiny_llama().config).double().eval(), None, reason, max_new_tokens=20, eos_token_id=None)
+def test_models_that_differ(make, reason):
+    compare(make(), None, reason, max_new_tokens=20, eos_token_id=None)
 
 
 @in_one_mode

@@ -152,17 +152,6 @@ def test_a_hook_meets_nothing_that_plain_generate_would_not_show_it(model, trial
     assert not trials
 
 
-def test_an_allowed_hook_may_keep_what_it_sees(model):
-    calls = []
-    count = lade.allow_hook(lambda module, args, output: calls.append(tensor_of(output).shape[1]))
-    model.model.layers[1].register_forward_hook(count)
-    check(model)
-    calls.clear()
-    model.generate(**prompt(), max_new_tokens=24)
-    assert len(calls) == lade.last_stats().steps
-    assert max(calls[1:]) > 1
-
-
 def test_hooks_come_and_go(model, trials):
     """A verdict is for one hook at one place, and is not asked for twice."""
     layers = model.model.layers
@@ -387,17 +376,27 @@ def test_a_swapped_attention(model, trials, put, change):
     assert len(trials) == (1 if put is put_in_torch else 2)  # the same function again; another one each time
 
 
+def deaf_eager(module, query, key, value, attention_mask, *args, **kwargs):
+    mask = None if query.shape[2] < key.shape[2] else attention_mask
+    return EAGER(module, query, key, value, mask, *args, **kwargs)
+
+
+def deaf_mask(attention_mask, **arguments):
+    is_block = attention_mask is not None and attention_mask.dim() == 4
+    return MASK(attention_mask=None if is_block else attention_mask, **arguments)
+
+
 @pytest.mark.parametrize("is_deaf", [False, True])
-def test_a_swapped_eager_attention(monkeypatch, is_deaf):
+@pytest.mark.parametrize(("original", "deaf"), [(EAGER, deaf_eager), (MASK, deaf_mask)], ids=["attention", "mask"])
+def test_a_swapped_global_of_the_modeling_file(trials, monkeypatch, original, deaf, is_deaf):
+    """Which a forward calls."""
     model = tiny_llama(attention="eager")
-
-    def attention(module, query, key, value, attention_mask, *args, **kwargs):
-        mask = None if is_deaf and query.shape[2] < key.shape[2] else attention_mask
-        return EAGER(module, query, key, value, mask, *args, **kwargs)
-
     check(model)
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", attention)
+    assert not trials
+    swapped = deaf if is_deaf else lambda *args, **kwargs: original(*args, **kwargs)
+    monkeypatch.setattr(modeling_llama, original.__name__, swapped)
     check(model, "ignore the mask" if is_deaf else None)
+    assert trials
 
 
 def test_a_function_of_transformers_under_anothers_name(model, monkeypatch):
@@ -423,21 +422,6 @@ def test_a_swapped_mask_function(model, monkeypatch, is_narrow):
 
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", mask)
     check(model, "trial block" if is_narrow else None)
-
-
-@pytest.mark.parametrize("is_deaf", [False, True])
-def test_a_swapped_function_that_a_forward_calls(model, trials, monkeypatch, is_deaf):
-    """A global of the modeling file."""
-
-    def mask(attention_mask, **arguments):
-        is_block = attention_mask is not None and attention_mask.dim() == 4
-        return MASK(attention_mask=None if is_deaf and is_block else attention_mask, **arguments)
-
-    check(model)
-    assert not trials
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", mask)
-    check(model, "ignore the mask" if is_deaf else None)
-    assert trials
 
 
 def test_a_swapped_call(model, trials, monkeypatch):

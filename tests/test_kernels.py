@@ -116,21 +116,24 @@ def test_reference_is_the_definition(case):
     assert_close(kernels.reference_block_attention(**arguments), expected, case.dtype)
 
 
+@pytest.fixture
+def triton_block_attention():
+    from lade.forward.cuda.kernel import triton_attention
+
+    return triton_attention.triton_block_attention
+
+
 @runs_kernel
 @pytest.mark.parametrize("case", CASES + GRID * LONG, ids=str)
-def test_kernel_is_the_definition(case):
-    from lade.forward.cuda.kernel.triton_attention import triton_block_attention
-
+def test_kernel_is_the_definition(case, triton_block_attention):
     arguments, expected = make(case, unused=float("nan"))  # what nobody sees is not even read
     assert_close(triton_block_attention(**arguments, num_splits=case.splits), expected, case.dtype)
 
 
 @runs_kernel
 @pytest.mark.parametrize("dtype", TRIED, ids=str)
-def test_kernel_passes_its_self_check(dtype, monkeypatch):
+def test_kernel_passes_its_self_check(dtype, triton_block_attention, monkeypatch):
     """Which comes before its use; with another scale it would not."""
-    from lade.forward.cuda.kernel.triton_attention import triton_block_attention
-
     monkeypatch.setattr(self_check, "_trial", Trial())
     case = Case(7, (65, 3), heads=8, kv_heads=2, window=20, softcap=3.0, has_sinks=True, padding=2, dtype=dtype)
     arguments, expected = make(case, unused=1e3)
@@ -141,10 +144,8 @@ def test_kernel_passes_its_self_check(dtype, monkeypatch):
 
 
 @runs_kernel
-def test_kernel_on_hidden_tokens_and_small_scores():
+def test_kernel_on_hidden_tokens_and_small_scores(triton_block_attention):
     """A token that sees nothing gets zeros; the soft cap keeps float32's digits near zero."""
-    from lade.forward.cuda.kernel.triton_attention import triton_block_attention
-
     case = Case(4, (20,), softcap=50.0)
     arguments, _ = make(case, unused=0.0)
     arguments["packed"][0, 0, 2] = torch.tensor([20, 20, 0])  # no slot of the prefix, no block token
@@ -157,9 +158,7 @@ def test_kernel_on_hidden_tokens_and_small_scores():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
-def test_one_captured_graph_serves_all_lengths():
-    from lade.forward.cuda.kernel.triton_attention import triton_block_attention
-
+def test_one_captured_graph_serves_all_lengths(triton_block_attention):
     case = Case(8, (900,), heads=4, dim=128, dtype=F16)
     arguments, _ = make(case, unused=0.0)
     triton_block_attention(**arguments)  # compile

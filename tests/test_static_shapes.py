@@ -15,10 +15,10 @@ import pytest
 import torch
 from support import compare, generate_plain, in_threads, note_calls, padded_prompt, prompt, tiny, tiny_llama
 from support.families import FAMILIES
-from support.graphs import NOT_HERE, kept_buffers
+from support.graphs import NOT_HERE, Tape, kept_buffers
 from support.static_shapes import NEW, check, check_captured
 from torch.utils._pytree import tree_map
-from transformers import BloomConfig, BloomForCausalLM, DynamicCache, Gemma2Config, Gemma2ForCausalLM, StoppingCriteria
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, Gemma2Config, Gemma2ForCausalLM
 
 import lade
 from lade import decoding
@@ -137,28 +137,25 @@ def test_sizes():
     assert [kept.padded_capacity(n) for n in (256, 257, 1000)] == [256, 512, 1024]
 
 
-def test_failure_is_told_once_and_costs_nothing_more(model, monkeypatch):
+def broken(graph, inputs):
+    raise ValueError("no such machine\nand more")
+
+
+def wrong(graph, inputs):
+    return lambda *args: [output + 1 for output in graph(*args)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"), [(broken, "no such machine"), (wrong, "the compiled forward was off by ")]
+)
+def test_failure_is_told_once_and_costs_nothing_more(backend, reason, model, monkeypatch):
     tried = []
-
-    def broken(graph, inputs):
-        tried.append(graph)
-        raise ValueError("no such machine\nand more")
-
-    monkeypatch.setattr(fixed, "BACKEND", broken)
+    monkeypatch.setattr(fixed, "BACKEND", lambda *args: tried.append(args) or backend(*args))
     for _ in range(2):
         stats = check(model, is_compiled=False)
-        assert "no such machine" in stats.reasons.get("compile")
+        assert reason in stats.reasons.get("compile")
         assert "\n" not in stats.reasons.get("compile")
     assert len(tried) == 1
-
-
-def test_a_wrong_result_is_noticed(model, monkeypatch):
-    def wrong(graph, inputs):
-        return lambda *args: [output + 1 for output in graph(*args)]
-
-    monkeypatch.setattr(fixed, "BACKEND", wrong)
-    stats = check(model, is_compiled=False)
-    assert stats.reasons.get("compile").startswith("the compiled forward was off by ")
 
 
 @pytest.mark.parametrize(
@@ -360,14 +357,13 @@ def test_a_graph_of_a_cache_that_has_grown(model, graphs, small_caches):
 def test_a_cache_that_grows_behind_the_last_graph(model, graphs, small_caches, monkeypatch):
     """Blocks of the ordinary forward need more slots: what reads the old storage is not kept."""
 
-    class Off(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            if blocks and input_ids.shape[1] > 34:
-                blocks[-1].compiles = blocks[-1].captures = False
-            return torch.zeros(len(input_ids), dtype=torch.bool)
+    def switch_off(input_ids, scores):
+        if blocks and input_ids.shape[1] > 34:
+            blocks[-1].compiles = blocks[-1].captures = False
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
     blocks = note_calls(monkeypatch, fixed.StaticPath, "take_cache", lambda path, *_, **__: path)
-    stats = compare(model, max_new_tokens=80, stopping_criteria=[Off()])
+    stats = compare(model, max_new_tokens=80, stopping_criteria=[switch_off])
     assert 0 < stats.captured_steps < stats.steps - 1
     assert not kept_buffers(model)
 
@@ -444,15 +440,14 @@ def test_in_threads(model, graphs):
 def test_an_exception_keeps_nothing(model, graphs):
     """The call's buffers may be in any state; the next call captures its own."""
 
-    class Full(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            if input_ids.shape[1] == 40:
-                raise OSError("disk full")
-            return torch.zeros(len(input_ids), dtype=torch.bool)
+    def fill(input_ids, scores):
+        if input_ids.shape[1] == 40:
+            raise OSError("disk full")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
-            model.generate(**prompt(), **NEW, stopping_criteria=[Full()])
+            model.generate(**prompt(), **NEW, stopping_criteria=[fill])
         assert not kept_buffers(model)
         check_captured(model)
     assert len(graphs) == 3  # the second of the two broken calls had what the first good one left
@@ -464,14 +459,29 @@ def off_by_one(forward):
     return lambda: output
 
 
-def test_a_failure_keeps_nothing(model, graphs, monkeypatch):
-    """Neither a capture's nor, in a later call, a replay's; the text is right all the same."""
-    with monkeypatch.context() as patch:
-        patch.setattr(fixed, "capture", off_by_one)
-        stats = check(model, is_compiled=False)
-        assert stats.reasons.get("graph").startswith("the captured forward was off by ")
-        assert not kept_buffers(model)
+def wrong_summary(forward):
+    """Of right logits: the text must not depend on it."""
+    return Tape(lambda: (forward()[0], forward()[1] + 1))
 
+
+@pytest.mark.parametrize(
+    ("capture", "reason"),
+    [
+        (off_by_one, "the captured forward was off by "),
+        (wrong_summary, "the captured summary is not that of the captured logits"),
+    ],
+)
+def test_a_wrong_graph_is_noticed(capture, reason, model, graphs, monkeypatch):
+    """And not kept; the text is right all the same."""
+    lade.config_lade(MODE="tree", MAX_BLOCK=16)
+    monkeypatch.setattr(fixed, "capture", capture)
+    stats = check(model, is_compiled=False)
+    assert stats.reasons.get("graph").startswith(reason)
+    assert not kept_buffers(model)
+
+
+def test_a_replay_that_fails_keeps_nothing(model, graphs):
+    """In a later call; the text is right all the same."""
     check_captured(model)
     (buffers,) = kept_buffers(model)
     (inputs,) = buffers.inputs.values()
@@ -513,19 +523,6 @@ def test_a_model_is_let_go(settings, graphs):
     del model
     gc.collect()
     assert [each() for each in gone] == [None] * (1 if "COMPILE" in settings else 2)
-
-
-def test_a_wrong_summary_is_noticed(model, graphs, monkeypatch):
-    """Of right logits: the text must not depend on it."""
-    lade.config_lade(MODE="tree", MAX_BLOCK=16)
-    trace = fixed.capture
-
-    def capture(forward):
-        return trace(lambda: (forward()[0], forward()[1] + 1))
-
-    monkeypatch.setattr(fixed, "capture", capture)
-    stats = check(model, is_compiled=False)
-    assert stats.reasons.get("graph") == "the captured summary is not that of the captured logits"
 
 
 def test_a_summary_is_that_of_its_logits(model, graphs):
