@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import compare, generate_plain, note_calls, prompt, tiny_llama
+from support.attention import BF16, F32, F64, Case, tensors_of
 from support.graphs import NOT_HERE, kept_buffers
 from torch.utils._pytree import tree_map
 from transformers import BloomConfig
@@ -36,7 +37,6 @@ from lade.switch import current_config
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 AUTOMATIC = LookaheadConfig()
 
 
@@ -415,57 +415,40 @@ def num_kinds():
     return len(self_check._trial._num_passed) + len(self_check._trial.reasons)
 
 
-def attention_inputs(dtype=F32, q=5, group=2, dim=16):
-    numbers = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 2 * group, q, dim, generator=numbers).to(dtype)
-    keys, values = (torch.randn(1, 2, 64, dim, generator=numbers).to(dtype) for _ in range(2))
-    packed = kernels.pack_mask(torch.ones(1, q, q, dtype=torch.bool).tril(), torch.tensor([30]))
-    return query, keys, values, packed
-
-
-NAMED = {"scale": 0.25, "softcap": None, "sinks": None}
+def attention_inputs(q=5, group=2, dim=16, dtype=F32, **options):
+    """Arguments of the block attention, for 30 tokens in a cache of 64."""
+    return tensors_of(Case(q, (30,), 2 * group, 2, dim, dtype=dtype, spare=34 - q, **options))[0]
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
 def test_tolerance(dtype):
     """Of the largest value."""
-    inputs = attention_inputs(dtype)
-    right = reference_block_attention(*inputs, **NAMED)
-    named = {"scale": NAMED["scale"], "softcap": NAMED["softcap"]}
-    assert self_check.problem_of(right, *inputs, None, **named) is None
-    wrong = right.float()
+    inputs = attention_inputs(dtype=dtype)
+    right = reference_block_attention(**inputs)
+    assert self_check.problem_of(right, **inputs) is None
+    wrong = right.float().clone()
     wrong[0, 2, 3, 4] += 3 * TOLERANCE["attention"][dtype] * right.abs().max()
-    assert "off by" in self_check.problem_of(wrong, *inputs, None, **named)
-    sinks = torch.tensor([3.0, -1.0, 2.0, 0.5])
-    assert "off by" in self_check.problem_of(right, *inputs, sinks, **named)
-    right = reference_block_attention(*inputs, **NAMED | {"sinks": sinks})
-    assert self_check.problem_of(right, *inputs, sinks, **named) is None
+    assert "off by" in self_check.problem_of(wrong, **inputs)
+    inputs["sinks"] = torch.tensor([3.0, -1.0, 2.0, 0.5])
+    assert "off by" in self_check.problem_of(right, **inputs)
+    assert self_check.problem_of(reference_block_attention(**inputs), **inputs) is None
 
 
 def test_the_capacity_of_a_cache_makes_no_other_kind(kernel):
     """Nor the part of it that an ordinary forward sees: nothing is compiled or tried for them."""
-    query, keys, values, packed = attention_inputs()
-    for capacity in (64, 50, 35):
-        self_check.checked(kernel, query, keys[:, :, :capacity], values[:, :, :capacity], packed, **NAMED)
-    self_check.checked(kernel, query, keys.repeat(1, 1, 8, 1), values.repeat(1, 1, 8, 1), packed, **NAMED)
+    inputs = attention_inputs()
+    for size in (64, 50, 35, 512):
+        states = {name: inputs[name].repeat(1, 1, 8, 1)[:, :, :size] for name in ("keys", "values")}
+        self_check.checked(kernel, **inputs | states)
     assert num_kinds() == 1
 
 
 def test_each_kind_of_call_is_tried(kernel):
     """Also larger tiles: each is another kernel to Triton, and may be one too large for this GPU."""
-    calls = [
-        (attention_inputs(), NAMED),
-        (attention_inputs(q=7), NAMED),  # of the same tile
-        (attention_inputs(q=9), NAMED),
-        (attention_inputs(group=4), NAMED),
-        (attention_inputs(dim=32), NAMED),
-        (attention_inputs(BF16), NAMED),
-        (attention_inputs(), NAMED | {"softcap": 5.0}),
-        (attention_inputs(), NAMED | {"sinks": torch.zeros(4)}),
-    ]
-    for inputs, named in calls * 2:
-        assert self_check.checked(kernel, *inputs, **named).isfinite().all()
-    assert num_kinds() == len(calls) - 1
+    calls = [{}, {"q": 7}, {"q": 9}, {"group": 4}, {"dim": 32}, {"dtype": BF16}, {"softcap": 5.0}, {"has_sinks": True}]
+    for options in calls * 2:
+        assert self_check.checked(kernel, **attention_inputs(**options)).isfinite().all()
+    assert num_kinds() == len(calls) - 1  # 5 and 7 tokens have the same tile
     assert len(kernel.calls) == 2 * len(calls) + num_kinds()  # and the self-checks
 
 
@@ -474,13 +457,13 @@ def test_nothing_is_tried_during_a_capture(kernel, monkeypatch):
     inputs = attention_inputs()
     with monkeypatch.context() as patch:
         patch.setattr(self_check, "is_capturing", lambda device: True)
-        assert torch.equal(self_check.checked(kernel, *inputs, **NAMED), reference_block_attention(*inputs, **NAMED))
+        assert torch.equal(self_check.checked(kernel, **inputs), reference_block_attention(**inputs))
         assert not kernel.calls
         assert kernels.kernel_problem(CPU, F32) is None
-    self_check.checked(kernel, *inputs, **NAMED)
+    self_check.checked(kernel, **inputs)
     monkeypatch.setattr(self_check, "is_capturing", lambda device: True)
     kernel.calls.clear()
-    self_check.checked(kernel, *inputs, **NAMED)
+    self_check.checked(kernel, **inputs)
     assert len(kernel.calls) == 1
     monkeypatch.undo()
     assert not self_check.is_capturing(CPU)

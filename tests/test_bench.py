@@ -4,11 +4,12 @@ beforehand."""
 import itertools
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support import ROOT, prompt, tiny_llama
+from support import ROOT, note_calls, prompt, tiny_llama
 
 import lade
 from lade import commands, config, switch
@@ -108,13 +109,10 @@ def test_where_the_default_is_slower_than_plain_the_advice_is_to_leave_it_off(cl
 
 
 def test_the_winner_is_chosen_by_other_prompts_than_judge_it(clock, lade_on, poor_default, monkeypatch):
-    timed = []
+    def lengths(model, prompts, *_):
+        return [inputs["input_ids"].shape[1] for inputs in prompts]
 
-    def spied(model, prompts, *arguments):
-        timed.append([inputs["input_ids"].shape[1] for inputs in prompts])
-        return run_methods(model, prompts, *arguments)
-
-    monkeypatch.setattr("lade.commands.tune.run_methods", spied)
+    timed = note_calls(monkeypatch, sys.modules["lade.commands.tune"], "run_methods", lengths)
     prompts = [prompt(20 + number, seed=number) for number in range(5)]
     found_by(clock(0.0), WINDOWS[:1], prompts)
     assert timed == [[20, 22, 24], [21, 23]]
@@ -223,16 +221,12 @@ def test_progress_in_a_pipe(capsys, monkeypatch):
     assert lines == [f"counting: {done} of 40, {done} s" for done in (1, 11, 21, 31, 40)]
 
 
-def test_methods_take_turns(lade_on):
-    model, calls = tiny_llama(), []
-    original = type(model).generate
+def test_methods_take_turns(lade_on, monkeypatch):
+    def note(input_ids, **_):
+        return input_ids.shape[1], os.environ["USE_LADE"], lade.current_config().ngram_size
 
-    class Spy(type(model)):
-        def generate(self, **arguments):
-            calls.append((arguments["input_ids"].shape[1], os.environ["USE_LADE"], lade.current_config().ngram_size))
-            return original(self, **arguments)
-
-    model.__class__ = Spy
+    model = tiny_llama()
+    calls = note_calls(monkeypatch, model, "generate", note)
     methods = {"plain": Method(), "a": Method(settings={"LEVEL": 3}), "b": Method(settings={"LEVEL": 4})}
     runs = run_methods(model, [prompt(10), prompt(12)], methods, 2, {"max_new_tokens": 12})
     warm_up = [(length, *how) for how in (("0", 5), ("1", 3), ("1", 4)) for length in (12, 10, 12)]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from support import ROOT, tiny_llama
+from support import ROOT, note_calls, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lade import switch
@@ -96,14 +96,8 @@ def test_only_complete_trials_count(command, module, monkeypatch):
 
 def test_what_is_kept_is_forgotten_before_each_trial(command, module, monkeypatch):
     """Of the same memory all calls of a trial, and no trial knows what an earlier one has learned."""
-    rows, decode = [], module("decode")
-    generate = decode.generate
-
-    def watch(model, inputs, name, *args, **arguments):
-        rows.append((name, len(decode.kept)))
-        generate(model, inputs, name, *args, **arguments)
-
-    monkeypatch.setattr(decode, "generate", watch)
+    decode = module("decode")
+    rows = note_calls(monkeypatch, decode, "generate", lambda model, inputs, name, *_, **__: (name, len(decode.kept)))
     command("decode", *SMALL, "--methods", "plain,lade_kept", "--trials", "2")
     assert [count > 0 for name, count in rows if name == "lade_kept"][-4:] == [False, True, False, True]
 

@@ -4,13 +4,12 @@ import json
 import random
 import re
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support import BUNDLED, ROOT, generate_plain, tiny_llama
+from support import BUNDLED, ROOT, generate_plain, python, tiny_llama
 from support.processes import AtTerminal
 from transformers import AutoModelForCausalLM
 
@@ -46,6 +45,17 @@ def fresh_answer(conversation: Conversation, question: str) -> str:
     return conversation.tokenizer.decode(fresh_tokens(conversation, question), skip_special_tokens=True).strip()
 
 
+def check_answer(talk: Conversation | Terminal, question: str, fed: list | None = None):
+    """Its answer, which is the fresh one. fed: then begins with this answer's forwards."""
+    conversation = talk if isinstance(talk, Conversation) else talk.conversation
+    expected = fresh_answer(conversation, question)
+    if fed is not None:
+        fed.clear()
+    answer = talk.ask(question) if talk is conversation else talk.answer(question)
+    assert answer.text == expected
+    return answer
+
+
 @pytest.fixture
 def fed(request, monkeypatch):
     """Tokens in each forward of the models under test."""
@@ -62,12 +72,9 @@ def test_later_turns_feed_only_what_is_new(bundled, tokenizer, either, fed):
     conversation = Conversation(bundled, tokenizer, max_new_tokens=16)
     conversation.ask("What does os.path.join do?")
     for question in ("What are the arguments of shutil.copytree?", "And of os.walk?"):
-        expected = fresh_answer(conversation, question)
         cached = len(conversation._cached_ids)
-        fed.clear()
-        answer = conversation.ask(question)
+        answer = check_answer(conversation, question, fed)
         assert (answer.fallback_reason is None) == either
-        assert answer.text == expected
         assert answer.reused_tokens == cached
         assert fed[0] == answer.prompt_tokens - cached < answer.prompt_tokens / 2
     assert conversation.num_turns == 3
@@ -78,10 +85,7 @@ def test_what_is_read_as_other_tokens_is_recomputed(random_model, tokenizer, lad
     conversation = Conversation(random_model, tokenizer, max_new_tokens=20)
     first = conversation.ask("one")
     for question in ("two", "three"):
-        expected = fresh_answer(conversation, question)
-        fed.clear()
-        answer = conversation.ask(question)
-        assert answer.text == expected
+        answer = check_answer(conversation, question, fed)
         assert first.prompt_tokens <= answer.reused_tokens == answer.prompt_tokens - fed[0]
     assert answer.reused_tokens < answer.prompt_tokens - 20
 
@@ -90,10 +94,7 @@ def test_an_edited_history_is_noticed(random_model, tokenizer, lade_on):
     conversation = Conversation(random_model, tokenizer, max_new_tokens=10, system="Be brief.")
     conversation.ask("one")
     conversation.messages[1]["content"] = "other"
-    expected = fresh_answer(conversation, "two")
-    answer = conversation.ask("two")
-    assert answer.text == expected
-    assert 0 < answer.reused_tokens < 20  # the system message
+    assert 0 < check_answer(conversation, "two").reused_tokens < 20  # the system message
     conversation.undo(everything=True)
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
     assert 0 < conversation.ask("one").reused_tokens < 20  # the system message
@@ -148,10 +149,7 @@ def test_ctrl_c_ends_the_answer(bundled, tokenizer, either):
     assert signal.getsignal(signal.SIGINT) is handler
     # The half answer is part of the conversation, and what comes next is what plain generate() makes of that.
     assert terminal.conversation.messages[-1]["content"] == answer.text
-    expected = fresh_answer(terminal.conversation, "And then?")
-    following = terminal.answer("And then?")
-    assert following.text == expected
-    assert following.reused_tokens > 15
+    assert check_answer(terminal, "And then?").reused_tokens > 15
 
 
 def test_second_ctrl_c_takes_the_question_back(bundled, tokenizer, lade_on):
@@ -164,9 +162,7 @@ def test_second_ctrl_c_takes_the_question_back(bundled, tokenizer, lade_on):
     assert "the question is forgotten" in "".join(shown)
     assert terminal.conversation.messages == messages
     assert len(terminal.conversation._cached_ids) == cached
-    expected = fresh_answer(terminal.conversation, "And of os.walk?")
-    answer = terminal.answer("And of os.walk?")
-    assert (answer.text, answer.reused_tokens) == (expected, cached)
+    assert check_answer(terminal, "And of os.walk?").reused_tokens == cached
 
 
 def test_fallback_template(random_model, tokenizer, lade_on, monkeypatch):
@@ -341,8 +337,7 @@ def test_the_system_message(terminal):
     assert "no system message" in said(terminal, "/system")
     assert "system message: Be brief." in said(terminal, "/system Be brief.")
     assert roles(terminal) == ["system", "user", "assistant"]
-    expected = fresh_answer(terminal.conversation, "two")
-    assert terminal.answer("two").text == expected
+    check_answer(terminal, "two")
     said(terminal, "/clear")
     assert terminal.conversation.messages == [{"role": "system", "content": "Be brief."}]
     said(terminal, "/system -")
@@ -385,8 +380,7 @@ def test_saved_and_loaded(terminal, tmp_path):
     assert "1 turn loaded" in said(terminal, f"/load {file}")
     assert terminal.conversation.messages == messages
     assert terminal.conversation.system == "Be brief."
-    expected = fresh_answer(terminal.conversation, "two")
-    assert terminal.answer("two").text == expected
+    check_answer(terminal, "two")
     messages = list(terminal.conversation.messages)
     for content in ("x", "[]", '{"messages": [{"role": "assistant", "content": "a"}]}', '{"messages": [1]}'):
         file.write_text(content)
@@ -523,12 +517,8 @@ def test_ctrl_c_during_the_prompt_is_heard(terminal):
             assert "stopping as soon as the prompt is read" in "".join(terminal.shown)
         interrupt_at_prefill.append(False)
 
-    hook = terminal.conversation.model.get_input_embeddings().register_forward_pre_hook(lade.allow_hook(press))
-    try:
-        text = said(terminal, "one")
-    finally:
-        hook.remove()
-    assert text.endswith("[stopped]\n")
+    with terminal.conversation.model.get_input_embeddings().register_forward_pre_hook(lade.allow_hook(press)):
+        assert said(terminal, "one").endswith("[stopped]\n")
     assert len(terminal.conversation.messages) == 2
 
 
@@ -536,6 +526,6 @@ def test_the_command_line_answers_at_once():
     """In what it imports: torch alone takes longer than a second."""
     code = "import sys; from lade import commands\ntry: commands.main([{!r}, '--help'])\nexcept SystemExit: print(*sys.modules)"
     for name in commands.COMMANDS:
-        done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=True)
-        assert "usage: lade " + name in done.stdout
-        assert not {"torch", "transformers", "numpy"} & set(done.stdout.splitlines()[-1].split())
+        shown = python("-c", code.format(name)).stdout
+        assert "usage: lade " + name in shown
+        assert not {"torch", "transformers", "numpy"} & set(shown.splitlines()[-1].split())

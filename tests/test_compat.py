@@ -18,7 +18,8 @@ import pytest
 import torch
 import transformers
 from support import ROOT, beside, compare, forked, generate_plain, is_patched, prompt, tiny, tiny_llama
-from transformers import GenerationMixin, MptConfig, MptForCausalLM, Phi3Config, Phi3ForCausalLM
+from support.families import FAMILIES, LONGROPE
+from transformers import GenerationMixin, Phi3Config, Phi3ForCausalLM
 
 import lade
 from lade.common import compat, notices
@@ -36,7 +37,7 @@ def is_theirs(name):
 def functions():
     """Of transformers, and of torch where lade uses private names of it, whatever they are wrapped in: by the names
     they use."""
-    tiny_llama(), longrope_model()  # import what a model needs
+    tiny_llama(), longrope_model(), mpt_model()  # import what a model needs
     users = defaultdict(list)
     gc.unfreeze()  # or functions are not among the objects: see tests/conftest.py
     for found in gc.get_objects():
@@ -215,9 +216,8 @@ def test_an_untested_version_gets_one_warning_and_runs(monkeypatch, caplog, lade
 
 
 def longrope_model():
-    rope = {"rope_type": "longrope", "long_factor": [4.0] * 6, "short_factor": [1.0] * 6, "rope_theta": 1e4}
-    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 48}
-    return tiny(Phi3ForCausalLM, Phi3Config, intermediate_size=64, rope_parameters=rope, **lengths, eos_token_id=2)
+    rope = LONGROPE | {"original_max_position_embeddings": 48}
+    return tiny(Phi3ForCausalLM, Phi3Config, intermediate_size=64, rope_parameters=rope, eos_token_id=2)
 
 
 def test_rotary_frequencies_that_the_configuration_does_not_tell_are_refused(lade_on, rename):
@@ -231,10 +231,7 @@ def test_rotary_frequencies_that_the_configuration_does_not_tell_are_refused(lad
 
 
 def mpt_model():
-    torch.manual_seed(0)
-    model = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=61, max_seq_len=128)).double().eval()
-    model.generation_config.eos_token_id, model.generation_config.use_cache = None, True
-    return model
+    return next(family for family in FAMILIES if family.name == "mpt").build()
 
 
 def test_a_family_with_an_adapter_of_its_own_is_tried_out_on_an_untested_version(lade_on, monkeypatch, rename):

@@ -118,12 +118,8 @@ def test_wherever_hooks_are_put_on(model, kind, is_allowed):
         "module, before": layer.register_forward_pre_hook,
         "global, before": register_module_forward_pre_hook,
     }[kind]
-    handle = register(lade.allow_hook(steer) if is_allowed else steer)
-    try:
-        said = check(model, "trial block" if is_allowed else "allow_hook")
-        assert "steer" in said
-    finally:
-        handle.remove()
+    with register(lade.allow_hook(steer) if is_allowed else steer):
+        assert "steer" in check(model, "trial block" if is_allowed else "allow_hook")
     check(model)
 
 
@@ -159,9 +155,8 @@ def test_hooks_come_and_go(model, trials):
     for _ in range(2):
         check(model)
         for hook, layer, reason in ((count, 0, None), (steer, 0, "trial block"), (count, 1, None)):
-            handle = layers[layer].register_forward_hook(hook)
-            check(model, reason)
-            handle.remove()
+            with layers[layer].register_forward_hook(hook):
+                check(model, reason)
     assert len(trials) == 3
 
 
@@ -181,9 +176,8 @@ def test_bound_methods_and_objects(model, trials):
         lade.allow_hook(hook)
         for _ in range(2):
             again = types.MethodType(hook.__func__, hook.__self__) if isinstance(hook, types.MethodType) else hook
-            handle = model.model.layers[0].register_forward_hook(again)
-            check(model)
-            handle.remove()
+            with model.model.layers[0].register_forward_hook(again):
+                check(model)
     assert len(trials) == 3
 
 
@@ -204,9 +198,8 @@ def steer(module, args, output, by, names=()):
 def check_hooks(model, expected, **named):
     """expected: by how much each hook steers, and what is said of it."""
     for by, reason in expected:
-        handle = model.model.layers[0].register_forward_hook(functools.partial(steer, by=by, **named))
-        check(model, reason)
-        handle.remove()
+        with model.model.layers[0].register_forward_hook(functools.partial(steer, by=by, **named)):
+            check(model, reason)
 
 
 def test_partial_functions_with_the_same_plain_arguments_are_one_hook(model, trials):
@@ -230,18 +223,16 @@ def test_allow_hook_takes_hooks(bad):
 
 def test_a_hook_is_not_kept_alive(model, monkeypatch):
     hook = lade.allow_hook(shifting(lambda h: 1))
-    handle = model.model.layers[0].register_forward_hook(hook)
-    check(model)
-    handle.remove()
+    with model.model.layers[0].register_forward_hook(hook):
+        check(model)
     gone = weakref.ref(hook)
     del hook
     gc.collect()
     assert gone() is None
     monkeypatch.setattr(self_check, "MOST_KINDS", 2)
     for _ in range(3):  # verdicts on hooks that are gone are dropped in the end
-        handle = model.model.layers[0].register_forward_hook(lade.allow_hook(shifting(lambda h: 1)))
-        check(model)
-        handle.remove()
+        with model.model.layers[0].register_forward_hook(lade.allow_hook(shifting(lambda h: 1))):
+            check(model)
         assert self_check._trials.of(model).num_kinds <= 2
         gc.collect()
 

@@ -293,18 +293,12 @@ def test_what_is_kept_is_bounded_by_bytes(model, graphs, monkeypatch):
 
 
 def test_bytes_of_a_graph_count(model, graphs, monkeypatch):
-    capture = fixed.capture
+    def capture(run):
+        tape = Tape(run)
+        tape.num_bytes = kept.KEPT_BYTES
+        return tape
 
-    class Large:
-        num_bytes = kept.KEPT_BYTES
-
-        def __init__(self, run):
-            self.replay = capture(run)
-
-        def __call__(self):
-            return self.replay()
-
-    monkeypatch.setattr(fixed, "capture", Large)
+    monkeypatch.setattr(fixed, "capture", capture)
     check_captured(model)
     assert not kept_buffers(model)
 
@@ -586,10 +580,7 @@ def test_hooks_are_run_and_nothing_is_compiled(model):
     check(model, prompt(20))
     layer = model.model.layers[0].mlp
     for register in (layer.register_forward_hook, torch.nn.modules.module.register_module_forward_hook):
-        handle = register(lade.allow_hook(lambda part, _, output: -output if part is layer else output))
-        try:
-            check(model, prompt(20), is_compiled=False)
-        finally:
-            handle.remove()
-        assert "hooks" in lade.last_stats().reasons.get("compile")
+        with register(lade.allow_hook(lambda part, _, output: -output if part is layer else output)):
+            stats = check(model, prompt(20), is_compiled=False)
+        assert "hooks" in stats.reasons.get("compile")
     check(model, prompt(20))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import generate_plain, prompt, tiny_llama
+from support import generate_plain, prompt, seeded, tiny_llama
 
 import lade
 from lade import commands
@@ -68,12 +68,10 @@ def test_a_trace_is_what_happened(trace, random_model, tokenizer):
 def test_tracing_is_off_outside_of_it(random_model, lade_on):
     seen = []
     arguments = {**prompt(24), "max_new_tokens": 30, "do_sample": True}
-    torch.manual_seed(0)
-    without = random_model.generate(**arguments)
+    without, _ = seeded(random_model.generate, **arguments)
     with tracing(lambda *step: seen.append(len(step))):
         assert open_stats().on_step is None  # of no call
-        torch.manual_seed(0)
-        assert torch.equal(random_model.generate(**arguments), without)
+        assert torch.equal(seeded(random_model.generate, **arguments)[0], without)
     assert seen == [2] * (lade.last_stats().steps - 1)
     random_model.generate(**arguments)
     assert len(seen) < 30
