@@ -324,22 +324,19 @@ def half_sdpa(*args, **kwargs):
     return 0.5 * SDPA(*args, **kwargs)
 
 
+def put_in_torch(change, monkeypatch):
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", change)
+
+
 def interface(change):
     """The same change as an attention function of transformers."""
 
     def attention(*args, **kwargs):
-        before = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = change
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            put_in_torch(change, patch)
             return sdpa_attention_forward(*args, **kwargs)
-        finally:
-            functional.scaled_dot_product_attention = before
 
     return attention
-
-
-def put_in_torch(change, monkeypatch):
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", change)
 
 
 def put_in_the_interface(change, monkeypatch):
@@ -350,11 +347,8 @@ def put_in_the_instance(change, monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", interface(change))
 
 
-PLACES = [put_in_torch, put_in_the_interface, put_in_the_instance]
-
-
 @pytest.mark.parametrize("change", [half_sdpa, deaf_sdpa])
-@pytest.mark.parametrize("put", PLACES)
+@pytest.mark.parametrize("put", [put_in_torch, put_in_the_interface, put_in_the_instance])
 def test_a_swapped_attention(model, trials, put, change):
     reason = "ignore the mask" if change is deaf_sdpa else None
     check(model)
