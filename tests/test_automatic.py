@@ -344,8 +344,9 @@ def test_the_kernel_by_itself(model, on_cuda, kernel):
         ({"CUDA_GRAPH": 0}, {}, "blocks are not captured"),
         ({}, {"output_hidden_states": True, "return_dict_in_generate": True}, "blocks are not captured"),
         ({}, {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions asks for weights"),
+        ({"USE_FLASH": 1}, {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions asks for"),
     ],
-    ids=["eager", "hidden-states", "attentions"],
+    ids=["eager", "hidden-states", "attentions", "attentions-with-use-flash"],
 )
 def test_not_the_kernel_by_itself(settings, arguments, reason, on_cuda, kernel):
     lade.config_lade(**settings)
