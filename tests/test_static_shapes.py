@@ -6,6 +6,7 @@ is a C++ compiler. CUDA graphs are stood in for by a trace that, like a graph, r
 """
 
 import gc
+import re
 import shutil
 import weakref
 from functools import partial
@@ -146,15 +147,14 @@ def wrong(graph, inputs):
 
 
 @pytest.mark.parametrize(
-    ("backend", "reason"), [(broken, "no such machine"), (wrong, "the compiled forward was off by ")]
+    ("backend", "reason"), [(broken, ".*no such machine.*"), (wrong, "the compiled forward was off by .*")]
 )
 def test_failure_is_told_once_and_costs_nothing_more(backend, reason, model, monkeypatch):
     tried = []
     monkeypatch.setattr(fixed, "BACKEND", lambda *args: tried.append(args) or backend(*args))
     for _ in range(2):
         stats = check(model, is_compiled=False)
-        assert reason in stats.reasons.get("compile")
-        assert "\n" not in stats.reasons.get("compile")
+        assert re.fullmatch(reason, stats.reasons.get("compile"))  # which is one line
     assert len(tried) == 1
 
 
@@ -461,7 +461,7 @@ def wrong_summary(forward):
 @pytest.mark.parametrize(
     ("capture", "reason"),
     [
-        (off_by_one, "the captured forward was off by "),
+        (off_by_one, "the captured forward was off by .*"),
         (wrong_summary, "the captured summary is not that of the captured logits"),
     ],
 )
@@ -470,7 +470,7 @@ def test_a_wrong_graph_is_noticed(capture, reason, model, graphs, monkeypatch):
     lade.config_lade(MODE="tree", MAX_BLOCK=16)
     monkeypatch.setattr(fixed, "capture", capture)
     stats = check(model, is_compiled=False)
-    assert stats.reasons.get("graph").startswith(reason)
+    assert re.fullmatch(reason, stats.reasons.get("graph"))
     assert not kept_buffers(model)
 
 
