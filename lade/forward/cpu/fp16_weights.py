@@ -60,14 +60,9 @@ def pack_fp16(weights: Sequence[Tensor]) -> list[Fp16Weight | None]:
             for rows in weight.detach().split(max(1, PART_ELEMENTS // weight.shape[1]))
         ]
         packed: list[list[Any]] = [[] for _ in weights]
-        # Used again and again, since new memory is slow.
-        sizes = min(PARTS_AT_ONCE, len(parts)), max((rows.numel() for _, rows, _ in parts), default=0)
-        buffers = torch.empty(sizes, dtype=torch.float32, device="cpu")
         for start in range(0, len(parts), PARTS_AT_ONCE):
             some = parts[start : start + PARTS_AT_ONCE]
-            scaled = [
-                _scaled(rows, exponent, buffer) for (_, rows, exponent), buffer in zip(some, buffers, strict=False)
-            ]
+            scaled = [_scaled(rows, exponent) for _, rows, exponent in some]
             for (place, *_), part in zip(some, _in_threads(_packed_part, scaled), strict=True):
                 packed[place].append(part)
     return [
@@ -94,11 +89,11 @@ def _exponent(weight: Tensor) -> int | None:
     return exponent if abs(exponent) <= MOST_SCALED else None
 
 
-def _scaled(rows: Tensor, exponent: int, buffer: Tensor) -> Tensor | None:
-    """Some rows of a weight times a power of two, in `buffer`; None if float16 does not hold them."""
+def _scaled(rows: Tensor, exponent: int) -> Tensor | None:
+    """Some rows of a weight times a power of two, in float32; None if float16 does not hold them."""
     if rows.dtype == torch.float32 and (rows.view(torch.int32) & MORE_BITS).max():
         return None
-    scaled = torch.mul(rows, 2.0**exponent, out=buffer[: rows.numel()].view(rows.shape))
+    scaled = torch.mul(rows, 2.0**exponent, out=torch.empty(rows.shape, dtype=torch.float32, device=rows.device))
     low, high = scaled.aminmax(dim=1)
     small = scaled[torch.maximum(-low, high) < SMALL_ROW]
     return scaled if torch.equal(small.half().float(), small) else None
