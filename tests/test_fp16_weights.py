@@ -36,6 +36,7 @@ NEW, NUM_LAYERS = 40, 15  # linear layers of the model: seven of each of two lay
 def slow(lade_on, monkeypatch):
     """A processor without fast products, where weights of any size pay."""
     monkeypatch.setattr(fp16_weights, "has_fast_products", lambda dtype: False)
+    monkeypatch.setattr(processor, "has_amx", lambda: False)
     monkeypatch.setattr(processor, "has_fast_mkl", lambda: False)
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
     monkeypatch.setattr(notices, "_said", set())

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import lade
+from lade.commands.env import packing_line
 from lade.common import processor, state
 from lade.config import LookaheadConfig
 from lade.drafting.step_costs import StepCosts
@@ -33,12 +34,14 @@ DTYPES = [
 DTYPE = DTYPES[-1]  # bfloat16, which is packed for calls of any length and rows of any number, if this processor can
 needs_bfloat16 = pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="this processor packs no bfloat16")
 NEW = 40
+OF_THE_PROCESSOR = (processor.has_amx, processor.has_fast_mkl)
 
 
 @pytest.fixture(autouse=True)
 def by_onednn(monkeypatch):
     """Whatever the processor: copies in float16 have a file of their own."""
     monkeypatch.setattr(packed, "packs_fp16", lambda dtype: False)
+    monkeypatch.setattr(processor, "has_amx", lambda: False)
     monkeypatch.setattr(processor, "has_fast_mkl", lambda: False)
 
 
@@ -203,14 +206,12 @@ def refuse_bfloat16(monkeypatch):
     ("change", "reason"),
     [
         (lambda patch: patch.setattr(packed, "has_fast_products", lambda dtype: False), "this processor has no instr"),
-        (lambda patch: patch.setattr(processor, "has_amx", lambda: True), "this processor has AMX"),
         (refuse_bfloat16, "oneDNN does not multiply packed bfloat16 weights on this processor (bf16 path needs the "),
     ],
-    ids=["slow", "amx", "refused"],
+    ids=["slow", "refused"],
 )
 def test_processors_that_pack_no_bfloat16(pack_asked, products, monkeypatch, change, reason):
     monkeypatch.setattr(packed, "has_fast_products", lambda dtype: True)
-    monkeypatch.setattr(processor, "has_amx", lambda: False)
     change(monkeypatch)
     found, stats = generate(tiny_llama(torch.bfloat16), prompt())
     assert (stats.packed_weights, products) == (0, [])
@@ -219,13 +220,43 @@ def test_processors_that_pack_no_bfloat16(pack_asked, products, monkeypatch, cha
     assert torch.equal(found, unpacked_text(tiny_llama(torch.bfloat16)))
 
 
-@pytest.mark.parametrize(("is_fast", "threads", "num_packed"), [(True, 9, 0), (True, 8, 15), (False, 9, 15)])
-def test_float32_on_many_threads(pack_asked, monkeypatch, is_fast, threads, num_packed):
-    monkeypatch.setattr(processor, "has_fast_mkl", lambda: is_fast)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    _, stats = generate(tiny_llama(torch.float32), prompt())
-    assert stats.packed_weights == num_packed
-    assert ("with more than 8 threads" in stats.reasons.get("packed", "")) == (num_packed == 0)
+PROCESSORS = {  # torch's name for what it has, bfloat16, AMX; what packing gains nothing for, with 8 threads and with 9
+    "Intel Core": ("AVX2", False, False, [], []),
+    "Intel Ice Lake": ("AVX512", False, False, [], [torch.float32]),
+    "AMD Zen 4": ("AVX512", True, False, [], []),
+    "Intel Sapphire Rapids": ("AVX512", True, True, [torch.bfloat16], [torch.bfloat16, torch.float32]),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_where_packing_gains_nothing(monkeypatch, name):
+    capability, has_bfloat16, has_tiles, *needless = PROCESSORS[name]
+    for function in OF_THE_PROCESSOR:
+        monkeypatch.setattr(processor, function.__name__, function)
+    monkeypatch.setattr(processor, "cpu_name", lambda: name)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    for threads, expected in zip((8, 9), needless, strict=True):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+        assert [dtype for dtype in dtypes if processor.packing_is_needless(dtype)] == expected
+        assert packing_line().count("gain nothing") == len(expected)
+
+
+def test_what_gains_nothing_is_packed_if_asked(pack_asked, monkeypatch):
+    """And the copies stay, for other numbers of threads."""
+    model = tiny_llama(torch.float32)
+    monkeypatch.setattr(packed, "packing_is_needless", lambda dtype: "it gains nothing")
+    assert generate(model, prompt())[1].packed_weights == 15
+    lade.config_lade(PACK="auto")
+    _, stats = generate(model, prompt())
+    assert (stats.packed_weights, stats.reasons["packed"]) == (0, "it gains nothing")
+    copies = [copy.packed for copy in copies_of(model).copies.values()]
+    monkeypatch.setattr(packed, "packing_is_needless", lambda dtype: None)
+    assert generate(model, prompt())[1].packed_weights == 15
+    assert all(copy.packed is old for copy, old in zip(copies_of(model).copies.values(), copies, strict=True))
 
 
 # One of each class: windows and frequencies are settings, which change no product.

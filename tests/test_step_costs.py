@@ -14,7 +14,6 @@ from support.families import RECURRENT
 
 import lade
 from lade import decoding, preparation
-from lade.common import processor
 from lade.common.cache_folder import load_table, store_table, stored_files
 from lade.common.processor import FP16
 from lade.drafting import step_costs
@@ -36,7 +35,7 @@ def avx512(monkeypatch):
     """What is assumed depends on the processor; the tests' is always the same."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(processor, "cpu_name", lambda: "AMD EPYC")
+    monkeypatch.setattr(step_costs, "has_fast_mkl", lambda: False)
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def test_what_is_assumed_of_the_processor(monkeypatch):
     assert assumed_costs(single, ("packed",), 1)[16] < own[16]
     assert assumed_costs(single, (FP16,), 1)[8] < assumed_costs(single, ("packed",), 1)[8]
     with monkeypatch.context() as patch:
-        patch.setattr(processor, "cpu_name", lambda: "Intel(R) Xeon(R) Processor")
+        patch.setattr(step_costs, "has_fast_mkl", lambda: True)
         assert assumed_costs(single, (), 1)[4] < 0.75 * own[4]
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)  # Skylake to Ice Lake
     assert are_cheap() == [True, False, False]

@@ -83,16 +83,15 @@ def packing_line() -> str:
     from lade.common.processor import packing_is_needless
     from lade.forward.cpu.fp16_weights import DTYPES, packs_fp16
 
-    by_fbgemm = [
-        str(dtype).removeprefix("torch.") for dtype in DTYPES if packs_fp16(dtype) and not packing_is_needless(dtype)
-    ]
+    needless = [f"; {reason}" for dtype in DTYPES if (reason := packing_is_needless(dtype))]
+    by_fbgemm = [str(dtype).removeprefix("torch.") for dtype in DTYPES if packs_fp16(dtype)]
     free, packed = free_bytes(), sys.modules.get("lade.forward.cpu.packed")
     held = packed.held_bytes() if packed else (0, 0)
     return (
         f"{', '.join(by_fbgemm) or 'nothing'} by FBGEMM in float16, "
         f"oneDNN {'is' if torch.backends.mkldnn.is_available() else 'is not'} in this build of torch, "
         f"{'unknown' if free is None else f'{free >> 20} MiB'} free, "
-        f"{held[0]} weights packed in this process ({held[1] >> 20} MiB)"
+        f"{held[0]} weights packed in this process ({held[1] >> 20} MiB){''.join(needless)}"
     )
 
 

@@ -111,7 +111,8 @@ if torch.distributed.is_available():
     NAMES[torch.distributed.ProcessGroup] = ("_get_backend",)
     NAMES[torch._C._distributed_c10d.Backend.Options] = ("_timeout",)
 # Not checked: without _linear_pointwise, _reorder_linear_weight, _get_mkldnn_enabled or _version no weights are packed,
-# without _is_avx512_bf16_supported blocks in bfloat16 stay small on a CPU, and without _torchdynamo_orig_callable and
+# without _is_avx512_bf16_supported blocks in bfloat16 stay small on a CPU, without _is_amx_tile_supported weights are
+# packed for nothing, and without _torchdynamo_orig_callable and
 # _torchdynamo_orig_backend what torch.compile returns counts as patched.
 
 

@@ -8,9 +8,7 @@ import torch
 
 from lade.common.cache_folder import cpu_name
 
-# With a fast MKL and more threads, packed weights gain nothing in float32: tried with 16; with 4 they multiply 4 to 8
-# rows 1.7 times as fast.
-MOST_THREADS = 8
+MANY_THREADS = 9  # with which MKL is fast: tried with 16; with 4 it takes 1.7 times as long as packed weights
 FP16 = "packed in float16"  # the kind of steps whose weights are `lade.forward.cpu.fp16_weights`
 
 
@@ -31,16 +29,19 @@ def has_amx() -> bool:
 
 
 def has_fast_mkl() -> bool:
-    """Whether MKL, torch's library for products of float32, is fast for a few rows: with AVX-512, but not on AMD's."""
-    return has_fast_products(torch.float32) and "Intel" in cpu_name()
+    """Whether MKL, torch's library for products of float32, is fast for a few rows: with AVX-512 and many threads, but
+    not on AMD's processors.
+    """
+    is_there = has_fast_products(torch.float32) and torch.backends.mkl.is_available() and "Intel" in cpu_name()
+    return is_there and torch.get_num_threads() >= MANY_THREADS
 
 
 def packing_is_needless(dtype: torch.dtype) -> str | None:
-    """Why torch's own products of a few rows are as fast as packed ones, as a sentence; None if they are not."""
+    """Why packed weights of a dtype gain nothing over torch's own products, as a sentence; None if they do."""
     if dtype == torch.bfloat16 and has_amx():
-        return "this processor has AMX, with which torch's own bfloat16 products are as fast as packed ones"
-    if dtype == torch.float32 and has_fast_mkl() and torch.get_num_threads() > MOST_THREADS:
-        return f"with more than {MOST_THREADS} threads torch's own float32 products are as fast as packed ones here"
+        return "this processor has AMX, with which packed weights gain nothing in bfloat16"
+    if dtype == torch.float32 and has_fast_mkl():
+        return f"on this processor packed weights gain nothing in float32 with {MANY_THREADS} threads or more"
     return None
 
 

@@ -25,11 +25,11 @@ from lade.models.base import ModelAdapter
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 # Assumed costs by size at batch size 1: models of 0.5B parameters and more with torch's own products and with packed
 # weights, and models of up to SMALL_BYTES, where calls cost as much as products. Which table counts depends on what the
-# processor has for the dtype (`has_fast_products`). Measured on two cores; on Intel's a model with torch's own products
-# on 16, and products with float16 copies on 4.
+# processor has for the dtype (`has_fast_products`). Measured on two cores, but two tables: "own, fast MKL" on 16, and
+# float16 copies with AVX-512 estimated from their products on four of Intel's and from what else a step takes.
 FAST_PRODUCTS = {
     ("float32", "own"): {1: 1.0, 2: 1.9, 4: 2.2, 8: 2.4, 16: 2.8, 32: 3.6, 64: 5.4},
-    ("float32", "own on Intel"): {1: 1.0, 2: 1.1, 4: 1.5, 8: 1.6, 16: 1.9, 32: 2.75, 64: 4.5},
+    ("float32", "own, fast MKL"): {1: 1.0, 2: 1.1, 4: 1.5, 8: 1.6, 16: 1.9, 32: 2.75, 64: 4.5},
     ("float32", "packed"): {1: 1.0, 4: 1.05, 6: 1.1, 8: 1.35, 12: 1.5, 16: 1.85, 32: 2.9, 64: 5.3, 128: 10.0},
     ("float32", FP16): {1: 1.0, 4: 1.15, 8: 1.25, 16: 1.85, 32: 3.5, 64: 7.0},
     ("float32", "small"): {1: 1.0, 4: 1.35, 8: 1.4, 16: 1.6, 32: 2.0, 64: 2.9, 128: 5.0},
@@ -76,7 +76,7 @@ def assumed_costs(model: Any, kind: tuple[str, ...], batch_size: int) -> dict[in
         is_fp16 = FP16 in kind  # multiplied in float32, whatever the dtype
         is_float32 = model.dtype.itemsize >= 4 or is_fp16
         is_fast = has_fast_products(torch.float32 if is_float32 else model.dtype)
-        own = "own on Intel" if is_float32 and has_fast_mkl() else "own"
+        own = "own, fast MKL" if is_float32 and has_fast_mkl() else "own"
         layout = FP16 if is_fp16 else "packed" if "packed" in kind else own
         num_bytes = sum(weight.nbytes for weight in model.parameters())
         tables, dtype = FAST_PRODUCTS if is_fast else SLOW_PRODUCTS, "float32" if is_float32 else "bfloat16"

@@ -20,7 +20,6 @@ from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
 from support.processes import BUNDLED, ROOT
 
-torch.set_num_threads(min(8, torch.get_num_threads()))  # tests run beside each other, and models are tiny
 for kind in (torch.cuda, torch.xpu, torch.mtia):  # not where forked processes import it: asking spoils CUDA for them
     if not kind.is_available():  # torch would keep each seed until there is one, with a stack trace: a millisecond
         kind.manual_seed_all = lambda seed: None

@@ -5,7 +5,7 @@ reordered once, a block of guesses costs little more than reading them. The user
 weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, and most prompts on the model itself.
 
 FBGEMM's copies are in float16 (`lade.forward.cpu.fp16_weights`). oneDNN's, in the weights' dtype, are of bfloat16 where
-the processor has instructions for it, and of float32 that float16 does not hold.
+the processor has instructions for it but no AMX, and of float32 that float16 does not hold.
 
 A model is packed once its calls are long enough to pay for it. The copies are shared by its calls and freed with it.
 Before each call that uses them, checksums show whether the weights have changed since: a write through `weight.data`,
@@ -44,7 +44,7 @@ LEAST_ELEMENTS = 3 << 15  # of a weight that pays: below this, a call costs more
 # Rows of an input: beyond, oneDNN's layout matters little. Each number of rows up to this is compared with torch's own.
 MOST_ROWS = 128
 PACKED_FOR = 16  # rows that the layout is chosen for
-# New tokens that calls must have generated or asked for before their model is packed, which costs about ten plain
+# New tokens that calls must have generated or asked for before their model is packed, which costs ten to thirty plain
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
 FIRST_TOKENS = 8  # generated before: an answer that ends at once does not pay for packing
@@ -357,6 +357,8 @@ def begin_packing(call: BlockCall) -> Packing | None:
     reason = packing_reason(adapter)
     if reason is not None:
         copies_of(adapter.model).drop()
+    elif not is_asked and (needless := packing_is_needless(adapter.dtype)):
+        reason = needless
     elif config.num_workers > 1 and not is_asked:
         reason = "each of several processes would keep a copy (PACK=1 does)"
     elif is_fixed and packs_prompts(adapter) and not is_asked:
@@ -401,7 +403,7 @@ def packing_reason(adapter: ModelAdapter) -> str | None:
 
 def packing_error(dtype: torch.dtype) -> str | None:
     """Why weights of a dtype cannot be packed here, or gain little by it; None if they can."""
-    return packing_is_needless(dtype) or (None if packs_fp16(dtype) else onednn_error(dtype))
+    return None if packs_fp16(dtype) else onednn_error(dtype)
 
 
 def onednn_error(dtype: torch.dtype) -> str | None:
