@@ -24,7 +24,7 @@ from lade.drafting import Draft, Drafter, DraftRequest, Outcome, drafts_from
 from lade.drafting.base import ROOT_ALONE
 from lade.drafting.step_costs import SIZES
 from lade.forward.base import can_capture
-from lade.forward.cpu.packed import copies_of
+from lade.forward.cpu.packed import LEAST_NEW_TOKENS, copies_of
 from lade.forward.cuda.proof import is_proven
 from lade.models.self_check import checking_at_once
 from lade.stats import GenerationStats, last_stats
@@ -34,7 +34,7 @@ from lade.verification.sequences import TokenSequences
 
 NEVER_CHOSEN = 2**31 - 1  # an id in no vocabulary
 ROUNDS = 4  # steps of each size: in the first two its graph is compared, and the second fastest tells its cost
-WINDOW_TOKENS = 8  # new tokens in lookahead mode, whose steps all have one shape
+FEW_TOKENS = LEAST_NEW_TOKENS  # where all steps have one shape, or none is to be measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +71,27 @@ def warmup(
     if not is_enabled() and arguments.get("custom_generate") is None:  # lade.generate does not read USE_LADE
         raise RuntimeError(f"lade does not run: {off_reason()}")
     config, began = current_config(), perf_counter()
-    is_automatic = config.cuda_graph is None and can_capture(model.device) and is_proven(model.device, "graph")
+    captures = can_capture(model.device)
+    is_automatic = config.cuda_graph is None and captures and is_proven(model.device, "graph")
     settings = {"CUDA_GRAPH": 1} if is_automatic else {}  # by default short calls capture nothing
     copies_of(model).num_tokens += max_new_tokens  # pack as if they had been generated
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
     with switched(True, **settings):
         if config.uses_window:
-            stats = _generate(model, num_slots, min(WINDOW_TOKENS, num_slots - 1), batch_size, arguments)
+            stats = _generate(model, num_slots, min(FEW_TOKENS, num_slots - 1), batch_size, arguments)
         else:
             arguments = {"eos_token_id": NEVER_CHOSEN} | arguments  # a random prompt's text may end at once
             made: list[_EverySize] = []
-            with drafts_from(lambda request: made.append(_EverySize(request)) or made[-1]):  # type: ignore[func-returns-value]
-                # Each step commits one token, or two if a guess happens to be right: one round more makes up for these.
-                most = 2 * (ROUNDS + 1) * sum(size <= config.max_block for size in SIZES) + 2
-                stats = _generate(model, num_slots, min(most, num_slots - 1), batch_size, arguments)
+            # Each step commits one token, or two if a guess happens to be right: one round more makes up for these.
+            most = 2 * (ROUNDS + 1) * sum(size <= config.max_block for size in SIZES) + 2
+            # Without shapes to make, a short call packs and checks, and shows whether any costs are left to measure.
+            has_shapes = config.compile or captures
+            for num_new in (most,) if has_shapes else (FEW_TOKENS, most):
+                slots = num_slots if has_shapes else min(num_slots, prompt_tokens + num_new)
+                with drafts_from(lambda request: made.append(_EverySize(request)) or made[-1]):  # type: ignore[func-returns-value]
+                    stats = _generate(model, slots, min(num_new, slots - 1), batch_size, arguments)
+                if not has_shapes and not made[-1].lacks_costs:
+                    break
             for drafter in made:
                 drafter.store_costs()
     done = stats.captured_steps or stats.compiled_steps
@@ -137,6 +144,11 @@ class _EverySize(Drafter):
         tree = TokenTree([[*range(num_nodes)] for _ in is_finished], [[*parents] for _ in is_finished])
         self._began = perf_counter()
         return Draft(tree, depth, ROOT_ALONE, self._cells)
+
+    @property
+    def lacks_costs(self) -> bool:
+        """Whether sizes follow costs, and those of these steps are not stored yet."""
+        return self._costs is not None and not self._costs.are_stored
 
     def learn(self, outcome: Outcome) -> None:
         self._steps.append((1 + outcome.tree.num_nodes, perf_counter() - self._began))

@@ -195,7 +195,7 @@ def test_a_warm_up_stores_what_steps_cost(cache, lade_on, monkeypatch):
     now, count, forward = [0.0], itertools.count(), ForwardPath.forward
 
     def timed(self, block, cache):
-        now[0] += (1 + 0.1 * block.tokens.shape[1]) * (1 + next(count) // 4 % 2)
+        now[0] += (1 + 0.1 * block.tokens.shape[1]) * (1 + next(count) // 10 % 2)
         return forward(self, block, cache)
 
     monkeypatch.setattr(ForwardPath, "forward", timed)
@@ -215,8 +215,10 @@ def test_a_warm_up_stores_what_steps_cost(cache, lade_on, monkeypatch):
     (file,) = stored_files()
     content = file.read_text()
     monkeypatch.setattr(preparation, "perf_counter", time.perf_counter)
-    lade.warmup(model, 24, 200)  # what is stored stays, so that texts in half precision do
+    lade.warmup(model, 24, 200)  # what is stored stays, so that texts in half precision do, and is not measured again
     assert file.read_text() == content
+    assert lade.last_stats().steps <= preparation.FEW_TOKENS
+    assert costs_of(model).cost(8) == pytest.approx(1.8 / 1.1, rel=1e-3)
 
 
 def test_a_warm_up_of_a_model_that_takes_chains(cache, lade_on):

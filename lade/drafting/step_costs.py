@@ -146,6 +146,11 @@ class StepCosts:
             self._all[key] = self._begun()
         self._table = self._all[key]
 
+    @property
+    def are_stored(self) -> bool:
+        """Whether a table of this kind is stored for this machine."""
+        return load_table(self._model(), self._name) is not None
+
     def _begun(self) -> dict[int, float]:
         """A table of this kind: as stored, else as assumed."""
         model = self._model()
