@@ -71,8 +71,11 @@ def prediction_sources():
     return {name: count for name, count in lade.last_stats().sources.items() if name.startswith("prediction of")}
 
 
-@pytest.mark.parametrize("make", [prompt, padded_prompt], ids=["one row", "ragged batch"])
-@pytest.mark.parametrize("as_ids", [torch.Tensor.tolist, np.asarray, tuple, torch.Tensor.int])
+@pytest.mark.parametrize(
+    ("make", "as_ids"),
+    [*((prompt, kind) for kind in (torch.Tensor.tolist, np.asarray, tuple)), (padded_prompt, torch.Tensor.int)],
+    ids=["lists", "an array", "a tuple", "a ragged batch"],
+)
 def test_one_text_for_each_row(model, make, as_ids, arguments):
     inputs = make()
     right = answer(model, inputs, arguments)
