@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,7 +212,18 @@ class TrialRun:
         self._expected = self._plain_logits(DynamicCache(config=adapter.config))
 
     def _plain_logits(self, cache: DynamicCache) -> Tensor:
-        return plain_logits(self.adapter, self._prefix, torch.stack(self.tokens), cache, self._masks)
+        """Logits after each of `tokens`, one forward per token as in plain generate(). Returns [B, n, V] in float64."""
+        adapter, logits = self.adapter, []
+        start, mask = 0, self._mask
+        for ids in (self._prefix, *torch.stack(self.tokens)[:, None, None].expand(-1, self._num_rows, -1)):
+            end = start + ids.shape[1]
+            mask = torch.nn.functional.pad(mask, (0, end - mask.shape[1]), value=1)
+            arguments = {"position_ids": counted(mask)[:, start:end]} if adapter.takes_positions else {}
+            arguments |= {"attention_mask": mask} if self._masks else {}
+            outputs = adapter.model(input_ids=ids, **cache_arguments(cache, adapter.cache_name), **arguments)
+            logits.append(outputs.logits[:, -1])
+            start = end
+        return torch.stack(logits[1:], dim=1).double()
 
     def doubt(self) -> float:
         """The difference of plain decoding with a caller's cache, which keeps every key of a sliding window."""
@@ -249,27 +259,6 @@ class TrialRun:
         """Go on after `num_tokens` of the text; the cache keeps the first `num_kept` of the block."""
         self._cache.commit([list(range(1, num_kept))] * self._num_rows)
         self._num_done += num_tokens
-
-
-def plain_logits(
-    adapter: ModelAdapter, prefix: Tensor, tokens: Tensor, cache: DynamicCache, masks: dict[str, Tensor]
-) -> Tensor:
-    """Logits after each of `tokens`, one forward per token as in plain generate().
-
-    prefix: [B, P]. tokens: [n]. masks: the prefix's attention_mask, or empty. Returns [B, n, V] in float64.
-    """
-    model: Any = adapter.model
-    logits = []
-    start, mask = 0, masks.get("attention_mask", torch.ones_like(prefix))
-    for ids in (prefix, *tokens[:, None, None].expand(-1, len(prefix), -1)):
-        end = start + ids.shape[1]
-        mask = torch.nn.functional.pad(mask, (0, end - mask.shape[1]), value=1)
-        arguments = {"position_ids": counted(mask)[:, start:end]} if adapter.takes_positions else {}
-        arguments |= {"attention_mask": mask} if masks else {}
-        outputs = model(input_ids=ids, **cache_arguments(cache, adapter.cache_name), **arguments)
-        logits.append(outputs.logits[:, -1])
-        start = end
-    return torch.stack(logits[1:], dim=1).double()
 
 
 def counted(mask: Tensor) -> Tensor:
