@@ -20,8 +20,8 @@ from lade.models.attention_spans import LAYER_SPANS, declares_layer_types, layer
 from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
-from lade.models.reasons import calling_reason, hook_reason, rounding_reason
-from lade.models.ropes import MOVING_ROPES, has_unknown_rope, rope_settings
+from lade.models.reasons import calling_reason, rounding_reason
+from lade.models.ropes import MOVING_ROPES, is_moving_rope, rope_settings
 from lade.models.shadow import shadow_model
 
 # Attention implementations that accept the 4-D mask of a block.
@@ -63,12 +63,12 @@ class ModelAdapter:
             or compiled_reason(self.unusual_parts)
             or rounding_reason(self.parts)
             or calling_reason(model, self.safe_hooks, self.cache_name)
-            or hook_reason(self.code.refused_hook)
+            or self.code.hook_reason
         )
 
     def unsupported_attention(self) -> str | None:
         """Why the model's attention cannot take a block, as a sentence; None if it can."""
-        if has_unknown_rope(self.config, self.parts):
+        if not self._ropes and any(map(is_moving_rope, self.parts)):
             return "rotary frequencies of this model depend on the length of the text, and its configuration does not say how"
         attention = self.config._attn_implementation
         configs = {id(config): config for part in self.parts if (config := vars(part).get("config")) is not None}
@@ -260,21 +260,16 @@ class ModelAdapter:
         kind = self._device.type
         return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
-    @property
-    def prompt_model(self) -> Any:
-        """The model that runs the prompt."""
-        return self._uncompiled
-
     @cached_property
-    def _uncompiled(self) -> Any:
-        """The model, or an uncompiled shadow model if the user has compiled it: each shape would recompile it."""
+    def prompt_model(self) -> Any:
+        """The model that runs the prompt: of a compiled one an uncompiled shadow, as each shape would recompile it."""
         return shadow_model(self.model) if any(can_pass_by(part) for part in self.unusual_parts) else self.model
 
     @cached_property
     def block_model(self) -> Any:
         """The model that runs the blocks: the user's, or a shadow model of it."""
         if not self.needs_shadow:
-            return self._uncompiled
+            return self.prompt_model
         own, attention = self.config._attn_implementation, self._masked_attention
         shadow = shadow_model(self.model, attention=None if attention == own else attention)
         self.change_shadow(shadow)

@@ -47,7 +47,7 @@ class Code:
     functions: tuple[Hashable, ...]  # foreign replacements of a forward or an attention
     hooks: tuple[Hashable, ...]  # foreign hooks
     names: tuple[str, ...]  # of these functions and hooks, for messages
-    refused_hook: str | None  # a hook or a forward on a module that needs permission and has none, for a message
+    hook_reason: str | None  # why a hook, or a forward on a module, that has no permission rules out blocks, a sentence
     is_patched: bool  # some module's forward is replaced (patched or dispatched)
     is_hooked: bool  # there are hooks besides transformers' own, which only record requested outputs
     has_plain_weights: bool  # all are plain `nn.Parameter`: none quantized or distributed
@@ -105,7 +105,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         functions=tuple((*where, key_of(each), _allowed.get(key_of(each))) for *where, each in functions),
         hooks=tuple((*where, key_of(hook), _allowed.get(key_of(hook))) for *where, hook in foreign),
         names=tuple(dict.fromkeys(name_of(each[-1]) for each in (*functions, *foreign))),
-        refused_hook=refused[0] if refused else None,
+        hook_reason=f"{refused[0]} would see guesses that are rejected; lade.allow_hook() lets it" if refused else None,
         is_patched=is_patched,
         is_hooked=not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,

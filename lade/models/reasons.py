@@ -52,8 +52,3 @@ def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
                 "so that guesses would change the text (llm_int8_threshold=0 chooses none)"
             )
     return None
-
-
-def hook_reason(name: str | None) -> str | None:
-    """Why a hook rules out blocks, as a sentence. name: `Code.refused_hook`."""
-    return name and f"{name} would see guesses that are rejected; lade.allow_hook() lets it"

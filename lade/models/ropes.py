@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 MOVING_ROPES = ("dynamic", "longrope")  # types whose frequencies depend on the sequence length
@@ -13,14 +12,6 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
     ropes = getattr(config, "rope_parameters", None) or {}
     by_type = [rope for rope in ropes.values() if isinstance(rope, dict)]
     return by_type or ([ropes] if ropes else [])
-
-
-def has_unknown_rope(config: Any, parts: Iterable[Any]) -> bool:
-    """Whether the frequencies of a module depend on the sequence length and the configuration does not say so.
-
-    parts: the model and all its modules.
-    """
-    return not rope_settings(config) and any(map(is_moving_rope, parts))
 
 
 def is_moving_rope(part: Any) -> bool:
