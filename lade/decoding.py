@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -44,27 +43,29 @@ def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationS
     Source: arXiv:2402.02057, algorithm 2.
     """
     call, is_synced = DecodingCall(request, adapter, stats, group), request.synced_gpus
-    selection, drafter, timer = call.selection, call.drafter, StepTimer(stats)
+    selection, drafter = call.selection, call.drafter
     outputs = call.prefill()
     # Mixture-of-experts layers use another implementation, with other rounding, while decoding.
     with adapter.block_model._optimize_model_for_decode(), call.reporting():
         call.take_first_token(outputs)
         del outputs  # frees the hidden states and attentions of the whole prompt
         while call.model._has_unfinished_sequences(all(selection.is_finished), is_synced, device=call.device):
-            timer.begin()
+            began = perf_counter()
             draft = call.propose()
-            timer.lap()
+            drafted = perf_counter()
             step = call.lay_out(draft)
             outputs = call.forward(step)
-            timer.lap()
+            ran = perf_counter()
             if all(selection.is_finished):  # synced_gpus: other processes still need this one's forward
                 call.cache.commit([None] * len(call.cache.lengths))
                 continue
             outcome = call.verify(step, outputs)
             call.commit(step, outcome.accepted)
-            timer.lap()
+            verified = perf_counter()
             drafter.learn(outcome)
-            timer.end()
+            stats.draft_seconds += drafted - began + perf_counter() - verified
+            stats.forward_seconds += ran - drafted
+            stats.verify_seconds += verified - ran
             if stats.on_step is not None:
                 stats.on_step(step, outcome)
     return call.finish()
@@ -119,7 +120,19 @@ class DecodingCall:
         self.model = self.path.prompt_model
         self.costs = StepCosts.of_call(adapter, config, batch_size, self.path.sizes)
         self.drafter: Drafter = make_drafter(
-            DraftRequest.of_call(request, config, adapter, self.key_mask, self.selection.draws, self.costs, predictions)
+            DraftRequest(
+                config=config,
+                model=adapter.model,
+                num_tokens=adapter.num_tokens,
+                prompt_ids=request.input_ids,
+                key_mask=self.key_mask,
+                temperature=self.selection.temperature if self.selection.do_sample else None,
+                draws=self.selection.draws,
+                costs=self.costs,
+                is_exact=adapter.is_exact,
+                takes_chains=adapter.takes_chains,
+                predictions=predictions,
+            )
         )
         self.cache = self.path.take_cache(prompt_length + num_new + config.max_block_tokens)
         self.cache.most_slots = slots_of_static(self.callers_cache)
@@ -251,24 +264,3 @@ class DecodingCall:
             yield
         finally:
             self.stats.generated_tokens, self.stats.sources = self.selection.num_generated, self.drafter.sources()
-
-
-class StepTimer:
-    """Reports the times of each step to the statistics."""
-
-    def __init__(self, stats: GenerationStats) -> None:
-        self._stats = stats
-
-    def begin(self) -> None:
-        self._laps: list[float] = []
-        self.lap()
-
-    def lap(self) -> None:
-        """Ends drafting, the forward, and verification."""
-        self._laps.append(perf_counter())
-
-    def end(self) -> None:
-        """Ends learning and the step."""
-        self.lap()
-        draft, forward, verify, learn = (end - start for start, end in pairwise(self._laps))
-        self._stats.add_times(draft + learn, forward, verify)

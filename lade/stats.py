@@ -65,12 +65,6 @@ class GenerationStats:
         """Share of the steps after the prefill that had no guesses."""
         return self.block_tokens.count(1) / len(self.block_tokens) if self.block_tokens else 0.0
 
-    def add_times(self, draft: float, forward: float, verify: float) -> None:
-        """Add the seconds of one step."""
-        self.draft_seconds += draft
-        self.forward_seconds += forward
-        self.verify_seconds += verify
-
     def as_dict(self) -> dict[str, Any]:
         """All statistics, those computed from others included, in types of JSON."""
         found = {part.name: deepcopy(getattr(self, part.name)) for part in fields(self) if part.compare}

@@ -9,11 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.common.request import Request
 from lade.config import LookaheadConfig
 from lade.drafting.prediction import Predictions
 from lade.drafting.step_costs import StepCosts
-from lade.models.base import ModelAdapter
 from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
@@ -112,34 +110,6 @@ class DraftRequest:
     takes_chains: bool = False
     predictions: Predictions | None = None
 
-    @classmethod
-    def of_call(
-        cls,
-        request: Request,
-        config: LookaheadConfig,
-        adapter: ModelAdapter,
-        key_mask: Tensor | None,
-        draws: ExponentialDraws | None,
-        costs: StepCosts | None,
-        predictions: Predictions | None,
-    ) -> DraftRequest:
-        """Make the request of a call of generate(). Arguments as the fields."""
-        settings = request.generation_config
-        is_sampled = bool(settings.do_sample)
-        return cls(
-            config=config,
-            model=adapter.model,
-            num_tokens=adapter.num_tokens,
-            prompt_ids=request.input_ids,
-            key_mask=key_mask,
-            temperature=(settings.temperature or 1.0) if is_sampled else None,
-            draws=draws,
-            costs=costs,
-            is_exact=adapter.is_exact,
-            takes_chains=adapter.takes_chains,
-            predictions=predictions,
-        )
-
     def prompts(self) -> list[Tensor]:
         """Each row's ids without padding, [length]; FOREIGN for placeholders, which may stand beside inputs_embeds."""
         ids = self.prompt_ids.long()
@@ -148,11 +118,6 @@ class DraftRequest:
             return list(ids)
         are_text = self.key_mask[:, self.key_mask.shape[1] - ids.shape[1] :]
         return [row[is_text] for row, is_text in zip(ids, are_text, strict=True)]
-
-    @property
-    def is_split(self) -> bool:
-        """Whether processes compute one forward together, so that all must lay out the same block."""
-        return (self.model.tp_size or 1) > 1
 
 
 class Drafter(Protocol):

@@ -46,7 +46,7 @@ class TreeDrafter:
         config, temperature = request.config, request.temperature
         self.memory = memory_for(request.model, config.share, request.is_exact)
         self.costs = request.costs
-        is_blind = config.adaptive and request.is_split
+        is_blind = config.adaptive and self.costs is None
         self.max_block = min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block
         self.num_tokens, self._takes_chains = request.num_tokens, request.takes_chains
         self.priors = GREEDY if temperature is None else SAMPLED
@@ -104,7 +104,7 @@ class TreeDrafter:
 
     def explain(self, row: int) -> Explanation:
         """The sources of a row's guesses and the reason for the block's size, see `Draft.explain`."""
-        growth, reason = self._texts[row].growth, self._reason
+        growth = self._texts[row].growth
         compared: list[tuple[int, float, float]] = []
         if self._compared is not None:
             offers, expected, num_rows = self._compared
@@ -112,25 +112,21 @@ class TreeDrafter:
                 (size, num_tokens / num_rows, cost / offers.costs[0])
                 for size, num_tokens, cost in compared_sizes(offers, expected, num_rows)
             ]
-            reason = BEST
-        return Explanation(tuple(growth.sources), tuple(growth.chances), reason, tuple(compared))
+        return Explanation(tuple(growth.sources), tuple(growth.chances), self._reason, tuple(compared))
 
     def sources(self) -> dict[str, list[int]]:
         return {source: [self._proposed[source], self._accepted[source]] for source in sorted(self._proposed)}
 
     def _grow_all(self, rows: list[int], max_depth: int) -> None:
         """Trees for some rows, all of the size that pays most."""
-        costs = self.costs
-        if costs is None:
-            self._reason = WHOLE
-            for row in rows:
-                self._texts[row].growth = self._grow(row, max_depth, self.max_block - 1)
-            self._narrow(rows)
-            return
-        offers = costs.offers(self.max_block)
+        offers = None if self.costs is None else self.costs.offers(self.max_block)
+        size, least = (self.max_block, 0.0) if offers is None else (offers.sizes[-1], offers.least_probability)
         for row in rows:
-            self._texts[row].growth = self._grow(row, max_depth, offers.sizes[-1] - 1, offers.least_probability)
+            self._texts[row].growth = self._grow(row, max_depth, size - 1, least)
         self._narrow(rows)
+        self._reason = WHOLE if offers is None else BEST
+        if offers is None:
+            return
         grown = [self._texts[row].growth for row in rows]
         columns = zip_longest(*(growth.chances for growth in grown), fillvalue=0.0)
         expected = list(accumulate(map(sum, columns), initial=0.0))
@@ -148,7 +144,7 @@ class TreeDrafter:
                 path.cut(length)
                 self._texts[row].growth = path
 
-    def _grow(self, row: int, max_depth: int, size: int, least: float = 0.0) -> Growth:
+    def _grow(self, row: int, max_depth: int, size: int, least: float) -> Growth:
         """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`."""
         text, priors = self._texts[row], self.priors
         sources = (text.rejected_row, priors.rejected), (text.root_row, priors.root)
@@ -168,9 +164,7 @@ class TreeDrafter:
         """Rows [B, R, ROW_LENGTH] and projections [B, R, CONTEXT_SIZE] of logits [B, R, V]."""
         if summary is not None:
             shape, projections = summary.ids.shape[:2], summary.projections
-            rows = packed(
-                summary.ids.reshape(-1, summary.ids.shape[2]), summary.chances.reshape(-1, summary.ids.shape[2])
-            )
+            rows = packed(*(part.reshape(-1, part.shape[2]) for part in (summary.ids, summary.chances)))
         else:
             logits = logits[..., : self.num_tokens]
             shape, projections = logits.shape[:2], projected(logits, projection(logits.device)).cpu().numpy()
