@@ -71,13 +71,8 @@ class TokenTree:
 
     def first_paths(self, is_finished: list[bool]) -> TokenTree:
         """The path of first children of each row, all as long as the shortest; none for a finished row."""
-        paths: list[list[int]] = []
-        for parents, has_ended in zip(self.parents, is_finished, strict=True):
-            path: list[int] = []
-            for node, parent in enumerate(() if has_ended else parents):
-                if parent == (path[-1] if path else -1):
-                    path.append(node)
-            paths.append(path)
+        rows = zip(self.parents, is_finished, strict=True)
+        paths = [[] if has_ended else first_path(parents) for parents, has_ended in rows]
         unfinished = (len(path) for path, has_ended in zip(paths, is_finished, strict=True) if not has_ended)
         length = min(unfinished, default=0)
         return self.part([path[:length] for path in paths])
@@ -88,6 +83,15 @@ class TokenTree:
         for row in rows:
             tokens[row], parents[row] = [token] * length, list(range(-1, length - 1))
         return TokenTree(tokens, parents)
+
+
+def first_path(parents: Sequence[int]) -> list[int]:
+    """The nodes on the path of first children from the root. parents: of a row's nodes, as in `TokenTree`."""
+    path: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (path[-1] if path else -1):
+            path.append(node)
+    return path
 
 
 def merge_candidates(candidates: Sequence[Sequence[Sequence[int]]]) -> TokenTree:
@@ -111,7 +115,7 @@ def merge_candidates(candidates: Sequence[Sequence[Sequence[int]]]) -> TokenTree
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The part of a block that one rank computes.
+    """The part of a block that one rank computes. nodes and owners are empty where one process computes all of it.
 
     tree:    its part of the tree.
     nodes:   per row, the indices of these nodes in the whole tree.
@@ -123,8 +127,3 @@ class BlockPart:
     nodes: list[list[int]]
     columns: tuple[int, int] | None
     owners: list[list[int]]
-
-
-def whole(tree: TokenTree) -> BlockPart:
-    """The whole block, for a single process."""
-    return BlockPart(tree, [], None, [])

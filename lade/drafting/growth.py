@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lade.block.token_tree import first_path
 from lade.drafting.acceptance import CopyPriors, Priors, RowPrior
 from lade.drafting.base import FOREIGN
 from lade.drafting.coming_draws import Draws, wins
@@ -77,25 +78,19 @@ class Growth:
         was_guessed = any(self.tokens[node] == last for node in children)
         return None if was_guessed or not children else children[0]
 
-    def likeliest_child(self, parent: int) -> int | None:
-        """The likeliest guess after a node; None if there is none."""
-        return next((node for node, above in enumerate(self.parents) if above == parent), None)
-
     def by_chance(self) -> Growth:
         """The same tree with its likeliest nodes first. Parents stay in front of their children."""
-        order = sorted(range(len(self.tokens)), key=self.chances.__getitem__, reverse=True)  # stable
-        place = {node: index for index, node in enumerate(order)} | {-1: -1}
-        found = Growth(*([column[node] for node in order] for column in self._columns()))
-        found.parents = [place[parent] for parent in found.parents]
-        return found
+        return self._part(sorted(range(len(self.tokens)), key=self.chances.__getitem__, reverse=True))  # stable
 
     def best_path(self) -> Growth:
         """The path of likeliest children from the root."""
-        path: list[int] = []
-        while (child := self.likeliest_child(path[-1] if path else -1)) is not None:
-            path.append(child)
-        found = Growth(*([column[node] for node in path] for column in self._columns()))
-        found.parents = list(range(-1, len(path) - 1))
+        return self._part(first_path(self.parents))
+
+    def _part(self, nodes: list[int]) -> Growth:
+        """Some nodes, each behind its parent, in this order."""
+        place = {node: index for index, node in enumerate(nodes)} | {-1: -1}
+        found = Growth(*([column[node] for node in nodes] for column in self._columns()))
+        found.parents = [place[parent] for parent in found.parents]
         return found
 
     def cut(self, size: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache
-from lade.block.token_tree import BlockPart, TokenTree, whole
+from lade.block.token_tree import BlockPart, TokenTree
 from lade.common.request import Request
 from lade.config import LookaheadConfig
 from lade.stats import GenerationStats
@@ -39,7 +39,7 @@ class SingleProcess:
 
     def partition(self, tree: TokenTree, window_shape: tuple[int, int]) -> BlockPart:
         """The part of the block that this rank computes. window_shape: (N, W)."""
-        return whole(tree)
+        return BlockPart(tree, nodes=[], columns=None, owners=[])
 
     def exchange(
         self, part: BlockPart, block_logits: BlockLogits, choices: Tensor | None
