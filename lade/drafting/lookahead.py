@@ -54,10 +54,8 @@ class LookaheadDrafter(Drafter):
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         roots = torch.tensor(sequences.roots(), device=sequences.device)
         self.window.set_root(roots)
-        max_depth = self.config.ngram_size - 1
         self._mode = self._choose_mode()
-        if self._mode == BlockMode.PLAIN:
-            max_depth = 0
+        max_depth = 0 if self._mode == BlockMode.PLAIN else self.config.ngram_size - 1
         shape, cells = (self.config.ngram_size, self.config.window_size), self.window.cells()
         reach = max(sum(shape) - 3, max_depth)  # (N-2) + (W-1), the window's last cell
         if self._mode != BlockMode.WINDOW or (max_offset is not None and max_offset < reach):

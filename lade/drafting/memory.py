@@ -230,6 +230,4 @@ def memory_for(model: Any, share: bool, is_exact: bool) -> Memory:
     shared = _shared.of(model)
     for key in [key for key in shared if key[0] != num_tokens]:  # embeddings may be resized
         del shared[key]
-    if (num_tokens, is_exact) not in shared:
-        shared[num_tokens, is_exact] = Memory()
-    return shared[num_tokens, is_exact]
+    return shared.setdefault((num_tokens, is_exact), Memory())

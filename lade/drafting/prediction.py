@@ -5,7 +5,7 @@ It is one more text to find guesses in, for the calls inside `lade.enabled(PREDI
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -21,20 +21,16 @@ Predictions = tuple[tuple[int, ...], ...]  # one for all prompts, or one for eac
 _current: ContextVar[Predictions | None] = ContextVar("prediction", default=None)
 
 
-class Prediction:
+class Prediction(TextStore):
     """The text that one row's answer is expected to resemble."""
 
     def __init__(self, ids: tuple[int, ...]) -> None:
-        self._store = TextStore(KEY_LENGTH + len(ids) + 1)
-        self._store.add([BEGIN] * KEY_LENGTH + list(ids))
+        super().__init__(KEY_LENGTH + len(ids) + 1)
+        self.add([BEGIN] * KEY_LENGTH + list(ids))
 
-    def match(self, answer: list[int]) -> Match | None:
-        """The place in the prediction that matches the end of the answer. answer: the latest generated tokens."""
-        return self._store.match([*[BEGIN] * KEY_LENGTH, *answer][-MAX_MATCH:])
-
-    def following(self, place: int, count: int) -> list[int]:
-        """At most `count` tokens from a place on."""
-        return self._store.following(place, count)
+    def match(self, text: Sequence[int]) -> Match | None:
+        """The place in the prediction that matches the end of the answer. text: its latest generated tokens."""
+        return super().match([*[BEGIN] * KEY_LENGTH, *text][-MAX_MATCH:])
 
 
 @contextmanager

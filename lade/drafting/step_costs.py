@@ -143,7 +143,8 @@ class StepCosts:
         self._kind, self._num_waiting = kind, num_waiting
         key = (kind, self._batch_size, self.sizes, self._uses_stored)
         if key not in self._all:
-            self._all[key] = self._begun()
+            stored = load_table(self._model(), self._name) if self._uses_stored else None
+            self._all[key] = self._assumed() if stored is None else stored
         self._table = self._all[key]
 
     @property
@@ -151,15 +152,10 @@ class StepCosts:
         """Whether a table of this kind is stored for this machine."""
         return load_table(self._model(), self._name) is not None
 
-    def _begun(self) -> dict[int, float]:
-        """A table of this kind: as stored, else as assumed."""
-        model = self._model()
-        stored = load_table(model, self._name) if self._uses_stored else None
-        if stored is not None:
-            return stored
-        assumed = assumed_costs(model, self._kind, self._batch_size)
-        plain = interpolated(assumed, self.sizes[0])
-        return {size: interpolated(assumed, size) / plain for size in self.sizes}
+    def _assumed(self) -> dict[int, float]:
+        costs = assumed_costs(self._model(), self._kind, self._batch_size)
+        plain = interpolated(costs, self.sizes[0])
+        return {size: interpolated(costs, size) / plain for size in self.sizes}
 
     def cost(self, num_tokens: int) -> float:
         """The cost of a step of q tokens and those that run again, relative to a plain step."""
