@@ -122,8 +122,8 @@ class LookaheadCache(Cache):
 
     @property
     def block_start(self) -> int:
-        """Slots before the longest row's block."""
-        return max(self.lengths)
+        """Slots before the longest row's block, and before tokens that run again in front of it."""
+        return max(self.lengths) - self.num_waiting
 
     @property
     def num_rows(self) -> int:
@@ -161,7 +161,8 @@ class LookaheadCache(Cache):
 
     def end_prefill(self, batch_size: int) -> None:
         """Switch from prompts to blocks: `update` writes at `lengths`."""
-        self.lengths = [self.slot_layers[0].prefilled] * batch_size
+        # Without attention nothing counts slots.
+        self.lengths = [self.slot_layers[0].prefilled if self.slot_layers else 0] * batch_size
         self.in_block = True
 
     def adopt(self, cache: Any) -> None:

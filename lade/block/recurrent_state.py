@@ -124,10 +124,6 @@ class RecurrentCache(LookaheadCache):
     def num_waiting(self) -> int:
         return 0 if self._waiting is None else self._waiting.shape[1]
 
-    @property
-    def block_start(self) -> int:
-        return self.lengths[0] - self.num_waiting
-
     def adopt(self, cache: Any) -> None:
         if self.slot_layers:
             super().adopt(cache)
@@ -137,11 +133,6 @@ class RecurrentCache(LookaheadCache):
         if self.slot_layers:
             super().hand_over(cache)
         copy_states(self, cache)
-
-    def end_prefill(self, batch_size: int) -> None:
-        # Without attention nothing counts slots.
-        self.lengths = [self.slot_layers[0].prefilled if self.slot_layers else 0] * batch_size
-        self.in_block = True
 
     def max_guess_offset(self, limit: int | None) -> int | None:
         return 0 if self.num_waiting >= MAX_WAITING else super().max_guess_offset(limit)
