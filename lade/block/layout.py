@@ -65,10 +65,11 @@ class BlockLayout:
         """
         # What CUDA copies without a wait may not be there yet for another thread's stream.
         is_cached = self.num_tokens <= MAX_CACHED and self.offsets.device.type != "cuda"
-        compute = _cached_for_shape if is_cached else _for_shape
+        compute = _for_shape if is_cached else _for_shape.__wrapped__
         return compute(self, tuple(map(tuple, tree.parents)))
 
 
+@lru_cache(maxsize=256)
 def _for_shape(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
     """As `BlockLayout.offsets_and_visibility`. shape: of the tree."""
     tree, device = TokenTree([[0] * len(row) for row in shape], [list(row) for row in shape]), layout.offsets.device
@@ -82,9 +83,6 @@ def _for_shape(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
     offsets, visible = layout.offsets.repeat(num_rows, 1), layout.visible.repeat(num_rows, 1, 1)
     offsets[:, nodes], visible[:, nodes, nodes] = tree_offsets, tree_visible
     return offsets, visible
-
-
-_cached_for_shape = lru_cache(maxsize=256)(_for_shape)
 
 
 @lru_cache(maxsize=256)

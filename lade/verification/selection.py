@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from lade.verification.logits import BlockLogits
 from lade.verification.nan_guard import NanGuard
 from lade.verification.outputs import OutputRecorder
 from lade.verification.sequences import TokenSequences
-from lade.verification.walk import Children, children_of, walk
+from lade.verification.walk import children_of, walk
 
 Accepted = list[list[int] | None]
 
@@ -95,7 +96,8 @@ class Selection:
         Returns the accepted nodes of each row; None for a row to which nothing was committed.
         """
         self.nan_guard.begin_step()
-        self._block_logits, children = block_logits, self._children_of(tree)
+        self._block_logits = block_logits
+        children = [children_of(*row) for row in zip(tree.tokens, tree.parents, strict=True)]
         accepted: Accepted = [None] * len(children)
         for rows in self._row_groups():
             paths = walk(children[rows], partial(self._choice, rows), partial(self._commit, rows))
@@ -138,9 +140,6 @@ class Selection:
     def is_idle(self) -> list[bool]:
         """Rows that need no guesses."""
         return self.is_finished
-
-    def _children_of(self, tree: TokenTree) -> list[Children]:
-        return [children_of(tokens, parents) for tokens, parents in zip(tree.tokens, tree.parents, strict=True)]
 
     @property
     def _shortest(self) -> int:
@@ -217,14 +216,10 @@ class Selection:
 class PerRowSelection(Selection):
     """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
-    @property
-    def _rests(self) -> list[bool]:
-        """Rows in which nothing is chosen in this step."""
-        rows, limit = zip(self.sequences.lengths, self.is_finished, strict=True), self._shortest + MAX_LEAD
-        return [is_finished or (self.do_sample and length >= limit) for length, is_finished in rows]
-
     def _row_groups(self) -> list[slice]:
-        return [slice(row, row + 1) for row, rests in enumerate(self._rests) if not rests]
+        limit = self._shortest + MAX_LEAD if self.do_sample else inf
+        rows = enumerate(zip(self.sequences.lengths, self.is_finished, strict=True))
+        return [slice(row, row + 1) for row, (length, has_ended) in rows if length < limit and not has_ended]
 
     def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
         return [
