@@ -111,14 +111,11 @@ class PackedWeight:
         return identity(weight) == self.identity and torch.equal(checksums(weight), self.checksums)
 
 
-Copies = dict[int, PackedWeight]  # by the weights' ids
-
-
 @dataclass
 class ModelCopies:
     """Packed copies and verdicts that the calls of a model share."""
 
-    copies: Copies = field(default_factory=dict)
+    copies: dict[int, PackedWeight] = field(default_factory=dict)  # by the weights' ids
     trial: Trial = field(default_factory=Trial)
     num_tokens: int = 0  # that count for packing, since the weights last changed
     num_changes: int = 0  # times that weights were found changed
