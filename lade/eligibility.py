@@ -6,7 +6,6 @@ A check returns a reason, a sentence for the user, or None. The first reason sen
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, DynamicSlidingWindowLayer
 from lade.common.request import Request
 from lade.models import ModelAdapter, adapter_for, needs_self_check
-from lade.models.base import prompt_key_mask
 from lade.models.self_check import WAITS, self_check_reason
-from lade.models.training import training_reason
+from lade.models.training import failed_in_training
 from lade.verification.bypassed import CACHE_METHODS, replaced_function
 
 TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"
@@ -125,20 +123,7 @@ def unsupported_arguments(request: Request, adapter: ModelAdapter) -> str | None
     return None
 
 
-def failed_in_training(request: Request, adapter: ModelAdapter) -> str | None:
-    """Models in training mode, or with modules in it, whose blocks may compute something else there."""
-    if not any(part.training for part in adapter.unusual_parts):
-        return None
-    if request.synced_gpus:
-        return "a model in training mode is tried out first, in which other processes would have to take part"
-    return training_reason(adapter)
-
-
 def failed_trial(request: Request, adapter: ModelAdapter) -> str | None:
     """Models that compute something else in training mode, or whose unknown code fails the self-check."""
-    training_reason = partial(failed_in_training, request, adapter)
-    if not needs_self_check(adapter):
-        return training_reason()
-    key_mask = prompt_key_mask(request.attention_mask)
-    length = request.generation_config.max_length
-    return self_check_reason(adapter, length, request.num_new, len(request.input_ids), key_mask, training_reason)
+    check = self_check_reason if needs_self_check(adapter) else failed_in_training
+    return check(request, adapter)

@@ -128,7 +128,7 @@ TESTS_OF = {
     "parallel": "parallel.checksums parallel.communicator parallel.group verification.single_process",
     "recurrent": "block.recurrent_state",
     "registered_drafters": "drafting.checked",
-    "requests": "common.request models.checks",
+    "requests": "common.request",
     "static_shapes": "forward.cuda.buffer_pool forward.cuda.fingerprint forward.cuda.static_inputs",
     "step_costs": "common.cache_folder common.processor",
     "switch": "custom_generate",

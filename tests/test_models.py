@@ -14,10 +14,10 @@ from transformers.integrations import flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
-from lade import eligibility, models
+from lade import models
 from lade.common.compat import CACHE_NAME
 from lade.common.tolerance import MASK_EFFECT_RATIO
-from lade.models import ModelAdapter
+from lade.models import ModelAdapter, training
 from lade.models.self_check import checking_at_once, trial_errors
 from lade.models.shadow import shadow_model
 
@@ -139,7 +139,7 @@ def test_the_trial_waits_until_it_is_a_small_part(monkeypatch, caplog):
 def test_a_call_that_waits_runs_no_trial_of_training_mode(monkeypatch):
     """In which peft leaves its adapters."""
     monkeypatch.setattr(models.self_check, "PAYS", PAYS)
-    model, tried = build(Obedient).train(), note_calls(monkeypatch, eligibility, "training_reason")
+    model, tried = build(Obedient).train(), note_calls(monkeypatch, training, "training_reason")
     compare(model, reason=models.self_check.WAITS, max_new_tokens=8)
     assert not tried
     with checking_at_once():
@@ -148,7 +148,7 @@ def test_a_call_that_waits_runs_no_trial_of_training_mode(monkeypatch):
 
 
 def test_calls_that_training_mode_rules_out_earn_no_trial(monkeypatch):
-    monkeypatch.setattr(eligibility, "training_reason", lambda adapter: "it draws numbers")
+    monkeypatch.setattr(training, "training_reason", lambda adapter: "it draws numbers")
     model = build(Obedient).train()
     for _ in range(3):
         compare(model, reason="it draws numbers", max_new_tokens=8)

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import GenerationMixin
 
 import lade
-from lade import eligibility
-from lade.models import adapter_for
+from lade.models import adapter_for, training
 from lade.models.training import training_reason
 
 pytestmark = pytest.mark.usefixtures("small_block")
@@ -188,7 +187,7 @@ def test_a_forward_put_in_place_of_a_modules_own(asks):
 
 def test_eval_mode_is_not_tried_out(monkeypatch):
     asked = []
-    monkeypatch.setattr(eligibility, "training_reason", asked.append)
+    monkeypatch.setattr(training, "training_reason", asked.append)
     compare(tiny_llama())
     assert not asked
     compare(tiny_llama().train())
@@ -197,7 +196,7 @@ def test_eval_mode_is_not_tried_out(monkeypatch):
 
 def test_processes_that_wait_for_each_other(monkeypatch):
     """The trial would be a forward that the others do not take part in."""
-    monkeypatch.setattr(eligibility, "training_reason", None)
+    monkeypatch.setattr(training, "training_reason", None)
     monkeypatch.setattr(
         GenerationMixin, "_has_unfinished_sequences", lambda self, is_finished, *_, **__: not is_finished
     )

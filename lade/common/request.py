@@ -90,5 +90,12 @@ class Request:
         return self.max_length - 1
 
     @property
+    def furthest_position(self) -> int:
+        """The largest position that may go through the model in plain generate(), finished rows included."""
+        if self.position_ids is None:
+            return self.num_slots - 1
+        return int(self.position_ids[..., -1].max()) + self.num_slots - self.prompt_length
+
+    @property
     def wants_attentions(self) -> bool:
         return bool(self.generation_config.output_attentions)

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
-from lade.block.mask import AttentionSpan, Block, block_mask, masks_by_layer
+from lade.block.mask import EVERYWHERE, AttentionSpan, Block, block_mask, masks_by_layer
 from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, StaticLayer
 from lade.common.request import Request
 from lade.common.tolerance import has_exact_products
 from lade.models.attention_spans import LAYER_SPANS, declares_layer_types, layer_spans
-from lade.models.checks import unsupported_by_any
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
 from lade.models.reasons import calling_reason, rounding_reason
@@ -112,11 +111,44 @@ class ModelAdapter:
         return None
 
     def unsupported_request(self, request: Request) -> str | None:
-        """Why this call cannot be served, as a sentence; None if it can.
+        """Why this call, of a model without an `unsupported_reason`, cannot be served, as a sentence; None if it can.
 
-        Called after `unsupported_reason` returned None.
+        Plain generate() keeps finished rows in the batch until the last row ends; lade usually drops them. Where
+        keeping them may raise an error, the call goes to plain generate(), so that the error is the same.
         """
-        return unsupported_by_any(self, request)
+        if request.wants_attentions and not self._sees_everything:
+            return "output_attentions of windowed layers show the window alone, and lade's own cache keeps more"
+        if self.most_slots is not None and request.num_slots > self.most_slots:
+            return f"the text may grow over {self.most_slots} tokens, padding included, for which the model's code has no room"
+        # By the criteria, which a caller may bring, and with the token that generate() takes if it is given none.
+        has_end = any(hasattr(criterion, "eos_token_id") for criterion in request.stopping_criteria)
+        pad_token = request.generation_config._pad_token_tensor
+        if has_end and pad_token is None:
+            return "a stopping criterion knows how a text ends, and there is no token to pad with"
+        if request.batch_size > 1:
+            last = self.last_position
+            if last is not None and request.num_slots > last + 1 and request.furthest_position > last:
+                return f"rows of the batch may grow over the {last + 1} positions that the model knows"
+            if has_end and not 0 <= int(pad_token) < self.num_tokens:
+                return f"token {int(pad_token)}, which pads rows that end early, is not a token of the model"
+        if self._forgets_nan(request.attention_mask):
+            return "eager attention in float64 makes padding NaN, which leaves the model's windows but not lade's own cache"
+        return None
+
+    @property
+    def _sees_everything(self) -> bool:
+        """Whether all layers attend to the whole text, with no window or chunks."""
+        return self.attention_spans in (EVERYWHERE, {"full_attention": EVERYWHERE})
+
+    def _forgets_nan(self, attention_mask: Tensor | None) -> bool:
+        """Whether left padding puts NaN into the cache that a sliding window would later drop and lade's cache keeps.
+
+        Eager attention computes the softmax in float32. The mask value, the minimum of float64, becomes minus infinity
+        there, so a token that attends to no key, such as left padding, becomes NaN. attention_mask: [B, P] or None.
+        """
+        if self.dtype != torch.float64 or self.config._attn_implementation != "eager" or attention_mask is None:
+            return False
+        return not self._sees_everything and not bool(attention_mask[:, 0].all())
 
     @property
     def most_slots(self) -> int | None:
@@ -307,8 +339,7 @@ class ModelAdapter:
     @cached_property
     def _device(self) -> torch.device:
         """The device of the model's first weight."""
-        device: torch.device = self.model.device
-        return device
+        return self.model.device
 
     @cached_property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -327,8 +358,7 @@ class ModelAdapter:
     @cached_property
     def cache_layers(self) -> list[Any]:
         """The layers of a `DynamicCache` made from the model's configuration."""
-        layers: list[Any] = DynamicCache(config=self.config).layers
-        return layers
+        return DynamicCache(config=self.config).layers
 
     @cached_property
     def code(self) -> Code:

@@ -108,18 +108,14 @@ class RecurrentAdapter(ModelAdapter):
         is_dear = any(map(self._is_padded, self.parts)) or bool(self._stepping)
         return any(map(has_limit, self.parts)) or (is_dear and not self.code.is_patched)
 
-    @cached_property
-    def _is_on_cpu(self) -> bool:
-        return self._device.type == "cpu"
-
     def _is_padded(self, part: Any) -> bool:
         """Whether a module's scan pads a block to more than `SHORT_CHUNK` tokens."""
-        return self._is_on_cpu and (vars(part).get("chunk_size") or 0) > SHORT_CHUNK
+        return self._device.type == "cpu" and (vars(part).get("chunk_size") or 0) > SHORT_CHUNK
 
     @cached_property
     def _stepping(self) -> dict[type, type]:
         """By module class, the one that takes its place in blocks on a CPU."""
-        kinds = {type(part) for part in self.parts} if self._is_on_cpu else set()
+        kinds = {type(part) for part in self.parts} if self._device.type == "cpu" else set()
         return {kind: changed for kind in kinds if (changed := stepping(kind)) is not None}
 
     def change_shadow(self, shadow: Any) -> None:

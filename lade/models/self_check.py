@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -13,10 +13,12 @@ from transformers import DynamicCache
 from lade.block.kv_cache import cache_arguments
 from lade.block.mask import Block
 from lade.common.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
+from lade.common.request import Request
 from lade.common.state import PerModel, keeping_state
 from lade.common.tolerance import MASK_EFFECT_RATIO, STATE_EFFECT_RATIO, largest_difference
 from lade.common.trial import Trial
-from lade.models.base import ModelAdapter
+from lade.models.base import ModelAdapter, prompt_key_mask
+from lade.models.training import failed_in_training
 from lade.switch import current_config
 from lade.verification.draws import keeping_generators
 
@@ -41,25 +43,18 @@ _asked: PerModel[list[float]] = PerModel(list)  # by calls that wait for a check
 _at_once: ContextVar[bool] = ContextVar("lade_checks_at_once", default=False)
 
 
-def self_check_reason(
-    adapter: ModelAdapter,
-    max_length: int,
-    num_new: int,
-    num_rows: int,
-    key_mask: Tensor | None,
-    training_reason: Callable[[], str | None],
-) -> str | None:
+def self_check_reason(request: Request, adapter: ModelAdapter) -> str | None:
     """Why a model failed its self-check, as a sentence; None if it passed. Runs once per model, code and size of call.
 
-    max_length: the largest length of the text in tokens. num_new: the most tokens that the call may generate.
-    num_rows: B. key_mask: [B, P] of the prompts, None if it hides nothing. A mask needs a check of its own: some models
-    derive positions from it and some ignore it. training_reason: why training mode rules the call out; asked, at the
-    cost of two forwards, where the call does not wait. Returns `WAITS` as long as a check would not pay.
+    Why training mode rules the call out is asked first, at the cost of two forwards, where the call does not wait.
+    Returns `WAITS` as long as a check would not pay.
     """
-    code = adapter.code
+    code, max_length = adapter.code, int(request.generation_config.max_length)
+    # A mask needs a check of its own: some models derive positions from it and some ignore it.
+    is_masked = prompt_key_mask(request.attention_mask) is not None
     length = next(length for length in LENGTHS if length >= min(max_length, LONGEST_CHECK))
     # A hook's effect may depend on the number of rows.
-    sizes = (current_config().max_block_tokens, num_rows if code.hooks else 1, key_mask is not None)
+    sizes = (current_config().max_block_tokens, request.batch_size if code.hooks else 1, is_masked)
     kind = (
         code.classes,
         code.functions,
@@ -73,11 +68,11 @@ def self_check_reason(
     has_passed = any(trial.is_over((longer, *kind)) for longer in LENGTHS if longer >= length)
     is_new, asked = not has_passed and key not in trial.reasons, _asked.of(adapter.model)
     if is_new:
-        asked.append(num_new + COST_PER_TOKEN * (max_length - num_new))
+        asked.append(request.num_new + COST_PER_TOKEN * (max_length - request.num_new))
         fixed_cost = FIXED_COST + (CHAINED if adapter.takes_chains else 0)
         if sum(asked) < PAYS * (fixed_cost + COST_PER_TOKEN * length) and not _at_once.get():
             return WAITS
-    if (reason := training_reason()) is not None or has_passed:
+    if (reason := failed_in_training(request, adapter)) is not None or has_passed:
         if is_new:
             asked.pop()
         return reason
@@ -94,7 +89,7 @@ def self_check_reason(
             found = trial_errors(type(adapter)(adapter.model), length, *sizes)
         ratio = (STATE_EFFECT_RATIO if adapter.takes_chains else MASK_EFFECT_RATIO)[adapter.dtype]
         is_fine = all(error * ratio < effect for error, effect in found)  # not where either is nan
-        return None if is_fine else reason_of_difference(adapter, subject, is_masked=key_mask is not None)
+        return None if is_fine else reason_of_difference(adapter, subject, is_masked)
 
     return trial.reason(key, compare, failure=f"a trial block failed on {subject}: ")
 

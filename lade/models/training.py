@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from lade.block.kv_cache import cache_arguments
+from lade.common.request import Request
 from lade.common.state import keeping_state
 from lade.common.tolerance import logits_error
 from lade.models.base import ModelAdapter
@@ -16,6 +17,15 @@ from lade.verification.draws import READABLE, generator_state, keeping_generator
 
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # attributes of modules
 TEXTS = ((3, 4, 5), (3, 6, 7))  # ids: the first one's logits must not depend on the others
+
+
+def failed_in_training(request: Request, adapter: ModelAdapter) -> str | None:
+    """Models in training mode, or with modules in it, whose blocks may compute something else there."""
+    if not any(part.training for part in adapter.unusual_parts):
+        return None
+    if request.synced_gpus:
+        return "a model in training mode is tried out first, in which other processes would have to take part"
+    return training_reason(adapter)
 
 
 @torch.no_grad()
