@@ -15,15 +15,18 @@ from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import PackedRow, without
 
 
-class DraftedText:
-    """growth: the guesses after its end. root_row: the row of logits that its last token was chosen from, without that
+class DraftedText(SuffixIndex):
+    """All ids of one text, the prompt's included.
+
+    growth: the guesses after its end. root_row: the row of logits that its last token was chosen from, without that
     token. rejected_row: the row of the rejected guess in the last token's place. context: of the last token. None where
-    these are not known."""
+    these are not known.
+    """
 
     def __init__(self, ids: list[int], prediction: tuple[int, ...] = ()) -> None:
         """ids: of the prompt. prediction: ids of what the answer is expected to resemble."""
-        self._index = SuffixIndex()
-        self._index.extend(ids)
+        super().__init__()
+        self.extend(ids)
         self._prompt_length = len(ids)
         self._prediction = Prediction(prediction) if prediction else None
         self.num_generated = 0
@@ -31,11 +34,6 @@ class DraftedText:
         self.root_row: PackedRow | None = None
         self.rejected_row: PackedRow | None = None
         self.context: Context | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """All ids, the prompt's included."""
-        return self._index.tokens
 
     @property
     def to_keep(self) -> list[int]:
@@ -50,10 +48,6 @@ class DraftedText:
         root = UNKNOWN if self.context is None else self.context
         return np.concatenate([root[None], after[[parent + 1 for parent in self.growth.parents]]])
 
-    def extend(self, committed: list[int]) -> None:
-        """Append tokens to the text."""
-        self._index.extend(committed)
-
     def take_rows(self, root_row: PackedRow, rejected_row: PackedRow | None) -> None:
         """Take over the rows of a step, after its tokens were committed."""
         self.root_row = without(root_row, self.tokens[-1])
@@ -62,13 +56,13 @@ class DraftedText:
     def copies(self, texts: TextStore | None, priors: Priors, count: int) -> list[Copy]:
         """At most `count` tokens each of what followed the longest earlier occurrence of the text's end, the shortest
         match first: in the text itself, in texts of other calls where that one is longer, and in the prediction."""
-        found, own = [], self._index.match()
+        found, own = [], self.match()
         if self._prediction is not None:
             match = self._prediction.match(self.tokens[max(self._prompt_length, len(self.tokens) - MAX_MATCH) :])
             if match is not None:
                 found.append(Copy(self._prediction.following(match.place, count), 0, match.length, priors.prediction))
         if own is not None:
-            found.append(Copy(self._index.following(own.place, count), 0, own.length, priors.suffix))
+            found.append(Copy(self.following(own.place, count), 0, own.length, priors.suffix))
         other = None if texts is None else texts.match(self.tokens[-MAX_MATCH:])
         if texts is not None and other is not None and (own is None or other.length > own.length):
             found.append(Copy(texts.following(other.place, count), 0, other.length, priors.earlier))
