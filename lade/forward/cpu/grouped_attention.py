@@ -47,10 +47,7 @@ def grouped_attention_forward(
         or any(arguments.get(name) is not None for name in OTHER_ATTENTION)
     ):
         inputs = (query, key, value, attention_mask)
-        stock: tuple[Tensor, None] = sdpa_attention_forward(
-            module, *inputs, dropout=dropout, scaling=scaling, **arguments
-        )
-        return stock
+        return sdpa_attention_forward(module, *inputs, dropout=dropout, scaling=scaling, **arguments)
     output = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )
