@@ -72,11 +72,6 @@ def setting(default: Any, keyword: str, check: Check, meaning: str) -> Any:
     return dataclasses.field(default=default, metadata={"keyword": keyword, "check": check, "meaning": meaning})
 
 
-def setting_fields(config: Any) -> list[Any]:
-    """The fields that are rows of the table. config: the class or an instance."""
-    return [field for field in dataclasses.fields(config) if field.metadata]
-
-
 @dataclass(frozen=True, slots=True)
 class LookaheadConfig:
     """Settings of lookahead decoding (arXiv:2402.02057). Sizes are in tokens."""
@@ -157,11 +152,10 @@ class LookaheadConfig:
     prefers_window: bool = False
 
     def __post_init__(self) -> None:
-        for field in setting_fields(self):
+        for keyword, field in SETTINGS.items():
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
-                checked = field.metadata["check"](field.metadata["keyword"], value)
-                object.__setattr__(self, field.name, checked)
+                object.__setattr__(self, field.name, field.metadata["check"](keyword, value))
         if self._full_block_tokens > MAX_BLOCK_TOKENS:
             raise ValueError(
                 "(LEVEL - 1) * (WINDOW_SIZE + GUESS_SET_SIZE) is the number of tokens in a step and must be <= "
@@ -209,7 +203,7 @@ class LookaheadConfig:
 
 # Public keyword -> its row of the table. Two more keywords are not settings: CONFIG names a file, and SPLIT_FLAG, which
 # the original LookaheadDecoding has, is ignored.
-SETTINGS = {field.metadata["keyword"]: field for field in setting_fields(LookaheadConfig)}
+SETTINGS = {field.metadata["keyword"]: field for field in dataclasses.fields(LookaheadConfig) if field.metadata}
 WINDOW_SIZES = ("LEVEL", "WINDOW_SIZE", "GUESS_SET_SIZE")
 KEYWORDS = (*SETTINGS, "CONFIG", "SPLIT_FLAG")
 
