@@ -64,14 +64,11 @@ class OutputRecorder:
     def _cells(self, layers: tuple[Tensor | None, ...], nodes: list[int], paths: list[list[int]]) -> tuple[Any, ...]:
         """layers: [B, H, q, slots] each. Returns [B, H, 1, length] each: weights on the text's own keys, in order."""
         prefix = list(range(self._prefix_length or 0))
-        found: list[Tensor | None] = []
-        for weights in layers:
-            if weights is None:
-                found.append(None)
-                continue
-            rows = [
-                weights[row, :, self._root + 1 + node, [*prefix, len(prefix), *[len(prefix) + 1 + n for n in path]]]
-                for row, (node, path) in enumerate(zip(nodes, paths, strict=True))
-            ]
-            found.append(torch.stack(rows)[:, :, None])
-        return tuple(found)
+        cells = [
+            (row, slice(None), self._root + 1 + node, [*prefix, len(prefix), *[len(prefix) + 1 + n for n in path]])
+            for row, (node, path) in enumerate(zip(nodes, paths, strict=True))
+        ]
+        return tuple(
+            None if weights is None else torch.stack([weights[cell] for cell in cells])[:, :, None]
+            for weights in layers
+        )

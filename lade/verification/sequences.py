@@ -58,11 +58,9 @@ class TokenSequences:
     def padded(self, pad_token: int) -> Tensor:
         """All rows, right-padded with the pad token. Returns [B, longest]."""
         self._copy(slice(None))
-        longest = max(self.lengths)
-        result = self._ids[:, :longest].clone()
+        result = self._ids[:, : max(self.lengths)].clone()
         for row, length in enumerate(self.lengths):
-            if length < longest:
-                result[row, length:] = pad_token
+            result[row, length:] = pad_token
         return result
 
     def _copy(self, rows: slice) -> None:
