@@ -42,8 +42,7 @@ class PerModel(Generic[T]):
             state = _states.setdefault(model, {})
             if self not in state:
                 state[self] = self._make()
-            found: T = state[self]
-        return found
+            return state[self]
 
     def all(self) -> list[T]:
         """The values of all models that have one."""

@@ -39,8 +39,7 @@ class ComingDraws:
         if index not in self._on_host:
             self._on_host = {i: draws for i, draws in self._on_host.items() if i >= self._draws.first}
             self._copy(index, vocab_size)
-        found: Draws = self._on_host[index][row]
-        return found
+        return self._on_host[index][row]
 
     def _copy(self, index: int, vocab_size: int) -> None:
         """Copy the draws of a token to the host, from a device together with those of the next ones: a copy waits."""

@@ -65,10 +65,8 @@ class BlockLogits:
     def _is_nan(self) -> list[list[bool]]:
         """Whether the logits after the root and each node are NaN, [B, 1 + n]."""
         if self.summary is not None:
-            is_nan: list[list[bool]] = self.summary.is_nan.tolist()
-            return is_nan
-        found: list[list[bool]] = self.logits[..., self.nan_column].isnan().tolist()
-        return found
+            return self.summary.is_nan.tolist()
+        return self.logits[..., self.nan_column].isnan().tolist()
 
     def of(self, rows: slice, nodes: list[int]) -> Tensor:
         """The logits after one node (-1 = root) of each of some rows. Returns [R, V]."""

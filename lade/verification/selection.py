@@ -160,8 +160,7 @@ class Selection:
         self.recorder.record(nodes, paths, scores, logits)
         if self.do_sample:
             return self._sample(scores, rows)
-        chosen: list[int] = scores.argmax(dim=-1).tolist()
-        return chosen
+        return scores.argmax(dim=-1).tolist()
 
     def _commit(self, rows: slice, tokens: list[int], were_guessed: bool) -> bool:
         """`commit` of `walk`."""
@@ -177,8 +176,7 @@ class Selection:
         """Apply the processors. ids: [R, T]. logits: [R, V]. Returns [R, V], in another width if they change it."""
         if not self._is_direct:
             with self._reading_back(rows, ids):
-                scores: Tensor = self.processor(ids, logits)
-            return scores
+                return self.processor(ids, logits)
         for processor in self.processor:
             logits = processor(ids, logits)
         return logits
@@ -202,15 +200,13 @@ class Selection:
         # Processors may have set another dtype, whose draws differ; softmax makes a whole row NaN.
         if probabilities.dtype != torch.float32 or bool(probabilities[:, 0].isnan().any()):
             with drawing:
-                sampled: list[int] = torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
-            return sampled
+                return torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
         index = len(self.sequences.generated[rows.start])
         draws = self.draws.draw(index, probabilities.shape[1])
         scores = gumbel_scores(probabilities, draws[rows])  # by torch: numpy may be set to raise on underflow
         # numpy's argmax takes a fifth of torch's time.
         chosen = scores.numpy().argmax(axis=-1) if on_host(scores) else scores.argmax(dim=-1)
-        tokens: list[int] = chosen.tolist()
-        return tokens
+        return chosen.tolist()
 
 
 class PerRowSelection(Selection):

@@ -68,15 +68,13 @@ def multiply(input: Tensor, packed: PackedCopy, bias: Tensor | None) -> Tensor:
     """input @ weight.T + bias. input: [..., K]. packed: of `pack` or `pack_fp16`. Returns [..., N]."""
     if isinstance(packed, Fp16Weight):
         return packed.multiply(input, bias)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
 
 
 def pack(weight: Tensor) -> Tensor:
     """A weight [N, K] in oneDNN's opaque layout."""
     with torch.inference_mode(False), torch.no_grad():  # other calls may be in another mode
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR)
-    return packed
+        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR)
 
 
 @dataclass(slots=True)
