@@ -141,6 +141,20 @@ def test_products_that_differ_are_not_used(lade_on, products, monkeypatch, dtype
     assert reason in stats.reasons.get("packed")
 
 
+def test_a_product_that_could_not_be_compared_is_not_used(small, monkeypatch):
+    """For want of memory, which may pass."""
+    model = nn.ModuleDict({"layer": nn.Linear(64, 32).requires_grad_(False)})
+    layer, packing = layer_of(model, torch.float32, is_exact=True)
+    packing.packed[id(layer.weight)] = packed.pack(-layer.weight)  # would be seen
+    input, difference = torch.randn(4, 64), PackedLinear._difference
+    monkeypatch.setattr(PackedLinear, "_difference", lambda *_: torch.empty(1 << 60))
+    assert torch.equal(layer(input), model["layer"](input))
+    assert packing.shared.trial.num_kinds == 0
+    monkeypatch.setattr(PackedLinear, "_difference", difference)
+    assert torch.equal(layer(input), model["layer"](input))
+    assert packing.shared.trial.num_kinds == 1
+
+
 def unpacked_text(model):
     lade.config_lade(PACK=0)
     return generate(model, prompt())[0]

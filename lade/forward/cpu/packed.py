@@ -296,10 +296,7 @@ class PackedLinear(nn.Linear):
             num_rows, shape = MOST_ROWS, torch.Size((MOST_ROWS, self.in_features))
         settings = (packing.dtype, packing.is_exact, type(packed), torch.get_num_threads())
         kind = (num_rows, self.in_features, self.out_features, self.bias is not None, len(shape), *settings)
-        trial = packing.shared.trial
-        if not trial.is_over(kind) and kind not in trial.reasons:
-            trial.reason(kind, functools.partial(self._difference, shape, packing, packed))
-        return kind not in trial.reasons
+        return packing.shared.trial.reason(kind, functools.partial(self._difference, shape, packing, packed)) is None
 
     def _difference(self, shape: torch.Size, packing: Packing, packed: PackedCopy) -> str | None:
         """How the packed product of random inputs differs from torch's, as a sentence; None if it does not."""
