@@ -62,8 +62,24 @@ def test_the_most_similar_row_of_a_token_is_found(steps, capacity):
         assert (found.row >> BIN_BITS).tolist() == [best] * ROW_LENGTH
         assert found.after.tolist() == [best] * CONTEXT_SIZE
         assert found.similarity == pytest.approx(known[best][1] @ asked, abs=1e-5)
-    table.clear()
-    assert (len(table), table.find(0, asked)) == (0, None)
+
+
+def test_an_interrupt_does_not_damage_the_table():
+    """It forgets its rows where one comes in the middle of a change."""
+
+    class Interrupting(dict):
+        def setdefault(self, *_):
+            raise KeyboardInterrupt
+
+    table, contexts = ContextTable(3), contexts_of(np.random.default_rng(0), 3)
+    put(table, [0, 1, 1], contexts)
+    table._places = Interrupting(table._places)
+    with pytest.raises(KeyboardInterrupt):
+        put(table, [2], contexts[:1])
+    assert (len(table), table.find(1, contexts[1])) == (0, None)
+    put(table, [0, 1, 1], contexts)
+    put(table, [0], contexts[:1], first=5)  # over the first
+    assert number_of(table.find(0, contexts[0])) == 5
 
 
 def test_the_latest_rows_of_a_token_are_compared():

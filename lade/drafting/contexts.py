@@ -74,9 +74,7 @@ class ContextTable:
         self.capacity = capacity
         self._lock = threading.Lock()  # calls in several threads may share a memory
         self._centre, self._num_centred = UNKNOWN, 0  # the mean of so many rows
-        self._places: dict[int, list[int]] = {}  # of each token's rows, the latest last
-        self._next = 0  # place of the next row
-        self._tokens: list[int] = []  # by place, as the others
+        self._forget_rows()
         self._allocate(0)
 
     def __len__(self) -> int:
@@ -108,17 +106,21 @@ class ContextTable:
             if not len(self._rows):
                 self._allocate(self.capacity)
             start = 0
-            while start < len(tokens):  # from the beginning again where the arrays end
-                place = self._next
-                count = min(len(tokens) - start, self.capacity - place)
-                new, old = slice(start, start + count), slice(place, place + count)
-                for token in self._tokens[old]:  # what is overwritten is the longest ago of its token
-                    del self._places[token][0]
-                for at, token in enumerate(tokens[new], place):
-                    self._places.setdefault(token, []).append(at)
-                self._tokens[old] = tokens[new]
-                self._rows[old], self._before[old], self._after[old] = rows[new], before[new], after[new]
-                self._next, start = (place + count) % self.capacity, start + count
+            try:
+                while start < len(tokens):  # from the beginning again where the arrays end
+                    place = self._next
+                    count = min(len(tokens) - start, self.capacity - place)
+                    new, old = slice(start, start + count), slice(place, place + count)
+                    for token in self._tokens[old]:  # what is overwritten is the longest ago of its token
+                        del self._places[token][0]
+                    for at, token in enumerate(tokens[new], place):
+                        self._places.setdefault(token, []).append(at)
+                    self._tokens[old] = tokens[new]
+                    self._rows[old], self._before[old], self._after[old] = rows[new], before[new], after[new]
+                    self._next, start = (place + count) % self.capacity, start + count
+            except BaseException:  # an interrupt: places and tokens may contradict each other
+                self._forget_rows()
+                raise
 
     def find(self, token: int, context: Context) -> ContextRow | None:
         """The row of a token whose context is most like this one; None where it has none.
@@ -152,11 +154,10 @@ class ContextTable:
             self._centre, self._num_centred = arrays.centre[0], LEAST_CENTRED
         self.put(arrays.tokens.tolist(), *arrays[1:4])
 
-    def clear(self) -> None:
-        with self._lock:
-            self._places.clear()
-            self._tokens.clear()
-            self._centre, self._num_centred, self._next = UNKNOWN, 0, 0
+    def _forget_rows(self) -> None:
+        self._places: dict[int, list[int]] = {}  # of each token's rows, the latest last
+        self._next = 0  # place of the next row
+        self._tokens: list[int] = []  # by place, as the arrays
 
     def _allocate(self, size: int) -> None:
         # Of arrays of zeros the system provides memory only where something is written.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -77,11 +78,9 @@ class Memory:
             _active.reset(token)
 
     def clear(self) -> None:
-        """Forget everything, the model too."""
-        self.table.clear()
-        self.contexts.clear()
-        if self.texts is not None:
-            self.texts.clear()
+        """Forget everything, the model too. Calls under way go on with what they had, and leave nothing here."""
+        self.table, self.contexts = TopKTable(self.table.capacity), ContextTable(self.contexts.capacity)
+        self.texts = None if self.texts is None else TextStore(self.texts.max_tokens)
         self.identity = None
 
     def belong_to(self, model: Any) -> None:
@@ -115,11 +114,12 @@ class Memory:
         unknown = [token for ids in all_ids for token in ids if type(token) is not int or not 0 <= token < num_tokens]
         if unknown:
             raise ValueError(f"texts must hold ids from 0 to {num_tokens - 1}, got {unknown[0]!r}")
+        kept = copy.copy(self)  # whatever `clear` replaces meanwhile
         for ids in all_ids:
             with keeping_generators(model), keeping_state(model):
-                self._warm_on(model, ids)
-            if self.texts is not None:
-                self.texts.add(ids)
+                kept._warm_on(model, ids)
+            if kept.texts is not None:
+                kept.texts.add(ids)
 
     def learn(self, tokens: list[int], rows: Packed, accepted: Sequence[int]) -> None:
         """Remember the rows after some tokens, [M, ROW_LENGTH]; of one token the last row counts.
@@ -222,8 +222,10 @@ def memory_for(model: Any, share: bool, is_exact: bool) -> Memory:
     """
     active = _active.get()
     if active is not None:
-        active.belong_to(model)
-        return active
+        found = copy.copy(active)  # with the same tables, which `clear` replaces
+        found.belong_to(model)
+        active.identity = found.identity
+        return found
     if not share:
         return Memory()
     num_tokens = num_tokens_of(model)

@@ -26,18 +26,14 @@ class TextStore:
         """max_tokens: each takes 24 to 32 bytes, allocated at the start."""
         self.max_tokens = max_tokens
         self._lock = threading.Lock()  # calls in several threads may share a store
-        self.clear()
+        self._tokens = array("q", [END]) * max_tokens
+        self._before = array("q", [NOWHERE]) * max_tokens  # the previous place of the trigram that ends there
+        self._latest = array("q", [NOWHERE]) * (1 << (max_tokens - 1).bit_length())  # by the hash of a trigram
+        self._end = 0
 
     def __len__(self) -> int:
         """Tokens, with one after each text."""
         return min(self._end, self.max_tokens)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._tokens = array("q", [END]) * self.max_tokens
-            self._before = array("q", [NOWHERE]) * self.max_tokens  # the previous place of the trigram that ends there
-            self._latest = array("q", [NOWHERE]) * (1 << (self.max_tokens - 1).bit_length())  # by the hash of a trigram
-            self._end = 0
 
     def add(self, text: Sequence[int]) -> None:
         """Add a text of ids."""

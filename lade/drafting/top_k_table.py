@@ -75,10 +75,6 @@ class TopKTable:
             slots = [self._slot_of(key) for key in keys]  # which may replace the array
             self._rows[slots] = rows
 
-    def clear(self) -> None:
-        with self._lock:
-            self._slots.clear()
-
     def as_arrays(self) -> TableArrays:
         """All rows, written longest ago first."""
         with self._lock:
