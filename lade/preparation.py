@@ -24,7 +24,7 @@ from lade.drafting import Draft, Drafter, DraftRequest, Outcome, drafts_from
 from lade.drafting.base import ROOT_ALONE
 from lade.drafting.step_costs import SIZES
 from lade.forward.base import can_capture
-from lade.forward.cpu.packed import LEAST_NEW_TOKENS, copies_of
+from lade.forward.cpu.packed import LEAST_NEW_TOKENS, TOKENS_BEFORE_PACKING, copies_of
 from lade.forward.cuda.proof import is_proven
 from lade.models.self_check import checking_at_once
 from lade.stats import GenerationStats, last_stats
@@ -74,9 +74,9 @@ def warmup(
     captures = can_capture(model.device)
     is_automatic = config.cuda_graph is None and captures and is_proven(model.device, "graph")
     settings = {"CUDA_GRAPH": 1} if is_automatic else {}  # by default short calls capture nothing
-    copies_of(model).num_tokens += max_new_tokens  # pack as if they had been generated
+    copies_of(model).num_tokens += max(max_new_tokens, TOKENS_BEFORE_PACKING)  # as if they had been generated
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
-    with switched(True, **settings):
+    with switched(True, **settings), checking_at_once(num_slots):
         if config.uses_window:
             stats = _generate(model, num_slots, min(FEW_TOKENS, num_slots - 1), batch_size, arguments)
         else:
@@ -112,7 +112,7 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
     shape = (batch_size, max(1, num_slots - num_new))
     ids = torch.randint(num_tokens, shape, generator=generator).to(model.device)
     before = last_stats()
-    with keeping_generators(model), keeping_state(model), checking_at_once():  # later calls must not change
+    with keeping_generators(model), keeping_state(model):  # later calls must not change
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, **arguments)
     stats = last_stats()
     if stats is None or stats is before:

@@ -331,12 +331,32 @@ def test_all_weights_or_none_in_16_bits(slow, monkeypatch, caplog):
         model = model_of(dtype)
         copies_of(model).num_tokens = packed.TOKENS_BEFORE_FP16
         missing = sum(value.nbytes for value in model.parameters() if value.dim() == 2) - model.lm_head.weight.nbytes
-        monkeypatch.setattr(packed, "free_bytes", lambda missing=missing: missing)  # of which half may be taken
-        for _ in range(2):
+        free = missing + 2 * missing * 4 // dtype.itemsize  # half of which is the scaled weights', and half of the rest
+        monkeypatch.setattr(packed, "free_bytes", lambda free=free: free)
+        for _ in range(1 if packs_some else 2):
             model.generate(**prompt(), max_new_tokens=NEW)
             assert bool(lade.last_stats().packed_weights) == packs_some
             assert "too little" in lade.last_stats().reasons["packed"]
     assert caplog.text.count("texts may differ") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_memory_that_runs_out_while_packing(slow, monkeypatch, dtype):
+    """As it does under `ulimit -v`. It is not tried again in each call."""
+    model = model_of(dtype)
+    lade.config_lade(PACK=1)
+    tries = []
+
+    def run_out(scaled):
+        tries.append(scaled)
+        return torch.empty(1 << 60)
+
+    monkeypatch.setattr(fp16_weights, "_packed_part", run_out)
+    for _ in range(2):
+        compare(model, prompt(), max_new_tokens=NEW)
+        assert lade.last_stats().packed_weights == 0
+        assert "memory ran out" in lade.last_stats().reasons["packed"]
+        assert 0 < len(tries) <= fp16_weights.PARTS_AT_ONCE
 
 
 def test_deterministic_texts_do_not_depend_on_earlier_calls(slow):

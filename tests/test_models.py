@@ -133,6 +133,9 @@ def test_the_trial_waits_until_it_is_a_small_part(monkeypatch, caplog):
     for num_new in (80, 10):
         compare(model, prompt(10), max_new_tokens=num_new)
         assert lengths == [64, 128]
+    lade.warmup(model, 30, 200)
+    compare(model, prompt(30), max_new_tokens=200)
+    assert lengths == [64, 128, 256]
     assert not [record for record in caplog.records if "plain generate()" in record.message]
 
 
@@ -142,7 +145,7 @@ def test_a_call_that_waits_runs_no_trial_of_training_mode(monkeypatch):
     model, tried = build(Obedient).train(), note_calls(monkeypatch, training, "training_reason")
     compare(model, reason=models.self_check.WAITS, max_new_tokens=8)
     assert not tried
-    with checking_at_once():
+    with checking_at_once(1):
         compare(model, max_new_tokens=8)
     assert tried
 

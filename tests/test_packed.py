@@ -2,6 +2,7 @@
 shortage of memory goes unnoticed."""
 
 import gc
+import resource
 import threading
 import weakref
 from pathlib import Path
@@ -12,6 +13,9 @@ import transformers
 from support import compare, generate_plain, in_threads, inference_tensors, note_calls, prompt, run_both, tiny_llama
 from support.families import FAMILIES
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 import lade
@@ -127,6 +131,38 @@ def test_wrong_products_would_be_seen(pack_asked, products, monkeypatch):
     monkeypatch.setattr(packed, "multiply", lambda *arguments: -multiply(*arguments))
     found, _ = generate(model, prompt())
     assert not torch.equal(found, expected)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        return 2 * result if function is functional.linear else result
+
+
+class DoublingBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        return 2 * result if function is torch.ops.aten.mm.default else result
+
+
+@pytest.mark.parametrize("mode", [Doubling, DoublingBelow])
+def test_modes_of_torch_see_each_product(pack_asked, mode):
+    model = tiny_llama(torch.float32)
+    plain, inputs = generate_plain(model, prompt(), max_new_tokens=NEW), prompt()
+    for _ in range(2):
+        assert compare(model, inputs, max_new_tokens=NEW).packed_weights == 15
+        with mode():
+            assert compare(model, inputs, max_new_tokens=NEW).packed_weights == 0
+            assert not torch.equal(generate_plain(model, inputs, max_new_tokens=NEW), plain)
+    with torch.device("cpu"):  # a mode, too
+        assert compare(model, inputs, max_new_tokens=NEW).packed_weights == 15
+
+
+def test_a_replaced_product_counts(pack_asked, monkeypatch):
+    model, linear = tiny_llama(torch.float32), functional.linear
+    compare(model, prompt(), max_new_tokens=NEW)
+    monkeypatch.setattr(functional, "linear", lambda *args: 2 * linear(*args))
+    assert compare(model, prompt(), max_new_tokens=NEW).packed_weights == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -588,6 +624,14 @@ def test_what_the_machine_has_left(files, tmp_path):
     assert files(1000, "0::/\n") == 1000 * 1024
 
 
+def test_a_limited_address_space(files, tmp_path, monkeypatch):
+    files(1000)
+    (tmp_path / "proc/self/status").write_text("Name: x\nVmSize:      100 kB\n", encoding="utf-8")
+    for limit, expected in ((resource.RLIM_INFINITY, 1000 * 1024), (150 * 1024, 50 * 1024), (1, 0)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert files(1000) == expected
+
+
 def test_limits_of_groups_count(files):
     group = "0::/user/job\n"
     limit = {"user/job/memory.max": "5000\n", "user/job/memory.current": "2000\n"}
@@ -616,6 +660,8 @@ def test_what_does_not_fit_is_not_packed(lade_on, products, monkeypatch):
     assert sizes == [largest, smallest]
     assert (stats.packed_weights, stats.packed_bytes) == (2, largest + smallest)
     assert "13 weights are not packed" in stats.reasons.get("packed")
+    monkeypatch.setattr(packed, "free_bytes", lambda: largest + smallest + 2)  # what is left of it
+    assert generate(model, prompt())[1].packed_weights == 2  # not half of that as well
     monkeypatch.setattr(packed, "free_bytes", lambda: 1 << 30)
     _, stats = generate(model, prompt())
     assert stats.packed_weights == 15

@@ -41,6 +41,9 @@ def origin_of(error: BaseException) -> str:
 
 try:
     from torch.nn.modules import module as nn_module
+    from torch.overrides import _get_current_function_mode_stack as function_modes
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
     from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, cache_utils
     from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
     from transformers.generation import logits_process

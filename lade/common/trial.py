@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 # Messages of torch's plain RuntimeErrors when an allocation on a CPU fails.
-NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED", "bad_alloc")
 
 
 class NotUsed(RuntimeError):

@@ -70,6 +70,10 @@ def projected(logits: Tensor, by: Tensor) -> Tensor:
 class ContextTable:
     """The latest `capacity` rows of all tokens, with their contexts."""
 
+    _places: dict[int, list[int]]  # of each token's rows, the latest last
+    _next: int  # place of the next row
+    _tokens: list[int]  # by place, as the arrays
+
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._lock = threading.Lock()  # calls in several threads may share a memory
@@ -155,9 +159,7 @@ class ContextTable:
         self.put(arrays.tokens.tolist(), *arrays[1:4])
 
     def _forget_rows(self) -> None:
-        self._places: dict[int, list[int]] = {}  # of each token's rows, the latest last
-        self._next = 0  # place of the next row
-        self._tokens: list[int] = []  # by place, as the arrays
+        self._places, self._next, self._tokens = {}, 0, []
 
     def _allocate(self, size: int) -> None:
         # Of arrays of zeros the system provides memory only where something is written.

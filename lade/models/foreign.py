@@ -22,7 +22,14 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
 
-from lade.common.compat import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, sdpa_attention_forward
+from lade.common.compat import (
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    DeviceContext,
+    dispatch_modes,
+    function_modes,
+    sdpa_attention_forward,
+)
 from lade.models.compiled import can_pass_by
 
 T = TypeVar("T")
@@ -49,7 +56,7 @@ class Code:
     names: tuple[str, ...]  # of these functions and hooks, for messages
     hook_reason: str | None  # why a hook, or a forward on a module, that has no permission rules out blocks, a sentence
     is_patched: bool  # some module's forward is replaced (patched or dispatched)
-    is_hooked: bool  # there are hooks besides transformers' own, which only record requested outputs
+    is_hooked: bool  # there are modes of torch, or hooks besides transformers' own, which only record requested outputs
     has_plain_weights: bool  # all are plain `nn.Parameter`: none quantized or distributed
 
     @property
@@ -107,7 +114,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         names=tuple(dict.fromkeys(name_of(each[-1]) for each in (*functions, *foreign))),
         hook_reason=f"{refused[0]} would see guesses that are rejected; lade.allow_hook() lets it" if refused else None,
         is_patched=is_patched,
-        is_hooked=not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
+        is_hooked=is_watched() or not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
     )
 
@@ -144,8 +151,8 @@ def _code_of_class(kind: type[nn.Module]) -> Iterator[Any]:
 def _foreign_attention(
     kinds: Iterable[type[nn.Module]], attentions: Collection[str | None]
 ) -> Iterator[tuple[Any, ...]]:
-    """Foreign functions that compute a model's attention or masks, as (what it replaces, function)."""
-    found: list[tuple[str, Any]] = [("torch", functional.scaled_dot_product_attention)]
+    """Foreign functions that compute a model's products, attention or masks, as (what it replaces, function)."""
+    found: list[tuple[str, Any]] = [("linear", functional.linear), ("torch", functional.scaled_dot_product_attention)]
     for name in attentions:
         found.append((f"attention {name}", ALL_ATTENTION_FUNCTIONS.get(name)))
         found.append((f"mask {name}", ALL_MASK_ATTENTION_FUNCTIONS.get(name)))
@@ -157,6 +164,12 @@ def _foreign_attention(
         is_stock = function is STOCK.get(place, function)
         if function is not None and not (is_stock and is_written_by(AUTHORS, function)):
             yield place, function
+
+
+def is_watched() -> bool:
+    """Whether a mode of torch sees or changes each operation; the one that sets a default device does neither."""
+    modes = [*function_modes(), *dispatch_modes()]
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def _single_hooks(hook: Any) -> Iterator[Any]:

@@ -40,7 +40,7 @@ MOST_KINDS = 64  # remembered per model: hooks may have different arguments in e
 
 _trials: PerModel[Trial] = PerModel(Trial)  # by code and by the sizes checked
 _asked: PerModel[list[float]] = PerModel(list)  # by calls that wait for a check, in one-token forwards
-_at_once: ContextVar[bool] = ContextVar("lade_checks_at_once", default=False)
+_at_once: ContextVar[int] = ContextVar("lade_checks_at_once", default=0)  # for texts of so many tokens
 
 
 def self_check_reason(request: Request, adapter: ModelAdapter) -> str | None:
@@ -52,7 +52,7 @@ def self_check_reason(request: Request, adapter: ModelAdapter) -> str | None:
     code, max_length = adapter.code, int(request.generation_config.max_length)
     # A mask needs a check of its own: some models derive positions from it and some ignore it.
     is_masked = prompt_key_mask(request.attention_mask) is not None
-    length = next(length for length in LENGTHS if length >= min(max_length, LONGEST_CHECK))
+    length = next(length for length in LENGTHS if length >= min(max(max_length, _at_once.get()), LONGEST_CHECK))
     # A hook's effect may depend on the number of rows.
     sizes = (current_config().max_block_tokens, request.batch_size if code.hooks else 1, is_masked)
     kind = (
@@ -95,9 +95,9 @@ def self_check_reason(request: Request, adapter: ModelAdapter) -> str | None:
 
 
 @contextmanager
-def checking_at_once() -> Iterator[None]:
-    """Calls inside run a self-check that they need, whatever it costs."""
-    token = _at_once.set(True)
+def checking_at_once(num_tokens: int) -> Iterator[None]:
+    """Calls inside run the self-check that a text of so many tokens needs, whatever it costs."""
+    token = _at_once.set(num_tokens)
     try:
         yield
     finally:

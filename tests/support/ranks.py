@@ -471,7 +471,7 @@ def fail(rank, culprit, how):
 
     hook = model.model.register_forward_pre_hook(lade.allow_hook(before_forward))
     lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=1)
-    with checking_at_once():
+    with checking_at_once(1):
         model.generate(**prompt(20), max_new_tokens=40)  # the hook's trial
     lade.config_lade(DIST_WORKERS=3)
     is_armed, began = True, time.monotonic()

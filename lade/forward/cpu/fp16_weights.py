@@ -30,6 +30,7 @@ MOST_SCALED = 60  # the exponent of a scale, with which inputs are multiplied
 MORE_BITS = (1 << 13) - 1  # of a float32's mantissa, than float16 has
 PART_ELEMENTS = 1 << 23  # of a weight, packed by one thread from a scaled copy
 PARTS_AT_ONCE = 8
+SCALED_BYTES = PARTS_AT_ONCE * PART_ELEMENTS * torch.float32.itemsize  # at most, while weights are packed
 
 
 @dataclass(frozen=True, slots=True)

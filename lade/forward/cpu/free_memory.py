@@ -1,4 +1,6 @@
-"""The memory that this process can still allocate: the machine's and its control groups' limits (cgroups v1, v2)."""
+"""The memory that this process can still allocate: the machine's, and the limits of its control groups (cgroups v1, v2)
+and of its address space (`ulimit -v`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ def free_bytes(root: Path = Path("/")) -> int | None:
     available = field(root / "proc/meminfo", "MemAvailable:")
     if available is None:
         return None
-    return max(0, min([available * 1024, *left_in_groups(root)]))  # given in kB, which means KiB
+    limits = [*left_in_groups(root), *left_in_address_space(root)]
+    return max(0, min([available * 1024, *limits]))  # given in kB, which means KiB
+
+
+def left_in_address_space(root: Path) -> Iterator[int]:
+    """The bytes that the process may still map, if that is limited."""
+    import resource  # not on every system
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    size = field(root / "proc/self/status", "VmSize:")
+    if limit != resource.RLIM_INFINITY and size is not None:
+        yield limit - size * 1024
 
 
 def left_in_groups(root: Path) -> Iterator[int]:

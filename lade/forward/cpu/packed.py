@@ -33,9 +33,9 @@ from lade.common.notices import notify, notify_once
 from lade.common.processor import FP16, has_fast_products, packing_is_needless
 from lade.common.state import PerModel
 from lade.common.tolerance import largest_difference, largest_value
-from lade.common.trial import Trial
+from lade.common.trial import Trial, is_out_of_memory
 from lade.forward.base import BlockCall
-from lade.forward.cpu.fp16_weights import Fp16Weight, pack_fp16, packs_fp16
+from lade.forward.cpu.fp16_weights import SCALED_BYTES, Fp16Weight, pack_fp16, packs_fp16
 from lade.forward.cpu.free_memory import free_bytes
 from lade.models.base import ModelAdapter
 
@@ -220,16 +220,25 @@ class Packing:
                     chosen.append((weight, copy))
                 else:
                     self._num_refused += 1
-            found = pack_fp16([weight for weight, _ in chosen]) if self.is_fp16 else [None] * len(chosen)
-            for (weight, copy), fp16 in zip(chosen, found, strict=True):
-                copy.fill(weight, fp16)
+            try:
+                found = pack_fp16([weight for weight, _ in chosen]) if self.is_fp16 else [None] * len(chosen)
+                for (weight, copy), fp16 in zip(chosen, found, strict=True):
+                    copy.fill(weight, fp16)
+            except Exception as error:  # memory that was free is gone, or in pieces
+                if not is_out_of_memory(error):
+                    raise
+                for _, copy in chosen:
+                    copy.is_refused = copy.packed is None
         self.packed = {key: copy.packed for key, copy in self.copies.items() if copy.packed is not None}
         self.is_planned = self.shared.is_planned = True
 
     def _free_room(self, missing: int) -> float:
         """Bytes that further copies may take, in the dtype of the weights. missing: bytes of the weights to pack."""
-        free = free_bytes()
-        room = inf if free is None else free * (LARGEST_SHARE if self.is_asked else COMFORTABLE_SHARE)
+        free, share = free_bytes(), LARGEST_SHARE if self.is_asked else COMFORTABLE_SHARE
+        _, held = held_bytes()  # by earlier calls, which have had their share
+        room = inf if free is None else (free + held) * share - held
+        if self.is_fp16:  # whose scaled weights need memory for a while, and FBGEMM crashes without
+            room -= min(SCALED_BYTES, missing * torch.float32.itemsize // self.dtype.itemsize)
         if free is None and not self.is_asked:
             self._note("how much memory is free is not known (PACK=1 packs all the same)")
             return 0.0
@@ -257,7 +266,9 @@ class Packing:
                 f"{self._num_refused} weights are not packed: too little of the {free} MiB of free memory would be left"
             )
         if num_refused := sum(copy.is_refused for copy in self.copies.values()):
-            self._note(f"{num_refused} weights are not packed: float16 does not hold them, or oneDNN is not there")
+            self._note(
+                f"{num_refused} weights are not packed: float16 does not hold them, oneDNN is not there, or memory ran out"
+            )
         if not self.is_planned:
             self._note(f"packing pays from {self._least_tokens} tokens on")
         if shared.trial.refusal:
