@@ -46,6 +46,7 @@ OTHER_METHODS = {
 }
 
 _originals: dict[str, Any] = {}  # attribute of GenerationMixin or a base -> the original
+_wrappers: dict[str, Any] = {}  # -> what the patch put there
 _warned: set[str] = set()
 
 
@@ -66,8 +67,9 @@ def augment_all() -> None:
         wrappers = {"generate": _wrap_generate, "_sample": _wrap_sample}
         wrappers |= {name: functools.partial(_wrap_other, reason=reason) for name, reason in OTHER_METHODS.items()}
         _originals.update({name: vars(_owner(name))[name] for name in wrappers})
-        for name, wrap in wrappers.items():
-            setattr(_owner(name), name, wrap(_originals[name]))
+        _wrappers.update({name: wrap(_originals[name]) for name, wrap in wrappers.items()})
+        for name, wrapper in _wrappers.items():
+            setattr(_owner(name), name, wrapper)
 
 
 @contextmanager
@@ -101,7 +103,8 @@ def restore_all() -> None:
     """Restore the identical original functions, and clear all state that lade keeps per model."""
     with lock:
         for name, function in _originals.items():
-            setattr(_owner(name), name, function)
+            if vars(_owner(name))[name] is _wrappers[name]:  # otherwise another library has put its own over it
+                setattr(_owner(name), name, function)
         _originals.clear()
         _warned.clear()
         forget_all()
@@ -116,6 +119,8 @@ def _owner(name: str) -> type:
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _originals.get("generate") is not original:  # kept by another library, after restore_all()
+            return original(self, *args, **kwargs)
         config = current_config()
         with recording() as stats:
             _hint_once()

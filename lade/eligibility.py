@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, DynamicSlidingWindowLayer
+from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer
 from lade.common.request import Request
 from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.self_check import WAITS, self_check_reason
@@ -100,6 +100,8 @@ def unsupported_cache(request: Request, adapter: ModelAdapter) -> str | None:
             return f"{CACHE_NAME} has an {min(CACHE_METHODS & vars(part).keys())} of its own"
     if request.callers_cache is None and request.cached_length == 0:
         return None  # generate() made it for this call, and nothing else reads it
+    if not cache.layers and not all(type(layer) in PLAIN_LAYERS for layer in adapter.cache_layers):
+        return f"{CACHE_NAME} has other layers than the model's own cache"
     for layer in cache.layers:
         # A sliding layer drops keys outside its window, which a block may still need.
         forgets = isinstance(layer, DynamicSlidingWindowLayer) and layer.cumulative_length >= layer.sliding_window

@@ -80,7 +80,7 @@ def warmup(
         if config.uses_window:
             stats = _generate(model, num_slots, min(FEW_TOKENS, num_slots - 1), batch_size, arguments)
         else:
-            arguments = {"eos_token_id": NEVER_CHOSEN} | arguments  # a random prompt's text may end at once
+            arguments = {"eos_token_id": NEVER_CHOSEN, "pad_token_id": 0} | arguments  # random text may end at once
             made: list[_EverySize] = []
             # Each step commits one token, or two if a guess happens to be right: one round more makes up for these.
             most = 2 * (ROUNDS + 1) * sum(size <= config.max_block for size in SIZES) + 2

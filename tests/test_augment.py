@@ -40,6 +40,29 @@ def test_restored_by_identity():
     assert installed() == before
 
 
+@pytest.mark.parametrize("puts_back", [False, True])
+def test_another_library_over_the_patch(lade_on, model, monkeypatch, puts_back):
+    """restore_all() leaves it there; it calls lade's wrapper, or puts it back later: both run the original."""
+    lade.restore_all()
+    monkeypatch.setattr(GenerationMixin, "generate", vars(GenerationMixin)["generate"])  # put back after the test
+    lade.augment_all()
+    ours = vars(GenerationMixin)["generate"]
+    theirs = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+    GenerationMixin.generate = theirs
+    lade.restore_all()
+    assert vars(GenerationMixin)["generate"] is theirs
+    if puts_back:
+        GenerationMixin.generate = ours
+    lade.log_history(clear=True)
+    model.generate(**prompt(), max_new_tokens=24)
+    assert lade.log_history() == []
+    lade.augment_all()
+    compare(model, prompt(), max_new_tokens=24)
+    assert len(lade.log_history()) == 2  # plain and not
+    lade.restore_all()
+    assert vars(GenerationMixin)["generate"] is (ours if puts_back else theirs)
+
+
 def test_off_is_the_original(lade_on, monkeypatch, model):
     """The very function that was there gets the very arguments, whatever its result."""
     seen = []

@@ -35,6 +35,12 @@ def test_trees(arguments, batch_size, model, graphs):
     assert len(graphs) == 2
 
 
+def test_rows_of_a_model_without_a_pad_token(model):
+    model.generation_config.pad_token_id = model.config.pad_token_id = None
+    lade.config_lade(**TREE)
+    assert lade.warmup(model, 24, 40, 2).seconds > 0
+
+
 def test_without_it_calls_capture(model, graphs):
     """The control of the test above; as does a call whose cache is of another size."""
     lade.config_lade(**TREE, CUDA_GRAPH=1)

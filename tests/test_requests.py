@@ -229,6 +229,15 @@ def test_returned_caches_of_windows_and_convolutions(name):
             torch.testing.assert_close(ours.keys, plain.keys, atol=1e-4, rtol=0)
 
 
+def test_a_cache_without_layers_is_refused_where_the_model_needs_some():
+    """transformers raises for it."""
+    inputs = prompt() | {"past_key_values": DynamicCache()}
+    for run in (generate_plain, lambda model, inputs, **named: model.generate(**inputs, **named)):
+        with pytest.raises(IndexError):
+            run(named("lfm2", torch.float32), inputs, max_new_tokens=12)
+    assert "has other layers" in lade.last_stats().fallback_reason
+
+
 def test_a_static_cache_with_windows_is_refused():
     model = named("mistral-window")
     cache = partial(StaticCache, config=model.config, max_cache_len=64)

@@ -294,7 +294,9 @@ class ModelAdapter:
 
     @cached_property
     def prompt_model(self) -> Any:
-        """The model that runs the prompt: of a compiled one an uncompiled shadow, as each shape would recompile it."""
+        """The model that runs the prompt, and blocks that need no other: the user's, or an uncompiled shadow model if the
+        user has compiled it, since each shape would recompile it.
+        """
         return shadow_model(self.model) if any(can_pass_by(part) for part in self.unusual_parts) else self.model
 
     @cached_property
