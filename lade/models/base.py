@@ -294,8 +294,8 @@ class ModelAdapter:
 
     @cached_property
     def prompt_model(self) -> Any:
-        """The model that runs the prompt, and blocks that need no other: the user's, or an uncompiled shadow model if it
-        was compiled, since each shape would recompile it.
+        """The model that runs the prompt, and blocks that need no other: the user's, or an uncompiled shadow model
+        where that is compiled, since each shape would recompile it.
         """
         return shadow_model(self.model) if any(can_pass_by(part) for part in self.unusual_parts) else self.model
 
