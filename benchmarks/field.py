@@ -17,20 +17,21 @@ from weakref import WeakKeyDictionary
 from lade.block.token_tree import TokenTree, merge_candidates
 from lade.drafting import DraftRequest, register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter, Outcome
-from lade.drafting.memory import Memory, memory_for
+from lade.drafting.memory import memory_for
+from lade.drafting.top_k_table import TopKTable
 from lade.drafting.tree import TreeDrafter
 from lade.verification.sequences import TokenSequences
 
 END_OF_TEXT = -1  # between the texts of a store; no guess crosses it
 
 State = TypeVar("State")
-_states: WeakKeyDictionary[Memory, dict[str, Any]] = WeakKeyDictionary()
+_states: WeakKeyDictionary[TopKTable, dict[str, Any]] = WeakKeyDictionary()
 
 
 def state_of(request: DraftRequest, name: str, make: Callable[[], State]) -> State:
     """What a method keeps from call to call beside the memory that is active."""
-    memory = memory_for(request.model, request.config.share, request.is_exact)
-    state: State = _states.setdefault(memory, {}).setdefault(name, make())
+    table = memory_for(request.model, request.config.share, request.is_exact).table
+    state: State = _states.setdefault(table, {}).setdefault(name, make())
     return state
 
 

@@ -25,6 +25,7 @@ from lade.forward.cuda.transfer import HostCopy
 from lade.models import base
 from lade.verification import draws as draws_module
 
+pytestmark = pytest.mark.usefixtures("modes_of_tests")
 ATEN, META = torch.ops.aten, torch.device("meta")
 LOOKAHEAD = {"MODE": "lookahead", "LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2}
 NEW = 7  # tokens: operations on that device are slow, and a window is full after three steps

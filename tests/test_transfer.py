@@ -18,6 +18,7 @@ from lade.drafting.likeliest import LEAST_GROUPED, most_likely
 from lade.drafting.top_k_table import BIN_BITS, NUM_BINS
 from lade.forward.cuda.transfer import HostCopy, TensorBuffer
 
+pytestmark = pytest.mark.usefixtures("modes_of_tests")
 # The mask of the prompt is set at a call's first block, and the text is copied at its end.
 ONCE_PER_CALL = {"lade/forward/cuda/static_inputs.py", "lade/verification/sequences.py"}
 COPIES = {"lade/common/transfer.py", "lade/forward/cuda/transfer.py", "lade/block/kv_cache.py"}

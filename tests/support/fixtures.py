@@ -14,7 +14,7 @@ from lade import augment, eligibility, switch
 from lade.common import notices
 from lade.common.compat import require_names
 from lade.config import MODES, LookaheadConfig
-from lade.models import self_check
+from lade.models import foreign, self_check
 from lade.switch import temporary_settings
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
@@ -32,6 +32,12 @@ def no_drafter_stays():
     yield
     for mode in MODES.keys() - before.keys():
         del MODES[mode]
+
+
+@pytest.fixture
+def modes_of_tests(monkeypatch):
+    """Modes of torch that count operations, or stand in for a device, are not a user's."""
+    monkeypatch.setattr(foreign, "is_watched", lambda: False)
 
 
 @pytest.fixture
