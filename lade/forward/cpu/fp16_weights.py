@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lade.common.processor import has_fast_products
+from lade.common.trial import is_out_of_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ENGINES = ("fbgemm", "x86")  # of torch.backends.quantized
@@ -77,7 +78,9 @@ def _in_threads(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
     try:
         with ThreadPoolExecutor(min(len(items), torch.get_num_threads())) as pool:
             return list(pool.map(function, items))
-    except RuntimeError:  # no further threads: their number is limited, or the program is ending
+    except RuntimeError as error:  # no further threads: their number is limited, or the program is ending
+        if is_out_of_memory(error):
+            raise
         return list(map(function, items))
 
 
