@@ -35,7 +35,8 @@ NEW, NUM_LAYERS = 40, 15  # linear layers of the model: seven of each of two lay
 @pytest.fixture
 def slow(lade_on, monkeypatch):
     """A processor without fast products, where weights of any size pay."""
-    monkeypatch.setattr(fp16_weights, "has_fast_products", lambda dtype: False)
+    for module in (fp16_weights, packed):
+        monkeypatch.setattr(module, "has_fast_products", lambda dtype: False)
     monkeypatch.setattr(processor, "has_amx", lambda: False)
     monkeypatch.setattr(processor, "has_fast_mkl", lambda: False)
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
