@@ -105,6 +105,18 @@ def test_float32_texts_are_plain_ones(lade_on, products, mode, do_sample):
     assert max(products) > 1
 
 
+def test_an_answer_of_one_token_compares_no_weights(pack_asked, monkeypatch):
+    """Reading all weights takes as long as a short prompt."""
+    model, compared = tiny_llama(torch.float32), note_calls(monkeypatch, packed, "checksums", lambda *_: 1)
+    generate(model, prompt())  # packs them
+    (first,) = generate_plain(model, prompt(), max_new_tokens=1)[:, -1:].tolist()[0]
+    for eos, num_compared in ((first, 0), (None, 15)):
+        compared.clear()
+        _, stats = generate(model, prompt(), eos_token_id=eos)
+        assert len(compared) == stats.packed_weights == num_compared
+        assert stats.reasons.get("packed") is None
+
+
 @needs_bfloat16
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_half_precision_texts_do_not_change_by_it(lade_on, products, batch_size, monkeypatch):

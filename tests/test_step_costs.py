@@ -104,7 +104,7 @@ def test_what_is_assumed_of_the_processor(monkeypatch):
     single = tiny_llama(torch.float32)
     own = assumed_costs(single, (), 1)
     assert assumed_costs(single, ("packed",), 1)[16] < own[16]
-    assert assumed_costs(single, (FP16,), 1)[8] < assumed_costs(single, ("packed",), 1)[8]
+    assert assumed_costs(single, (FP16,), 1)[16] > assumed_costs(single, ("packed",), 1)[16]  # one token is cheaper
     with monkeypatch.context() as patch:
         patch.setattr(step_costs, "has_fast_mkl", lambda: True)
         assert assumed_costs(single, (), 1)[4] < 0.75 * own[4]

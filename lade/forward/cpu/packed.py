@@ -125,8 +125,8 @@ class ModelCopies:
         with self.lock:
             self.copies, self.is_planned = {}, False
 
-    def drop_changed(self, weights: Sequence[nn.Parameter]) -> None:
-        """Keep the copies of these weights in their present state, and places for those that are missing."""
+    def current(self, weights: Sequence[nn.Parameter]) -> dict[int, PackedWeight]:
+        """The copies of these weights in their present state, and places for those that are missing. Others go."""
         with self.lock:
             known = {id(weight): self.copies[id(weight)] for weight in weights if id(weight) in self.copies}
             kept = {
@@ -135,6 +135,7 @@ class ModelCopies:
             if len(kept) < len(known):
                 self.num_changes, self.num_tokens, self.is_planned = self.num_changes + 1, 0, False
             self.copies = {id(weight): kept.get(id(weight)) or PackedWeight() for weight in weights}
+            return dict(self.copies)
 
 
 _copies: PerModel[ModelCopies] = PerModel(ModelCopies)
@@ -163,15 +164,24 @@ class Packing:
         self.shared = copies_of(call.adapter.model)
         self._first_length: int | None = None
         self._num_refused = 0  # weights, for want of memory
-        self.shared.drop_changed(weights)
-        self.copies = dict(self.shared.copies)
         # By the weights' ids. Other calls that run meanwhile change neither these nor when they are made.
+        self.copies: dict[int, PackedWeight] = {}  # none before `begin`
         self.packed: dict[int, PackedCopy] = {}
         self.is_planned = False  # whether the call has gone through all weights
+
+    def begin(self) -> None:
+        """Compare the weights with their copies, and take or make those that are there or due, once.
+
+        Before the first block, or the prompt where it is packed: an answer of one token does not need the comparison,
+        which reads all weights.
+        """
+        if self.copies:
+            return
+        self.copies = self.shared.current(self.weights)
         self._num_before = self.shared.num_tokens
         least = TOKENS_BEFORE_FP16 if self.packs_prompts else TOKENS_BEFORE_PACKING
         self._least_tokens = least << min(self.shared.num_changes, MOST_DOUBLINGS)
-        if is_asked or self.shared.is_planned or self._num_before + self._num_prompt >= self._least_tokens:
+        if self.is_asked or self.shared.is_planned or self._num_before + self._num_prompt >= self._least_tokens:
             self._pack()
 
     @property
@@ -180,6 +190,7 @@ class Packing:
 
         Where packed products have torch's bits, the text must not depend on the free memory, so nor may the costs.
         """
+        self.begin()
         if not self.is_planned:
             return ()
         if isinstance(next(iter(self.packed.values()), None), Fp16Weight):
@@ -195,6 +206,7 @@ class Packing:
 
         length: tokens of the text so far.
         """
+        self.begin()
         if self._first_length is None:
             self._first_length = length
         num_tokens = self._num_before + (length - self._first_length) * self.call.num_rows
@@ -269,7 +281,7 @@ class Packing:
             self._note(
                 f"{num_refused} weights are not packed: float16 does not hold them, oneDNN is not there, or memory ran out"
             )
-        if not self.is_planned:
+        if self.copies and not self.is_planned:
             self._note(f"packing pays from {self._least_tokens} tokens on")
         if shared.trial.refusal:
             self._note(shared.trial.refusal)
@@ -464,6 +476,7 @@ def weights_to_pack(adapter: ModelAdapter) -> list[nn.Parameter]:
 
 def pack_layers(shadow: nn.Module, packing: Packing) -> None:
     """Let the layers of a shadow model multiply with a call's copies, once they are made."""
+    packing.begin()
     for layer in shadow.modules():
         if is_plain(layer) and id(layer.weight) in packing.copies:
             layer.__class__ = PackedLinear
