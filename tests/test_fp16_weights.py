@@ -39,6 +39,7 @@ def slow(lade_on, monkeypatch):
         monkeypatch.setattr(module, "has_fast_products", lambda dtype: False)
     monkeypatch.setattr(processor, "has_amx", lambda: False)
     monkeypatch.setattr(processor, "has_fast_mkl", lambda: False)
+    monkeypatch.setattr(packed, "has_slow_mkl", lambda: False)
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
     monkeypatch.setattr(notices, "_said", set())
 
@@ -295,34 +296,42 @@ def test_tokens_of_prompts_that_are_not_ids(slow, dtype):
     assert copies_of(other).num_tokens == result.sequences.shape[1]  # of these 21, and 16 new ones
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_prompts(slow, monkeypatch, dtype):
-    """In 16 bits they run packed, too, of any length; in float32 on the model itself."""
+def test_prompts(slow, monkeypatch, dtype, is_slow):
+    """In 16 bits they run packed, too, of any length; in float32 where MKL is slow."""
+    monkeypatch.setattr(packed, "has_slow_mkl", lambda: is_slow)
     model = model_of(dtype)
     rows = note_calls(monkeypatch, Fp16Weight, "multiply", lambda _, input, bias: input.shape[-2])
     lade.config_lade(PACK=1, SHARE=0)
     inputs = prompt(length=packed.MOST_ROWS + 9)
     texts = [model.generate(**inputs, max_new_tokens=NEW) for _ in range(2)]
     assert torch.equal(*texts)
-    assert (packed.MOST_ROWS + 9 in rows) == (dtype in HALVES)
+    assert (packed.MOST_ROWS + 9 in rows) == (dtype in HALVES or is_slow)
+    if dtype == torch.float32:
+        for do_sample in (False, True):
+            compare(model, inputs, max_new_tokens=NEW, do_sample=do_sample)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *COMPOSITE], ids=lambda family: family.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.long
-def test_every_family_in_bfloat16(slow, monkeypatch, family):
+def test_every_family(slow, monkeypatch, family, dtype):
     """A prompt's packed forward leaves in the model what plain generate()'s leaves."""
+    monkeypatch.setattr(packed, "has_slow_mkl", lambda: True)
     if not family.exists:
         pytest.skip(f"transformers {transformers.__version__} has no {family.model_class}")
     if family.name in MIXED:
         pytest.skip("buffers stay in float64, and plain generate() fails")
-    model = family.build().bfloat16()
+    model = family.build().bfloat16().to(dtype)
     twin, inputs = copy.deepcopy(model), family.inputs(True) if family in COMPOSITE else prompt()
     rows = note_calls(monkeypatch, Fp16Weight, "multiply", lambda _, input, bias: input.numel() // input.shape[-1])
     lade.config_lade(PACK=1, SHARE=0)
     for _ in range(2):
-        generate_plain(twin, inputs, max_new_tokens=8, do_sample=False)
+        expected = generate_plain(twin, inputs, max_new_tokens=8, do_sample=False)
         rows.clear()
-        model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        found = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        assert dtype == torch.bfloat16 or torch.equal(found, expected)
         if lade.last_stats().fallback_reason is None and family.name not in NO_LINEAR:
             assert inputs["input_ids"].numel() in rows
         assert_same_state(model, twin)

@@ -107,6 +107,7 @@ def test_float32_texts_are_plain_ones(lade_on, products, mode, do_sample):
 
 def test_an_answer_of_one_token_compares_no_weights(pack_asked, monkeypatch):
     """Reading all weights takes as long as a short prompt."""
+    monkeypatch.setattr(packed, "has_slow_mkl", lambda: False)  # where the prompt runs on the model itself
     model, compared = tiny_llama(torch.float32), note_calls(monkeypatch, packed, "checksums", lambda *_: 1)
     generate(model, prompt())  # packs them
     (first,) = generate_plain(model, prompt(), max_new_tokens=1)[:, -1:].tolist()[0]

@@ -2,7 +2,8 @@
 
 torch's own product of a few rows reorders the weight in each call, or multiplies in an unsuitable layout. With weights
 reordered once, a block of guesses costs little more than reading them. The user's model is not changed: blocks run on a
-weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, and most prompts on the model itself.
+weight-sharing shadow model whose plain `nn.Linear` layers are `PackedLinear`, and so do prompts where the copies are
+faster for them, too.
 
 FBGEMM's copies are in float16 (`lade.forward.cpu.fp16_weights`). oneDNN's, in the weights' dtype, are of bfloat16 where
 the processor has instructions for it but no AMX, and of float32 that float16 does not hold.
@@ -30,7 +31,7 @@ from torch.nn.functional import linear
 
 from lade.common.compat import HOOKS
 from lade.common.notices import notify, notify_once
-from lade.common.processor import FP16, has_fast_products, packing_is_needless
+from lade.common.processor import FP16, has_fast_products, has_slow_mkl, packing_is_needless
 from lade.common.state import PerModel
 from lade.common.tolerance import largest_difference, largest_value
 from lade.common.trial import Trial, is_out_of_memory
@@ -199,7 +200,8 @@ class Packing:
 
     @property
     def serves_prompt(self) -> bool:
-        return self.packs_prompts and self.kind == (FP16,)
+        """Whether the prompt is multiplied with the copies as well."""
+        return (self.packs_prompts or has_slow_mkl()) and self.kind == (FP16,)
 
     def begin_step(self, length: int) -> None:
         """Pack the model before a step, if calls are long enough to pay for it.
