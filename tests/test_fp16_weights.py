@@ -220,13 +220,12 @@ def test_a_weight_that_is_written_while_it_is_packed(slow, monkeypatch, dtype):
 def test_a_call_does_not_see_what_others_pack(slow, monkeypatch, dtype):
     model, products = model_of(dtype), note_calls(monkeypatch, Fp16Weight, "multiply", lambda *_: 1)
     paths = [path_for(call_of(model)), path_for(call_of(model, pack=True))]
-    assert [FP16 in path.kind for path in paths] == [False, True]
     found = []
     for path in paths:
         products.clear()
         path.model.lm_head(torch.ones(1, model.config.hidden_size, dtype=dtype))
-        found.append(bool(products))
-    assert found == [False, True]
+        found.append((bool(products), FP16 in path.kind))
+    assert found == [(False, False), (True, True)]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -299,8 +298,9 @@ def test_tokens_of_prompts_that_are_not_ids(slow, dtype):
 @pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_prompts(slow, monkeypatch, dtype, is_slow):
-    """In 16 bits they run packed, too, of any length; in float32 where MKL is slow."""
+    """In 16 bits they run packed, too, of any length; in float32 where MKL is slow, up to a length."""
     monkeypatch.setattr(packed, "has_slow_mkl", lambda: is_slow)
+    monkeypatch.setattr(packed, "MOST_FP32_ROWS", packed.MOST_ROWS + 9)
     model = model_of(dtype)
     rows = note_calls(monkeypatch, Fp16Weight, "multiply", lambda _, input, bias: input.shape[-2])
     lade.config_lade(PACK=1, SHARE=0)
@@ -311,6 +311,11 @@ def test_prompts(slow, monkeypatch, dtype, is_slow):
     if dtype == torch.float32:
         for do_sample in (False, True):
             compare(model, inputs, max_new_tokens=NEW, do_sample=do_sample)
+        model.model.layers[0].mlp.up_proj.weight.data.neg_()  # seen before the next prompt
+        compare(model, inputs, max_new_tokens=NEW)
+        assert not torch.equal(generate_plain(model, inputs, max_new_tokens=NEW), texts[0])
+    model.generate(**prompt(length=packed.MOST_ROWS + 10), max_new_tokens=NEW)
+    assert (packed.MOST_ROWS + 10 in rows) == (dtype in HALVES)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *COMPOSITE], ids=lambda family: family.name)

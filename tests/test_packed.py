@@ -105,19 +105,6 @@ def test_float32_texts_are_plain_ones(lade_on, products, mode, do_sample):
     assert max(products) > 1
 
 
-def test_an_answer_of_one_token_compares_no_weights(pack_asked, monkeypatch):
-    """Reading all weights takes as long as a short prompt."""
-    monkeypatch.setattr(packed, "has_slow_mkl", lambda: False)  # where the prompt runs on the model itself
-    model, compared = tiny_llama(torch.float32), note_calls(monkeypatch, packed, "checksums", lambda *_: 1)
-    generate(model, prompt())  # packs them
-    (first,) = generate_plain(model, prompt(), max_new_tokens=1)[:, -1:].tolist()[0]
-    for eos, num_compared in ((first, 0), (None, 15)):
-        compared.clear()
-        _, stats = generate(model, prompt(), eos_token_id=eos)
-        assert len(compared) == stats.packed_weights == num_compared
-        assert stats.reasons.get("packed") is None
-
-
 @needs_bfloat16
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_half_precision_texts_do_not_change_by_it(lade_on, products, batch_size, monkeypatch):
@@ -301,6 +288,7 @@ def test_where_packing_gains_nothing(monkeypatch, name):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    assert processor.has_slow_mkl() == name.startswith("AMD")
     for threads, expected in zip((8, 9), needless, strict=True):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
@@ -751,6 +739,8 @@ def test_restore_all_gives_the_memory_back_to_the_system(lade_on, monkeypatch):
     settings = {"hidden_size": 96, "intermediate_size": 512, "num_hidden_layers": 48, "num_key_value_heads": 4}
     model = tiny_llama(torch.float32, **settings)
     lade.config_lade(PACK=1)
+    gc.collect()
+    state.return_memory()  # of earlier tests, in whose place the copies would not show
     before = resident()
     _, stats = generate(model, prompt())
     assert stats.packed_bytes > 30e6

@@ -44,6 +44,7 @@ ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 LEAST_ELEMENTS = 3 << 15  # of a weight that pays: below this, a call costs more than it gains; oneDNN's bfloat16 always
 # Rows of an input: beyond, oneDNN's layout matters little. Each number of rows up to this is compared with torch's own.
 MOST_ROWS = 128
+MOST_FP32_ROWS = 512  # likewise, of float16 copies in float32, beyond which MKL is as fast or faster
 PACKED_FOR = 16  # rows that the layout is chosen for
 # New tokens that calls must have generated or asked for before their model is packed, which costs ten to thirty plain
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
@@ -165,24 +166,14 @@ class Packing:
         self.shared = copies_of(call.adapter.model)
         self._first_length: int | None = None
         self._num_refused = 0  # weights, for want of memory
+        self.copies = self.shared.current(weights)
         # By the weights' ids. Other calls that run meanwhile change neither these nor when they are made.
-        self.copies: dict[int, PackedWeight] = {}  # none before `begin`
         self.packed: dict[int, PackedCopy] = {}
         self.is_planned = False  # whether the call has gone through all weights
-
-    def begin(self) -> None:
-        """Compare the weights with their copies, and take or make those that are there or due, once.
-
-        Before the first block, or the prompt where it is packed: an answer of one token does not need the comparison,
-        which reads all weights.
-        """
-        if self.copies:
-            return
-        self.copies = self.shared.current(self.weights)
         self._num_before = self.shared.num_tokens
         least = TOKENS_BEFORE_FP16 if self.packs_prompts else TOKENS_BEFORE_PACKING
         self._least_tokens = least << min(self.shared.num_changes, MOST_DOUBLINGS)
-        if self.is_asked or self.shared.is_planned or self._num_before + self._num_prompt >= self._least_tokens:
+        if is_asked or self.shared.is_planned or self._num_before + self._num_prompt >= self._least_tokens:
             self._pack()
 
     @property
@@ -191,7 +182,6 @@ class Packing:
 
         Where packed products have torch's bits, the text must not depend on the free memory, so nor may the costs.
         """
-        self.begin()
         if not self.is_planned:
             return ()
         if isinstance(next(iter(self.packed.values()), None), Fp16Weight):
@@ -200,7 +190,7 @@ class Packing:
 
     @property
     def serves_prompt(self) -> bool:
-        """Whether the prompt is multiplied with the copies as well."""
+        """Whether the prompt is multiplied with the copies, too."""
         return (self.packs_prompts or has_slow_mkl()) and self.kind == (FP16,)
 
     def begin_step(self, length: int) -> None:
@@ -208,7 +198,6 @@ class Packing:
 
         length: tokens of the text so far.
         """
-        self.begin()
         if self._first_length is None:
             self._first_length = length
         num_tokens = self._num_before + (length - self._first_length) * self.call.num_rows
@@ -283,7 +272,7 @@ class Packing:
             self._note(
                 f"{num_refused} weights are not packed: float16 does not hold them, oneDNN is not there, or memory ran out"
             )
-        if self.copies and not self.is_planned:
+        if not self.is_planned:
             self._note(f"packing pays from {self._least_tokens} tokens on")
         if shared.trial.refusal:
             self._note(shared.trial.refusal)
@@ -313,6 +302,8 @@ class PackedLinear(nn.Linear):
         """Whether the packed product of such an input may replace torch's. Compared at the first use of a shape."""
         num_rows = input.numel() // max(1, self.in_features)
         if num_rows == 0 or input.dtype != packing.dtype or input.shape[-1] != self.in_features:
+            return False
+        if not packing.packs_prompts and num_rows > MOST_FP32_ROWS:
             return False
         if not isinstance(packed, Fp16Weight) and (num_rows > MOST_ROWS or not input.is_contiguous()):
             return False  # for an input that is not contiguous, torch rounds before it adds a bias
@@ -390,7 +381,7 @@ def begin_packing(call: BlockCall) -> Packing | None:
 
 
 def packs_prompts(adapter: ModelAdapter) -> bool:
-    """Whether prompts gain by packed weights, too: in 16 bits, where the processor has no fast products of its own."""
+    """Whether a prompt alone can pay for packing: in 16 bits, where the processor has no fast products of its own."""
     return packs_fp16(adapter.dtype) and not adapter.is_exact
 
 
@@ -478,7 +469,6 @@ def weights_to_pack(adapter: ModelAdapter) -> list[nn.Parameter]:
 
 def pack_layers(shadow: nn.Module, packing: Packing) -> None:
     """Let the layers of a shadow model multiply with a call's copies, once they are made."""
-    packing.begin()
     for layer in shadow.modules():
         if is_plain(layer) and id(layer.weight) in packing.copies:
             layer.__class__ = PackedLinear

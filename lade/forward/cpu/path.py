@@ -33,7 +33,7 @@ class CpuPath(ForwardPath):
 
     @cached_property
     def prompt_model(self) -> Any:
-        """Packed as well, where torch's own product of the prompt takes several times as long."""
+        """Packed as well, where torch's own product of the prompt takes longer."""
         model = self.adapter.prompt_model
         if self.packing is None or not self.packing.serves_prompt:
             return model
