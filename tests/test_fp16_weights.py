@@ -160,7 +160,7 @@ def test_texts_in_16_bits(slow, dtype, do_sample):
     texts = []
     for model in (first, second):
         for _ in range(2):  # the second call packs
-            copies_of(model).num_tokens += packed.TOKENS_BEFORE_FP16 // 2 - NEW
+            copies_of(model).num_tokens += packed.TOKENS_BEFORE_FP16 // 2
             torch.manual_seed(3)
             texts.append(model.generate(**prompt(), max_new_tokens=NEW, do_sample=do_sample))
             texts.append(lade.last_stats().block_tokens)
@@ -245,19 +245,21 @@ def test_weights_that_nothing_packs(slow, monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packed_when_calls_pay_for_it(slow, dtype):
-    """In 16 bits the tokens that there were and those of the prompt count, not those that are asked for."""
+def test_packed_when_calls_pay_for_it(slow, monkeypatch, dtype):
+    """In 16 bits a long prompt does, and tokens that there were, of prompts too, not those that are asked for."""
+    monkeypatch.setattr(packed, "TOKENS_BEFORE_FP16", 90 + NEW)
     is_exact, counts = dtype == torch.float32, []
-    for prompts in ((10, 40, 10), (packed.TOKENS_BEFORE_FP16, 10), (packed.TOKENS_BEFORE_FP16 - 1, 10)):
+    for prompts in ((90, 10, 10), (89, 190, 10), (packed.PROMPT_BEFORE_FP16, 10)):
         model = model_of(dtype)
         for length in prompts:
             model.generate(**prompt(length=length), max_new_tokens=NEW)
             counts.append(lade.last_stats().packed_weights)
-    assert counts == ([0, 15, 15] + 2 * [0, 15] if is_exact else [0, 0, 15, 15, 15, 0, 15])
+    assert counts == ([0, 15, 15, 0, 15, 15, 0, 15] if is_exact else [0, 15, 15, 0, 0, 15, 15, 15])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_packed_within_a_long_answer(slow, dtype):
+def test_packed_within_a_long_answer(slow, monkeypatch, dtype):
+    monkeypatch.setattr(packed, "TOKENS_BEFORE_FP16", 128)
     for length, count in ((packed.TOKENS_BEFORE_FP16, 0), (2 * packed.TOKENS_BEFORE_FP16, 15)):
         torch.manual_seed(0)  # a text that does not repeat itself, so that a step begins soon after so many tokens
         model_of(dtype).generate(**prompt(length=1), min_new_tokens=length, max_new_tokens=length, do_sample=True)
@@ -267,7 +269,7 @@ def test_packed_within_a_long_answer(slow, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_short_answers_to_long_prompts(slow, dtype):
     """The prompt alone is worth packing in 16 bits; what is cached of it is not computed."""
-    model, inputs = model_of(dtype), prompt(length=packed.TOKENS_BEFORE_FP16)
+    model, inputs = model_of(dtype), prompt(length=packed.PROMPT_BEFORE_FP16)
     wanted = {"max_new_tokens": packed.LEAST_NEW_TOKENS - 1, "return_dict_in_generate": True}
     cache = model.generate(**inputs, **wanted).past_key_values
     assert lade.last_stats().packed_weights == (15 if dtype in HALVES else 0)
@@ -281,7 +283,7 @@ def test_short_answers_to_long_prompts(slow, dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_tokens_of_prompts_that_are_not_ids(slow, dtype):
     """Embeddings, and the end of a prompt whose beginning is cached, with the mask of both."""
-    model, inputs = model_of(dtype), prompt(length=packed.TOKENS_BEFORE_FP16)
+    model, inputs = model_of(dtype), prompt(length=packed.PROMPT_BEFORE_FP16)
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     model.generate(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], max_new_tokens=NEW)
     assert lade.last_stats().packed_weights == NUM_LAYERS

@@ -50,9 +50,9 @@ PACKED_FOR = 16  # rows that the layout is chosen for
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
 FIRST_TOKENS = 8  # generated before: an answer that ends at once does not pay for packing
-# Likewise, generated and of prompts, of a model in 16 bits: packing costs some fifty plain steps, and each token gains
-# about half of one, those of a prompt too. A long prompt pays for it at once.
-TOKENS_BEFORE_FP16 = 128
+# In 16 bits packing costs some fifty plain steps, and prompts gain most by it: it comes before a prompt that pays for
+# it alone, or once calls, or an answer, have had so many tokens that it takes a small part of their time.
+PROMPT_BEFORE_FP16, TOKENS_BEFORE_FP16 = 192, 512
 LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
 LARGE_BYTES = 1 << 29  # of copies whose making is said
 # The share of free memory that the copies may take.
@@ -171,9 +171,10 @@ class Packing:
         self.packed: dict[int, PackedCopy] = {}
         self.is_planned = False  # whether the call has gone through all weights
         self._num_before = self.shared.num_tokens
-        least = TOKENS_BEFORE_FP16 if self.packs_prompts else TOKENS_BEFORE_PACKING
-        self._least_tokens = least << min(self.shared.num_changes, MOST_DOUBLINGS)
-        if is_asked or self.shared.is_planned or self._num_before + self._num_prompt >= self._least_tokens:
+        num_doublings = min(self.shared.num_changes, MOST_DOUBLINGS)
+        self._least_tokens = (TOKENS_BEFORE_FP16 if self.packs_prompts else TOKENS_BEFORE_PACKING) << num_doublings
+        pays = self._num_before >= self._least_tokens or self._num_prompt >= PROMPT_BEFORE_FP16 << num_doublings
+        if is_asked or self.shared.is_planned or pays:
             self._pack()
 
     @property
@@ -200,11 +201,12 @@ class Packing:
         """
         if self._first_length is None:
             self._first_length = length
-        num_tokens = self._num_before + (length - self._first_length) * self.call.num_rows
-        if self.packs_prompts:
-            pays = num_tokens >= self._least_tokens
+        num_generated = (length - self._first_length) * self.call.num_rows
+        if self.packs_prompts:  # otherwise the next call packs, before its prompt
+            pays = num_generated >= self._least_tokens
         else:
-            pays = num_tokens >= FIRST_TOKENS and self._num_before + self.call.num_new >= self._least_tokens
+            is_long = self._num_before + num_generated >= FIRST_TOKENS
+            pays = is_long and self._num_before + self.call.num_new >= self._least_tokens
         if pays and not self.is_planned:
             self._pack()
 
