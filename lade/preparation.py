@@ -24,7 +24,7 @@ from lade.drafting import Draft, Drafter, DraftRequest, Outcome, drafts_from
 from lade.drafting.base import ROOT_ALONE
 from lade.drafting.step_costs import SIZES
 from lade.forward.base import can_capture
-from lade.forward.cpu.packed import LEAST_NEW_TOKENS, TOKENS_BEFORE_FP16, copies_of
+from lade.forward.cpu.packed import TOKENS_BEFORE_FP16, copies_of
 from lade.forward.cuda.proof import is_proven
 from lade.models.self_check import checking_at_once
 from lade.stats import GenerationStats, last_stats
@@ -34,7 +34,7 @@ from lade.verification.sequences import TokenSequences
 
 NEVER_CHOSEN = 2**31 - 1  # an id in no vocabulary
 ROUNDS = 4  # steps of each size: in the first two its graph is compared, and the second fastest tells its cost
-FEW_TOKENS = LEAST_NEW_TOKENS  # where all steps have one shape, or none is to be measured
+FEW_TOKENS = 16  # where all steps have one shape, or none is to be measured
 
 
 @dataclass(frozen=True, slots=True)

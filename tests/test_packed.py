@@ -420,8 +420,10 @@ def test_packed_when_calls_pay_for_it(lade_on, products):
         model.generate(**prompt(), max_new_tokens=length)
         counts.append((lade.last_stats().packed_weights, bool(products)))
     assert counts == [(0, False), (0, False), (15, True), (15, True)]
-    model.generate(**prompt(), max_new_tokens=8)
-    assert lade.last_stats().reasons.get("packed").startswith("a call for fewer than 16 tokens")
+    model.generate(**prompt(), max_new_tokens=packed.LEAST_NEW_TOKENS)
+    assert lade.last_stats().packed_weights == 15
+    model.generate(**prompt(), max_new_tokens=packed.LEAST_NEW_TOKENS - 1)
+    assert lade.last_stats().reasons.get("packed").startswith("a call for fewer than 4 tokens")
 
 
 def test_packing_waits_for_the_first_tokens(lade_on, products, monkeypatch):

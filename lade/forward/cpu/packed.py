@@ -53,7 +53,7 @@ FIRST_TOKENS = 8  # generated before: an answer that ends at once does not pay f
 # In 16 bits packing costs some fifty plain steps, and prompts gain most by it: it comes before a prompt that pays for
 # it alone, or once calls, or an answer, have had so many tokens that it takes a small part of their time.
 PROMPT_BEFORE_FP16, TOKENS_BEFORE_FP16 = 192, 512
-LEAST_NEW_TOKENS = 16  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
+LEAST_NEW_TOKENS = 4  # of a call: comparing the weights, and making the shadow model, cost up to a plain step
 LARGE_BYTES = 1 << 29  # of copies whose making is said
 # The share of free memory that the copies may take.
 COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
