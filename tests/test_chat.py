@@ -19,6 +19,7 @@ from lade.commands.chat import chatbot
 from lade.commands.chat.conversation import FALLBACK_STOP, Conversation, DoesNotFit, keeps_keys_only
 from lade.commands.chat.streaming import GUESSED, ORDINARY, AnswerStreamer, overlap
 from lade.commands.chat.terminal import Terminal, line_reader
+from lade.common import notices
 from lade.models import foreign
 
 
@@ -520,6 +521,20 @@ def test_ctrl_c_during_the_prompt_is_heard(terminal):
     with terminal.conversation.model.get_input_embeddings().register_forward_pre_hook(lade.allow_hook(press)):
         assert said(terminal, "one").endswith("[stopped]\n")
     assert len(terminal.conversation.messages) == 2
+
+
+def test_notices_come_after_the_answer(terminal, monkeypatch):
+    """They would stand in the middle of it."""
+    ask = terminal.conversation.ask
+
+    def packs(*arguments, **named):
+        notices.notify("packing %d weights", 5)
+        return ask(*arguments, **named)
+
+    plain = said(terminal, "why")
+    monkeypatch.setattr(terminal.conversation, "ask", packs)
+    assert said(terminal, "/retry") == f"{plain}[lade: packing 5 weights]\n"
+    assert not notices.logger.handlers
 
 
 def test_the_command_line_answers_at_once():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 
 from lade.commands.model import Parser, add_model_arguments, how_to_choose, load, parse
 from lade.switch import ON_VALUES
@@ -34,7 +35,8 @@ def chatbot(arguments: list[str], program: str) -> int:
     except ValueError as error:
         sys.stderr.write(f"{program}: {error}\n")
         return 2
-    terminal = Terminal(conversation, show, how_to_choose(args), args.color and sys.stdout.isatty(), args.debug)
+    write, color = partial(print, end="", flush=True), args.color and sys.stdout.isatty()
+    terminal = Terminal(conversation, write, how_to_choose(args), color, args.debug)
     if not tokenizer.chat_template:
         terminal.note("the tokenizer has no chat template; 'User:' and 'Assistant:' stand in")
     question = args.question or (None if args.chat else SAMPLE_QUESTION)
@@ -62,8 +64,3 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         add(f"--{flag}", help="ignored")
     add("--use_ds", action="store_true", help="ignored")
     return parser
-
-
-def show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +49,10 @@ def line_reader(note: Callable[[str], None], no_history: bool = False) -> Callab
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     if not no_history:
         path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "lade", "chat_history")
-        try:
+        with suppress(OSError):  # the chat works without a history
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)
             history = FileHistory(path)
-        except OSError:  # the chat works without a history
-            pass
     note("Enter sends, Alt-Enter begins a new line")
     reader: Callable[[str], str] = PromptSession(history=history, key_bindings=keys, multiline=True).prompt
     return reader
@@ -154,7 +155,17 @@ class Terminal:
         return False
 
     def answer(self, question: str) -> Answer | None:
-        """Show the model's answer while it is generated; None when there is none."""
+        """Show the model's answer as it is generated, then what lade has logged meanwhile; None when there is none."""
+        logger, held = logging.getLogger("lade"), BufferingHandler(1000)
+        logger.addHandler(held)
+        try:
+            return self._answer(question)
+        finally:
+            logger.removeHandler(held)
+            for record in held.buffer:
+                self.note(record.getMessage())
+
+    def _answer(self, question: str) -> Answer | None:
         streamer = AnswerStreamer(self.conversation.tokenizer, self.write, self.color, self.conversation.stop_string)
 
         def heard() -> None:
