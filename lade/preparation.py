@@ -24,7 +24,7 @@ from lade.drafting import Draft, Drafter, DraftRequest, Outcome, drafts_from
 from lade.drafting.base import ROOT_ALONE
 from lade.drafting.step_costs import SIZES
 from lade.forward.base import can_capture
-from lade.forward.cpu.packed import TOKENS_BEFORE_FP16, copies_of
+from lade.forward.cpu.packed import copies_of
 from lade.forward.cuda.proof import is_proven
 from lade.models.self_check import checking_at_once
 from lade.stats import GenerationStats, last_stats
@@ -74,7 +74,7 @@ def warmup(
     captures = can_capture(model.device)
     is_automatic = config.cuda_graph is None and captures and is_proven(model.device, "graph")
     settings = {"CUDA_GRAPH": 1} if is_automatic else {}  # by default short calls capture nothing
-    copies_of(model).num_tokens += max(max_new_tokens, TOKENS_BEFORE_FP16)  # as if they had been generated
+    copies_of(model).is_due = True
     num_slots = prompt_tokens + min(max_new_tokens, FIRST_CAPACITY)
     with switched(True, **settings), checking_at_once(num_slots):
         if config.uses_window:

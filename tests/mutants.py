@@ -309,7 +309,7 @@ MUTANTS = [
            "return scaled if torch.equal(small.half().float(), small) else None", "return scaled",
            "fp16_weights.py::test_small_elements_beside_a_large_one"),
     mutant("packed weights: a long prompt does not pay for them", "forward/cpu/packed.py",
-           " or self._num_prompt >= PROMPT_BEFORE_FP16 << num_doublings", "",
+           " or self._num_prompt >= self._least_prompt", "",
            "fp16_weights.py::test_packed_when_calls_pay_for_it"),
     mutant("packed weights: prompts that there were count for nothing", "forward/cpu/packed.py",
            "shared.num_tokens += num_generated + self._num_prompt", "shared.num_tokens += num_generated",

@@ -258,11 +258,43 @@ def test_packed_when_calls_pay_for_it(slow, monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_each_change_of_the_weights_doubles_what_packing_waits_for(slow, monkeypatch, dtype):
+    monkeypatch.setattr(packed, "PROMPT_BEFORE_FP16", 60)
+    monkeypatch.setattr(packed, "TOKENS_BEFORE_FP16", 150)
+    for prompts, expected in (((119, 120), [0, 15]), ((119, 100, 10, 10), [0, 0, 0, 15])):
+        model, counts = model_of(dtype), []
+        model.generate(**prompt(length=60), max_new_tokens=NEW)
+        assert lade.last_stats().packed_weights == 15
+        model.lm_head.weight.data.mul_(2)
+        for length in prompts:
+            model.generate(**prompt(length=length), max_new_tokens=NEW)
+            counts.append(lade.last_stats().packed_weights)
+            reason = lade.last_stats().reasons.get("packed")
+            assert reason == (None if counts[-1] else "packing pays from 300 tokens on, or before a prompt of 120")
+        assert counts == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_warm_up_packs(slow, dtype):
+    """Also after a change of the weights that no call has seen."""
+    model = model_of(dtype)
+    for _ in range(2):
+        lade.warmup(model, prompt_tokens=8, max_new_tokens=8)
+        model.generate(**prompt(), max_new_tokens=packed.LEAST_NEW_TOKENS)
+        assert lade.last_stats().packed_weights == NUM_LAYERS
+        model.lm_head.weight.data.mul_(2)
+    model.generate(**prompt(), max_new_tokens=packed.LEAST_NEW_TOKENS)
+    assert lade.last_stats().packed_weights == 0
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_packed_within_a_long_answer(slow, monkeypatch, dtype):
+    """The tokens of all rows count."""
     monkeypatch.setattr(packed, "TOKENS_BEFORE_FP16", 128)
-    for length, count in ((packed.TOKENS_BEFORE_FP16, 0), (2 * packed.TOKENS_BEFORE_FP16, 15)):
+    for num_rows, length, count in ((1, 128, 0), (1, 256, 15), (2, 60, 0), (2, 100, 15)):
         torch.manual_seed(0)  # a text that does not repeat itself, so that a step begins soon after so many tokens
-        model_of(dtype).generate(**prompt(length=1), min_new_tokens=length, max_new_tokens=length, do_sample=True)
+        arguments = {"min_new_tokens": length, "max_new_tokens": length, "do_sample": True}
+        model_of(dtype).generate(**prompt(1, num_rows), **arguments)
         assert lade.last_stats().packed_weights == count
 
 
@@ -294,7 +326,7 @@ def test_tokens_of_prompts_that_are_not_ids(slow, dtype):
     mask = torch.ones(1, first.sequences.shape[1] + 20, dtype=torch.long)
     result = other.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, **wanted)
     assert lade.last_stats().fallback_reason is None
-    assert copies_of(other).num_tokens == result.sequences.shape[1]  # of these 21, and 16 new ones
+    assert copies_of(other).num_tokens == result.sequences.shape[1]  # of these 21, and of the new ones
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

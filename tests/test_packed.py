@@ -448,13 +448,6 @@ def test_large_models_say_it(pack_asked, monkeypatch, caplog):
         assert caplog.text.count("once per model") == count
 
 
-def test_a_warm_up_counts_as_the_calls_to_come(lade_on, products):
-    model = tiny_llama(DTYPE)
-    lade.warmup(model, prompt_tokens=24, max_new_tokens=64)
-    _, stats = generate(model, prompt())
-    assert stats.packed_weights == 15
-
-
 def test_calls_share_the_copies(pack_asked, monkeypatch):
     model, packs = tiny_llama(DTYPE), note_calls(monkeypatch, packed, "pack")
     texts = in_threads(lambda inputs: generate(model, inputs)[0], *[prompt()] * 4)

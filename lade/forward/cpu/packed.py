@@ -49,7 +49,7 @@ PACKED_FOR = 16  # rows that the layout is chosen for
 # New tokens that calls must have generated or asked for before their model is packed, which costs ten to thirty plain
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
-FIRST_TOKENS = 8  # generated before: an answer that ends at once does not pay for packing
+FIRST_TOKENS = 8  # generated before it in a call: an answer that ends at once does not pay for packing
 # In 16 bits packing costs some fifty plain steps, and prompts gain most by it: it comes before a prompt that pays for
 # it alone, or once calls, or an answer, have had so many tokens that it takes a small part of their time.
 PROMPT_BEFORE_FP16, TOKENS_BEFORE_FP16 = 192, 512
@@ -119,6 +119,7 @@ class ModelCopies:
     trial: Trial = field(default_factory=Trial)
     num_tokens: int = 0  # that count for packing, since the weights last changed
     num_changes: int = 0  # times that weights were found changed
+    is_due: bool = False  # whether the next call packs, whatever its length
     is_planned: bool = False  # whether calls have gone through all weights
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -173,8 +174,9 @@ class Packing:
         self._num_before = self.shared.num_tokens
         num_doublings = min(self.shared.num_changes, MOST_DOUBLINGS)
         self._least_tokens = (TOKENS_BEFORE_FP16 if self.packs_prompts else TOKENS_BEFORE_PACKING) << num_doublings
-        pays = self._num_before >= self._least_tokens or self._num_prompt >= PROMPT_BEFORE_FP16 << num_doublings
-        if is_asked or self.shared.is_planned or pays:
+        self._least_prompt = PROMPT_BEFORE_FP16 << num_doublings
+        pays = self._num_before >= self._least_tokens or self._num_prompt >= self._least_prompt
+        if is_asked or self.shared.is_planned or self.shared.is_due or pays:
             self._pack()
 
     @property
@@ -205,8 +207,7 @@ class Packing:
         if self.packs_prompts:  # otherwise the next call packs, before its prompt
             pays = num_generated >= self._least_tokens
         else:
-            is_long = self._num_before + num_generated >= FIRST_TOKENS
-            pays = is_long and self._num_before + self.call.num_new >= self._least_tokens
+            pays = num_generated >= FIRST_TOKENS and self._num_before + self.call.num_new >= self._least_tokens
         if pays and not self.is_planned:
             self._pack()
 
@@ -235,7 +236,7 @@ class Packing:
                 for _, copy in chosen:
                     copy.is_refused = copy.packed is None
         self.packed = {key: copy.packed for key, copy in self.copies.items() if copy.packed is not None}
-        self.is_planned = self.shared.is_planned = True
+        self.is_planned, self.shared.is_planned, self.shared.is_due = True, True, False
 
     def _free_room(self, missing: int) -> float:
         """Bytes that further copies may take, in the dtype of the weights. missing: bytes of the weights to pack."""
@@ -275,7 +276,8 @@ class Packing:
                 f"{num_refused} weights are not packed: float16 does not hold them, oneDNN is not there, or memory ran out"
             )
         if not self.is_planned:
-            self._note(f"packing pays from {self._least_tokens} tokens on")
+            or_prompt = f", or before a prompt of {self._least_prompt}" if self.packs_prompts else ""
+            self._note(f"packing pays from {self._least_tokens} tokens on{or_prompt}")
         if shared.trial.refusal:
             self._note(shared.trial.refusal)
 
@@ -373,7 +375,7 @@ def begin_packing(call: BlockCall) -> Packing | None:
         reason = "each of several processes would keep a copy (PACK=1 does)"
     elif is_fixed and packs_prompts(adapter) and not is_asked:
         reason = "with DETERMINISTIC=1 no text may depend on earlier calls, whose tokens decide when packing begins"
-    elif call.num_new + call.num_prompt * packs_prompts(adapter) < LEAST_NEW_TOKENS and not is_asked:
+    elif call.num_new < LEAST_NEW_TOKENS and not packs_prompts(adapter) and not is_asked:
         reason = f"a call for fewer than {LEAST_NEW_TOKENS} tokens does not pay for comparing the weights"
     weights = weights_to_pack(adapter) if reason is None else []
     if not weights:
