@@ -111,6 +111,7 @@ def test_one_part_in_training_mode():
     compare(model, reason="random numbers", do_sample=True)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing")  # the name in older versions of transformers
 def test_checkpointing():
     model = tiny_llama()
     model.gradient_checkpointing_enable()
