@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from transformers import StoppingCriteria
 from lade.commands.chat.conversation import Answer, Conversation, DoesNotFit
 from lade.commands.chat.streaming import AnswerStreamer
 from lade.commands.detokenize import for_terminal
+from lade.common.notices import logger
 from lade.switch import current_config, is_enabled
 
 PROMPT = "You: "
@@ -156,7 +156,7 @@ class Terminal:
 
     def answer(self, question: str) -> Answer | None:
         """Show the model's answer as it is generated, then what lade has logged meanwhile; None when there is none."""
-        logger, held = logging.getLogger("lade"), BufferingHandler(1000)
+        held = BufferingHandler(1000)
         logger.addHandler(held)
         try:
             return self._answer(question)
