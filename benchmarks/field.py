@@ -2,15 +2,13 @@
 
 `register()` gives each a name among the modes, which `replay.py --modes` takes like lade's own. Each proposes MAX_BLOCK
 - 1 guesses for one text. What a method may keep from one text to the next lies with the active `lade.Memory`, so that
-"cold" and "warm" mean the same for all of them. None reads the draws of sampling ahead; the original implementations do
-not either.
+"cold" and "warm" mean the same for all of them.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,7 +17,6 @@ from lade.drafting import DraftRequest, register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter, Outcome
 from lade.drafting.memory import memory_for
 from lade.drafting.top_k_table import TopKTable
-from lade.drafting.tree import TreeDrafter
 from lade.verification.sequences import TokenSequences
 
 END_OF_TEXT = -1  # between the texts of a store; no guess crosses it
@@ -415,7 +412,6 @@ def settings_of(mode: str, q: int) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Let MODE choose each, and lade's own tree without what it knows of sampling's random numbers."""
+    """Let MODE choose each."""
     for name, drafter in FIELD.items():
         register_drafter(name, drafter)
-    register_drafter("tree-without-draws", lambda request: TreeDrafter(replace(request, draws=None)))

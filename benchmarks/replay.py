@@ -7,7 +7,7 @@ ones.
     python benchmarks/replay.py --records /tmp/records --without suffix --against all.json
 
 The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the
-drafter what the loop would: the same requests, random draws, committed tokens, and of the model's own logits after
+drafter what the loop would: the same requests, committed tokens, and of the model's own logits after
 every node of its tree, rejected ones included, the likeliest tokens with their probabilities and the context. They are
 computed when a drafter asks for them first, and kept (`--records`), so that later replays need no forward. A drafter is
 anything `lade.drafting.register_drafter` knows (`--modes`), among them those of `field.py`. Every step has the whole
@@ -48,6 +48,7 @@ from lade.block.token_tree import TokenTree
 from lade.commands.measure import use_lade
 from lade.config import LookaheadConfig
 from lade.drafting import DraftRequest, Outcome, make_drafter
+from lade.drafting import tree as tree_module
 from lade.drafting.base import Explanation
 from lade.drafting.contexts import ContextTable, projected, projection
 from lade.drafting.growth import Growth
@@ -57,14 +58,13 @@ from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import TopKTable
 from lade.drafting.tree import TreeDrafter
 from lade.switch import current_config, temporary_settings
-from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
 from lade.verification.walk import children_of
 
 NUM_LIKELIEST = 64  # tokens of a row that drafters of the field can see
 
-TAKE_ROWS, LEARN_ROWS = DraftedText.take_rows, TreeDrafter._learn_rows
+LEARN_ROWS = TreeDrafter._learn_rows
 
 
 def learn_accepted(drafter: TreeDrafter, text: DraftedText, path: list[int], rows: Any, projections: Any) -> None:
@@ -75,13 +75,12 @@ def learn_accepted(drafter: TreeDrafter, text: DraftedText, path: list[int], row
     text.growth = drawn
 
 
-# Parts of the tree drafter -> class, method, and what stands in its place.
-PARTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+# Parts of the tree drafter -> class or module, function, and what stands in its place.
+PARTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "suffix": (DraftedText, "copies", lambda *_: []),
     "token": (TopKTable, "row", lambda *_: None),
     "context": (ContextTable, "find", lambda *_: None),
-    "root-row": (DraftedText, "take_rows", lambda text, _, rejected: setattr(text, "rejected_row", rejected)),
-    "rejected-at-root": (DraftedText, "take_rows", lambda text, row, _: TAKE_ROWS(text, row, None)),
+    "root-row": (tree_module, "without", lambda *_: None),
     "rejected": (TreeDrafter, "_learn_rows", learn_accepted),
 }
 
@@ -271,9 +270,7 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
     """
     oracle = Oracle(model, recording)
     prompt, tokens = recording.prompt, recording.tokens
-    torch.manual_seed(recording.seed)
     sequences = TokenSequences(torch.tensor([prompt]), len(oracle.text))
-    draws = None if recording.temperature is None else ExponentialDraws(torch.device("cpu"), 1)
     with memory.active() if memory is not None else nullcontext():
         drafter = make_drafter(
             DraftRequest(
@@ -283,7 +280,6 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
                 prompt_ids=torch.tensor([prompt]),
                 key_mask=None,
                 temperature=recording.temperature,
-                draws=draws,
             )
         )
     reads_wrong_guesses = getattr(field.FIELD.get(config.mode), "reads_wrong_guesses", True)
@@ -301,8 +297,6 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
         children, path, node, before = children_of(tree.tokens[0], tree.parents[0]), [], -1, num_done
         while True:
             token = tokens[num_done]
-            if draws is not None:
-                draws.draw(num_done, oracle._num_tokens)
             sequences.append([token], 0)
             num_done += 1
             node = children.get((node, token), -1)
@@ -311,8 +305,6 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
             path.append(node)
         if num_steps:
             guesses += guesses_after(explanation, tree.parents[0], path, node)
-        if draws is not None:
-            draws.forget(before)
         if reads_wrong_guesses:
             rows = oracle.rows(len(prompt) + before, tree)
         else:  # those of wrong guesses are not asked for: the root's stands in their place

@@ -39,7 +39,7 @@ EXAMPLE = """def read_file(path):
 
 def write_file(path, text):
     with open(path"""
-EXAMPLE_TOKENS, TREE_BLOCK, TREE_STEP = 40, 8, 15
+EXAMPLE_TOKENS, TREE_BLOCK, TREE_STEP = 40, 8, 17
 LEVEL, WIDTH, WINDOW_STEP = 4, 3, 15  # N and W of the window
 STYLE = """
 text { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #1f2328; white-space: pre }

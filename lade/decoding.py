@@ -127,7 +127,6 @@ class DecodingCall:
                 prompt_ids=request.input_ids,
                 key_mask=self.key_mask,
                 temperature=self.selection.temperature if self.selection.do_sample else None,
-                draws=self.selection.draws,
                 costs=self.costs,
                 is_exact=adapter.is_exact,
                 takes_chains=adapter.takes_chains,

@@ -87,7 +87,7 @@ def test_trees_and_figures_agree(model):
     assert sum(proposed for proposed, _ in stats.sources.values()) == sum(len(tokens) for tokens, _ in trees)
     assert sum(accepted for _, accepted in stats.sources.values()) == sum(committed)
     sources = {source.split(" of ")[0] for source in stats.sources}
-    assert sources == {"token", "context", "rejected", "root row", "suffix"}
+    assert sources == {"token", "context", "root row", "suffix"}
     assert min(stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) > 0
     assert stats.plain_step_share == 0
     assert stats.as_dict()["sources"] == stats.sources

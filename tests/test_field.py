@@ -189,15 +189,6 @@ def test_steps_of_a_replay_are_those_of_the_loop(lade_on, bench, model, mode, te
     assert temperature or found.num_steps < 60
 
 
-def test_a_tree_without_draws_guesses_without_them(lade_on, bench, model):
-    text = bench.record(model, prompt(20), 0.6, 60)
-    steps = []
-    for mode in ("tree", "tree-without-draws"):
-        lade.config_lade(MODE=mode, MAX_BLOCK=12, ADAPTIVE=0)
-        steps.append(bench.replay(model, text, current_config(), Memory()).num_steps)
-    assert steps[0] < steps[1] < 60
-
-
 def test_they_refuse_batches(lade_on, bench, model):
     lade.config_lade(MODE="logitspec")
     with pytest.raises(ValueError, match="one text"):

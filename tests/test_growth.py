@@ -9,23 +9,14 @@ from support import VOCAB
 
 from lade.drafting import growth as growth_module
 from lade.drafting.acceptance import GREEDY, LENGTHS, SAMPLED, SIMILARITIES, RowPrior
-from lade.drafting.coming_draws import wins
-from lade.drafting.growth import GREEDY_LENGTH, LEAST_FOR_BOTH, Grower, Growth
+from lade.drafting.growth import LEAST_FOR_BOTH, Grower
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import BIN_BITS, BIN_RATIO, NUM_BINS, PROBABILITIES, ROW_LENGTH, packed, without
 
 
-def grower_of(memory, text, draws_at=lambda depth: None, priors=GREEDY, context=None, rows=(), copies=()):
-    return Grower(memory, priors, text, context, draws_at, rows, copies)
-
-
-def test_what_was_rejected():
-    """The likeliest guess in the place of the last token, unless another guess there was right."""
-    growth = Growth([5, 6, 7, 8], [-1, -1, 0, 0])
-    assert [growth.rejected(-1, last) for last in (9, 5, 6)] == [0, None, None]
-    assert [growth.rejected(0, last) for last in (9, 7, 8)] == [2, None, None]
-    assert growth.rejected(3, 9) is None
+def grower_of(memory, text, priors=GREEDY, context=None):
+    return Grower(memory, priors, text, context, root_row=None, copies=())
 
 
 def test_a_grade_is_within_its_ratio():
@@ -38,12 +29,11 @@ def test_a_grade_is_within_its_ratio():
         assert (packed(np.array([[3, 4]]), np.array([[np.nan, 0.0]])) & NUM_BINS - 1 == 0).all()
 
 
-@pytest.mark.parametrize("draws", [None, np.random.default_rng(0).exponential(size=24).astype(np.float32)])
-def test_short_rows_hold_each_guess_once(draws):
+def test_short_rows_hold_each_guess_once():
     """A vocabulary of fewer tokens than a row holds."""
     memory = Memory()
     memory.table.put([1], packed(np.arange(8)[None], np.full((1, 8), 0.1)))
-    grown = grower_of(memory, [1], lambda depth: draws).grow(1, ROW_LENGTH, 0.0)
+    grown = grower_of(memory, [1]).grow(1, ROW_LENGTH, 0.0)
     assert sorted(grown.tokens) == list(range(8))
 
 
@@ -62,7 +52,7 @@ def test_what_is_no_number_has_no_rows():
 def test_priors():
     """Chances rise with the probability, the similarity and the number of equal tokens, and are below 1."""
     for priors in (GREEDY, SAMPLED):
-        for prior in (priors.token, *priors.context, priors.rejected, priors.root):
+        for prior in (priors.token, *priors.context, priors.root):
             chances = priors.chances[prior]
             assert chances == sorted(chances)
             assert 0 < chances[0] < chances[-1] < 1
@@ -91,11 +81,10 @@ def test_the_latest_row_is_looked_up_beside_the_one_of_the_context_where_it_may_
 
 @pytest.mark.parametrize("size", [1, 7, 40])
 @pytest.mark.parametrize("max_depth", [2, 32])
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkeypatch):
+def test_trees_are_the_likeliest_of_their_size(size, max_depth, monkeypatch):
     """As a heap of all guesses finds them, each row looked at by itself."""
     numbers = np.random.default_rng(size)
-    memory, prior = Memory(), RowPrior("token", 0.8, 1.3, 0.7)
+    memory, prior = Memory(), RowPrior("token", 0.8, 1.3)
     rows = np.stack([numbers.permutation(VOCAB)[:ROW_LENGTH] for _ in range(VOCAB)])
     probabilities = -np.sort(-numbers.dirichlet(np.full(ROW_LENGTH, 0.3), VOCAB))  # the likeliest first
     table = packed(rows, probabilities)
@@ -103,24 +92,15 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, is_drawn, monkey
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     monkeypatch.setattr(SAMPLED, "token", prior)
     monkeypatch.setitem(SAMPLED.chances, prior, prior.by_bin())
-    draws = numbers.exponential(size=(33, VOCAB)).astype(np.float32)
-    grower = grower_of(memory, [5, 6], lambda depth: draws[depth] if is_drawn else None, SAMPLED)
-
-    def guesses(token, depth):
-        ids, chances = table[token] >> BIN_BITS, PROBABILITIES[table[token] & NUM_BINS - 1]
-        if not is_drawn:
-            return [(token, prior.chance(float(p))) for token, p in zip(ids, chances, strict=True)][:GREEDY_LENGTH]
-        _, found = wins(chances[None], draws[depth].take(ids)[None], np.array([[prior.sharpness]]))
-        return [(token, prior.chance(float(p))) for token, p in zip(ids, found[0], strict=True)]
-
-    grown = grower.grow(max_depth, size, 0.0)
+    grown = grower_of(memory, [5, 6], SAMPLED).grow(max_depth, size, 0.0)
     frontier, expected = [(-1.0, 6, 0)], []
     while len(expected) <= size:
         negative, token, depth = heapq.heappop(frontier)
         expected.append(-negative)
         if depth < max_depth:
-            for guess, chance in guesses(token, depth + 1):
-                heapq.heappush(frontier, (negative * chance, int(guess), depth + 1))
+            for both in table[token]:
+                chance = prior.chance(float(PROBABILITIES[both & NUM_BINS - 1]))
+                heapq.heappush(frontier, (negative * chance, int(both >> BIN_BITS), depth + 1))
     assert grown.chances == pytest.approx(expected[1:], rel=1e-3)
     assert all(parent < node for node, parent in enumerate(grown.parents))
     assert max(grown.depths) <= max_depth

@@ -112,7 +112,6 @@ TESTS_OF = {
     "config": "__init__ common.settings_file",
     "contract": "eligibility verification.outputs verification.selection",
     "drafting": "drafting.acceptance drafting.base drafting.text drafting.tree",
-    "draws": "drafting.coming_draws",
     "exactness": "decoding",
     "families": "models models.attention_spans",
     "forward_paths": "common.trial forward.base forward.cpu.path forward.cuda.kernel_path",

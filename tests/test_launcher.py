@@ -210,16 +210,6 @@ def test_sub_commands_leave_the_users_file_alone(settings, monkeypatch, variable
     assert sizes() == (4, 3, 5)
 
 
-def test_auto(settings):
-    run.parse(["--auto", "--level", "4", "x.py"])
-    chosen = lade.current_config()
-    lade.switch._default = lade.LookaheadConfig()
-    run.parse(["--level", "4", "x.py"])
-    assert chosen != lade.current_config()
-    lade.config_lade(MODE="auto")
-    assert chosen == lade.current_config()
-
-
 def test_the_environment_can_say_no(tmp_path):
     (tmp_path / "note.py").write_text("import os; print(os.environ['USE_LADE'])")
     for given, expected in (({}, "1\n"), ({"USE_LADE": "0"}, "0\n")):

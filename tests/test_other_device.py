@@ -18,12 +18,10 @@ import lade
 from lade import decoding
 from lade.block.layout import block_layout
 from lade.drafting import contexts
-from lade.drafting.coming_draws import ComingDraws
 from lade.forward import base as forward_base
 from lade.forward.cuda import static_shapes as fixed
 from lade.forward.cuda.transfer import HostCopy
 from lade.models import base
-from lade.verification import draws as draws_module
 
 pytestmark = pytest.mark.usefixtures("modes_of_tests")
 ATEN, META = torch.ops.aten, torch.device("meta")
@@ -82,11 +80,6 @@ def other_device(lade_on, monkeypatch):
     """lade on, and the switches by which it tells a GPU from a CPU set for the other device."""
     monkeypatch.setattr(decoding, "wait_for", lambda device: None)
     monkeypatch.setattr(decoding, "block_layout", layout_there)
-    monkeypatch.setattr(draws_module, "READABLE", ("cpu", "meta"))
-    monkeypatch.setattr(draws_module, "generator_state", lambda device: torch.get_rng_state())
-    monkeypatch.setattr(draws_module, "set_generator_state", lambda device, state: torch.set_rng_state(state))
-    generator = torch.Generator
-    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
 
 
 @pytest.fixture(scope="module")
@@ -180,19 +173,6 @@ def test_blocks_of_fixed_shapes(settings, sampling, model, captures, monkeypatch
         _, stats = generate(model, **sampling, **arguments)
         assert (stats.reasons.get("graph"), stats.used_kernel) == (None, "USE_FLASH" in settings)
         assert stats.captured_steps == stats.steps - 1
-
-
-def test_draws_are_copied_to_the_host_once(other_device):
-    """Not for each node of a tree that asks what its children will be drawn with."""
-    with OtherDevice() as watched:
-        draws = draws_module.ExponentialDraws(META, 2)
-        coming = ComingDraws(draws)
-        for row, index in [(0, 2), (1, 2), (0, 1), (0, 2), (1, 1)]:
-            assert coming.peek(row, index, 61).shape == (61,)
-        assert watched.reads == {"copy": 2}
-        draws.forget(2)
-        coming.peek(0, 2, 61)
-        assert watched.reads == {"copy": 2}
 
 
 @pytest.mark.parametrize("owner", [decoding, base], ids=["index", "mask"])

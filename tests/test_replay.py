@@ -100,7 +100,6 @@ def texts(lade_on, bench, model):
 
 def test_a_part_left_out_guesses_nothing(texts, bench, model):
     parts = {"suffix": "suffix", "token": "token", "context": "context", "root-row": "root row"}
-    parts["rejected-at-root"] = "rejected"
 
     def sources(without):
         """Of guesses that were accepted or rejected."""

@@ -279,7 +279,7 @@ def test_scores_of_another_width(model, width, batch_size):
     def resize(_, scores):
         return torch.nn.functional.pad(scores, (0, width - scores.shape[1]), value=-torch.inf)
 
-    lade.config_lade(MODE="tree")  # which reads the numbers of coming tokens ahead, for as many scores as logits
+    lade.config_lade(MODE="tree")
     sampled = {"do_sample": True, "temperature": 0.1, "max_new_tokens": 40}
     found = assert_same(model, prompt(16, batch_size), None, logits_processor=[resize], **sampled)
     assert lade.last_stats().tokens_per_step > 1 or batch_size > 1  # such rows go on at one length

@@ -76,7 +76,9 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Nam
         parser.error(str(error))
     check_model_path(parser, args)
     if args.device is None:
-        args.device = default_device()
+        import torch
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
 
 
@@ -116,12 +118,6 @@ def check_model_path(parser: argparse.ArgumentParser, args: argparse.Namespace) 
             problem = f"must be a folder with a checkpoint, found no config.json in {args.model_path!r}"
     if problem:  # without the usage, which says nothing about it
         parser.exit(2, f"{parser.prog}: --model_path {problem}\n")
-
-
-def default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -67,7 +67,6 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--level", type=int, metavar="N", help="length of an n-gram")
     parser.add_argument("--window", type=int, metavar="W", help="columns of the window")
     parser.add_argument("--guess", type=int, metavar="G", help="candidates per step")
-    parser.add_argument("--auto", action="store_true", help="let lade choose its settings: MODE='auto'")
     parser.add_argument("--config", metavar="FILE", help="settings in JSON, such as lade bench --tune writes")
     parser.add_argument(
         "--debug", action="store_true", help="print tokens, steps and their ratio after each generate()"
@@ -80,17 +79,14 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     program = options.module or options.script
     if not program:
         parser.error("a script, -m package or a sub-command must be given")
-    settings: dict[str, Any] = {
-        "CONFIG": options.config,
-        "LEVEL": options.level,
-        "WINDOW_SIZE": options.window,
-        "GUESS_SET_SIZE": options.guess,
-        "DEBUG": 1 if options.debug else None,
-    }
-    if options.auto:
-        settings["MODE"] = "auto"
     try:
-        lade.config_lade(**settings)
+        lade.config_lade(
+            CONFIG=options.config,
+            LEVEL=options.level,
+            WINDOW_SIZE=options.window,
+            GUESS_SET_SIZE=options.guess,
+            DEBUG=1 if options.debug else None,
+        )
     except ValueError as error:
         parser.error(str(error))
     return options, program

@@ -12,16 +12,11 @@ MAX_CHANCE = 0.99
 
 
 class RowPrior(NamedTuple):
-    """Acceptance of guesses from rows: scale * p ** power, where p is a guess's probability in its row.
-
-    In sampling with known draws p is the probability to have the largest p / e of its row. sharpness: exponent of the
-    Gumbel score, the larger the better the row's probabilities are (`lade.drafting.coming_draws.wins`).
-    """
+    """Acceptance of guesses from rows: scale * p ** power, where p is a guess's probability in its row."""
 
     source: str
     scale: float
     power: float
-    sharpness: float = 1.0
 
     def chance(self, probability: float) -> float:
         return min(MAX_CHANCE, self.scale * probability**self.power)
@@ -39,30 +34,23 @@ CopyPriors = list[tuple[str, float]]  # by the number of equal tokens: the sourc
 class Priors:
     """The priors of greedy decoding, or of sampling.
 
-    token, context, rejected, root: of rows, by source; context: by class of similarity. suffix, earlier, prediction: of
-    copies from the text itself, from earlier ones, and from what the answer is expected to resemble.
+    token, context, root: of rows, by source; context: by class of similarity. suffix, earlier, prediction: of copies
+    from the text itself, from earlier ones, and from what the answer is expected to resemble.
     """
 
     def __init__(
         self,
         token: tuple[float, float],
-        rejected: tuple[float, float],
         root: tuple[float, float],
         contexts: tuple[float, ...],
         copies: tuple[float, ...],
     ) -> None:
-        """token, rejected, root: scale and power. contexts: scales. copies: by LENGTHS."""
-        self.token = RowPrior("token", *token, sharpness=0.6)
-        self.rejected = RowPrior("rejected", *rejected, sharpness=0.45)
-        self.root = RowPrior("root row", *root, sharpness=0.45)
-        self.context = [
-            RowPrior("context", scale, 1.0, sharpness)
-            for scale, sharpness in zip(contexts, CONTEXT_SHARPNESS, strict=True)
-        ]
+        """token, root: scale and power. contexts: scales. copies: by LENGTHS."""
+        self.token, self.root = RowPrior("token", *token), RowPrior("root row", *root)
+        self.context = [RowPrior("context", scale, 1.0) for scale in contexts]
         self.suffix, self.earlier = _by_length("suffix", copies), _by_length("earlier text", copies)
         self.prediction = _by_length("prediction", copies)
-        rows = (self.token, self.rejected, self.root, *self.context)
-        self.chances = {prior: prior.by_bin() for prior in rows}
+        self.chances = {prior: prior.by_bin() for prior in (self.token, self.root, *self.context)}
 
     def of_context(self, similarity: float) -> RowPrior:
         return self.context[bisect_right(SIMILARITIES, similarity)]
@@ -74,18 +62,15 @@ def _by_length(source: str, chances: tuple[float, ...]) -> CopyPriors:
     return [(f"{source} of {LENGTHS[place]}", chances[place]) for place in places]
 
 
-CONTEXT_SHARPNESS = (0.45, 0.55, 0.6, 0.75, 0.8, 1.0)
 # Measured on texts of Qwen2.5-Coder 0.5B and Gemma 3 270M (docs/drafting-study.md, "Priors").
 GREEDY = Priors(
     token=(0.5, 0.8),
-    rejected=(0.15, 0.7),
     root=(0.05, 0.4),
     contexts=(0.38, 0.42, 0.45, 0.55, 0.8, 0.92),
     copies=(0.1, 0.25, 0.5, 0.55, 0.7, 0.78, 0.8, 0.82, 0.93, 0.95, 0.95),
 )
 SAMPLED = Priors(
     token=(0.6, 1.0),
-    rejected=(0.1, 0.5),
     root=(0.1, 0.7),
     contexts=(0.4, 0.42, 0.5, 0.6, 0.8, 0.85),
     copies=(0.1, 0.3, 0.5, 0.6, 0.65, 0.65, 0.66, 0.68, 0.83, 0.88, 0.88),

@@ -12,7 +12,6 @@ from lade.block.token_tree import TokenTree
 from lade.config import LookaheadConfig
 from lade.drafting.prediction import Predictions
 from lade.drafting.step_costs import StepCosts
-from lade.verification.draws import ExponentialDraws
 from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
 
@@ -91,8 +90,7 @@ class DraftRequest:
     """The call that a drafter is made for.
 
     num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or
-    more] bool, False for padding; None without. temperature: of sampling, None for greedy. draws: what
-    sampling draws; None for greedy.
+    more] bool, False for padding; None without. temperature: of sampling, None for greedy.
     costs: of steps, at each step of the kind that it will have; None where no size follows costs. is_exact: no block's
     size can change a text. takes_chains: of each tree only the first path is used, cut to the shortest row's.
     predictions: of each row, ids that its answer is expected to resemble; None without.
@@ -104,7 +102,6 @@ class DraftRequest:
     prompt_ids: Tensor
     key_mask: Tensor | None
     temperature: float | None
-    draws: ExponentialDraws | None = None
     costs: StepCosts | None = None
     is_exact: bool = True
     takes_chains: bool = False

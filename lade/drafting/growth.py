@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lade.block.token_tree import first_path
 from lade.drafting.acceptance import CopyPriors, Priors, RowPrior
 from lade.drafting.base import FOREIGN
-from lade.drafting.coming_draws import Draws, wins
 from lade.drafting.contexts import Context
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import MAX_MATCH
-from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PROBABILITIES, PackedRow
+from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PackedRow
 
 LEAST_FOR_CONTEXT = 0.1  # from this chance of a node on, the row of the most similar context is looked up
 LEAST_FOR_BOTH = 0.3  # from this chance of a node on, its token's latest row is looked up beside that one
 LIKELY_CHILD = 0.6  # a node is expanded where a child of this chance, relative to its own, would be the next guess
-GREEDY_LENGTH = 8  # ids of a row that are guessed in greedy decoding
 
 ABOVE_ROOT = -2  # in place of the parent of the root, which is -1
 _BIN = NUM_BINS - 1
@@ -43,15 +39,6 @@ class Copy(NamedTuple):
     priors: CopyPriors
 
 
-class NodeRow(NamedTuple):
-    """A row of guesses after a node, and the node's chance."""
-
-    node: int
-    chance: float
-    row: PackedRow
-    prior: RowPrior
-
-
 @dataclass(slots=True)
 class Growth:
     """One row's tree, likeliest guess first. Nodes as in TokenTree."""
@@ -68,15 +55,6 @@ class Growth:
         self.sources.append(source)
         self.chances.append(chance)
         self.depths.append(depth)
-
-    def rejected(self, end: int, last: int) -> int | None:
-        """The likeliest guess after the last accepted one. last: the token that was committed there.
-
-        None if there is none, or if the token was guessed: where another row of the batch missed, or the text ended.
-        """
-        children = [node for node, parent in enumerate(self.parents) if parent == end]
-        was_guessed = any(self.tokens[node] == last for node in children)
-        return None if was_guessed or not children else children[0]
 
     def by_chance(self) -> Growth:
         """The same tree with its likeliest nodes first. Parents stay in front of their children."""
@@ -111,21 +89,19 @@ class Grower:
         priors: Priors,
         text: list[int],
         context: Context | None,
-        draws_at: Callable[[int], Draws | None],
-        rows: Sequence[SourceRow],
+        root_row: PackedRow | None,
         copies: Sequence[Copy],
     ) -> None:
         """text: ids up to the root. context: of the root, None if it is not known.
 
-        draws_at: the draws of a token at some distance from the root; None for greedy, or where they are not known.
-        rows: more rows of guesses after the root. copies: what followed earlier occurrences of the text's end.
+        root_row: the row that the root was chosen from, None if it is not known. copies: what followed earlier
+        occurrences of the text's end.
         """
         self._memory, self._priors, self._root = memory, priors, text[-1]
-        self._draws_at, self._root_rows, self._copies = draws_at, rows, copies
+        self._root_row, self._copies = root_row, copies
         self._growth = Growth()  # nodes in the order in which they were found
         self._known: set[Edge] = set()  # of these nodes
         self._copy_after: dict[Edge, Copy] = {}
-        self._drawn: dict[int, Draws | None] = {}  # by distance from the root
         # The context after a node, and the highest similarity that a row found by it may count as.
         self._contexts: dict[int, tuple[Context, float]] = {} if context is None else {ABOVE_ROOT: (context, 1.0)}
         self._num_pushed = 0
@@ -162,30 +138,18 @@ class Grower:
     def _expand(self, nodes: Sequence[int], least: float) -> None:
         """Put the likeliest guess of each source after some nodes into the heap."""
         growth = self._growth
-        rows: list[NodeRow] = []
-        draws: list[Draws] = []
         for node in nodes:
             if node < 0:
-                depth, chance = 1, 1.0
-                found = [*self._rows(node, ABOVE_ROOT, self._root, chance), *self._root_rows]
+                chance, found = 1.0, self._rows(node, ABOVE_ROOT, self._root, 1.0)
+                if self._root_row is not None:
+                    found.append((self._root_row, self._priors.root))
             else:
                 token, parent, chance = growth.tokens[node], growth.parents[node], growth.chances[node]
-                depth, found = growth.depths[node] + 1, self._rows(node, parent, token, chance)
+                found = self._rows(node, parent, token, chance)
                 if (parent, token) in self._copy_after:
                     self._follow(self._copy_after[parent, token], node, chance, least)
-            if not found:
-                continue
-            rows += [NodeRow(node, chance, row, prior) for row, prior in found]
-            if depth not in self._drawn:
-                self._drawn[depth] = self._draws_at(depth)
-            numbers = self._drawn[depth]
-            if numbers is not None:
-                draws += [numbers] * len(found)
-        if draws:  # of all nodes, or of none
-            self._race(rows, draws, least)
-        else:
-            for node_row in rows:
-                self._push_next(self._likeliest(node_row), node_row.node, least)
+            for row, prior in found:
+                self._push_next(self._likeliest(row, prior, chance), node, least)
 
     def _push_next(self, guesses: Iterator[Guess], parent: int, least: float) -> None:
         """Put the next guess of a source into the heap; none below `least`."""
@@ -197,29 +161,11 @@ class Grower:
                 heappush(self._heap, (-chance, self._num_pushed, token, parent, source, guesses))
                 return
 
-    def _likeliest(self, found: NodeRow) -> Iterator[Guess]:
-        """A row's guesses in its own order."""
-        by_bin, source = self._priors.chances[found.prior], found.prior.source
-        for both in found.row[:GREEDY_LENGTH].tolist():
-            yield found.chance * by_bin[both & _BIN], both >> BIN_BITS, source
-
-    def _race(self, rows: Sequence[NodeRow], draws: Sequence[Draws], least: float) -> None:
-        """Put the guesses of some rows into the heap, in the order in which the draws favour them."""
-        packed = np.array([found.row for found in rows])
-        probabilities = PROBABILITIES.take(packed & _BIN)
-        packed >>= BIN_BITS
-        drawn = np.empty(packed.shape, dtype=np.float32)
-        for i, numbers in enumerate(draws):
-            numbers.take(packed[i], out=drawn[i], mode="clip")  # without a mode numpy would make a copy first
-        sharpness = np.array([[found.prior.sharpness] for found in rows], dtype=np.float32)
-        order, chances = wins(probabilities, drawn, sharpness)
-        for found, *columns in zip(rows, packed.tolist(), order.tolist(), chances.tolist(), strict=True):
-            self._push_next(self._winners(found, *columns), found.node, least)
-
-    def _winners(self, found: NodeRow, tokens: list[int], order: list[int], chances: list[float]) -> Iterator[Guess]:
-        """A row's guesses by the draws, the likeliest first."""
-        for place in order:
-            yield found.chance * found.prior.chance(chances[place]), tokens[place], found.prior.source
+    def _likeliest(self, row: PackedRow, prior: RowPrior, chance: float) -> Iterator[Guess]:
+        """A row's guesses in its own order. chance: of the node before them."""
+        by_bin, source = self._priors.chances[prior], prior.source
+        for both in row.tolist():
+            yield chance * by_bin[both & _BIN], both >> BIN_BITS, source
 
     def _rows(self, node: int, parent: int, token: int, chance: float) -> list[SourceRow]:
         """The rows of guesses after a node. token, chance: of the node."""

@@ -12,15 +12,14 @@ from lade.drafting.growth import Copy, Growth
 from lade.drafting.prediction import Prediction
 from lade.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from lade.drafting.text_store import TextStore
-from lade.drafting.top_k_table import PackedRow, without
+from lade.drafting.top_k_table import PackedRow
 
 
 class DraftedText(SuffixIndex):
     """All ids of one text, the prompt's included.
 
     growth: the guesses after its end. root_row: the row of logits that its last token was chosen from, without that
-    token. rejected_row: the row of the rejected guess in the last token's place. context: of the last token. None where
-    these are not known.
+    token. context: of the last token. None where these are not known.
     """
 
     def __init__(self, ids: list[int], prediction: tuple[int, ...] = ()) -> None:
@@ -29,10 +28,8 @@ class DraftedText(SuffixIndex):
         self.extend(ids)
         self._prompt_length = len(ids)
         self._prediction = Prediction(prediction) if prediction else None
-        self.num_generated = 0
         self.growth = Growth()
         self.root_row: PackedRow | None = None
-        self.rejected_row: PackedRow | None = None
         self.context: Context | None = None
 
     @property
@@ -40,18 +37,10 @@ class DraftedText(SuffixIndex):
         """The generated tokens, after the end of the prompt: later calls find and repeat them."""
         return self.tokens[max(0, self._prompt_length - MAX_MATCH) :]
 
-    def begin_step(self, num_generated: int) -> None:
-        self.growth, self.num_generated = Growth(), num_generated
-
     def contexts_before(self, after: Contexts) -> Contexts:
         """Contexts of the root and of each guess, [1 + n, CONTEXT_SIZE]. after: those of what follows them."""
         root = UNKNOWN if self.context is None else self.context
         return np.concatenate([root[None], after[[parent + 1 for parent in self.growth.parents]]])
-
-    def take_rows(self, root_row: PackedRow, rejected_row: PackedRow | None) -> None:
-        """Take over the rows of a step, after its tokens were committed."""
-        self.root_row = without(root_row, self.tokens[-1])
-        self.rejected_row = rejected_row
 
     def copies(self, texts: TextStore | None, priors: Priors, count: int) -> list[Copy]:
         """At most `count` tokens each of what followed the longest earlier occurrence of the text's end, the shortest

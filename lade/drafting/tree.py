@@ -8,7 +8,6 @@ Recycling (arXiv:2408.08696) for the table by token; the rest is described in do
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -19,14 +18,13 @@ from lade.block.token_tree import TokenTree
 from lade.drafting.acceptance import GREEDY, SAMPLED
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.block_policy import choose_size, compared_sizes
-from lade.drafting.coming_draws import ComingDraws, Draws
 from lade.drafting.contexts import projected, projection
 from lade.drafting.growth import Grower, Growth
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import memory_for
 from lade.drafting.step_costs import Offers
 from lade.drafting.text import DraftedText
-from lade.drafting.top_k_table import Packed, packed
+from lade.drafting.top_k_table import Packed, packed, without
 from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
 
@@ -50,13 +48,11 @@ class TreeDrafter:
         self.max_block = min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block
         self.num_tokens, self._takes_chains = request.num_tokens, request.takes_chains
         self.priors = GREEDY if temperature is None else SAMPLED
-        self._coming_draws = None if request.draws is None else ComingDraws(request.draws)
         prompts = request.prompts()
         predictions = request.predictions or ((),) * len(prompts)
         self._texts = [DraftedText(ids.tolist(), text) for ids, text in zip(prompts, predictions, strict=True)]
         self._temperature = temperature or 1.0
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
-        self._vocab_size = 0  # width of the logits
         self._reason = ""  # for the size of this step's block
         # The offers of this step, what is expected of k guesses per row at index k, and the number of rows.
         self._compared: tuple[Offers, list[float], int] | None = None
@@ -64,8 +60,8 @@ class TreeDrafter:
         self._accepted: Counter[str] = Counter()
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
-        for text, generated in zip(self._texts, sequences.generated, strict=True):
-            text.begin_step(len(generated))
+        for text in self._texts:
+            text.growth = Growth()
         unfinished = [row for row, done in enumerate(is_finished) if not done]
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
         self._compared = None
@@ -79,7 +75,6 @@ class TreeDrafter:
         return Draft(tree, depth, ROOT_ALONE, self._cells, self.explain)
 
     def learn(self, outcome: Outcome) -> None:
-        self._vocab_size = outcome.logits.shape[-1]
         rows, projections = self._read(outcome.logits, outcome.summary)
         for number, (text, path) in enumerate(zip(self._texts, outcome.accepted, strict=True)):
             growth = text.growth
@@ -91,9 +86,7 @@ class TreeDrafter:
                 self._learn_rows(text, path, own, projections[number, :size])
             committed = outcome.sequences.generated[number][-len(path) - 1 :]
             text.extend(committed)
-            end = path[-1] if path else -1
-            rejected = growth.rejected(end, committed[-1])
-            text.take_rows(own[end + 1], None if rejected is None else own[rejected + 1])
+            text.root_row = without(own[path[-1] + 1 if path else 0], committed[-1])
             self._proposed.update(growth.sources)
             self._accepted.update(growth.sources[node] for node in path)
 
@@ -147,18 +140,9 @@ class TreeDrafter:
     def _grow(self, row: int, max_depth: int, size: int, least: float) -> Growth:
         """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`."""
         text, priors = self._texts[row], self.priors
-        sources = (text.rejected_row, priors.rejected), (text.root_row, priors.root)
-        rows = [(found, prior) for found, prior in sources if found is not None]
         copies = text.copies(self.memory.texts, priors, max_depth)
-        draws_at = partial(self._draws_at, row)
-        grower = Grower(self.memory, priors, text.tokens, text.context, draws_at, rows, copies)
+        grower = Grower(self.memory, priors, text.tokens, text.context, text.root_row, copies)
         return grower.grow(max_depth, size, least)
-
-    def _draws_at(self, row: int, depth: int) -> Draws | None:
-        """The draws of a token at some distance from the root; None if they are not known, or in greedy decoding."""
-        if self._coming_draws is None:
-            return None
-        return self._coming_draws.peek(row, self._texts[row].num_generated + depth - 1, self._vocab_size)
 
     def _read(self, logits: Tensor, summary: LogitsSummary | None = None) -> tuple[Packed, npt.NDArray[Any]]:
         """Rows [B, R, ROW_LENGTH] and projections [B, R, CONTEXT_SIZE] of logits [B, R, V]."""
