@@ -177,7 +177,7 @@ MUTANTS = [
            "np.lexsort((tokens[by_age], np.arange(len(tokens)) // SAVED_TOGETHER))", "np.arange(len(tokens))",
            "contexts.py::test_a_file_does_not_spell_out_the_texts"),
     mutant("trees: a row's guesses are all as likely as its first", "drafting/growth.py",
-           "yield chance * by_bin[both & _BIN]", "yield chance * by_bin[row[0] & _BIN]",
+           "prior.by_bin[both & _BIN]", "prior.by_bin[row[0] & _BIN]",
            "growth.py::test_trees_are_the_likeliest_of_their_size"),
     mutant("ids without an embedding are guesses", "drafting/tree.py",
            "logits = logits[..., : self.num_tokens]", "pass",

@@ -9,7 +9,7 @@ from support import compare, note_calls, prompt, tiny_llama
 
 import lade
 from lade.drafting import drafts_from
-from lade.drafting.acceptance import GREEDY
+from lade.drafting.acceptance import of_context
 from lade.drafting.contexts import CONTEXT_SIZE, LEAST_CENTRED, MAX_PLACES, UNKNOWN, ContextTable, projection
 from lade.drafting.contexts import projected as projected_by
 from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower
@@ -148,11 +148,11 @@ def test_guesses_of_similar_contexts():
     memory.contexts.put([8, 8, 9], rows_of(9, 10, 11), contexts[[0, 1, 2]], contexts[[2, 3, 3]])
 
     def guesses(context):
-        grower = Grower(memory, GREEDY, [5, 8], context, lambda depth: None, (), ())
+        grower = Grower(memory, [5, 8], context, None, ())
         growth = grower.grow(3, 8, 0.0)
         return growth.tokens, growth.chances, grower
 
-    certain = GREEDY.of_context(1.0).chance(1.0)
+    certain = of_context(1.0).by_bin[-1]
     tokens, chances, grower = guesses(contexts[0])
     assert tokens == [9, 11]  # token 9 has one row, in the context after the first row of token 8
     assert chances == pytest.approx([certain, certain**2])
@@ -161,7 +161,7 @@ def test_guesses_of_similar_contexts():
     # No guess counts as more similar than the row that led to it.
     other = contexts[3] - (contexts[3] @ contexts[0]) * contexts[0]
     tokens, chances, _ = guesses(0.8 * contexts[0] + 0.6 * other / np.linalg.norm(other))
-    similar = GREEDY.of_context(0.8).chance(1.0)
+    similar = of_context(0.8).by_bin[-1]
     assert similar < certain
     assert tokens == [9, 11]
     assert chances == pytest.approx([similar, similar**2])

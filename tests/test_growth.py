@@ -8,15 +8,15 @@ import torch
 from support import VOCAB
 
 from lade.drafting import growth as growth_module
-from lade.drafting.acceptance import GREEDY, LENGTHS, SAMPLED, SIMILARITIES, RowPrior
+from lade.drafting.acceptance import CONTEXT, LENGTHS, ROOT, SIMILARITIES, SUFFIX, TOKEN, RowPrior, of_context
 from lade.drafting.growth import LEAST_FOR_BOTH, Grower
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import BIN_BITS, BIN_RATIO, NUM_BINS, PROBABILITIES, ROW_LENGTH, packed, without
 
 
-def grower_of(memory, text, priors=GREEDY, context=None):
-    return Grower(memory, priors, text, context, root_row=None, copies=())
+def grower_of(memory, text, context=None):
+    return Grower(memory, text, context, root_row=None, copies=())
 
 
 def test_a_grade_is_within_its_ratio():
@@ -51,16 +51,13 @@ def test_what_is_no_number_has_no_rows():
 
 def test_priors():
     """Chances rise with the probability, the similarity and the number of equal tokens, and are below 1."""
-    for priors in (GREEDY, SAMPLED):
-        for prior in (priors.token, *priors.context, priors.root):
-            chances = priors.chances[prior]
-            assert chances == sorted(chances)
-            assert 0 < chances[0] < chances[-1] < 1
-            assert chances[40] == prior.chance(float(PROBABILITIES[40]))
-        assert [priors.of_context(cosine) for cosine in (-1.0, 1.0)] == [priors.context[0], priors.context[-1]]
-        assert len(priors.context) == 1 + len(SIMILARITIES)
-        assert len({source for source, _ in priors.suffix}) == len(LENGTHS)
-        assert [chance for _, chance in priors.suffix] == sorted(chance for _, chance in priors.suffix)
+    for prior in (TOKEN, *CONTEXT, ROOT):
+        assert prior.by_bin == sorted(prior.by_bin)
+        assert 0 < prior.by_bin[0] < prior.by_bin[-1] < 1
+    assert [of_context(cosine) for cosine in (-1.0, 1.0)] == [CONTEXT[0], CONTEXT[-1]]
+    assert len(CONTEXT) == 1 + len(SIMILARITIES)
+    assert len({source for source, _ in SUFFIX}) == len(LENGTHS)
+    assert [chance for _, chance in SUFFIX] == sorted(chance for _, chance in SUFFIX)
 
 
 def test_the_latest_row_is_looked_up_beside_the_one_of_the_context_where_it_may_count():
@@ -90,16 +87,15 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, monkeypatch):
     table = packed(rows, probabilities)
     memory.table.put(list(range(VOCAB)), table)
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
-    monkeypatch.setattr(SAMPLED, "token", prior)
-    monkeypatch.setitem(SAMPLED.chances, prior, prior.by_bin())
-    grown = grower_of(memory, [5, 6], SAMPLED).grow(max_depth, size, 0.0)
+    monkeypatch.setattr(growth_module, "TOKEN", prior)
+    grown = grower_of(memory, [5, 6]).grow(max_depth, size, 0.0)
     frontier, expected = [(-1.0, 6, 0)], []
     while len(expected) <= size:
         negative, token, depth = heapq.heappop(frontier)
         expected.append(-negative)
         if depth < max_depth:
             for both in table[token]:
-                chance = prior.chance(float(PROBABILITIES[both & NUM_BINS - 1]))
+                chance = 0.8 * float(PROBABILITIES[both & NUM_BINS - 1]) ** 1.3
                 heapq.heappush(frontier, (negative * chance, int(both >> BIN_BITS), depth + 1))
     assert grown.chances == pytest.approx(expected[1:], rel=1e-3)
     assert all(parent < node for node, parent in enumerate(grown.parents))

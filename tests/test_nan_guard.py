@@ -165,7 +165,7 @@ def test_prompts_that_are_no_numbers(settings, trips):
 def test_blocks_of_fixed_shapes(lade_on, trips, monkeypatch):
     """A small tree is padded with token 0, which is one of those."""
     monkeypatch.setattr("lade.forward.cuda.static_shapes.BACKEND", "eager")
-    lade.config_lade(**MODES["tree"], COMPILE=1)
+    lade.config_lade(**MODES["tree"] | {"MAX_BLOCK": 64, "COMPILE": 1})  # more than the first tree has
     model = tiny_llama()
     poison(model, [0])
     try:

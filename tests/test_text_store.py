@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from support import compare, prompt
 
 import lade
-from lade.drafting.acceptance import GREEDY
+from lade.drafting.acceptance import EARLIER
 from lade.drafting.suffix_index import END, MAX_MATCH, Match
 from lade.drafting.text_store import TextStore
 
@@ -181,5 +181,5 @@ def test_warming_keeps_the_texts(model):
 
 def test_sources_of_long_matches():
     """One source for each length up to 9, then a few that count together."""
-    names = [GREEDY.earlier[length][0] for length in (3, 8, 9, 12, 13, 20, 21)]
+    names = [EARLIER[length][0] for length in (3, 8, 9, 12, 13, 20, 21)]
     assert names == [f"earlier text of {length}" for length in (3, 8, 9, 9, 13, 13, 21)]

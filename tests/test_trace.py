@@ -20,7 +20,7 @@ from lade.commands.trace import TEMPLATE, page
 from lade.commands.trace.recorder import record, speed_line, warm_up
 from lade.commands.trace.replay import FAINT, GUESSED, ORDINARY, OWN, bin_of, replay
 from lade.drafting import Draft, register_drafter
-from lade.drafting.acceptance import GREEDY
+from lade.drafting.acceptance import CONTEXT, EARLIER, PREDICTION, ROOT, SUFFIX, TOKEN
 from lade.drafting.base import ROOT_ALONE
 from lade.forward.cpu import packed
 from lade.stats import open_stats, tracing
@@ -126,8 +126,8 @@ def test_the_default_drafter_explains_itself(tree_trace):
 def test_the_page_says_what_each_source_is():
     sources = re.search(r"const SOURCES = {\n(.*?)\n};", TEMPLATE.read_text(encoding="utf-8"), re.DOTALL)[1]
     described = set(re.findall(r"^  (\w+): \[", sources, re.MULTILINE))
-    sources = {prior.source for prior in GREEDY.chances}
-    sources |= {source for source, _ in GREEDY.suffix + GREEDY.earlier + GREEDY.prediction}
+    sources = {prior.source for prior in (TOKEN, ROOT, *CONTEXT)}
+    sources |= {source for source, _ in SUFFIX + EARLIER + PREDICTION}
     assert described == {source.split()[0] for source in sources} | {"pool"}
 
 

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from lade.block.token_tree import first_path
-from lade.drafting.acceptance import CopyPriors, Priors, RowPrior
+from lade.drafting.acceptance import ROOT, TOKEN, CopyPriors, RowPrior, of_context
 from lade.drafting.base import FOREIGN
 from lade.drafting.contexts import Context
 from lade.drafting.memory import Memory
@@ -86,7 +86,6 @@ class Grower:
     def __init__(
         self,
         memory: Memory,
-        priors: Priors,
         text: list[int],
         context: Context | None,
         root_row: PackedRow | None,
@@ -97,7 +96,7 @@ class Grower:
         root_row: the row that the root was chosen from, None if it is not known. copies: what followed earlier
         occurrences of the text's end.
         """
-        self._memory, self._priors, self._root = memory, priors, text[-1]
+        self._memory, self._root = memory, text[-1]
         self._root_row, self._copies = root_row, copies
         self._growth = Growth()  # nodes in the order in which they were found
         self._known: set[Edge] = set()  # of these nodes
@@ -142,7 +141,7 @@ class Grower:
             if node < 0:
                 chance, found = 1.0, self._rows(node, ABOVE_ROOT, self._root, 1.0)
                 if self._root_row is not None:
-                    found.append((self._root_row, self._priors.root))
+                    found.append((self._root_row, ROOT))
             else:
                 token, parent, chance = growth.tokens[node], growth.parents[node], growth.chances[node]
                 found = self._rows(node, parent, token, chance)
@@ -163,9 +162,8 @@ class Grower:
 
     def _likeliest(self, row: PackedRow, prior: RowPrior, chance: float) -> Iterator[Guess]:
         """A row's guesses in its own order. chance: of the node before them."""
-        by_bin, source = self._priors.chances[prior], prior.source
         for both in row.tolist():
-            yield chance * by_bin[both & _BIN], both >> BIN_BITS, source
+            yield chance * prior.by_bin[both & _BIN], both >> BIN_BITS, prior.source
 
     def _rows(self, node: int, parent: int, token: int, chance: float) -> list[SourceRow]:
         """The rows of guesses after a node. token, chance: of the node."""
@@ -174,7 +172,7 @@ class Grower:
         if in_context is None or chance >= LEAST_FOR_BOTH:
             latest = self._memory.table.row(token)
             if latest is not None:
-                found.append((latest, self._priors.token))
+                found.append((latest, TOKEN))
         return found
 
     def _row_in_context(self, node: int, parent: int, token: int) -> SourceRow | None:
@@ -187,7 +185,7 @@ class Grower:
             return None
         similarity = min(found.similarity, highest)
         self._contexts[node] = found.after, similarity
-        return found.row, self._priors.of_context(similarity)
+        return found.row, of_context(similarity)
 
     def _follow(self, copy: Copy, node: int, chance: float, least: float) -> None:
         """Put the next token of a copy into the heap. chance: of the node."""

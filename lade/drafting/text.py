@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from lade.drafting.acceptance import Priors
+from lade.drafting.acceptance import EARLIER, PREDICTION, SUFFIX
 from lade.drafting.contexts import UNKNOWN, Context, Contexts
 from lade.drafting.growth import Copy, Growth
 from lade.drafting.prediction import Prediction
@@ -42,17 +42,17 @@ class DraftedText(SuffixIndex):
         root = UNKNOWN if self.context is None else self.context
         return np.concatenate([root[None], after[[parent + 1 for parent in self.growth.parents]]])
 
-    def copies(self, texts: TextStore | None, priors: Priors, count: int) -> list[Copy]:
+    def copies(self, texts: TextStore | None, count: int) -> list[Copy]:
         """At most `count` tokens each of what followed the longest earlier occurrence of the text's end, the shortest
         match first: in the text itself, in texts of other calls where that one is longer, and in the prediction."""
         found, own = [], self.match()
         if self._prediction is not None:
             match = self._prediction.match(self.tokens[max(self._prompt_length, len(self.tokens) - MAX_MATCH) :])
             if match is not None:
-                found.append(Copy(self._prediction.following(match.place, count), 0, match.length, priors.prediction))
+                found.append(Copy(self._prediction.following(match.place, count), 0, match.length, PREDICTION))
         if own is not None:
-            found.append(Copy(self.following(own.place, count), 0, own.length, priors.suffix))
+            found.append(Copy(self.following(own.place, count), 0, own.length, SUFFIX))
         other = None if texts is None else texts.match(self.tokens[-MAX_MATCH:])
         if texts is not None and other is not None and (own is None or other.length > own.length):
-            found.append(Copy(texts.following(other.place, count), 0, other.length, priors.earlier))
+            found.append(Copy(texts.following(other.place, count), 0, other.length, EARLIER))
         return sorted(found, key=attrgetter("length"))  # where two guess the same token, the last one goes on

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree
-from lade.drafting.acceptance import GREEDY, SAMPLED
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.block_policy import choose_size, compared_sizes
 from lade.drafting.contexts import projected, projection
@@ -47,7 +46,6 @@ class TreeDrafter:
         is_blind = config.adaptive and self.costs is None
         self.max_block = min(config.max_block, BLIND_BLOCK) if is_blind else config.max_block
         self.num_tokens, self._takes_chains = request.num_tokens, request.takes_chains
-        self.priors = GREEDY if temperature is None else SAMPLED
         prompts = request.prompts()
         predictions = request.predictions or ((),) * len(prompts)
         self._texts = [DraftedText(ids.tolist(), text) for ids, text in zip(prompts, predictions, strict=True)]
@@ -139,9 +137,9 @@ class TreeDrafter:
 
     def _grow(self, row: int, max_depth: int, size: int, least: float) -> Growth:
         """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`."""
-        text, priors = self._texts[row], self.priors
-        copies = text.copies(self.memory.texts, priors, max_depth)
-        grower = Grower(self.memory, priors, text.tokens, text.context, text.root_row, copies)
+        text = self._texts[row]
+        copies = text.copies(self.memory.texts, max_depth)
+        grower = Grower(self.memory, text.tokens, text.context, text.root_row, copies)
         return grower.grow(max_depth, size, least)
 
     def _read(self, logits: Tensor, summary: LogitsSummary | None = None) -> tuple[Packed, npt.NDArray[Any]]:
