@@ -7,11 +7,11 @@ ones.
     python benchmarks/replay.py --records /tmp/records --without suffix --against all.json
 
 The text of a call does not depend on its guesses, so plain `generate()` gives it once, in float32. A replay hands the
-drafter what the loop would: the same requests, committed tokens, and of the model's own logits after
-every node of its tree, rejected ones included, the likeliest tokens with their probabilities and the context. They are
-computed when a drafter asks for them first, and kept (`--records`), so that later replays need no forward. A drafter is
-anything `lade.drafting.register_drafter` knows (`--modes`), among them those of `field.py`. Every step has the whole
-block (ADAPTIVE=0): what is compared are guesses, not sizes.
+drafter what the loop would: the same requests, committed tokens, and of the model's own logits after every node of its
+tree, rejected ones included, the likeliest tokens with their probabilities and the context. They are computed when a
+drafter asks for them first, and kept (`--records`), so that later replays need no forward. A drafter is anything
+`lade.drafting.register_drafter` knows (`--modes`), among them those of `field.py`. Every step has the whole block
+(ADAPTIVE=0): what is compared are guesses, not sizes.
 
 "Cold" begins each prompt with an empty memory, "warm" takes a set's prompts in their order with one. S is tokens over
 forward passes, the prompt's included. Ratios are means over prompts, with standard errors, of those whose text is no

@@ -292,7 +292,6 @@ def tree_picture(tokenizer: Any, step: Step) -> str:
             ("context", "similar context"),
             ("token", "same token"),
             ("suffix", "repeated text"),
-            ("rejected", "rejected guess"),
             ("root", "root's own row"),
         )
     ):

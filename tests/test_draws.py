@@ -34,6 +34,7 @@ def test_tokens_that_something_else_has_drawn_for():
     draws.draw(0, VOCAB_SIZE)
     for _ in (1, 2, 3):  # as a processor does whose scores are in another precision
         torch.multinomial(torch.ones(1, VOCAB_SIZE).double(), 1)
+    draws.forget(3)
     state = torch.get_rng_state()
     draws.draw(4, VOCAB_SIZE)
     after = torch.get_rng_state()
