@@ -58,8 +58,6 @@ class OtherDevice(TorchDispatchMode):
         if operation is ATEN.index and args[1][0] is not None and args[1][0].dtype == torch.bool:
             self.reads["mask"] += 1  # as if all of it were true
             return args[0].new_empty(args[1][0].numel(), *args[0].shape[args[1][0].dim() :])
-        if operation is ATEN.exponential_:  # whose reference takes no generator
-            return args[0]
         strangers = [tuple(tensor.shape) for tensor in tensors if not tensor.is_meta and tensor.dim()]
         if strangers:  # a number without dimensions may come from the host
             raise MixedDevices(f"{function} got tensors of other devices, of shapes {strangers}")

@@ -34,6 +34,7 @@ CONTEXT = [RowPrior("context", scale, 1.0) for scale in (0.38, 0.42, 0.45, 0.55,
 
 
 def of_context(similarity: float) -> RowPrior:
+    """The prior of rows that were found by a context of some similarity, a cosine."""
     return CONTEXT[bisect_right(SIMILARITIES, similarity)]
 
 

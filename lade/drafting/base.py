@@ -90,10 +90,10 @@ class DraftRequest:
     """The call that a drafter is made for.
 
     num_tokens: ids that the model has an embedding for. prompt_ids: [B, P] ids, padded on the left. key_mask: [B, P or
-    more] bool, False for padding; None without. temperature: of sampling, None for greedy.
-    costs: of steps, at each step of the kind that it will have; None where no size follows costs. is_exact: no block's
-    size can change a text. takes_chains: of each tree only the first path is used, cut to the shortest row's.
-    predictions: of each row, ids that its answer is expected to resemble; None without.
+    more] bool, False for padding; None without. temperature: of sampling, None for greedy. costs: of steps, at each
+    step of the kind that it will have; None where no size follows costs. is_exact: no block's size can change a text.
+    takes_chains: of each tree only the first path is used, cut to the shortest row's. predictions: of each row, ids
+    that its answer is expected to resemble; None without.
     """
 
     config: LookaheadConfig
