@@ -227,12 +227,12 @@ class Oracle:
     def _states(self, **inputs: Any) -> Tensor:
         """What the head is given in a forward over one text, [M, d]."""
         found: list[Tensor] = []
-        hook = self._head.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0][0]))
+        hook = self.model.base_model.register_forward_hook(lambda module, inputs, out: found.append(out[0][0]))
         try:
-            logits = self.model(**inputs).logits[0]
+            logits = self.model(**inputs, logits_to_keep=1).logits[0]  # `_keep` runs the head over the others
         finally:
             hook.remove()
-        if not torch.allclose(self._head(found[0][-1:]), logits[-1:], atol=1e-3):
+        if not torch.allclose(self._head(found[0][-1:]), logits, atol=1e-3):
             raise SystemExit(f"the head of {type(self.model).__name__} does more than a product")
         return found[0]
 
