@@ -1,10 +1,10 @@
-"""A new process and an empty cache folder: every prompt once by each method in turn, from the first call on.
+"""A new process and an empty cache folder: every prompt once by each method, from the first call on.
 
     python benchmarks/first_calls.py --model_path MODEL --dtype float32 --set code=HumanEval.jsonl
     python benchmarks/first_calls.py --model_path MODEL --dtype bfloat16 --set chat=questions.jsonl --temperature 0.7
 
 No call is warmed up but one of plain generate(), no prompt comes up again for the same method, and the prompts of the
-sets take turns. lade packs weights and learns what blocks cost while it is timed, and keeps its memory from call to
+sets take turns, the methods a random order. lade packs weights while it is timed, and keeps its memory from call to
 call, as in a user's program; `lade_cold` begins each call with an empty memory, and the blocks of `lade_8` have 8
 tokens each. Ratios are of tokens per second, to plain generate() on the same prompt, next to it in time: in half
 precision a text may diverge and end earlier or later. Also says how much memory the process takes before, after the
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 from statistics import mean
 from typing import Any
 
@@ -67,9 +68,9 @@ def run(
         for name, prompts in sets.items():
             if place >= len(prompts):
                 continue
-            turn = len(rows) % len(methods)
             found, own = {}, {}
-            for method in methods[turn:] + methods[:turn]:
+            # The first call is the one that packs; later no method always follows the same one.
+            for method in Random(len(rows)).sample(methods, len(methods)) if rows else methods:
                 found[method] = generate(model, prompts[place], method, common, memories.get(method))
                 if method in SETTINGS:
                     stats = lade.last_stats()
