@@ -25,8 +25,8 @@ from lade.models.base import ModelAdapter
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 # Assumed costs by size at batch size 1: models of 0.5B parameters and more with torch's own products and with packed
 # weights, and models of up to SMALL_BYTES, where calls cost as much as products. Which table counts depends on what the
-# processor has for the dtype (`has_fast_products`). Measured on two cores, "own, fast MKL" on 16; the fast FP16 and
-# bfloat16 "packed" as whole steps of calls, guesses included, which cost more than their forwards.
+# processor has for the dtype (`has_fast_products`). Measured on two cores, "own, fast MKL" on 16; fast FP16 up
+# to 16 tokens and fast bfloat16 "packed" up to 32 from whole steps of calls, drafting included, and scaled beyond.
 FAST_PRODUCTS = {
     ("float32", "own"): {1: 1.0, 2: 1.9, 4: 2.2, 8: 2.4, 16: 2.8, 32: 3.6, 64: 5.4},
     ("float32", "own, fast MKL"): {1: 1.0, 2: 1.1, 4: 1.5, 8: 1.6, 16: 1.9, 32: 2.75, 64: 4.5},
