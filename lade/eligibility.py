@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from lade.common.bypassed import CACHE_METHODS, replaced_function
 from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer
 from lade.common.request import Request
 from lade.models import ModelAdapter, adapter_for, needs_self_check
 from lade.models.self_check import WAITS, self_check_reason
 from lade.models.training import failed_in_training
-from lade.verification.bypassed import CACHE_METHODS, replaced_function
 
 TOO_SHORT = "a call for one or two tokens needs as many forward passes with guesses as without"
 QUIET = (TOO_SHORT, WAITS)  # no limits of lade, so without a warning

@@ -358,7 +358,7 @@ MUTANTS = [
     mutant("selection: a guess is kept where a criterion wrote another token", "verification/selection.py",
            "return all(ended) or [text[-1] for text in self.sequences.generated[rows]] != tokens", "return all(ended)",
            "requests.py::test_a_text_that_is_written_to"),
-    mutant("bypassed: a wrapper passes for what it wraps", "verification/bypassed.py",
+    mutant("bypassed: a wrapper passes for what it wraps", "common/bypassed.py",
            "if not (is_there and module.partition(\".\")[0] in DECORATORS):", "if False:",
            "bypassed.py::test_each_function_on_the_list"),
     mutant("training: random numbers do not count", "models/training.py",

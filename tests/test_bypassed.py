@@ -15,8 +15,8 @@ from support import TOKENIZER, compare, generate_plain, note_calls, prompt, tiny
 from transformers import DynamicCache, GenerationMixin, cache_utils
 
 import lade
+from lade.common.bypassed import CALLED, is_as_written, replaced_function
 from lade.decoding import lookahead_decode
-from lade.verification.bypassed import CALLED, is_as_written, replaced_function
 from lade.verification.selection import ROW_WISE_PROCESSORS
 
 pytestmark = pytest.mark.usefixtures("small_block")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from support import compare, generate_plain, in_threads, inference_tensors, note_calls, prompt, run_both, tiny_llama
-from support.families import FAMILIES
+from support.families import FAMILIES, of_each_class
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -312,11 +312,10 @@ def test_what_gains_nothing_is_packed_if_asked(pack_asked, monkeypatch):
     assert all(copy.packed is old for copy, old in zip(copies_of(model).copies.values(), copies, strict=True))
 
 
-# One of each class: windows and frequencies are settings, which change no product.
-CLASSES = {family.model_class: family for family in reversed(FAMILIES)}
+OFTEN = "llama mixtral phi3 gpt2 falcon bloom gemma2 deepseek_v2 qwen2_moe gpt_oss lfm2 opt"
 
 
-@pytest.mark.parametrize("family", CLASSES.values(), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", of_each_class(FAMILIES, OFTEN))
 def test_every_family_in_float32(lade_on, products, family):
     if not family.exists:
         pytest.skip(f"transformers {transformers.__version__} has no {family.model_class}")

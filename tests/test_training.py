@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from support import assert_same_state, compare, generate_plain, inference_tensors, prompt, tiny_llama
-from support.families import COMPOSITE, FAMILIES
+from support.families import COMPOSITE, FAMILIES, of_each_class
 from torch import nn
 from transformers import GenerationMixin
 
@@ -34,11 +34,11 @@ def set_randomness(model, value):
     return count
 
 
-# One of each class: windows and frequencies are settings, of which training changes nothing.
-CLASSES = {family.model_class: family for family in reversed([*FAMILIES, *COMPOSITE])}
+OFTEN = """llama mixtral gemma3n_text phimoe gpt2 gpt_neo opt bloom falcon mpt xglm biogpt deepseek_v3 gpt_oss llama4_text
+    lfm2 jetmoe diffllama qwen2_vl lfm2_vl mllama"""
 
 
-@pytest.mark.parametrize("family", CLASSES.values(), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", of_each_class([*FAMILIES, *COMPOSITE], OFTEN))
 def test_families(family):
     if not family.exists:
         pytest.skip(f"this transformers runs no {family.model_class}")

@@ -28,10 +28,10 @@ from transformers import (
 )
 
 from lade.block.token_tree import TokenTree
+from lade.common.bypassed import is_as_written
 from lade.common.compat import logits_processors
 from lade.common.request import Request
 from lade.common.transfer import on_host
-from lade.verification.bypassed import is_as_written
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
 from lade.verification.nan_guard import NanGuard

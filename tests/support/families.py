@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from packaging.version import Version
@@ -129,6 +130,17 @@ def family(
     **settings: Any,
 ) -> Family:
     return Family(name, model_class, settings, note, attention, dtype, spread)
+
+
+def of_each_class(families: Sequence[Family], often: str) -> list[Any]:
+    """Parameters of a test: the first family of each class, of which those not named in `often` run with the long tests.
+
+    Windows and frequencies are settings, so that one family stands for its class.
+    """
+    firsts = {found.model_class: found for found in reversed(families)}.values()
+    marks = {name: () for name in often.split()}
+    assert marks.keys() <= {found.name for found in firsts}
+    return [pytest.param(found, id=found.name, marks=marks.get(found.name, pytest.mark.long)) for found in firsts]
 
 
 def before(version: str) -> bool:
