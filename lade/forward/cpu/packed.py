@@ -62,6 +62,7 @@ COMFORTABLE_SHARE, LARGEST_SHARE = 0.5, 0.9
 COMPARED_ELEMENTS, MOST_COMPARISONS, COMPARED_COLUMNS = 1 << 15, 64, 512
 PRODUCT_TOLERANCE = 1e-5  # of a float32 product, relative to the largest element
 MOST_SUMMED = 511  # words of 8 bytes that go into one checksum
+SUMMED_AT_ONCE = 16  # of these; torch's sum of more of them reads half as fast
 
 PackedCopy = Tensor | Fp16Weight
 
@@ -355,8 +356,11 @@ def checksums(weight: Tensor) -> Tensor:
     # words of a row or a column are in one sum. Their number is odd, or the highest bits of all could vanish in a sum.
     length = max(1, min(MOST_SUMMED, len(weight) // 2, row_words // 2) - 1 | 1)
     count = next(n for n in range(len(words) // length, 0, -1) if gcd(n, row_words) == 1)
-    end = count * length
-    return torch.cat([words[:end].view(length, count).sum(0, dtype=torch.int64), words[end:].long()])
+    end, num_parted = count * length, length - length % SUMMED_AT_ONCE
+    rows = words[:end].view(length, count)
+    sums = rows[:num_parted].view(-1, SUMMED_AT_ONCE, count).sum(1, dtype=torch.int64).sum(0)
+    sums += rows[num_parted:].sum(0, dtype=torch.int64)
+    return torch.cat([sums, words[end:].long()])
 
 
 def begin_packing(call: BlockCall) -> Packing | None:
