@@ -133,14 +133,17 @@ def family(
 
 
 def of_each_class(families: Sequence[Family], often: str) -> list[Any]:
-    """Parameters of a test: the first family of each class, of which those not named in `often` run with the long tests.
+    """The first family of each class as parameters of a test; those not named in `often` run with the long tests.
 
     Windows and frequencies are settings, so that one family stands for its class.
     """
-    firsts = {found.model_class: found for found in reversed(families)}.values()
-    marks = {name: () for name in often.split()}
-    assert marks.keys() <= {found.name for found in firsts}
-    return [pytest.param(found, id=found.name, marks=marks.get(found.name, pytest.mark.long)) for found in firsts]
+    firsts = {found.model_class: found for found in reversed(families)}
+    names = set(often.split())
+    assert names <= {found.name for found in firsts.values()}
+    return [
+        pytest.param(found, id=found.name, marks=() if found.name in names else pytest.mark.long)
+        for found in firsts.values()
+    ]
 
 
 def before(version: str) -> bool:
