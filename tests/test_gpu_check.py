@@ -25,25 +25,16 @@ def check(path, *options):
 
 
 def test_stages_run_on_a_cpu(tmp_path):
-    done, found = check(tmp_path / "gpu.json", "--only", "environment,kernel,eviction,out_of_memory,speed")
+    done, found = check(tmp_path / "gpu.json", "--only", "environment,out_of_memory")
     assert done.returncode == 0, done.stdout + done.stderr
-    stages = found["stages"]
-    assert {stage["status"] for stage in stages.values()} == {"ok"}
+    assert {stage["status"] for stage in found["stages"].values()} == {"ok"}
     assert found["is_stand_in"]
     assert found["environment"]["torch"] == torch.__version__
-    memory = stages["out_of_memory"]["rows"]["without_memory"]
+    memory = found["stages"]["out_of_memory"]["rows"]["without_memory"]
     assert memory["passed"]
     assert memory["captured_steps"] > 0  # the stand-in ran
     assert "stood in for: no memory" in memory["reason"]
-    eviction = stages["eviction"]["rows"]["captures_with_eviction"]
-    assert eviction["passed"]
-    assert 0 < eviction["kept"] < 4
-    assert [row["passed"] for row in stages["kernel"]["rows"].values()] == 5 * [True]
-    speed = stages["speed"]["rows"]
-    assert speed["captured"]["captured_steps"] > 0 == speed["eager"]["captured_steps"]
-    # A step's time is the difference of two calls' times: on a busy machine it has any sign.
-    assert all(np.isfinite(row["milliseconds_per_step"]["median"]) for row in speed.values())
-    assert set(found["verdicts"].values()) == {None}  # no time of a stand-in decides anything
+    assert set(found["verdicts"].values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +189,16 @@ def test_the_parent_imports_no_torch():
 def test_all_stages_run_on_a_cpu(tmp_path):
     done, found = check(tmp_path / "gpu.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {stage["status"] for stage in found["stages"].values()} == {"ok"}
-    verdicts = found["verdicts"]
-    assert verdicts["CUDA graphs are right"]
-    assert verdicts["every mode gives plain generate()'s tokens"]
+    stages = found["stages"]
+    assert {stage["status"] for stage in stages.values()} == {"ok"}
+    eviction = stages["eviction"]["rows"]["captures_with_eviction"]
+    assert eviction["passed"]
+    assert 0 < eviction["kept"] < 4
+    assert [row["passed"] for row in stages["kernel"]["rows"].values()] == 5 * [True]
+    speed = stages["speed"]["rows"]
+    assert speed["captured"]["captured_steps"] > 0 == speed["eager"]["captured_steps"]
+    # A step's time is the difference of two calls' times: on a busy machine it has any sign.
+    assert all(np.isfinite(row["milliseconds_per_step"]["median"]) for row in speed.values())
+    verdicts = list(found["verdicts"].values())
+    assert (verdicts[0], verdicts[2]) == (True, True)
+    assert set(verdicts[3:]) == {None}  # no time of a stand-in decides anything
