@@ -14,7 +14,6 @@ from torch import Tensor
 from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
-from lade.block.recurrent_state import RecurrentCache
 from lade.block.token_tree import BlockPart, TokenTree
 from lade.common.request import Request
 from lade.common.transfer import HOST, to_device, wait_for
@@ -236,7 +235,7 @@ class DecodingCall:
 
     def run_waiting(self) -> None:
         """One more forward where tokens wait, so that the cache holds the text up to its last token."""
-        if isinstance(self.cache, RecurrentCache) and self.cache.num_waiting:
+        if self.cache.num_waiting:
             roots = self.cache.unwait()
             tree = TokenTree.empty(len(roots))
             step = self.lay_out(Draft(tree, 0, ROOT_ALONE, self.request.input_ids[:, :0]), roots)

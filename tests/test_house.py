@@ -125,7 +125,7 @@ TESTS_OF = {
     "packaging": "common.version",
     "packed": "common.notices forward.cpu.free_memory",
     "parallel": "parallel.checksums parallel.communicator parallel.group verification.single_process",
-    "recurrent": "block.recurrent_state",
+    "recurrent": "models.recurrent_state",
     "registered_drafters": "drafting.checked",
     "requests": "common.request",
     "static_shapes": "forward.cuda.buffer_pool forward.cuda.fingerprint forward.cuda.static_inputs",

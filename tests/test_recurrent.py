@@ -15,12 +15,12 @@ from support.families import CHAINS, RECURRENT, VOCAB
 from transformers import DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import lade
-from lade.block.recurrent_state import INDEX, MAX_WAITING
 from lade.block.token_tree import TokenTree
 from lade.drafting import register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.models import adapter_for
 from lade.models.recurrent import SHORT_CHUNK
+from lade.models.recurrent_state import INDEX, MAX_WAITING
 from lade.models.self_check import trial_errors
 
 # Gated delta rule beside attention, both in each layer, and no attention at all.

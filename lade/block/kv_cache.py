@@ -120,6 +120,10 @@ class LookaheadCache(Cache):
         """Committed tokens that run again in front of the next block."""
         return 0
 
+    def unwait(self) -> list[int]:
+        """Make the last of these the root again, for a block without guesses. Returns the rows' roots."""
+        raise NotImplementedError
+
     @property
     def block_start(self) -> int:
         """Slots before the longest row's block, and before tokens that run again in front of it."""

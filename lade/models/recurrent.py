@@ -17,11 +17,11 @@ from transformers import DynamicCache
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, AttentionSpan, Block
-from lade.block.recurrent_state import KEPT_LAYERS, SLOT_LAYERS, RecurrentCache, unknown_layer
 from lade.common.compat import CACHE_NAME
 from lade.common.request import Request
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter
+from lade.models.recurrent_state import KEPT_LAYERS, SLOT_LAYERS, RecurrentCache, unknown_layer
 from lade.switch import current_config
 
 # Model types whose own prepare_inputs_for_generation changes nothing for blocks: it says how many rows the prompt's

@@ -154,7 +154,6 @@ class RecurrentCache(LookaheadCache):
         return block
 
     def unwait(self) -> list[int]:
-        """Make the last waiting token the root again, with which the states are complete. Returns the rows' roots."""
         assert self._waiting is not None
         roots: list[int] = self._waiting[:, -1].tolist()
         self._waiting = self._waiting[:, :-1] if self.num_waiting > 1 else None
