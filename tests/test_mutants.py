@@ -26,6 +26,7 @@ def test_the_line_and_its_tests_exist(wrong):
         assert not function or function.split("[")[0] in functions_of(ROOT / file)
 
 
+@pytest.mark.long
 def test_one_mutant(tmp_path):
     """The quickest: the whole table takes minutes, and is run by hand."""
     copy = mutants.copy_of(ROOT, tmp_path)

@@ -378,9 +378,9 @@ torch.backends.cpu.get_cpu_capability, torch.cpu._is_avx512_bf16_supported = lam
 lade.augment_all()
 model = next(family for family in RECURRENT if family.name == "qwen3_next").build().bfloat16()
 ids = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
-for seed in range(6):
+for seed in range(4):
     torch.manual_seed(seed)
-    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=seed > 2)
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=seed > 1)
     print(text.tolist(), lade.last_stats().block_tokens)
 print(lade.last_stats().fallback_reason, sum(lade.last_stats().block_tokens) > lade.last_stats().steps)
 """
