@@ -14,7 +14,9 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from lade.common.bypassed import CACHE_METHODS, replaced_function
 from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer
 from lade.common.request import Request
+from lade.common.trial import in_short
 from lade.models import ModelAdapter, adapter_for, needs_self_check
+from lade.models.base import prompt_key_mask
 from lade.models.self_check import WAITS, self_check_reason
 from lade.models.training import failed_in_training
 
@@ -38,6 +40,14 @@ def is_short(request: Request) -> bool:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def adapter_or_reason(request: Request) -> ModelAdapter | str:
     """The adapter that serves a call, or the reason, a sentence, why it goes to the original `generate()`."""
+    try:
+        return checked(request)
+    except Exception as error:  # a model of somebody's own may lack anything
+        return f"the checks of {type(request.model).__name__} failed ({in_short(error)})"
+
+
+def checked(request: Request) -> ModelAdapter | str:
+    """As `adapter_or_reason`. May raise anything for a model that does not keep transformers' conventions."""
     reason = unsupported_call(request)
     if reason is not None:
         return reason
@@ -98,6 +108,9 @@ def unsupported_cache(request: Request, adapter: ModelAdapter) -> str | None:
     for part in (cache, *cache.layers):
         if not CACHE_METHODS.isdisjoint(vars(part)):
             return f"{CACHE_NAME} has an {min(CACHE_METHODS & vars(part).keys())} of its own"
+    mask = prompt_key_mask(request.attention_mask)
+    if mask is not None and mask.shape[1] < request.cached_length + request.num_uncached:
+        return "attention_mask is shorter than the text, so that plain generate() hides other keys in each step"
     if request.callers_cache is None and request.cached_length == 0:
         return None  # generate() made it for this call, and nothing else reads it
     if not cache.layers and not all(type(layer) in PLAIN_LAYERS for layer in adapter.cache_layers):

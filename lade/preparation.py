@@ -110,7 +110,7 @@ def _generate(model: Any, num_slots: int, num_new: int, batch_size: int, argumen
     generator = torch.Generator().manual_seed(0)
     num_tokens = model.get_input_embeddings().weight.shape[0]
     shape = (batch_size, max(1, num_slots - num_new))
-    ids = torch.randint(num_tokens, shape, generator=generator).to(model.device)
+    ids = torch.randint(num_tokens, shape, generator=generator, device="cpu").to(model.device)
     before = last_stats()
     with keeping_generators(model), keeping_state(model):  # later calls must not change
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, **arguments)

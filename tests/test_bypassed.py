@@ -2,17 +2,19 @@
 
 import collections
 import functools
+import gc
 import inspect
 import os
 import pkgutil
 import sys
 import types
+import weakref
 
 import pytest
 import torch
 import transformers
 from support import TOKENIZER, compare, generate_plain, note_calls, prompt, tiny_llama
-from transformers import DynamicCache, GenerationMixin, cache_utils
+from transformers import DynamicCache, GenerationMixin, LogitsProcessorList, TemperatureLogitsWarper, cache_utils
 
 import lade
 from lade.common.bypassed import CALLED, is_as_written, replaced_function
@@ -151,6 +153,16 @@ def test_one_cache_that_is_quantized(is_layer):
     model = tiny_llama()
     compare(model, reason="update of its own", cache=cache)
     compare(model, cache=lambda: DynamicCache(config=model.config))
+
+
+def test_a_users_processors_are_not_kept_alive():
+    """Their classes may be made anew for each request."""
+    kind = type("Mine", (TemperatureLogitsWarper,), {})
+    compare(tiny_llama(), max_new_tokens=8, do_sample=True, logits_processor=LogitsProcessorList([kind(0.5)]))
+    known = weakref.ref(kind)
+    del kind
+    gc.collect()
+    assert known() is None
 
 
 def test_a_processor_that_is_patched(monkeypatch):

@@ -30,6 +30,7 @@ from support.families import LONGROPE, rope
 from transformers import (
     DynamicCache,
     LlamaForCausalLM,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
@@ -42,6 +43,7 @@ from transformers import (
     TextIteratorStreamer,
     WatermarkingConfig,
 )
+from transformers.generation import stopping_criteria
 
 import lade
 from lade import ModelAdapter
@@ -316,6 +318,81 @@ def test_the_callers_own_cache(model, batch_size, only_new_ids, kind):
     assert_ran()
     assert torch.equal(results[0], results[1])
     assert_caches_close(caches[1], caches[0])
+
+
+@in_one_mode
+@pytest.mark.parametrize("num_hidden", [0, 5])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_that_holds_the_whole_prompt(model, kind, num_hidden):
+    """Plain generate() runs the prompt again, behind itself, and hides the newest keys by a mask that is too short."""
+    inputs = prompt(24)
+    inputs["attention_mask"][:, :num_hidden] = 0
+    results, caches = [], []
+    for run in both(model):
+        cache = StaticCache(model.config, max_cache_len=160) if kind == "static" else DynamicCache(config=model.config)
+        run(**inputs, max_new_tokens=10, past_key_values=cache)
+        results.append(run(**inputs, max_new_tokens=15, past_key_values=cache))
+        caches.append(cache)
+    assert torch.equal(*results)
+    assert_caches_close(*reversed(caches))
+    reason = lade.last_stats().fallback_reason
+    assert "shorter than the text" in reason if num_hidden else reason is None
+
+
+@in_one_mode
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)], ids=str)
+def test_a_cache_in_a_narrower_dtype(dtypes):
+    """Its keys become the model's dtype, as torch.cat makes them."""
+    wide, narrow = dtypes
+    model, results, caches = tiny_llama(wide), [], []
+    for run in both(model):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(**prompt(20), **{CACHE_NAME: cache})
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.to(narrow), layer.values.to(narrow)
+        results.append(run(**prompt(26), max_new_tokens=30, past_key_values=cache))
+        caches.append(cache)
+    assert assert_ran().steps < 30
+    assert torch.equal(*results)
+    assert {layer.keys.dtype for layer in caches[1].layers} == {wide}
+    assert_caches_close(*reversed(caches))
+
+
+class WritingLater(LogitsProcessor):
+    """Keeps the ids of each call, and overwrites them in the next one."""
+
+    def __init__(self):
+        self.kept = []
+
+    def __call__(self, input_ids, scores):
+        for ids in self.kept[1:]:  # not the prompt, which is the caller's
+            ids.zero_()
+        self.kept.append(input_ids)
+        return scores
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_ids_that_user_code_keeps_are_its_own(model, batch_size):
+    results = [
+        run(**prompt(24, batch_size), max_new_tokens=30, logits_processor=[WritingLater()]) for run in both(model)
+    ]
+    assert torch.equal(*results)
+    assert_ran()
+
+
+@in_one_mode
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_reminder_of_a_models_length(batch_size, monkeypatch):
+    model, said = tiny_llama(max_position_embeddings=40), []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", said.append)
+    for run in both(model):
+        for length in (10, 24):
+            said.clear()
+            run(**prompt(24, batch_size), max_new_tokens=length)
+            assert len(set(said)) == (length == 24)
+    assert_ran()
+    assert len(said) == 1
 
 
 @in_one_mode

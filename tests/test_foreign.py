@@ -490,6 +490,14 @@ def test_a_module_that_draws_leaves_the_generator_alone(model):
     check(model, "trial block", do_sample=True)
 
 
+def test_modules_of_torch_that_mix_tokens_are_tried_out(model):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(48, 4, 64, dropout=0.0, batch_first=True)
+    model.model.norm = nn.Sequential(model.model.norm, layer).double().eval()
+    with self_check.checking_at_once(64):
+        check(model, "trial block")
+
+
 def test_where_code_is_written():
     wrapped = torch.no_grad()(deaf_attention)
     named = functools.wraps(sdpa_attention_forward)(lambda *args: None)

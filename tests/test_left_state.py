@@ -5,6 +5,7 @@ For every family: tests/test_families.py compares the state after each of its ca
 
 import copy
 import functools
+from collections import Counter, deque
 
 import pytest
 import torch
@@ -62,11 +63,12 @@ def test_packed_weights(lade_on):
 
 
 class Unknown(LlamaForCausalLM):
-    """Must pass a self-check, counts its forwards and remembers their sizes in a list, a dictionary and a buffer."""
+    """Must pass a self-check, counts its forwards and remembers their sizes in all kinds of containers and a buffer."""
 
     def __init__(self, config):
         super().__init__(config)
         self.num_forwards, self.sizes, self.by_size = 0, [], {}
+        self.nested, self.counts, self.latest = {"sizes": []}, Counter(), deque(maxlen=2)
         self.register_buffer("largest", torch.zeros((), dtype=torch.long))
 
     @functools.wraps(LlamaForCausalLM.forward)
@@ -74,6 +76,9 @@ class Unknown(LlamaForCausalLM):
         self.num_forwards += 1
         self.sizes.append(input_ids.shape[1])
         self.by_size[input_ids.shape[1]] = input_ids
+        self.counts[input_ids.shape[1]] += 1
+        for sizes in (self.nested["sizes"], self.latest):
+            sizes.append(input_ids.shape[1])
         self.largest.fill_(max(int(self.largest), input_ids.shape[1]))
         self.just_added = input_ids
         return super().forward(input_ids=input_ids, **arguments)

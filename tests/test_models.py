@@ -9,9 +9,19 @@ import torch
 from accelerate import dispatch_model
 from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, tiny_llama
 from support.families import FAMILIES
-from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations import flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import lade
 from lade import models
@@ -185,6 +195,36 @@ def test_a_trial_that_raises_is_a_reason(monkeypatch):
 
     monkeypatch.setattr(models.self_check, "trial_errors", broken)
     compare(model, reason="two dimensions", max_new_tokens=8)
+
+
+class WithoutConventions(PreTrainedModel, GenerationMixin):
+    """As in repositories with code of their own: neither `vocab_size` nor `get_input_embeddings`."""
+
+    config_class = type("Config", (PreTrainedConfig,), {"model_type": "mine", "num_hidden_layers": 1})
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, cache=None, use_cache=True, **arguments):
+        cache, states = cache or past_key_values, self.table(input_ids)
+        keys, _ = cache.update(states[:, None], states[:, None], 0)
+        seen = keys[:, 0].cumsum(1)[:, -input_ids.shape[1] :]
+        return CausalLMOutputWithPast(logits=self.head(seen), **{CACHE_NAME: cache})
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_models_that_lack_what_the_checks_ask_for(is_training):
+    """Each call goes to plain generate(), with the cause as its reason."""
+    torch.manual_seed(0)
+    model = WithoutConventions(WithoutConventions.config_class(pad_token_id=0, eos_token_id=2)).train(is_training)
+    with checking_at_once(64):
+        for batch_size in (1, 2):
+            inputs = prompt(24, batch_size)
+            expected = generate_plain(model, inputs, max_new_tokens=20)
+            assert torch.equal(model.generate(**inputs, max_new_tokens=20), expected)
+            assert "Error" in lade.last_stats().fallback_reason
 
 
 def test_a_longer_text_is_tried_out_anew():

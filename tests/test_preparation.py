@@ -35,6 +35,15 @@ def test_trees(arguments, batch_size, model, graphs):
     assert len(graphs) == 2
 
 
+def test_with_another_default_device(model):
+    """Random ids, and random inputs of packed weights, are made on the host."""
+    lade.config_lade(**TREE, PACK=1)
+    model.float()
+    with torch.device("meta"):
+        lade.warmup(model, prompt_tokens=24, max_new_tokens=16)
+    compare(model, max_new_tokens=20)
+
+
 def test_rows_of_a_model_without_a_pad_token(model):
     model.generation_config.pad_token_id = model.config.pad_token_id = None
     lade.config_lade(**TREE)

@@ -66,6 +66,7 @@ class SlotLayer(CacheLayer):
             end = self.prefilled + num_tokens
             cache.check_room(end)
             cache.ensure_capacity(end)
+            cache.promote(key_states.dtype)
             self.keys.narrow(2, self.prefilled, num_tokens).copy_(key_states)
             self.values.narrow(2, self.prefilled, num_tokens).copy_(value_states)
             self.prefilled = end
@@ -263,6 +264,13 @@ class LookaheadCache(Cache):
             self.capacity *= 2
         for storage in self._storages:
             storage.grow(self.capacity)
+
+    def promote(self, dtype: torch.dtype) -> None:
+        """Keep all keys and values in a dtype that holds another one, too, as torch.cat does."""
+        for storage in self._storages:
+            if (wider := torch.promote_types(storage.data.dtype, dtype)) != storage.data.dtype:
+                storage.data = storage.data.to(wider)
+                storage.place_owners()
 
 
 class _Storage:

@@ -59,6 +59,8 @@ except (ImportError, AttributeError) as error:
 
 # generate() sets this mark on a caller's cache in 5.18, not yet in 5.12; lade sets it in every version.
 CALLERS_CACHE_MARK = "_is_user_defined"
+# Where generate() keeps the length of a mask that it leaves out because it hides nothing; not in every version.
+MASK_LENGTH = "_mask_length"
 # The cache among the arguments and outputs of models and of generate(): the name since 5.24, and the older one, which
 # 5.24 still takes as an argument. `CACHE_NAME` is the one that this version uses itself.
 CACHE_NAMES = ("cache", "past_key_values")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, StaticCache
 
-from lade.common.compat import CACHE_NAME, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME
+from lade.common.compat import CACHE_NAME, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME, MASK_LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,16 @@ class Request:
 
     @property
     def num_uncached(self) -> int:
-        """Tokens of a row in the prompt's forward. Where fewer ids are given than are cached, they are its end."""
-        num_more = self.prompt_length - self.cached_length
-        return num_more if num_more > 0 else self.input_ids.shape[1]
+        """Tokens of a row in the prompt's forward, as `_prefill` takes them: ids are the whole text if the mask is as
+        long as they are, and of a whole text the last ones, by a negative or empty slice where more is cached.
+        """
+        embeds, mask = self.model_kwargs.get("inputs_embeds"), self.attention_mask
+        given = self.input_ids.shape[1] if embeds is None else embeds.shape[1]
+        mask_length = getattr(self.generation_config, MASK_LENGTH, None) if mask is None else mask.shape[1]
+        num_more = given - self.cached_length
+        if num_more == 0 or (embeds is None and mask_length != given):
+            return given
+        return num_more if num_more > 0 else max(0, given + num_more)
 
     @property
     def num_new(self) -> int:

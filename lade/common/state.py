@@ -12,8 +12,10 @@ import ctypes
 import operator
 import threading
 import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 PLAIN = (bool, int, float, str, type(None), Tensor)
-CONTAINERS = (list, dict, set)
+CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 OWN_DICTIONARIES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
 MOST_COPIED = 2**20  # elements of a tensor: larger ones are tables and quantized weights, which no forward writes to
 
@@ -65,8 +67,8 @@ def forget_all() -> None:
 def keeping_state(model: Any) -> Iterator[None]:
     """Restore the buffers and plain attributes of all modules afterwards: for forwards that plain generate() lacks.
 
-    Rotary embeddings keep frequencies that decide later calls, and modules may count or collect. What a forward changes
-    elsewhere, as in the closure of a hook, is not restored.
+    Rotary embeddings keep frequencies that decide later calls, and modules may count or collect, in containers inside
+    of containers, too. What a forward changes elsewhere, as in the closure of a hook, is not restored.
     """
     before = [(part, _ModuleState(part)) for part in model.modules()]
     try:
@@ -86,7 +88,7 @@ class _ModuleState:
         self._buffers = dict(own["_buffers"])
         self._plain = {name: value for name, value in own.items() if _is_plain(name, value)}
         values = [*self._buffers.values(), *self._plain.values()]
-        self._contents = [(value, value.copy()) for value in values if type(value) in CONTAINERS]
+        self._contents = [(container, container.copy()) for container in _containers(values)]
         tensors = (value for value in values if isinstance(value, Tensor) and not value.is_meta)
         self._copies = [(tensor, tensor.clone()) for tensor in tensors if tensor.numel() <= MOST_COPIED]
 
@@ -98,13 +100,33 @@ class _ModuleState:
         _restore(own["_buffers"], own["_buffers"], self._buffers)
         _restore(own, [name for name, value in own.items() if _is_plain(name, value)], self._plain)
         for container, content in self._contents:
-            if container != content:
+            if not _holds(container, content):
                 container.clear()
-                (container.extend if isinstance(container, list) else container.update)(content)
+                (container.extend if isinstance(container, (list, deque)) else container.update)(content)
         for tensor, copy in self._copies:
             if not _is_equal(tensor, copy):
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.copy_(copy)
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """The containers among some values, and those inside of them."""
+    found: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        if type(value) in CONTAINERS and id(value) not in found:
+            found[id(value)] = value
+            left.extend(value.values() if isinstance(value, dict) else value)
+    return list(found.values())
+
+
+def _holds(container: Any, content: Any) -> bool:
+    """Whether a container has the same objects as a copy of it, which need not be comparable."""
+    if isinstance(container, set):
+        return bool(container == content)
+    kinds = (chain.from_iterable(part.items()) if isinstance(part, dict) else part for part in (container, content))
+    return len(container) == len(content) and all(map(operator.is_, *kinds))
 
 
 def _merged_adapters(own: dict[str, Any]) -> list[Any]:

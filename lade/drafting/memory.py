@@ -230,6 +230,6 @@ def memory_for(model: Any, share: bool, is_exact: bool) -> Memory:
         return Memory()
     num_tokens = num_tokens_of(model)
     shared = _shared.of(model)
-    for key in [key for key in shared if key[0] != num_tokens]:  # embeddings may be resized
-        del shared[key]
+    for key in [key for key in list(shared) if key[0] != num_tokens]:  # embeddings may be resized
+        shared.pop(key, None)  # another thread may be here as well
     return shared.setdefault((num_tokens, is_exact), Memory())

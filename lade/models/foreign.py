@@ -33,6 +33,7 @@ from lade.common.compat import (
 from lade.models.compiled import can_pass_by
 
 T = TypeVar("T")
+MIXES_TOKENS = "torch.nn.modules.transformer"  # torch's own modules whose result for a token depends on later ones
 AUTHORS = frozenset({"torch", "transformers", "accelerate", "lade"})  # top-level packages
 TRANSFORMERS = frozenset({"transformers"})
 # Packages whose hooks, and forwards on modules, need no permission.
@@ -82,7 +83,8 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         kind, own = type(part), vars(part)
         if kind not in known:
             code = tuple(_code_of_class(kind))
-            known[kind] = None if all(is_written_by(AUTHORS, each) for each in code) else tuple(map(key_of, code))
+            is_known = all(is_written_by(AUTHORS, each) for each in code) and kind.__module__ != MIXES_TOKENS
+            known[kind] = None if is_known else tuple(map(key_of, code))
             if f"{kind.__module__}.{kind.__qualname__}" == LORA and is_written_throughout_by(AUTHORS_OF_LORA, kind):
                 lora.add(kind)
         if (key := known[kind]) is not None and not (kind in lora and is_plain_lora(part)):

@@ -194,7 +194,8 @@ class TrialRun:
         longest = getattr(adapter.config, "max_position_embeddings", None) or length
         num_more = 1 + (CHAINED if adapter.takes_chains else 7)
         count = min(length, longest) - num_more
-        text = torch.randint(adapter.num_tokens, (1, count + num_more), generator=torch.Generator().manual_seed(0))
+        numbers = torch.Generator().manual_seed(0)
+        text = torch.randint(adapter.num_tokens, (1, count + num_more), generator=numbers, device="cpu")
         device = adapter.model.get_input_embeddings().weight.device
         text = text.to("cpu" if device.type == "meta" else device)  # accelerate moves it to where the weights come
         self._prefix = text[:, :count].expand(num_rows, -1)

@@ -212,15 +212,23 @@ class Selection:
 class PerRowSelection(Selection):
     """Row-wise processors and sampling, each row at its own length; rows share the draws of plain generate()."""
 
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._reminders = [criterion for criterion in self.criteria if isinstance(criterion, MaxLengthCriteria)]
+
     def _row_groups(self) -> list[slice]:
         limit = self._shortest + MAX_LEAD if self.do_sample else inf
         rows = enumerate(zip(self.sequences.lengths, self.is_finished, strict=True))
         return [slice(row, row + 1) for row, (length, has_ended) in rows if length < limit and not has_ended]
 
     def _ended(self, rows: slice, tokens: list[int], were_guessed: bool) -> list[bool]:
+        length = self.sequences.lengths[rows.start]
+        for criterion in [each for each in self._reminders if length > (each.max_position_embeddings or inf)]:
+            criterion(self.sequences.texts(rows), None)  # warns of it once
+            self._reminders.remove(criterion)
         return [
             tokens[0] in self.eos_ids
-            or self.sequences.lengths[rows.start] >= self.max_length
+            or length >= self.max_length
             or any(bool(criterion(self.sequences.texts(rows), None)) for criterion in self.stop_strings)
         ]
 
@@ -307,8 +315,8 @@ def rows_end_independently(criteria: StoppingCriteriaList, is_batch: bool) -> bo
 
 def is_row_wise(processor: Callable[..., Tensor]) -> bool:
     """Whether one row's scores depend on that row alone, and calls leave no state behind."""
-    if not is_as_written(type(processor), "__call__"):
-        return False
     if type(processor) is RepetitionPenaltyLogitsProcessor:
-        return not isinstance(processor.prompt_ignore_length, Tensor)
-    return type(processor) in ROW_WISE_PROCESSORS
+        is_known = not isinstance(processor.prompt_ignore_length, Tensor)
+    else:
+        is_known = type(processor) in ROW_WISE_PROCESSORS
+    return is_known and is_as_written(type(processor), "__call__")

@@ -38,11 +38,14 @@ class TokenSequences:
         return self.texts(slice(row, row + 1))
 
     def texts(self, rows: slice) -> Tensor:
-        """Texts of rows of the same length. Returns [R, length], contiguous and of the dtype in plain generate()."""
+        """Texts of rows of the same length. Returns [R, length], of the dtype in plain generate().
+
+        A contiguous copy, since user code may keep it and write to it later.
+        """
         if self.lengths[rows][0] == self.prompt_length:
             return self._prompts[rows]
         self._copy(rows)
-        return self._ids[rows, : self.lengths[rows][0]].contiguous()
+        return self._ids[rows, : self.lengths[rows][0]].clone(memory_format=torch.contiguous_format)
 
     def read_back(self, rows: slice, texts: Tensor) -> None:
         """Replace the texts of rows by what user code has written to the tensor that `texts` returned."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import string
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -133,7 +133,7 @@ def _is_same(one, two) -> bool:
         return kinds[0] == kinds[1] and torch.equal(one.nan_to_num(), two.nan_to_num())
     if type(one) is not type(two):
         return False
-    if isinstance(one, (list, tuple)):
+    if isinstance(one, (list, tuple, deque)):
         return len(one) == len(two) and all(map(_is_same, one, two))
     if isinstance(one, OrderedDict):  # of hooks, whose keys are numbers of the process
         return len(one) == len(two)

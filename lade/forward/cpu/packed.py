@@ -327,7 +327,7 @@ class PackedLinear(nn.Linear):
         num_elements = shape[:-1].numel() * self.out_features
         most = MOST_COMPARISONS if packing.has_same_bits else 1
         for _ in range(min(most, max(1, COMPARED_ELEMENTS // num_elements))):
-            input = torch.randn(shape, generator=numbers).to(packing.dtype)
+            input = torch.randn(shape, generator=numbers, device="cpu").to(packing.dtype)
             found = multiply(input, packed, self.bias)[..., :columns]
             if not packing.is_same(found.contiguous(), linear(input, self.weight[:columns], bias)):
                 sizes = f"{shape[:-1].numel()} x {shape[-1]} by {shape[-1]} x {self.out_features}"
