@@ -16,7 +16,6 @@ from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, Dynam
 from lade.common.request import Request
 from lade.common.trial import in_short
 from lade.models import ModelAdapter, adapter_for, needs_self_check
-from lade.models.base import prompt_key_mask
 from lade.models.self_check import WAITS, self_check_reason
 from lade.models.training import failed_in_training
 
@@ -108,7 +107,7 @@ def unsupported_cache(request: Request, adapter: ModelAdapter) -> str | None:
     for part in (cache, *cache.layers):
         if not CACHE_METHODS.isdisjoint(vars(part)):
             return f"{CACHE_NAME} has an {min(CACHE_METHODS & vars(part).keys())} of its own"
-    mask = prompt_key_mask(request.attention_mask)
+    mask = request.attention_mask
     if mask is not None and mask.shape[1] < request.cached_length + request.num_uncached:
         return "attention_mask is shorter than the text, so that plain generate() hides other keys in each step"
     if request.callers_cache is None and request.cached_length == 0:
