@@ -40,27 +40,22 @@ def is_short(request: Request) -> bool:
 def adapter_or_reason(request: Request) -> ModelAdapter | str:
     """The adapter that serves a call, or the reason, a sentence, why it goes to the original `generate()`."""
     try:
-        return checked(request)
+        reason = unsupported_call(request)
+        if reason is not None:
+            return reason
+        adapter = adapter_for(request.model)
+        if type(request.cache) is DynamicCache and request.cache.layers and request.callers_cache is None:
+            adapter.cache_layers = request.cache.layers  # made by generate() from the model's configuration
+        reason = (
+            adapter.unsupported_reason()
+            or unsupported_cache(request, adapter)
+            or unsupported_arguments(request, adapter)
+            or adapter.unsupported_request(request)
+            or failed_trial(request, adapter)  # runs the model
+        )
+        return reason or adapter
     except Exception as error:  # a model of somebody's own may lack anything
         return f"the checks of {type(request.model).__name__} failed ({in_short(error)})"
-
-
-def checked(request: Request) -> ModelAdapter | str:
-    """As `adapter_or_reason`. May raise anything for a model that does not keep transformers' conventions."""
-    reason = unsupported_call(request)
-    if reason is not None:
-        return reason
-    adapter = adapter_for(request.model)
-    if type(request.cache) is DynamicCache and request.cache.layers and request.callers_cache is None:
-        adapter.cache_layers = request.cache.layers  # made by generate() from the model's configuration
-    reason = (
-        adapter.unsupported_reason()
-        or unsupported_cache(request, adapter)
-        or unsupported_arguments(request, adapter)
-        or adapter.unsupported_request(request)
-        or failed_trial(request, adapter)  # runs the model
-    )
-    return reason or adapter
 
 
 def unsupported_call(request: Request) -> str | None:

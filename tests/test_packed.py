@@ -191,6 +191,16 @@ def test_a_product_that_could_not_be_compared_is_not_used(small, monkeypatch):
     assert packing.shared.trial.num_kinds == 1
 
 
+def test_a_product_is_compared_on_the_host(small):
+    """Whatever the default device is."""
+    model = nn.ModuleDict({"layer": nn.Linear(64, 32).requires_grad_(False)})
+    layer, packing = layer_of(model, torch.float32, is_exact=True)
+    input = torch.randn(4, 64)
+    with torch.device("meta"):
+        layer(input)
+    assert (packing.shared.trial.num_kinds, packing.shared.trial.reasons) == (1, {})
+
+
 def unpacked_text(model):
     lade.config_lade(PACK=0)
     return generate(model, prompt())[0]

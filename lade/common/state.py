@@ -125,8 +125,8 @@ def _holds(container: Any, content: Any) -> bool:
     """Whether a container has the same objects as a copy of it, which need not be comparable."""
     if isinstance(container, set):
         return bool(container == content)
-    kinds = (chain.from_iterable(part.items()) if isinstance(part, dict) else part for part in (container, content))
-    return len(container) == len(content) and all(map(operator.is_, *kinds))
+    both = (chain.from_iterable(part.items()) if isinstance(part, dict) else part for part in (container, content))
+    return len(container) == len(content) and all(map(operator.is_, *both))
 
 
 def _merged_adapters(own: dict[str, Any]) -> list[Any]:
