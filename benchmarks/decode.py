@@ -28,7 +28,7 @@ from transformers import CompileConfig
 
 import lade
 from lade.eligibility import TOO_SHORT
-from lade.switch import current_config, temporary_settings
+from lade.switch import current_config
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -106,7 +106,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], name: str, trial: Tria
     """One batch by one method; what came of it is added to the trial. lade is on for its own methods alone."""
     is_ahead = name in OWN
     memory = kept.active() if name == "lade_kept" else nullcontext()
-    with harness.use_lade(is_ahead), temporary_settings(**OWN.get(name, {})), memory:
+    with lade.enabled(is_ahead, **OWN.get(name, {})), memory:
         torch.manual_seed(0)
         harness.synchronize(model)
         started = time.perf_counter()

@@ -21,7 +21,7 @@ from typing import Any
 import harness
 
 import lade
-from lade.commands.measure import NOT_SHARED, generate_timed, use_lade
+from lade.commands.measure import NOT_SHARED, generate_timed
 
 EDITS = {
     "rename": "Rename the function `{name}` to `{name}_v2`, wherever its name stands.",
@@ -58,7 +58,7 @@ def read_edits(
         if one_each:
             continue
         written = WRITE.format(head=row["prompt"])
-        with use_lade(False):
+        with lade.enabled(False):
             before, _ = generate_timed(model, asked(written), **common)
         edits.append({"kind": "again", "inputs": asked(written + AGAIN), "before": before})
     return edits
@@ -74,7 +74,7 @@ def run_method(model: Any, edit: dict[str, Any], method: str, common: dict[str, 
         nonlocal steps
         steps += 1
 
-    with use_lade(method.startswith("lade")):
+    with lade.enabled(method.startswith("lade")):
         if not method.startswith("lade"):
             hook = model.register_forward_hook(count)
             found = generate_timed(model, edit["inputs"], **common, **own)

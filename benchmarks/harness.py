@@ -30,7 +30,6 @@ from lade.commands.measure import (  # noqa: F401  what the benchmarks take from
     is_looping,
     machine,
     spread,
-    use_lade,
 )
 from lade.commands.prompts import as_inputs, read_prompts
 from lade.config import MODES

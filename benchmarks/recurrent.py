@@ -69,7 +69,7 @@ def block_costs(model: Any, args: argparse.Namespace) -> dict[str, float]:
 
 def said_to_prompt_lookup(model: Any) -> str | None:
     inputs = shapes.random_prompts(model, 1, 1, 16)[0]
-    with harness.use_lade(False):
+    with lade.enabled(False):
         try:
             model.generate(**inputs, max_new_tokens=4, prompt_lookup_num_tokens=3)
         except ValueError as error:

@@ -27,10 +27,9 @@ import torch
 from replay import Recording
 
 import lade
-from lade.commands.measure import use_lade
 from lade.commands.prompts import as_inputs, read_prompts
 from lade.drafting.memory import Memory
-from lade.switch import current_config, temporary_settings
+from lade.switch import current_config
 
 FAILED = "# The tests failed. Another attempt:\n"
 CHECKED = "\n\n\n# The same function with its arguments checked.\n"
@@ -68,7 +67,7 @@ def loop(model: Any, recording: Recording, memory: Memory) -> replay.Replay:
     """The same by `generate()`."""
     ids = torch.tensor([recording.prompt])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with use_lade(True), memory.active():
+    with lade.enabled(), memory.active():
         tokens, seconds = harness.generate_timed(
             model, inputs, recording.seed, max_new_tokens=len(recording.tokens), **recording.arguments
         )
@@ -109,7 +108,7 @@ def main() -> None:
     recordings = TRACES[args.trace](read_prompts(args.prompts, args.limit), model, tokenizer, args)
     figures: dict[str, Any] = {}
     for q in args.sizes:
-        with temporary_settings(MODE="tree", MAX_BLOCK=q, ADAPTIVE=0):
+        with lade.enabled(MODE="tree", MAX_BLOCK=q, ADAPTIVE=0):
             taken = {kind: take(model, recordings, kind, args.texts, False) for kind in MEMORIES}
             looped = {kind: take(model, recordings, kind, args.texts, True) for kind in MEMORIES} if args.loop else {}
         one = {kind: replay.summary(found, recordings) for kind, found in taken.items()}

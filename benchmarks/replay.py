@@ -45,7 +45,6 @@ import lade
 from lade.block.kv_cache import cache_arguments
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
-from lade.commands.measure import use_lade
 from lade.config import LookaheadConfig
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting import tree as tree_module
@@ -57,7 +56,7 @@ from lade.drafting.memory import Memory
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import TopKTable
 from lade.drafting.tree import TreeDrafter
-from lade.switch import current_config, temporary_settings
+from lade.switch import current_config
 from lade.verification.logits import LogitsSummary
 from lade.verification.sequences import TokenSequences
 from lade.verification.walk import children_of
@@ -129,7 +128,7 @@ def record(
 ) -> Recording:
     """Plain `generate()` on one prompt. arguments: more of generate()'s, such as top_k."""
     arguments |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    with use_lade(False):
+    with lade.enabled(False):
         tokens, _ = harness.generate_timed(model, inputs, seed, max_new_tokens=max_new_tokens, **arguments)
     return Recording(inputs["input_ids"][0].tolist(), tokens, temperature, arguments, seed)
 
@@ -341,7 +340,7 @@ def steps_of_loop(model: Any, recording: Recording, config: dict[str, Any]) -> i
     """Forward passes that `generate()` itself takes with an empty memory. config: for `config_lade`."""
     ids = torch.tensor([recording.prompt])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with use_lade(True), temporary_settings(**config), Memory().active():
+    with lade.enabled(**config), Memory().active():
         tokens, _ = harness.generate_timed(
             model, inputs, recording.seed, max_new_tokens=len(recording.tokens), **recording.arguments
         )
@@ -478,7 +477,7 @@ def main() -> None:
                         if memory == "warm" and mode in field.KEEP_NOTHING:
                             continue
                         settings = field.settings_of(mode, q)
-                        with temporary_settings(**settings):
+                        with lade.enabled(**settings):
                             config = current_config()
                         found = replay_all(model, recordings, config, memory == "warm", args.without)
                         full = key = f"{name} T={temperature:g} {mode} q={q} {memory}"

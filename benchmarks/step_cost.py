@@ -29,6 +29,7 @@ from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import Block
 from lade.common.transfer import HOST
 from lade.forward.base import BlockCall, ForwardPath, path_for
+from lade.forward.cuda.buffer_pool import padded_capacity
 from lade.models import ModelAdapter, adapter_for
 from lade.stats import GenerationStats
 from lade.switch import current_config
@@ -62,7 +63,7 @@ def make_block(adapter: ModelAdapter, cache: LookaheadCache, num_tokens: int, ba
 def filled_cache(path: ForwardPath, context: int, room: int, batch_size: int) -> LookaheadCache:
     """A cache with `context` committed random tokens in each row, and room for a block."""
     adapter = path.adapter
-    cache, device = path.replacement_cache(context + room), adapter.model.device
+    cache, device = adapter.make_cache(padded_capacity(context + room)), adapter.model.device
     numbers = torch.Generator().manual_seed(1)
     ids = torch.randint(3, adapter.num_tokens, (batch_size, context), generator=numbers).to(device)
     for start in range(0, context, PREFILL_CHUNK):
@@ -161,7 +162,7 @@ def part_costs(
 
     per_step: dict[str, list[float]] = {part: [] for part in parts.PARTS}  # milliseconds, one entry per trial
     undisturbed = []
-    with harness.use_lade(True):
+    with lade.enabled():
         decode()
         for _ in range(args.trials):
             undisturbed.append(undisturbed_step(model, prompts, common) * 1e3)

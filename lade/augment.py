@@ -123,7 +123,9 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         config = current_config()
         with recording() as stats:
-            _hint_once()
+            if OFF_HINT not in _warned and (hint := off_hint()):
+                _warned.add(OFF_HINT)
+                logger.warning("lade: %s.", hint)
             stats.fallback_reason, streamer = off_reason(), None
             if is_enabled():
                 stats.fallback_reason = NOT_BEGUN
@@ -202,13 +204,6 @@ def _fall_back(stats: GenerationStats, reason: str) -> None:
     if reason not in QUIET and reason not in _warned:
         _warned.add(reason)
         logger.warning("lade: plain generate() runs instead of lookahead decoding: %s.", reason)
-
-
-def _hint_once() -> None:
-    """Log one line at the first call if the patch is on and USE_LADE is set neither to on nor to off."""
-    if OFF_HINT not in _warned and (hint := off_hint()):
-        _warned.add(OFF_HINT)
-        logger.warning("lade: %s.", hint)
 
 
 def print_summary(stats: GenerationStats, config: LookaheadConfig) -> None:

@@ -143,7 +143,7 @@ class DecodingCall:
         model_kwargs[name] = self.cache
         outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)
         if (returned := getattr(outputs, name)) is not self.cache:  # the model replaced it during the prompt
-            most_slots, self.cache = self.cache.most_slots, self.path.replacement_cache(self.cache.capacity)
+            most_slots, self.cache = self.cache.most_slots, self.adapter.make_cache(self.cache.capacity)
             self.cache.most_slots = most_slots
             self.cache.adopt(returned)
         self.cache.end_prefill(len(request.input_ids))
@@ -170,11 +170,14 @@ class DecodingCall:
 
     def propose(self) -> Draft:
         """The drafter's guesses after each row's root."""
-        allowed = self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset)
-        max_offset = 0 if self.nan_guard.has_tripped else self.cache.max_guess_offset(allowed)
+        limits = [
+            self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset),
+            self.cache.max_guess_offset(),
+            0 if self.nan_guard.has_tripped else None,
+        ]
         if self.adapter.takes_chains:  # what waits counts for MAX_BLOCK
-            room = max(0, self.group.config.max_block_tokens - 1 - self.cache.num_waiting)
-            max_offset = room if max_offset is None else min(max_offset, room)
+            limits.append(max(0, self.group.config.max_block_tokens - 1 - self.cache.num_waiting))
+        max_offset = min((limit for limit in limits if limit is not None), default=None)
         if self.costs is not None:
             self.costs.at(self.path.kind, self.cache.num_waiting)
         is_idle = self.selection.is_idle

@@ -51,7 +51,9 @@ def adapter_or_reason(request: Request) -> ModelAdapter | str:
             or unsupported_cache(request, adapter)
             or unsupported_arguments(request, adapter)
             or adapter.unsupported_request(request)
-            or failed_trial(request, adapter)  # runs the model
+            or (self_check_reason if needs_self_check(adapter) else failed_in_training)(
+                request, adapter
+            )  # runs the model
         )
         return reason or adapter
     except Exception as error:  # a model of somebody's own may lack anything
@@ -130,9 +132,3 @@ def unsupported_arguments(request: Request, adapter: ModelAdapter) -> str | None
     if adapter.takes_positions and request.model_kwargs.get("position_ids") is None:
         return "generate() passes no position_ids to this model"
     return None
-
-
-def failed_trial(request: Request, adapter: ModelAdapter) -> str | None:
-    """Models that compute something else in training mode, or whose unknown code fails the self-check."""
-    check = self_check_reason if needs_self_check(adapter) else failed_in_training
-    return check(request, adapter)

@@ -90,7 +90,7 @@ def warmup(
                 slots = num_slots if has_shapes else min(num_slots, prompt_tokens + num_new)
                 with drafts_from(lambda request: made.append(_EverySize(request)) or made[-1]):  # type: ignore[func-returns-value]
                     stats = _generate(model, slots, min(num_new, slots - 1), batch_size, arguments)
-                if not has_shapes and not made[-1].lacks_costs:
+                if not has_shapes and (made[-1].costs is None or made[-1].costs.are_stored):
                     break
             for drafter in made:
                 drafter.store_costs()
@@ -126,7 +126,7 @@ class _EverySize(Drafter):
     """Proposes a tree of every size in turn with plain steps, and measures them. The guesses are arbitrary."""
 
     def __init__(self, request: DraftRequest) -> None:
-        self._costs, most = request.costs, min(request.config.max_block, request.num_tokens)
+        self.costs, most = request.costs, min(request.config.max_block, request.num_tokens)
         sizes = (request.costs.sizes if request.costs else SIZES)[1:]
         rounds = [size for _ in range(ROUNDS) for chosen in sizes if chosen <= most for size in (chosen, 1)]
         self._sizes = rounds  # to come
@@ -145,11 +145,6 @@ class _EverySize(Drafter):
         self._began = perf_counter()
         return Draft(tree, depth, ROOT_ALONE, self._cells)
 
-    @property
-    def lacks_costs(self) -> bool:
-        """Whether sizes follow costs, and those of these steps are not stored yet."""
-        return self._costs is not None and not self._costs.are_stored
-
     def learn(self, outcome: Outcome) -> None:
         self._steps.append((1 + outcome.tree.num_nodes, perf_counter() - self._began))
 
@@ -162,5 +157,5 @@ class _EverySize(Drafter):
             if size > 1 == other:
                 ratios[size].append(seconds / plain)
         found = {size: max(1.0, median_low(costs)) for size, costs in ratios.items() if len(costs) >= ROUNDS}
-        if self._costs is not None and found:
-            self._costs.store({self._costs.sizes[0]: 1.0} | found)
+        if self.costs is not None and found:
+            self.costs.store({self.costs.sizes[0]: 1.0} | found)

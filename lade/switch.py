@@ -110,18 +110,6 @@ def apply_environment() -> None:
             _environment_is_read = True
 
 
-@contextmanager
-def temporary_settings(**keywords: Any) -> Iterator[None]:
-    """Change settings within a `with` block. keywords: of `config_lade`."""
-    global _default
-    before = _default
-    try:
-        config_lade(**keywords)
-        yield
-    finally:
-        _default = before
-
-
 def _help() -> Iterator[str]:
     """One entry per keyword, with its default."""
     for name, field in SETTINGS.items():

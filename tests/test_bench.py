@@ -3,7 +3,6 @@ beforehand."""
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from lade.commands.measure import Method, Run, run_methods
 from lade.commands.progress import progress_bar
 from lade.commands.prompts import OWN_PROMPTS, as_inputs, read_prompts
 from lade.commands.tune import CANDIDATES, KEEP_DEFAULT, NOTHING_PAYS, describe, is_worth_it, report, tune
+from lade.switch import is_enabled
 
 pytestmark = pytest.mark.usefixtures("new_settings")
 PROMPTS = [prompt(20), prompt(30, seed=1)]  # the first to choose by, the second to judge by
@@ -68,7 +68,7 @@ def test_what_beats_the_default_is_recommended(clock, lade_on, poor_default, tmp
     assert measured["identical_outputs"] == 1
     steps = []
     for tried in ({}, settings):  # they were really in force: a step of either kind takes a second
-        with switch.temporary_settings(**measure.NOT_SHARED, **tried):
+        with lade.enabled(**measure.NOT_SHARED, **tried):
             model.generate(**PROMPTS[1], **COMMON)
         steps.append(lade.last_stats().steps)
     assert measured["ratio_to_default"]["median"] == round(steps[0] / steps[1], 4) > 1.02
@@ -96,7 +96,7 @@ def timed_as(monkeypatch):
     def change(factor, generate_timed=measure.generate_timed):
         def timed(*arguments, **named):
             tokens, seconds = generate_timed(*arguments, **named)
-            return tokens, seconds * (factor() if os.environ["USE_LADE"] == "1" else 1)
+            return tokens, seconds * (factor() if is_enabled() else 1)
 
         monkeypatch.setattr(measure, "generate_timed", timed)
 
@@ -223,18 +223,18 @@ def test_progress_in_a_pipe(capsys, monkeypatch):
 
 def test_methods_take_turns(lade_on, monkeypatch):
     def note(input_ids, **_):
-        return input_ids.shape[1], os.environ["USE_LADE"], lade.current_config().ngram_size
+        return input_ids.shape[1], is_enabled(), lade.current_config().ngram_size
 
     model = tiny_llama()
     calls = note_calls(monkeypatch, model, "generate", note)
     methods = {"plain": Method(), "a": Method(settings={"LEVEL": 3}), "b": Method(settings={"LEVEL": 4})}
     runs = run_methods(model, [prompt(10), prompt(12)], methods, 2, {"max_new_tokens": 12})
-    warm_up = [(length, *how) for how in (("0", 5), ("1", 3), ("1", 4)) for length in (12, 10, 12)]
-    plain, a, b = ("0", 5), ("1", 3), ("1", 4)
+    warm_up = [(length, *how) for how in ((False, 5), (True, 3), (True, 4)) for length in (12, 10, 12)]
+    plain, a, b = (False, 5), (True, 3), (True, 4)
     turns = ((10, (plain, a, b)), (12, (a, b, plain)), (10, (b, plain, a)), (12, (plain, a, b)))
     assert calls == warm_up + [(length, *how) for length, order in turns for how in order]
     assert lade.current_config().ngram_size == 5
-    assert os.environ["USE_LADE"] == "1"
+    assert is_enabled()
     for name, run in itertools.product("ab", range(2)):
         assert runs[name][run].outputs == runs["plain"][0].outputs
         assert all(steps < 12 for steps in runs[name][run].steps)

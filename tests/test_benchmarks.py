@@ -12,6 +12,7 @@ import torch
 from support import ROOT, note_calls, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lade
 from lade import switch
 from lade.forward.cuda import kernel_path
 from lade.stats import GenerationStats
@@ -126,7 +127,7 @@ def test_the_forward_that_is_asked_for(module, monkeypatch):
 @pytest.mark.parametrize(("num_packed", "is_broken"), [(0, True), (43, False)])
 def test_one_product_of_torchs_own_breaks_no_wish_for_packed_weights(num_packed, is_broken, module):
     found = GenerationStats(reasons={"packed": "a product differs"}, packed_weights=num_packed)
-    with switch.temporary_settings(PACK=1):
+    with lade.enabled(PACK=1):
         assert bool(module("parts").broken_wishes(found)) == is_broken
 
 
@@ -232,7 +233,7 @@ def test_plain_torch_is_not_timed_in_the_kernels_place(module, lade_on, monkeypa
     step_cost, rows = module("step_cost"), []
     args = argparse.Namespace(contexts=[20], tokens=[4], batch=1, trials=1, max_new_tokens=12)
     monkeypatch.setattr(step_cost, "LEAST_SECONDS", 0.0)
-    with switch.temporary_settings(USE_FLASH=1):
+    with lade.enabled(USE_FLASH=1):
         step_cost.forward_costs(tiny_llama(), args, lambda: None, rows.append)
         monkeypatch.setattr(kernel_path, "kernel_problem", lambda device, dtype: "the kernel failed")
         with pytest.raises(SystemExit, match="the kernel failed"):

@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 import lade
 from lade.common import notices
 from lade.drafting import step_costs, with_mode
-from lade.drafting.block_policy import BlockMode, BlockModePolicy, choose_size
+from lade.drafting.block_policy import BlockMode, BlockModePolicy, choose_size, compared_sizes
 from lade.drafting.step_costs import SIZES, StepCosts
 from lade.switch import current_config
 
@@ -27,8 +27,8 @@ def known(slope):
 )
 def test_the_best_rate_wins(slope, chance, best):
     costs = known(slope)
-    assert choose_size(costs.offers(64), [chance * k for k in range(64)], 1) == best
-    assert choose_size(costs.offers(10), [chance * k for k in range(64)], 1) == min(best, 10)
+    assert choose_size(compared_sizes(costs.offers(64), [chance * k for k in range(64)], 1)) == best
+    assert choose_size(compared_sizes(costs.offers(10), [chance * k for k in range(64)], 1)) == min(best, 10)
 
 
 @pytest.mark.parametrize(("slope", "num_accepted", "part"), [(0.01, 1.0, BlockMode.WINDOW), (0.01, 0, BlockMode.PLAIN)])

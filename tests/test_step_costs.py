@@ -126,17 +126,17 @@ def test_a_tree_that_fills_no_size_goes_into_the_next(num_guesses, table):
     costs = costs_of(sizes=PADDED)
     assert costs.cost(8) == 1.0
     expected = [float(k) for k in range(num_guesses + 1)]
-    found = choose_size(costs.offers(64), expected, 1)
+    found = choose_size(compared_sizes(costs.offers(64), expected, 1))
     assert found == next(size for size in PADDED if size > num_guesses)
     assert max(size for size, _, _ in compared_sizes(costs.offers(64), expected, 1)) == found
 
 
 def test_a_larger_size_that_does_not_pay_is_not_chosen(table):
     table({8: 1.0, 16: 3.0, 32: 6.0, 64: 12.0})
-    assert choose_size(costs_of(sizes=PADDED).offers(64), [0.4 * k for k in range(12)], 1) == 8
+    assert choose_size(compared_sizes(costs_of(sizes=PADDED).offers(64), [0.4 * k for k in range(12)], 1)) == 8
     table(None)
     one = costs_of(sizes=(4,))
-    assert choose_size(one.offers(4), [0.0, 0.5], 1) == 4
+    assert choose_size(compared_sizes(one.offers(4), [0.0, 0.5], 1)) == 4
 
 
 # Files.

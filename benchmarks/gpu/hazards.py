@@ -11,7 +11,6 @@ from math import inf
 from typing import Any
 from unittest import mock
 
-import harness
 import shapes
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch import Tensor
 import lade
 from lade.common.state import forget_all
 from lade.forward.cuda import buffer_pool, static_shapes
-from lade.switch import temporary_settings
 
 SIZES = {"LEVEL": 4, "WINDOW_SIZE": 3, "GUESS_SET_SIZE": 2, "ADAPTIVE": 0}
 CAPTURED = SIZES | {"CUDA_GRAPH": 1, "MODE": "tree"}
@@ -41,7 +39,7 @@ def generate(model: Any, seed: int = 0) -> Tensor:
 
 
 def plain(model: Any, seed: int = 0) -> Tensor:
-    with harness.use_lade(False):
+    with lade.enabled(False):
         return generate(model, seed)
 
 
@@ -49,7 +47,7 @@ def after_a_recording(model: Any, num_replays: int) -> Row:
     """Torch's own graph trees clear cuBLAS's workspaces when they record, and empty_cache() unmaps what is
     free then."""
     expected, wrong, replays = plain(model), 0, 0
-    with temporary_settings(**CAPTURED):
+    with lade.enabled(**CAPTURED):
         generate(model)
         record_something(model.device)
         while replays < num_replays:
@@ -86,7 +84,7 @@ def captures_with_eviction(model: Any, count: int) -> Row:
     for place in range(count):
         sizes = {"MODE": "lookahead", "WINDOW_SIZE": 1 + place % 20, "GUESS_SET_SIZE": 1 + place // 20}
         bounded = mock.patch.object(buffer_pool, "kept_bytes", lambda _, room=room: room)
-        with bounded, temporary_settings(**CAPTURED | sizes):
+        with bounded, lade.enabled(**CAPTURED | sizes):
             wrong += not torch.equal(generate(model, seed=place), plain(model, seed=place))
         room = 3 * max((buffers.num_bytes for buffers in pool), default=0)
     return {"passed": not wrong and 0 < len(pool) < count, "wrong_texts": wrong, "kept": len(pool)}
@@ -95,7 +93,7 @@ def captures_with_eviction(model: Any, count: int) -> Row:
 def after_its_thread(model: Any) -> Row:
     """A graph after the thread that captured it has ended."""
     expected = [plain(model, seed=seed) for seed in (0, 1, 0)]
-    with temporary_settings(**CAPTURED):
+    with lade.enabled(**CAPTURED):
         found = in_threads([partial(generate, model, 0)])
         gc.collect()
         texts = [*found, generate(model, seed=1), generate(model, seed=0)]
@@ -108,16 +106,16 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
 
     def work(place: int, call: Callable[[], Any]) -> None:
         try:
-            results[place] = call()
+            with lade.enabled(**CAPTURED):
+                results[place] = call()
         except BaseException as problem:
             results[place] = problem
 
     threads = [threading.Thread(target=work, args=case) for case in enumerate(calls)]
-    with temporary_settings(**CAPTURED):  # of all threads
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     for result in results.values():
         if isinstance(result, BaseException):
             raise result
@@ -140,7 +138,7 @@ def without_memory(model: Any) -> Row:
             raise torch.OutOfMemoryError("stood in for: no memory")
         return original(hungry_forward)
 
-    with temporary_settings(**CAPTURED):
+    with lade.enabled(**CAPTURED):
         with mock.patch.object(static_shapes, "capture", fail):
             first = generate(model)
         missed = figures()

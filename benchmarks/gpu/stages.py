@@ -30,7 +30,6 @@ from lade.forward.cuda import kernel as kernels
 from lade.forward.cuda.graphs import capture
 from lade.forward.cuda.kernel.packed_mask import FIRST, LENGTH
 from lade.forward.cuda.proof import store_proof
-from lade.switch import temporary_settings
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 WAYS: dict[str, dict[str, Any]] = {
@@ -78,9 +77,9 @@ def seeded(model: Any, prompt: dict[str, Tensor], arguments: dict[str, Any]) -> 
 
 def same_text(model: Any, prompt: dict[str, Tensor], case: dict[str, Any], arguments: dict[str, Any]) -> Row:
     """With lade and without. What is asked to be captured has to be captured."""
-    with harness.use_lade(False):
+    with lade.enabled(False):
         expected = seeded(model, prompt, arguments)
-    with temporary_settings(**case):
+    with lade.enabled(**case):
         found = seeded(model, prompt, arguments)
     row, is_equal = figures(), torch.equal(found, expected)
     is_captured = case["CUDA_GRAPH"] != 1 or row["captured_steps"] == row["steps"] - 1
@@ -88,7 +87,7 @@ def same_text(model: Any, prompt: dict[str, Tensor], case: dict[str, Any], argum
 
 
 def same_twice(model: Any, prompt: dict[str, Tensor], case: dict[str, Any]) -> Row:
-    with temporary_settings(**case):
+    with lade.enabled(**case):
         texts = [seeded(model, prompt, {"do_sample": False}) for _ in range(2)]
     return {"passed": torch.equal(*texts)} | figures()
 
@@ -181,7 +180,7 @@ def step_time(model: Any, prompts: list[dict[str, Tensor]], name: str, settings:
     is_small = model.device.type == "cpu"
     common = {"max_new_tokens": 12 if is_small else 96, "do_sample": False}
     lade.log_history(clear=True)
-    with temporary_settings(MODE="tree", ADAPTIVE=0, MAX_BLOCK=64, **settings):
+    with lade.enabled(MODE="tree", ADAPTIVE=0, MAX_BLOCK=64, **settings):
         found = decode.compare_steps(model, prompts, {name: {}}, 1 if is_small else 3, common)
         row = found["steps"][name]
     captured = [stats.captured_steps for stats in lade.log_history()]  # some calls are for one token alone
@@ -205,7 +204,7 @@ def text(device: str) -> Rows:
 def token_time(model: Any, prompts: list[dict[str, Tensor]], name: str) -> Row:
     is_small = model.device.type == "cpu"
     common = {"max_new_tokens": 12 if is_small else 256, "do_sample": False}
-    with temporary_settings(**({} if is_small else WAYS["captured, kernel"])):
+    with lade.enabled(**({} if is_small else WAYS["captured, kernel"])):
         trials = decode.run_methods(model, prompts, {name: decode.METHODS[name]}, 1 if is_small else 3, common)[name]
     everything = list(range(len(prompts)))
     per_token = harness.spread([1e3 / trial.speed(everything) for trial in trials])
@@ -238,7 +237,7 @@ def main() -> None:
     lade.augment_all()
     lade.config_lade(SHARE=0)  # no call learns from another
     rows_of: Any = globals().get(args.stage) or hazards.STAGES[args.stage]
-    with harness.use_lade(True):
+    with lade.enabled():
         for key, function in rows_of(args.device).items():
             measure(key, function)
 

@@ -246,15 +246,9 @@ class LookaheadCache(Cache):
                 f"passed as {CACHE_NAME}"
             )
 
-    def max_guess_offset(self, limit: int | None) -> int | None:
-        """Largest position offset of a guess, so that all accepted guesses fit into the caller's static cache.
-
-        limit: another bound, or None. Returns None for no bound.
-        """
-        if self.most_slots is None:
-            return limit
-        room = max(0, self.most_slots - 1 - max(self.lengths))
-        return room if limit is None else min(limit, room)
+    def max_guess_offset(self) -> int | None:
+        """Largest position offset of a guess, so that all accepted guesses fit into the caller's static cache."""
+        return None if self.most_slots is None else max(0, self.most_slots - 1 - max(self.lengths))
 
     def ensure_capacity(self, num_slots: int) -> None:
         """Double the capacity until `num_slots` fit; committed tokens are kept."""

@@ -16,10 +16,6 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree
 from lade.common.transfer import HOST, to_device
 
-MAX_CACHED = 64  # largest block whose offsets and visibility are cached: shapes of small trees recur
-
-Shape = tuple[tuple[int, ...], ...]  # of a tree: per row, each node's parent
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLayout:
@@ -61,28 +57,18 @@ class BlockLayout:
     def offsets_and_visibility(self, tree: TokenTree) -> tuple[Tensor, Tensor]:
         """Position offsets from each row's root, [B, q], and visibility, [B, q, q] bool, query by key.
 
-        Both are shared between calls: do not write to them. On the host if there is no window.
+        On the host if there is no window.
         """
-        # What CUDA copies without a wait may not be there yet for another thread's stream.
-        is_cached = self.num_tokens <= MAX_CACHED and self.offsets.device.type != "cuda"
-        compute = _for_shape if is_cached else _for_shape.__wrapped__
-        return compute(self, tuple(map(tuple, tree.parents)))
-
-
-@lru_cache(maxsize=256)
-def _for_shape(layout: BlockLayout, shape: Shape) -> tuple[Tensor, Tensor]:
-    """As `BlockLayout.offsets_and_visibility`. shape: of the tree."""
-    tree, device = TokenTree([[0] * len(row) for row in shape], [list(row) for row in shape]), layout.offsets.device
-    num_rows, nodes = len(shape), slice(1 + layout.num_nodes)
-    depths = [[0, *row] for row in tree.padded_depths(layout.num_nodes)]  # [B, 1 + n]
-    tree_offsets = torch.tensor(depths, dtype=torch.long, device=HOST)
-    tree_visible = torch.from_numpy(tree.visibility(layout.num_nodes))  # [B, 1 + n, 1 + n]
-    if not layout.has_window:
-        return tree_offsets, tree_visible
-    tree_offsets, tree_visible = to_device(tree_offsets, device), to_device(tree_visible, device)
-    offsets, visible = layout.offsets.repeat(num_rows, 1), layout.visible.repeat(num_rows, 1, 1)
-    offsets[:, nodes], visible[:, nodes, nodes] = tree_offsets, tree_visible
-    return offsets, visible
+        num_rows, nodes, device = len(tree.tokens), slice(1 + self.num_nodes), self.offsets.device
+        depths = [[0, *row] for row in tree.padded_depths(self.num_nodes)]  # [B, 1 + n]
+        tree_offsets = torch.tensor(depths, dtype=torch.long, device=HOST)
+        tree_visible = torch.from_numpy(tree.visibility(self.num_nodes))  # [B, 1 + n, 1 + n]
+        if not self.has_window:
+            return tree_offsets, tree_visible
+        tree_offsets, tree_visible = to_device(tree_offsets, device), to_device(tree_visible, device)
+        offsets, visible = self.offsets.repeat(num_rows, 1), self.visible.repeat(num_rows, 1, 1)
+        offsets[:, nodes], visible[:, nodes, nodes] = tree_offsets, tree_visible
+        return offsets, visible
 
 
 @lru_cache(maxsize=256)

@@ -52,7 +52,7 @@ def report() -> str:
 
 
 def lade_lines() -> Iterable[str]:
-    from lade.common.cache_folder import can_store, folder, stored_files
+    from lade.common.cache_folder import folder, stored_files
 
     yield f"version: {lade.__version__}"
     yield f"python: {platform.python_version()} ({platform.python_implementation()}), {platform.platform()}"
@@ -65,10 +65,21 @@ def lade_lines() -> Iterable[str]:
     settings = {name: getattr(config, field.name) for name, field in SETTINGS.items() if name not in for_processes}
     yield "settings: " + ", ".join(f"{name}={public(value)}" for name, value in settings.items())
     yield f"packed weights: {packing_line()}"
-    where = (
-        f"{len(stored_files())} tables in {folder()}" if can_store() else "none can be stored, assumed ones are used"
-    )
-    yield f"step costs: {where}"
+    if can_store(folder()):
+        yield f"step costs: {len(stored_files())} tables in {folder()}"
+    else:
+        yield "step costs: none can be stored, assumed ones are used"
+
+
+def can_store(path: Path | None) -> bool:
+    """Whether a file stored now in the folder will be found by the next process."""
+    if path is None:
+        return False
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(path, os.W_OK | os.X_OK)
 
 
 def public(value: object) -> object:

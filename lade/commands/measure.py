@@ -10,13 +10,11 @@ import platform
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lade
-from lade.switch import temporary_settings
 
 if TYPE_CHECKING:
     import torch
@@ -59,20 +57,6 @@ class Run:
         return round(sum(len(self.outputs[i]) for i in chosen) / sum(self.steps[i] for i in chosen), 4)
 
 
-@contextmanager
-def use_lade(on: bool) -> Iterator[None]:
-    """Set USE_LADE inside the block."""
-    before = os.environ.get("USE_LADE")
-    os.environ["USE_LADE"] = "1" if on else "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["USE_LADE"]
-        else:
-            os.environ["USE_LADE"] = before
-
-
 def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) -> tuple[list[int], float]:
     """New token ids of one prompt, and seconds. arguments: of generate()."""
     import torch
@@ -88,7 +72,7 @@ def generate_timed(model: Any, inputs: Inputs, seed: int = 0, **arguments: Any) 
 def run_once(model: Any, inputs: Inputs, method: Method, run: Run, common: dict[str, Any]) -> None:
     """Run one prompt through one method and record it in `run`. Raises RuntimeError when lookahead did not run."""
     is_ahead = method.settings is not None
-    with use_lade(is_ahead), temporary_settings(**(method.settings or {}) | NOT_SHARED):
+    with lade.enabled(is_ahead, **(method.settings or {}) | NOT_SHARED):
         tokens, seconds = generate_timed(model, inputs, **common, **method.arguments)
     run.seconds.append(seconds)
     run.outputs.append(tokens)

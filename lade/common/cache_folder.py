@@ -38,18 +38,6 @@ def folder() -> Path | None:
         return None
 
 
-def can_store() -> bool:
-    """Whether a file stored now will be found by the next process."""
-    path = folder()
-    if path is None:
-        return False
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(path, os.W_OK | os.X_OK)
-
-
 def stored_files() -> list[Path]:
     """The files of stored tables."""
     path = folder()

@@ -181,10 +181,6 @@ def tell_ends() -> bool:
     return criteria.max_length == length.max_length == 5 and end.eos_token_id.flatten().tolist() == [2]
 
 
-def ignores_no_prompt() -> bool:
-    return transformers.RepetitionPenaltyLogitsProcessor(2.0).prompt_ignore_length is None
-
-
 def has_names(make: Callable[[], Any], *names: str) -> Callable[[], bool]:
     """A check that an object has attributes. Raises an AttributeError that says which it has not."""
     return lambda: bool(attrgetter(*names)(make()))
@@ -200,7 +196,9 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "GenerationConfig": has_names(GenerationConfig, *RETURNED, *SETTINGS),
     "GenerationConfig._pad_token_tensor": pads_ended_rows,
     "StoppingCriteriaList.max_length": tell_ends,
-    "RepetitionPenaltyLogitsProcessor": ignores_no_prompt,
+    "RepetitionPenaltyLogitsProcessor": lambda: (
+        transformers.RepetitionPenaltyLogitsProcessor(2.0).prompt_ignore_length is None
+    ),
     "GenerateDecoderOnlyOutput's cache": lambda: CACHE_NAME in GenerateDecoderOnlyOutput.__dataclass_fields__,
     "PreTrainedModel._is_stateful": lambda: PreTrainedModel._is_stateful is False,
     "PreTrainedModel._supports_sdpa": lambda: PreTrainedModel._supports_sdpa is False,
@@ -259,13 +257,13 @@ class CacheLayer(CacheLayerMixin):
         return int(self.get_max_length())
 
 
-def logits_processors(names: Iterable[str]) -> frozenset[Any]:
+def logits_processors(names: str) -> frozenset[Any]:
     """The classes among transformers' logits processors with these names, if this version has them.
 
     One under a new name is treated like a user's own.
     """
     found = vars(logits_process)
-    return frozenset(found[name] for name in names if name in found)
+    return frozenset(found[name] for name in names.split() if name in found)
 
 
 def is_divided(model: Any) -> bool:

@@ -21,7 +21,6 @@ from lade.drafting.contexts import projected, projection
 from lade.drafting.growth import Grower, Growth
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import memory_for
-from lade.drafting.step_costs import Offers
 from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import Packed, packed, without
 from lade.verification.logits import LogitsSummary
@@ -52,8 +51,7 @@ class TreeDrafter:
         self._temperature = temperature or 1.0
         self._cells = request.prompt_ids.new_empty(len(request.prompt_ids), 0)
         self._reason = ""  # for the size of this step's block
-        # The offers of this step, what is expected of k guesses per row at index k, and the number of rows.
-        self._compared: tuple[Offers, list[float], int] | None = None
+        self._compared: list[tuple[int, float, float]] = []  # sizes of this step's block, as from `compared_sizes`
         self._proposed: Counter[str] = Counter()  # by source
         self._accepted: Counter[str] = Counter()
 
@@ -62,10 +60,9 @@ class TreeDrafter:
             text.growth = Growth()
         unfinished = [row for row, done in enumerate(is_finished) if not done]
         max_depth = MAX_DEPTH if max_offset is None else min(MAX_DEPTH, max_offset)
-        self._compared = None
-        if max_depth <= 0:
-            self._reason = NO_ROOM
-        else:
+        self._compared = []
+        self._reason = NO_ROOM
+        if unfinished and max_depth > 0:
             self._grow_all(unfinished, max_depth)
         growths = [text.growth for text in self._texts]
         tree = TokenTree([growth.tokens for growth in growths], [growth.parents for growth in growths])
@@ -96,14 +93,7 @@ class TreeDrafter:
     def explain(self, row: int) -> Explanation:
         """The sources of a row's guesses and the reason for the block's size, see `Draft.explain`."""
         growth = self._texts[row].growth
-        compared: list[tuple[int, float, float]] = []
-        if self._compared is not None:
-            offers, expected, num_rows = self._compared
-            compared = [
-                (size, num_tokens / num_rows, cost / offers.costs[0])
-                for size, num_tokens, cost in compared_sizes(offers, expected, num_rows)
-            ]
-        return Explanation(tuple(growth.sources), tuple(growth.chances), self._reason, tuple(compared))
+        return Explanation(tuple(growth.sources), tuple(growth.chances), self._reason, tuple(self._compared))
 
     def sources(self) -> dict[str, list[int]]:
         return {source: [self._proposed[source], self._accepted[source]] for source in sorted(self._proposed)}
@@ -121,8 +111,8 @@ class TreeDrafter:
         grown = [self._texts[row].growth for row in rows]
         columns = zip_longest(*(growth.chances for growth in grown), fillvalue=0.0)
         expected = list(accumulate(map(sum, columns), initial=0.0))
-        size = choose_size(offers, expected, len(rows))
-        self._compared = offers, expected, len(rows)
+        self._compared = compared_sizes(offers, expected, len(rows))
+        size = choose_size(self._compared)
         for growth in grown:
             growth.cut(size - 1)
 

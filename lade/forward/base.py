@@ -81,10 +81,6 @@ class ForwardPath:
         """An empty cache for the call. most_slots: the most that it may need."""
         return self.adapter.make_cache(self.call.num_slots)
 
-    def replacement_cache(self, capacity: int) -> LookaheadCache:
-        """An empty cache in place of the one that the model has replaced during the prompt."""
-        return self.adapter.make_cache(capacity)
-
     def use_summaries(self, nan_column: int | None, temperature: float) -> None:
         """Settings of `summary`, known after the prompt's forward. nan_column: as in `BlockLogits`."""
 
@@ -107,15 +103,6 @@ class ForwardPath:
 
     def close(self, num_generated: int) -> None:
         """The call has succeeded: record what was refused, give shared buffers back. num_generated: its tokens."""
-
-
-def changed_attention(adapter: ModelAdapter) -> str | None:
-    """Why the model's attention can be neither replaced, compiled nor captured, as a sentence; None if it can."""
-    if adapter.has_own_blocks:
-        return "this family's blocks run on changed modules of the model"
-    if adapter.code.is_patched:
-        return "the model is dispatched or patched"
-    return "the model's attention is not transformers' own" if adapter.code.functions else None
 
 
 def can_capture(device: torch.device) -> bool:

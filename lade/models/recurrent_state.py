@@ -134,8 +134,8 @@ class RecurrentCache(LookaheadCache):
             super().hand_over(cache)
         copy_states(self, cache)
 
-    def max_guess_offset(self, limit: int | None) -> int | None:
-        return 0 if self.num_waiting >= MAX_WAITING else super().max_guess_offset(limit)
+    def max_guess_offset(self) -> int | None:
+        return 0 if self.num_waiting >= MAX_WAITING else super().max_guess_offset()
 
     def with_waiting(self, block: Block) -> Block:
         """The block that runs: the waiting tokens in front."""

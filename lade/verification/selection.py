@@ -43,27 +43,13 @@ Accepted = list[list[int] | None]
 
 # Processors whose scores for a row depend on that row alone, and whose calls leave no state behind.
 ROW_WISE_PROCESSORS = logits_processors(
-    (
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "MinPLogitsWarper",
-        "NoBadWordsLogitsProcessor",
-        "NoRepeatNGramLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopHLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    )
+    """
+    EpsilonLogitsWarper EtaLogitsWarper ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor
+    InfNanRemoveLogitsProcessor LogitNormalization MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
+    MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor
+    SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper
+    TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper
+    """
 )
 # When sampling, a row may be at most this many tokens ahead of the slowest one: draws are kept for so many tokens.
 MAX_LEAD = 32

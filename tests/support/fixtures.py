@@ -15,7 +15,6 @@ from lade.common import notices
 from lade.common.compat import require_names
 from lade.config import MODES, LookaheadConfig
 from lade.models import foreign, self_check
-from lade.switch import temporary_settings
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
 from support.processes import BUNDLED, ROOT
@@ -95,13 +94,13 @@ def lade_on(monkeypatch):
     monkeypatch.setenv("USE_LADE", "1")
     monkeypatch.setattr(eligibility, "LEAST_TOKENS", 1)  # the loop must be right at any length
     monkeypatch.setattr(self_check, "PAYS", 0)  # and unknown code is tried out at once
-    with temporary_settings():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(augment, "require_names", names_are_there)
-            lade.augment_all()
-        lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
-        yield
-        lade.restore_all()
+    monkeypatch.setattr(switch, "_default", switch._default)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(augment, "require_names", names_are_there)
+        lade.augment_all()
+    lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
+    yield
+    lade.restore_all()
 
 
 @pytest.fixture

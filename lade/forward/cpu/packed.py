@@ -143,10 +143,7 @@ class ModelCopies:
 
 
 _copies: PerModel[ModelCopies] = PerModel(ModelCopies)
-
-
-def copies_of(model: Any) -> ModelCopies:
-    return _copies.of(model)
+copies_of = _copies.of
 
 
 def held_bytes() -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.forward.base import BlockCall, can_capture, changed_attention
+from lade.forward.base import BlockCall, can_capture
 from lade.forward.cuda.buffer_pool import padded_capacity
 from lade.forward.cuda.kernel import MAX_HEAD_DIM, kernel_problem, left_padding, unavailable_reason
 from lade.forward.cuda.kernel.interface import unsupported_reason
@@ -85,6 +85,15 @@ def kernel_refusal(call: BlockCall, is_captured: bool) -> tuple[str | None, Tens
         return reason, None
     padding = left_padding(call.key_mask)
     return ("the prompt's mask hides tokens other than the first ones", None) if padding is None else (None, padding)
+
+
+def changed_attention(adapter: ModelAdapter) -> str | None:
+    """Why the model's attention can be neither replaced, compiled nor captured, as a sentence; None if it can."""
+    if adapter.has_own_blocks:
+        return "this family's blocks run on changed modules of the model"
+    if adapter.code.is_patched:
+        return "the model is dispatched or patched"
+    return "the model's attention is not transformers' own" if adapter.code.functions else None
 
 
 def slow_kernel_reason(adapter: ModelAdapter, is_captured: bool) -> str | None:

@@ -148,16 +148,13 @@ class StaticPath(KernelPath):
     def take_cache(self, most_slots: int) -> LookaheadCache:
         adapter, model, num_slots = self.adapter, self.model, self.call.num_slots
         if (adapter.model.tp_size or 1) > 1:  # its ranks would have to agree on the pooled caches
-            return self.replacement_cache(num_slots)
+            return adapter.make_cache(padded_capacity(num_slots))
         key = None
         if self.captures:
             device = adapter.model.device
             code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(adapter.model))
             key = (self.call.num_rows, repr(adapter.attention_spans), self.num_tokens, device, numerics(device), *code)
         return self._buffers.begin(key, num_slots, most_slots, adapter.make_cache)
-
-    def replacement_cache(self, capacity: int) -> LookaheadCache:
-        return self.adapter.make_cache(padded_capacity(capacity))
 
     def use_summaries(self, nan_column: int | None, temperature: float) -> None:
         self.nan_column, self.temperature = nan_column or 0, temperature
