@@ -11,7 +11,7 @@ from lade.block.token_tree import TokenTree, merge_candidates
 from lade.common.state import PerModel
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.block_policy import BlockMode, BlockModePolicy
-from lade.drafting.ngram_pool import Pool, pool_for
+from lade.drafting.ngram_pool import NGramPool
 from lade.drafting.window import JacobiWindow
 from lade.verification.sequences import TokenSequences
 
@@ -44,9 +44,9 @@ class LookaheadDrafter(Drafter):
         self._has_foreign = bool(((ids < 0) | (ids >= request.num_tokens)).any())
         starts = [ids.clamp(min=0) if len(ids) else ids.new_zeros(1) for ids in prompts]
         self.window = JacobiWindow.start(starts, config.ngram_size, config.window_size)
-        self.pool: Pool | None = None
+        self.pool: NGramPool | None = None
         if config.num_guesses > 0:
-            self.pool = pool_for(starts[0].device, config.ngram_size, config.num_guesses, request.num_tokens)
+            self.pool = NGramPool(config.ngram_size, config.num_guesses, request.num_tokens, starts[0].device)
             if config.pool_from_prompt:
                 for ids in prompts:
                     self._remember([_ngrams_of(ids, config.ngram_size)])

@@ -1,8 +1,6 @@
 """The pool: for each key token, the tails that followed it, latest first. Knows nothing about models or text.
 
-`NGramPool` is tensors on the device, changed by a fixed number of operations per step. `HostPool` is the same in
-dictionaries: on a CPU, where tensors this small cost more to call than to compute, a step's work takes it a tenth of
-the time.
+Tensors on the model's device, changed by a fixed number of operations per step.
 """
 
 from __future__ import annotations
@@ -12,35 +10,8 @@ from torch import Tensor
 
 MAX_BYTES = 16 * 2**20  # upper bound of one pool's memory
 INSERT_CHUNK = 256  # n-grams compared with each other at once; bounds the quadratic part of insert()
-BYTES_PER_TOKEN = 64  # about what one token of an n-gram takes in a HostPool
 
 Tails = list[list[list[int]]]  # per key, of N-1 ids each
-
-
-class HostPool:
-    """At most G n-grams of N tokens per key; a full key drops its least recently seen one, a full pool such a key."""
-
-    def __init__(self, ngram_size: int, num_guesses: int, vocab_size: int) -> None:
-        """ngram_size: N >= 2. num_guesses: G >= 1. vocab_size: V."""
-        self.ngram_size, self.num_guesses = ngram_size, num_guesses
-        self.max_keys = max(1, min(vocab_size, MAX_BYTES // (num_guesses * ngram_size * BYTES_PER_TOKEN)))
-        self._tails: dict[int, dict[tuple[int, ...], None]] = {}  # by key; keys and tails least recently seen first
-
-    def insert(self, ngrams: Tensor) -> None:
-        """Remember n-grams, oldest first. ngrams: [M, N] ids."""
-        for key, *ids in ngrams.tolist():
-            tail, tails = tuple(ids), self._tails.pop(key, {})
-            tails.pop(tail, None)
-            tails[tail] = None
-            if len(tails) > self.num_guesses:
-                del tails[next(iter(tails))]
-            self._tails[key] = tails
-        while len(self._tails) > self.max_keys:
-            del self._tails[next(iter(self._tails))]
-
-    def lookup(self, keys: Tensor) -> Tails:
-        """Tails of each key, most recently seen first, at most G of N-1 ids each. keys: [B] ids."""
-        return [[list(tail) for tail in reversed(self._tails.get(key, {}))] for key in keys.tolist()]
 
 
 class NGramPool:
@@ -103,13 +74,3 @@ class NGramPool:
         target = torch.where(is_fresh, row, nowhere)
         self.ngrams[target, slot] = new
         self.seen[target, slot] = times
-
-
-Pool = HostPool | NGramPool
-
-
-def pool_for(device: torch.device, ngram_size: int, num_guesses: int, vocab_size: int) -> Pool:
-    """An empty pool for texts on a device."""
-    if device.type == "cpu":
-        return HostPool(ngram_size, num_guesses, vocab_size)
-    return NGramPool(ngram_size, num_guesses, vocab_size, device)
