@@ -51,9 +51,7 @@ def adapter_or_reason(request: Request) -> ModelAdapter | str:
             or unsupported_cache(request, adapter)
             or unsupported_arguments(request, adapter)
             or adapter.unsupported_request(request)
-            or (self_check_reason if needs_self_check(adapter) else failed_in_training)(
-                request, adapter
-            )  # runs the model
+            or (self_check_reason if needs_self_check(adapter) else failed_in_training)(request, adapter)
         )
         return reason or adapter
     except Exception as error:  # a model of somebody's own may lack anything
