@@ -10,7 +10,7 @@ from support import compare, note_calls, prompt, tiny_llama
 import lade
 from lade.drafting import drafts_from
 from lade.drafting.acceptance import of_context
-from lade.drafting.contexts import CONTEXT_SIZE, LEAST_CENTRED, MAX_PLACES, UNKNOWN, ContextTable, projection
+from lade.drafting.contexts import CONTEXT_SIZE, LEAST_CENTRED, MAX_PLACES, ContextTable, projection
 from lade.drafting.contexts import projected as projected_by
 from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower
 from lade.drafting.memory import Memory
@@ -191,7 +191,8 @@ def test_the_text_is_plain_and_a_saved_memory_goes_on(tmp_path, lade_on, argumen
 def test_each_row_of_a_batch_has_its_own_context(lade_on, monkeypatch):
     lade.config_lade(MODE="tree", MAX_BLOCK=8, ADAPTIVE=0)
     model, memory, expected = tiny_llama(), Memory(), []
-    memory.warm(model, [list(range(3, 43))])  # from here on contexts are known
+    with memory.active():  # from here on contexts are known
+        model.generate(**prompt(20, seed=1), max_new_tokens=40, do_sample=False)
     taken = note_calls(monkeypatch, DraftedText, "contexts_before", lambda text, after: after[0])
 
     def keep(step, outcome):
@@ -206,21 +207,11 @@ def test_each_row_of_a_batch_has_its_own_context(lade_on, monkeypatch):
     assert np.abs(np.subtract(expected[:8:2], expected[1:8:2])).max() > 0.1  # the rows differ
 
 
-def test_a_memory_is_warmed_with_contexts(lade_on):
-    memory = Memory()
-    memory.warm(tiny_llama(), [list(range(3, 43))])
-    assert len(memory.contexts) == 40
-    before = None
-    for token in range(3, 43):
-        found = memory.contexts.find(token, UNKNOWN if before is None else before)
-        assert found.similarity == pytest.approx(0 if before is None else 1, abs=1e-4)
-        before = found.after
-
-
 def test_a_texts_context_is_the_one_after_its_last_token(lade_on):
     lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0)
     model, memory, drafters, seen = tiny_llama(), Memory(), [], []
-    memory.warm(model, [list(range(3, 43))])  # from here on contexts are known
+    with memory.active():  # from here on contexts are known
+        model.generate(**prompt(20, seed=1), max_new_tokens=40, do_sample=False)
 
     def make(request):
         drafters.append(TreeDrafter(request))

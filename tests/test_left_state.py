@@ -90,12 +90,11 @@ def short_calls_fall_back(lade_on, monkeypatch):
 
 
 def test_own_forwards_leave_nothing(short_calls_fall_back):
-    """The self-check, a memory's forwards and a warm-up, on a model in which an earlier call has left something."""
+    """The self-check and a warm-up, on a model in which an earlier call has left something."""
     model = Unknown(with_rope("dynamic").config).double().eval()
     model.generation_config.eos_token_id = None
     assert assert_same_lives(model, [prompt(60)], num_new=2) == 1  # too short for lade
     twin = copy.deepcopy(model)
-    lade.Memory().warm(model, [prompt(30)["input_ids"][0]])
     lade.warmup(model, prompt_tokens=8, max_new_tokens=8)  # self-check included
     assert_same_state(model, twin)
     model(**prompt(30))  # the control

@@ -1,7 +1,6 @@
 """What is remembered across calls: that it helps, never changes a text, stays apart, and survives its file."""
 
 import os
-import re
 import time
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, run_both, tiny_llama
+from support import ROOT, VOCAB, compare, in_threads, note_calls, prompt, run_both, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lade
@@ -260,39 +259,6 @@ def test_max_bytes_is_checked():
     for value in (0, -1, 1000, "1", True, 1e9):
         with pytest.raises(ValueError, match="max_bytes must be an integer of at least 65536"):
             Memory(max_bytes=value)
-
-
-def test_warming(model, tmp_path):
-    inputs = prompt(20, seed=3)
-    text = generate_plain(model, inputs, max_new_tokens=40)[0]
-    cold = generate(model)
-    for texts in ([text], [text.tolist()], [text[None]]):
-        memory = Memory()
-        memory.warm(model, texts)
-        with memory.active():
-            assert generate(model) < cold
-
-    def tokenizer(words):
-        return {"input_ids": [int(word) for word in words.split()]}
-
-    words = " ".join(map(str, text.tolist()))
-    (tmp_path / "text.txt").write_text(words)
-    for texts in ([words], tmp_path / "text.txt", str(tmp_path / "text.txt")):
-        memory = Memory()
-        memory.warm(model, texts, tokenizer)
-        assert len(memory) > 20
-    with pytest.raises(ValueError, match="tokenizer must be given"):
-        memory.warm(model, [words])
-    for wrong in ([5, 6, 7], {"text": words}, 7):
-        with pytest.raises(ValueError, match="texts must be a file, or a list of texts"):
-            memory.warm(model, wrong)
-    num_rows = len(memory)
-    for wrong in ([VOCAB], [-1], [1.5]):
-        with pytest.raises(
-            ValueError, match=rf"texts must hold ids from 0 to {VOCAB - 1}, got {re.escape(str(wrong[0]))}"
-        ):
-            memory.warm(model, [[9, 9], wrong])
-    assert len(memory) == num_rows
 
 
 def test_a_full_table_drops_what_was_written_longest_ago():

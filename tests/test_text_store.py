@@ -173,12 +173,6 @@ def test_saving_texts_that_are_not_kept_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_warming_keeps_the_texts(model):
-    memory = lade.Memory(texts=100)
-    memory.warm(model, [[5, 6, 7, 8]])
-    assert memory.texts.as_array().tolist() == [5, 6, 7, 8, END]
-
-
 def test_sources_of_long_matches():
     """One source for each length up to 9, then a few that count together."""
     names = [EARLIER[length][0] for length in (3, 8, 9, 12, 13, 20, 21)]

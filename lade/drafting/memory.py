@@ -9,22 +9,17 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from lade.common.state import PerModel, keeping_state
-from lade.drafting.contexts import BYTES_PER_RECORD, UNKNOWN, ContextTable, projected, projection
-from lade.drafting.likeliest import most_likely
+from lade.common.state import PerModel
+from lade.drafting.contexts import BYTES_PER_RECORD, ContextTable
 from lade.drafting.memory_file import MAX_TEXTS, Contents, read_memory, write_memory
 from lade.drafting.text_store import TextStore
 from lade.drafting.top_k_table import BYTES_PER_ROW, Packed, TopKTable
 from lade.models.base import num_tokens_of
-from lade.verification.draws import keeping_generators
 
 MAX_BYTES = 64 * 2**20
 MIN_BYTES = 64 * 2**10
-WARM_TOKENS = 256  # of one forward; their logits are all needed at once
 NUM_SIGNS = 256  # of the embedding, which identify a model
 MAX_FOREIGN_SIGNS = 0.2  # fine-tuning changes few of them; between unrelated models half of them differ
 
@@ -46,8 +41,8 @@ class Memory:
 
     def __init__(self, max_bytes: int = MAX_BYTES, path: str | Path | None = None, texts: int = 0) -> None:
         """max_bytes: about how much the tables may take. path: the file that save() writes, loaded if it exists.
-        texts: how many tokens of generated texts (each with the end of its prompt), and of texts given to `warm`, are
-        also kept verbatim; 24 to 32 bytes each. 0: none.
+        texts: how many tokens of generated texts, each with the end of its prompt, are also kept verbatim; 24 to 32
+        bytes each. 0: none.
 
         Of a file with more rows than fit the latest are loaded. Raises ValueError for too few bytes, or a file that is
         not a memory or far too large for max_bytes; the file is left unchanged.
@@ -93,34 +88,6 @@ class Memory:
             )
         self.identity = self.identity or identity
 
-    def warm(
-        self, model: Any, texts: str | Path | Sequence[str | Sequence[int] | Tensor], tokenizer: Any = None
-    ) -> None:
-        """Learn from texts as if the model had been asked about them: one forward over each, no generation.
-
-        texts: a text file, or texts as strings or ids. tokenizer: needed for strings and files. Raises ValueError for
-        ids that the model has no embedding for.
-        """
-        self.belong_to(model)
-        num_tokens = num_tokens_of(model)
-        if isinstance(texts, (str, Path)):
-            texts = [Path(texts).read_text(encoding="utf-8")]
-        if not isinstance(texts, (list, tuple)) or any(isinstance(text, int) for text in texts):
-            raise ValueError(f"texts must be a file, or a list of texts as strings or ids, got {texts!r:.80}")
-        if tokenizer is None and any(isinstance(text, str) for text in texts):
-            raise ValueError("tokenizer must be given where texts are strings, got None")
-        rows = (tokenizer(text)["input_ids"] if isinstance(text, str) else text for text in texts)
-        all_ids = [torch.as_tensor(row).flatten().tolist() for row in rows]
-        unknown = [token for ids in all_ids for token in ids if type(token) is not int or not 0 <= token < num_tokens]
-        if unknown:
-            raise ValueError(f"texts must hold ids from 0 to {num_tokens - 1}, got {unknown[0]!r}")
-        kept = copy.copy(self)  # whatever `clear` replaces meanwhile
-        for ids in all_ids:
-            with keeping_generators(model), keeping_state(model):
-                kept._warm_on(model, ids)
-            if kept.texts is not None:
-                kept.texts.add(ids)
-
     def learn(self, tokens: list[int], rows: Packed, accepted: Sequence[int]) -> None:
         """Remember the rows after some tokens, [M, ROW_LENGTH]; of one token the last row counts.
 
@@ -158,20 +125,6 @@ class Memory:
         self.table.put(found.table.keys.tolist(), found.table.rows)
         if found.contexts is not None:
             self.contexts.restore(found.contexts)
-
-    def _warm_on(self, model: Any, ids: list[int]) -> None:
-        num_tokens = num_tokens_of(model)
-        for start in range(0, len(ids), WARM_TOKENS):
-            chunk = ids[start : start + WARM_TOKENS]
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([chunk], device=model.device), use_cache=False).logits[
-                    0, :, :num_tokens
-                ]
-            rows = most_likely(logits)
-            self.learn(chunk, rows, range(len(chunk)))
-            after = self.contexts.contexts(projected(logits, projection(logits.device)).cpu().numpy())
-            if after is not None:
-                self.contexts.put(chunk, rows, np.concatenate([UNKNOWN[None], after[:-1]]), after)
 
 
 def _writable(path: Path) -> Path:
