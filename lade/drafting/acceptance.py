@@ -12,7 +12,7 @@ from lade.drafting.top_k_table import PROBABILITIES
 
 MAX_CHANCE = 0.99
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, MAX_MATCH)  # of matches; from one to the next they count together
-OF_LENGTHS = (0.1, 0.25, 0.5, 0.55, 0.7, 0.78, 0.8, 0.82, 0.93, 0.95, 0.95)  # acceptance of the next token of a copy
+OF_LENGTHS = (0.1, 0.25, 0.5, 0.55, 0.7, 0.78, 0.8, 0.82, 0.93, 0.95, 0.98)  # acceptance of the next token of a copy
 SIMILARITIES = (0.5, 0.68, 0.78, 0.87, 0.94)  # upper ends of the classes of a context's similarity
 
 CopyPriors = list[tuple[str, float]]  # by the number of equal tokens: the source, and the acceptance of the next token
