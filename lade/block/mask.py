@@ -21,8 +21,7 @@ class Block:
     tokens:      [B, q] ids.
     offsets:     [B, q] positions relative to the row's root.
     positions:   the model's `position_ids`, [B, q] or [k, B, q].
-    visible:     [B, q, q] bool inside the block, query by key. Like `offsets`, shared by blocks of the same shape: an
-                 adapter that needs others makes a new block.
+    visible:     [B, q, q] bool inside the block, query by key.
     logit_rows:  [R] increasing rows of the block whose logits are needed.
     lengths:     committed slots of each row (L).
     key_mask:    [B, P] bool, False for padding among the first P slots.
