@@ -358,8 +358,15 @@ def put_in_the_instance(change, monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", interface(change))
 
 
-@pytest.mark.parametrize("change", [half_sdpa, deaf_sdpa])
-@pytest.mark.parametrize("put", [put_in_torch, put_in_the_interface, put_in_the_instance])
+@pytest.mark.parametrize(
+    ("put", "change"),
+    [
+        (put_in_torch, half_sdpa),
+        (put_in_torch, deaf_sdpa),
+        (put_in_the_interface, deaf_sdpa),
+        (put_in_the_instance, half_sdpa),
+    ],
+)
 def test_a_swapped_attention(model, trials, put, change):
     reason = "ignore the mask" if change is deaf_sdpa else None
     check(model)

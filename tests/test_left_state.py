@@ -10,20 +10,17 @@ from collections import Counter, deque
 import pytest
 import torch
 from support import assert_same_state, generate_plain, prompt, tiny_llama
-from support.families import FAMILIES, LLAMA3, LONGROPE, YARN, rope
+from support.families import FAMILIES, LONGROPE, rope
 from transformers import LlamaForCausalLM
 
 import lade
 from lade import eligibility
 
 LIMIT = 40
-ROPES = {
+ROPES = {  # those that follow the length, and one that does not
     "default": rope("default"),
-    "linear": rope("linear", factor=4.0),
     "dynamic": rope("dynamic", factor=2.0),
-    "yarn": YARN | {"original_max_position_embeddings": LIMIT},
     "longrope": LONGROPE | {"original_max_position_embeddings": LIMIT},
-    "llama3": LLAMA3 | {"original_max_position_embeddings": LIMIT},
 }
 
 

@@ -9,19 +9,14 @@ import torch
 from accelerate import dispatch_model
 from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, tiny_llama
 from support.families import FAMILIES
-from torch import nn
 from transformers import (
     AttentionInterface,
     DynamicCache,
-    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
 )
 from transformers.integrations import flex_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import lade
 from lade import models
@@ -114,11 +109,10 @@ def test_an_unknown_family_is_tried_out(kind, config_class):
 
 @pytest.mark.parametrize("kind", [Obedient, *FAULTS])
 @pytest.mark.parametrize("largest", [8, 64])
-@pytest.mark.parametrize("length", [64, 512])
-def test_a_trial_in_half_precision(kind, largest, length):
-    """Rounding is far below a fault in one of the two blocks, also after a long text."""
+def test_a_trial_in_half_precision(kind, largest):
+    """Rounding is far below a fault in one of the two blocks, after a long text."""
     model = build(kind, max_position_embeddings=1024).bfloat16()
-    found = trial_errors(models.adapter_for(model), length, largest)
+    found = trial_errors(models.adapter_for(model), 512, largest)
     is_fine = all(error * MASK_EFFECT_RATIO[torch.bfloat16] < effect for error, effect in found)
     assert is_fine == (kind is Obedient)
 
@@ -197,34 +191,14 @@ def test_a_trial_that_raises_is_a_reason(monkeypatch):
     compare(model, reason="two dimensions", max_new_tokens=8)
 
 
-class WithoutConventions(PreTrainedModel, GenerationMixin):
-    """As in repositories with code of their own: neither `vocab_size` nor `get_input_embeddings`."""
-
-    config_class = type("Config", (PreTrainedConfig,), {"model_type": "mine", "num_hidden_layers": 1})
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.table, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
-        self.post_init()
-
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, cache=None, use_cache=True, **arguments):
-        cache, states = cache or past_key_values, self.table(input_ids)
-        keys, _ = cache.update(states[:, None], states[:, None], 0)
-        seen = keys[:, 0].cumsum(1)[:, -input_ids.shape[1] :]
-        return CausalLMOutputWithPast(logits=self.head(seen), **{CACHE_NAME: cache})
-
-
 @pytest.mark.parametrize("is_training", [False, True])
-def test_models_that_lack_what_the_checks_ask_for(is_training):
-    """Each call goes to plain generate(), with the cause as its reason."""
-    torch.manual_seed(0)
-    model = WithoutConventions(WithoutConventions.config_class(pad_token_id=0, eos_token_id=2)).train(is_training)
+def test_a_model_that_lacks_what_the_checks_ask_for(is_training, monkeypatch):
+    """As in repositories with code of their own: each call goes to plain generate(), with the cause as its reason."""
+    model = build(Obedient).train(is_training)
+    monkeypatch.setattr(Obedient, "get_input_embeddings", property())
     with checking_at_once(64):
         for batch_size in (1, 2):
-            inputs = prompt(24, batch_size)
-            expected = generate_plain(model, inputs, max_new_tokens=20)
-            assert torch.equal(model.generate(**inputs, max_new_tokens=20), expected)
-            assert "Error" in lade.last_stats().fallback_reason
+            compare(model, prompt(24, batch_size), "AttributeError")
 
 
 def test_a_longer_text_is_tried_out_anew():
@@ -243,11 +217,10 @@ def test_layers_with_another_attention_than_the_model_says():
     compare(model, reason="its layers say 'eager'")
 
 
-@pytest.mark.parametrize("model_type", ["llama4_text", "mpt"])
-def test_a_name_alone_does_not_make_a_family(model_type):
+def test_a_name_alone_does_not_make_a_family():
     """The class is another, so its code is tried out as any other's."""
     model = build(Obedient)
-    model.config.model_type = model_type
+    model.config.model_type = "mpt"
     compare(model, max_new_tokens=20)
 
 
@@ -267,9 +240,8 @@ def test_guesses_have_embeddings():
     compare(model, max_new_tokens=30, suppress_tokens=list(range(VOCAB, VOCAB + 20)))
 
 
-@pytest.mark.parametrize("name", ["bloom", "lfm2"])
-def test_compiled_modules_have_no_view(name):
-    model = named(name)
+def test_compiled_modules_have_no_view():
+    model = named("lfm2")
     # What module.compile() leaves behind: a call bound to the module itself.
     for module in model.modules():
         module._compiled_call_impl = module._call_impl
@@ -468,14 +440,6 @@ def test_dynamic_int8(model):
     """Activations are rounded by one scale for the whole block."""
     quantised = torch.ao.quantization.quantize_dynamic(tiny_llama(torch.float32), {torch.nn.Linear}, dtype=torch.qint8)
     compare(quantised, reason="dynamic int8", max_new_tokens=40)
-
-
-def test_int8_weights():
-    """Weight-only quantisation rounds nothing that depends on the block."""
-    torchao = pytest.importorskip("torchao.quantization")
-    quantised = tiny_llama(torch.float32)
-    torchao.quantize_(quantised, torchao.Int8WeightOnlyConfig())
-    assert compare(quantised, max_new_tokens=40).steps < 40
 
 
 def test_a_trial_leaves_nothing_for_the_call(lade_on):
