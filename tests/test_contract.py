@@ -87,7 +87,6 @@ ENDS = [4, 9, 17, 23, 31, 44, 50]  # tokens that the model does produce
 STOPS = {"max_new_tokens": 60, "stop_strings": ["q", "Zk", "4"], "tokenizer": TOKENIZER}
 LENGTHS = {
     "max_new_tokens": {"max_new_tokens": 33},
-    "max_length": {"max_length": 50},
     "one_token": {"max_new_tokens": 1},
     "min_new_tokens": {"max_new_tokens": 30, "min_new_tokens": 20, "eos_token_id": ENDS},
     "min_length": {"max_new_tokens": 30, "min_length": 40, "eos_token_id": ENDS},
@@ -105,10 +104,8 @@ PROCESSORS = {
     "forced_bos": {"forced_bos_token_id": 5},
     "forced_eos": {"forced_eos_token_id": 7},
     "suppress": {"suppress_tokens": [4, 9], "begin_suppress_tokens": [17]},
-    "exponential_decay": {"exponential_decay_length_penalty": (5, 1.05), "eos_token_id": ENDS},
     "prefix_allowed": {"prefix_allowed_tokens_fn": lambda batch, ids: [t for t in range(3, VOCAB) if (t + batch) % 3]},
     "guidance": {"guidance_scale": 1.4},
-    "guidance_negative": {"guidance_scale": 1.4, "negative_prompt_ids": torch.tensor([[5, 6, 7, 8]])},
     "watermark": {"watermarking_config": WatermarkingConfig(bias=1.0, seeding_scheme="selfhash")},
     "renormalize": {"renormalize_logits": True, "remove_invalid_values": True},
     "stateful": {"logits_processor": LogitsProcessorList([CountingBias()])},
@@ -128,7 +125,7 @@ CASES = {f"length-{name}": case for name, case in LENGTHS.items()}
 CASES |= {f"processor-{name}": {"max_new_tokens": 28} | case for name, case in PROCESSORS.items()}
 CASES |= {f"sampling-{name}": {"max_new_tokens": 24, "do_sample": True} | case for name, case in SAMPLING.items()}
 CASES |= {f"sampled-processor-{name}": {"max_new_tokens": 20, "do_sample": True, "temperature": 0.4} | PROCESSORS[name]
-          for name in ("stateful", "repetition_penalty", "watermark", "prefix_allowed", "dice", "double")}  # fmt: skip
+          for name in ("stateful", "watermark", "dice", "double")}  # fmt: skip
 OUTPUTS = ("scores", "logits", "hidden_states", "attentions")
 
 

@@ -271,6 +271,7 @@ def test_env(capsys, monkeypatch, lade_on):
         "bitsandbytes: ",
         "a version that lade was made for",
         "LEVEL=5",
+        "CUDA_GRAPH=auto",
     ):
         assert expected in out
     lade.restore_all()

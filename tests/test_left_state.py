@@ -10,7 +10,7 @@ from collections import Counter, deque
 import pytest
 import torch
 from support import assert_same_state, generate_plain, prompt, tiny_llama
-from support.families import FAMILIES, LONGROPE, rope
+from support.families import LONGROPE, named, rope
 from transformers import LlamaForCausalLM
 
 import lade
@@ -110,8 +110,7 @@ def test_a_self_check_moves_no_frequencies(short_calls_fall_back, monkeypatch):
 
 def test_a_table_that_grows(lade_on):
     """XGLM makes a table of positions as large as the forward needs: no block may reach over its end."""
-    family = next(family for family in FAMILIES if family.name == "xglm")
-    model = family.build()
+    model = named("xglm").build()
     room = model.config.max_position_embeddings
     assert assert_same_lives(model, [prompt(room - 8)], num_new=6) == 1
     assert "has no room" in lade.last_stats().fallback_reason

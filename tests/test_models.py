@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, tiny_llama
-from support.families import FAMILIES
+from support.families import named
 from transformers import (
     AttentionInterface,
     DynamicCache,
@@ -81,10 +81,6 @@ class IgnoresMaskOfFew(Obedient):
     def forward(self, input_ids=None, attention_mask=None, **arguments):
         attention_mask = None if input_ids.shape[1] <= 8 else attention_mask
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, **arguments)
-
-
-def named(name):
-    return next(family for family in FAMILIES if family.name == name).build()
 
 
 def build(kind, config_class=UnknownConfig, **changes):
@@ -225,7 +221,7 @@ def test_a_name_alone_does_not_make_a_family():
 
 
 def test_a_hook_that_is_a_plain_function():
-    model = named("phi3")
+    model = named("phi3").build()
     original = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs))
     compare(model, reason="of its own", max_new_tokens=8)
@@ -241,7 +237,7 @@ def test_guesses_have_embeddings():
 
 
 def test_compiled_modules_have_no_view():
-    model = named("lfm2")
+    model = named("lfm2").build()
     # What module.compile() leaves behind: a call bound to the module itself.
     for module in model.modules():
         module._compiled_call_impl = module._call_impl
@@ -251,7 +247,7 @@ def test_compiled_modules_have_no_view():
 @pytest.mark.parametrize(("name", "path"), [("mpt", "transformer.blocks.0.attn"), ("lfm2", "model.layers.0.conv"),
                                             ("llama4_text", "model.layers.1.self_attn.q_proj")])  # fmt: skip
 def test_hooks_on_modules_that_a_view_replaces(name, path):
-    model, calls = named(name), []
+    model, calls = named(name).build(), []
 
     def steer(module, args, output):
         calls.append(module)
@@ -281,7 +277,7 @@ def test_a_changed_view_is_a_view(lade_on):
 
 
 def test_mpt_up_to_its_last_position():
-    model = named("mpt")
+    model = named("mpt").build()
     model.config.max_seq_len = 48
     lade.config_lade(MODE="lookahead", WINDOW_SIZE=7, GUESS_SET_SIZE=7)
     compare(model, prompt(24, batch_size=3), max_new_tokens=24)
@@ -296,11 +292,11 @@ def test_mpt_up_to_its_last_position():
     ],
 )
 def test_what_a_family_cannot_show(name, arguments, reason):
-    compare(named(name), reason=reason, max_new_tokens=12, **arguments)
+    compare(named(name).build(), reason=reason, max_new_tokens=12, **arguments)
 
 
 def test_phi3_goes_over_its_boundary_from_a_cache():
-    model = named("phi3-longrope-across")
+    model = named("phi3-longrope-across").build()
     cached = model.config.original_max_position_embeddings
     cache = DynamicCache(config=model.config)
     first = generate_plain(model, prompt(cached), max_new_tokens=1, past_key_values=cache)
@@ -422,7 +418,7 @@ def parts_on_disk(model, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_models_dispatched_by_accelerate(tmp_path, name):
-    model = named(name)
+    model = named(name).build()
     expected = generate_plain(model, prompt(), max_new_tokens=30)
     dispatched = parts_on_disk(model, tmp_path)
     assert "disk" in set(dispatched.hf_device_map.values())
@@ -432,7 +428,7 @@ def test_models_dispatched_by_accelerate(tmp_path, name):
 
 
 def test_a_dispatched_model_that_needs_a_view_falls_back(tmp_path):
-    compare(parts_on_disk(named("gpt_neo"), tmp_path), reason="dispatched", max_new_tokens=12)
+    compare(parts_on_disk(named("gpt_neo").build(), tmp_path), reason="dispatched", max_new_tokens=12)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -448,7 +444,7 @@ def test_a_trial_leaves_nothing_for_the_call(lade_on):
     class Ordinary(torch.nn.Linear):
         """Somebody else's, which makes a trial necessary."""
 
-    model = named("lfm2")
+    model = named("lfm2").build()
     layer = model.model.layers[0].feed_forward
     other = Ordinary(layer.w1.in_features, layer.w1.out_features, bias=False).to(layer.w1.weight.dtype)
     other.weight.data.copy_(layer.w1.weight)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from support import TOKENIZER, Recorder, compare, generate_plain, prompt, seeded
-from support.families import CHAINS, RECURRENT, VOCAB
+from support.families import CHAINS, VOCAB, named
 from transformers import DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import lade
@@ -38,7 +38,7 @@ MAX_BLOCK = 10
 
 @functools.cache
 def built(name):
-    family = next(family for family in RECURRENT if family.name == name)
+    family = named(name)
     if not family.exists:
         pytest.skip(f"this transformers runs no {family.model_class}")
     return family.build()

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from support import assert_same_state, compare, generate_plain, inference_tensors, prompt, tiny_llama
-from support.families import COMPOSITE, FAMILIES, of_each_class
+from support.families import COMPOSITE, FAMILIES, named, of_each_class
 from torch import nn
 from transformers import GenerationMixin
 
@@ -66,8 +66,7 @@ def test_families(family):
 @pytest.mark.parametrize("name", ["mixtral", "falcon-alibi"])
 def test_a_loop_of_reinforcement_learning(name):
     """Rollouts and training steps in turn: the same tokens and the same weights with lade as without."""
-    family = next(family for family in FAMILIES if family.name == name)
-    first = family.build().train()
+    first = named(name).build().train()
     set_randomness(first, 0.0)
     models = first, copy.deepcopy(first)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
@@ -92,7 +91,7 @@ def test_a_loop_of_reinforcement_learning(name):
 
 @pytest.mark.parametrize("name", ["llama", "falcon-alibi"])
 def test_active_dropout_falls_back(name):
-    model = next(family for family in FAMILIES if family.name == name).build().train()
+    model = named(name).build().train()
     set_randomness(model, 0.1)
     assert len({compare(model, reason="random numbers").fallback_reason for _ in range(2)}) == 1
     model.eval()

@@ -101,21 +101,13 @@ class Family:
         return model
 
 
-@dataclass(frozen=True)
-class Part:
-    """A config within a config; the class by name."""
-
-    config_class: str
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
 def make_config(config_class: Any, **settings: Any) -> Any:
     """A config from the defaults it knows and the settings."""
     known = inspect.signature(config_class.__init__).parameters
     settings = copy.deepcopy(settings)  # configs write into what they are given
     for name, value in settings.items():
-        if isinstance(value, Part):
-            settings[name] = make_config(getattr(transformers, value.config_class), **value.settings)
+        if callable(value):
+            settings[name] = value()
     return config_class(**{name: value for name, value in DEFAULTS.items() if name in known} | settings)
 
 
@@ -146,6 +138,10 @@ def of_each_class(families: Sequence[Family], often: str) -> list[Any]:
         pytest.param(found, id=found.name, marks=() if found.name in names else pytest.mark.long)
         for found in firsts.values()
     ]
+
+
+def named(name: str) -> Family:
+    return next(found for found in (*FAMILIES, *OTHERS, *RECURRENT) if found.name == name)
 
 
 def before(version: str) -> bool:
@@ -428,8 +424,9 @@ CHAINS = set(
 IMAGE = VOCAB - 1  # the token that stands for a piece of an image; text prompts avoid the last ten ids
 
 
-def part(config_class: str, **settings: Any) -> Part:
-    return Part(config_class, settings)
+def part(config_class: str, **settings: Any) -> Callable[[], Any]:
+    """A config within a config; the class by name."""
+    return lambda: make_config(getattr(transformers, config_class), **settings)
 
 
 def picture(
