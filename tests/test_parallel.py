@@ -12,7 +12,7 @@ import torch
 from support import beside, generate_plain, prompt, ranks, tiny_llama
 
 import lade
-from lade.parallel import communicator
+from lade.parallel.communicator import Communicator
 from lade.parallel.group import pack, unpack
 
 SETTINGS = {2: [(5, 7, 7), (2, 3, 0)], 3: [(5, 7, 7), (4, 1, 4)]}
@@ -333,22 +333,9 @@ def test_a_guess_that_is_no_number(lade_on):
 
 def test_one_reason_is_enough(monkeypatch):
     """A rank that has raised is named at once, though a third one is silent: the store may be gone in a moment."""
-
-    class Store:
-        def __init__(self):
-            self.reasons, self.num_asked = {"reason 0": b"raised ValueError: a processor"}, 0
-
-        def check(self, keys):
-            self.num_asked += 1
-            if self.num_asked > 8:
-                raise RuntimeError("the process that holds the store has ended")
-            return all(key in self.reasons for key in keys)
-
-        def get(self, key):
-            return self.reasons[key]
-
-    rank = communicator.Communicator.__new__(communicator.Communicator)
-    rank.size, rank.rank, rank.first, rank._store = 3, 1, 0, Store()
-    monkeypatch.setattr(communicator.Communicator, "_key", lambda self, kind, rank: f"{kind} {rank}")
-    monkeypatch.setattr(communicator.Communicator, "_store_reason", lambda self, reason: None)
+    rank = Communicator.__new__(Communicator)
+    rank.size, rank.rank, rank.first = 3, 1, 0
+    answers = iter([{0: "raised ValueError: a processor"}])  # to the only question
+    monkeypatch.setattr(Communicator, "_reasons", lambda self: next(answers))
+    monkeypatch.setattr(Communicator, "_store_reason", lambda self, reason: None)
     assert "rank 0 raised ValueError: a processor" in rank._explanation(RuntimeError("connection closed"))
