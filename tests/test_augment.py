@@ -120,7 +120,13 @@ def test_custom_generate_still_wins(lade_on, model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"), [({"num_beams": 2}, "beam search"), ({"use_cache": False}, "use_cache")]
+    ("arguments", "reason"),
+    [
+        ({"num_beams": 2}, "beam search"),
+        ({"assistant_model": tiny_llama(num_hidden_layers=1)}, "assisted"),
+        ({"use_cache": False}, "use_cache"),
+    ],
+    ids=["beams", "assistant", "no-cache"],
 )
 def test_fallbacks_say_why_once(lade_on, model, caplog, monkeypatch, arguments, reason):
     monkeypatch.setattr(augment, "_warned", set())

@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,81 +25,50 @@ def test_autocast_is_not_captured(monkeypatch):
 
 
 @pytest.fixture
-def fake_cuda(monkeypatch):
-    """Captures on a CPU that note what they ask of CUDA, in order."""
-    calls = []
-
-    class Graph:
-        def capture_begin(self, pool, capture_error_mode):
-            calls.append(("begin", capture_error_mode))
-
-        def capture_end(self):
-            calls.append("end")
-
-        def replay(self):
-            calls.append("replay")
-
-    class Stream:
-        def __init__(self, device=0):
-            calls.append("stream")
-
-        def wait_stream(self, other):
-            calls.append("wait for the capture" if self is current else "wait")
-
-    current = Stream()
-    reserved = iter(range(0, 10_000, 1000))
-    fakes = {
-        "CUDAGraph": Graph,
-        "Stream": Stream,
-        "current_device": lambda: 0,
-        "current_stream": lambda: current,
-        "graph_pool_handle": lambda: (0, 7),
-        "stream": lambda stream: nullcontext(),
-        "memory_reserved": lambda device: next(reserved),
-        "mem_get_info": lambda device: (10, 100),
-        "synchronize": lambda *_: calls.append("synchronize"),
-        "empty_cache": lambda: calls.append("empty_cache"),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("clear"), raising=False)
+def cuda(monkeypatch):
+    """Captures on a CPU: what they ask of CUDA is noted."""
+    noted = MagicMock()
+    noted.mem_get_info.return_value = (10, 100)
+    noted.memory_reserved.side_effect = [0, 1000]
+    noted.forward.return_value = ROW
+    monkeypatch.setattr(torch, "cuda", noted)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", noted.clear, raising=False)
     ours.capture_stream.cache_clear()
-    yield calls
+    yield noted
     ours.capture_stream.cache_clear()
 
 
-def test_a_graph_has_workspaces_of_its_own(fake_cuda):
+WARM_UP = ["Stream().wait_stream", "forward", "forward", "clear"]
+CAPTURE = ["CUDAGraph().capture_begin", "forward", "CUDAGraph().capture_end", "clear", "current_stream().wait_stream"]
+
+
+def order(cuda):
+    return [name for name, *_ in cuda.mock_calls if name in WARM_UP + CAPTURE]
+
+
+def test_a_graph_has_workspaces_of_its_own(cuda):
     """They are cleared behind the warm-up, so that the capture takes one from its pool, and behind the capture."""
-    fake_cuda.clear()
-    replay = capture(lambda: fake_cuda.append("forward") or ROW)
-    order = ["wait", "forward", "forward", "clear", ("begin", "thread_local"), "forward", "end", "clear"]
-    order.append("wait for the capture")
-    assert fake_cuda == ["stream", *order]
+    replay = capture(cuda.forward)
+    assert order(cuda) == WARM_UP + CAPTURE
     assert replay.num_bytes == 1000
     assert replay() is ROW
-    capture(lambda: fake_cuda.append("forward") or ROW)
-    assert fake_cuda == ["stream", *order, "replay", *order]  # one stream, and no wait for all of the device
+    assert not {"synchronize", "empty_cache"} & {name for name, *_ in cuda.mock_calls}
 
 
-def test_memory_is_given_back_where_little_is_left(fake_cuda, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 100))
-    capture(lambda: ROW)
-    assert fake_cuda.index("empty_cache") < fake_cuda.index("clear")
+def test_memory_is_given_back_where_little_is_left(cuda):
+    cuda.mem_get_info.return_value = (3, 100)
+    capture(cuda.forward)
+    cuda.empty_cache.assert_called_once()
 
 
-def test_what_went_wrong_in_a_capture_is_told(fake_cuda, monkeypatch):
+def test_what_went_wrong_in_a_capture_is_told(cuda, monkeypatch):
     """Not what torch says when the broken capture ends."""
     monkeypatch.setattr(ours, "repaired", lambda pool: nullcontext())
-    count = iter(range(10))
-
-    def forward():
-        if next(count) == 2:
-            raise torch.OutOfMemoryError("no memory")
-        return ROW
-
+    cuda.forward.side_effect = [ROW, ROW, torch.OutOfMemoryError("no memory")]
+    cuda.CUDAGraph().capture_end.side_effect = RuntimeError("the capture is broken")
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        capture(forward)
-    assert fake_cuda[-3:] == ["end", "clear", "wait for the capture"]  # whose warm-ups have written to the cache
+        capture(cuda.forward)
+    assert order(cuda) == WARM_UP + CAPTURE  # whose warm-ups have written to the cache
     assert gc.isenabled()
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import ROOT, beside, generate_plain, prompt, python
+from support import BUNDLED, beside, generate_plain, prompt, python
 from transformers import AutoModelForCausalLM
 
 import lade
@@ -103,7 +103,6 @@ ids = torch.tensor([[int(token) for token in sys.argv[2].split(",")]])
 print(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40).tolist())
 """
 SUMMARY = re.compile(r"Generated tokens: (\d+) Total steps: (\d+)")
-BUNDLED = ROOT / "models" / "stdlib-9m"
 ARGUMENTS = [str(BUNDLED), ",".join(map(str, prompt(24)["input_ids"][0].tolist()))]
 
 
@@ -272,6 +271,7 @@ def test_env(capsys, monkeypatch, lade_on):
         "bitsandbytes: ",
         "a version that lade was made for",
         "LEVEL=5",
+        "CUDA_GRAPH=auto",
     ):
         assert expected in out
     lade.restore_all()
@@ -300,24 +300,7 @@ def test_env_says_what_is_wrong_with_the_settings(settings, monkeypatch):
     assert "WRONG: LADE_CONFIG=" in env.report()
 
 
-@beside
-def cost_of_env():
-    return python(
-        "-c",
-        """
-import time, sys
-started = time.process_time()
-import torch
-imported = time.process_time()
-from lade.commands import main
-main(["env"])
-print("transformers" in sys.modules, imported - started, time.process_time() - imported)
-""",
-    )
-
-
-def test_env_takes_little_beside_importing_torch(cost_of_env):
-    """Most of it is for transformers' source. In processor time, which a slow or busy machine makes longer alike."""
-    has_transformers, torch_seconds, seconds = cost_of_env.stdout.splitlines()[-1].split()
-    assert has_transformers == "False"
-    assert float(seconds) < float(torch_seconds)
+def test_env_does_not_import_transformers():
+    """Which takes seconds."""
+    program = "import sys; from lade.commands import main; main(['env']); print('transformers' in sys.modules)"
+    assert python("-c", program).stdout.endswith("\nFalse\n")

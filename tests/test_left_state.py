@@ -10,20 +10,17 @@ from collections import Counter, deque
 import pytest
 import torch
 from support import assert_same_state, generate_plain, prompt, tiny_llama
-from support.families import FAMILIES, LLAMA3, LONGROPE, YARN, rope
+from support.families import LONGROPE, named, rope
 from transformers import LlamaForCausalLM
 
 import lade
 from lade import eligibility
 
 LIMIT = 40
-ROPES = {
+ROPES = {  # those that follow the length, and one that does not
     "default": rope("default"),
-    "linear": rope("linear", factor=4.0),
     "dynamic": rope("dynamic", factor=2.0),
-    "yarn": YARN | {"original_max_position_embeddings": LIMIT},
     "longrope": LONGROPE | {"original_max_position_embeddings": LIMIT},
-    "llama3": LLAMA3 | {"original_max_position_embeddings": LIMIT},
 }
 
 
@@ -112,8 +109,7 @@ def test_a_self_check_moves_no_frequencies(short_calls_fall_back, monkeypatch):
 
 def test_a_table_that_grows(lade_on):
     """XGLM makes a table of positions as large as the forward needs: no block may reach over its end."""
-    family = next(family for family in FAMILIES if family.name == "xglm")
-    model = family.build()
+    model = named("xglm").build()
     room = model.config.max_position_embeddings
     assert assert_same_lives(model, [prompt(room - 8)], num_new=6) == 1
     assert "has no room" in lade.last_stats().fallback_reason

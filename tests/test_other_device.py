@@ -4,12 +4,13 @@ There need not be a GPU: a model on torch's "meta" device has shapes and no valu
 zero, or one for a fraction. An index or a mask that was left on the CPU fails here as it would on a GPU.
 """
 
+import sys
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from support import prompt, tiny_llama
+from support import note_calls, prompt, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers.generation.streamers import BaseStreamer
@@ -34,17 +35,21 @@ class MixedDevices(AssertionError):
 
 
 class OtherDevice(TorchDispatchMode):
-    """Counts what the host reads, and raises MixedDevices where a GPU would."""
+    """Counts what the host reads and launches there, and raises MixedDevices where a GPU would."""
+
+    is_replaying = False
 
     def __init__(self):
         super().__init__()
-        self.reads = Counter()
+        self.reads, self.launches = Counter(), Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, operation = kwargs or {}, function.overloadpacket
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
             return function(*args, **kwargs)
+        if not (self.is_replaying or function.is_view):
+            self.launches[str(operation)] += 1
         if operation is ATEN._local_scalar_dense:
             self.reads["scalar"] += 1
             return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
@@ -85,18 +90,18 @@ def model():
     return tiny_llama(torch.float32).to(META)
 
 
-def generate(model, batch_size=1, padding=0, **arguments):
-    """The operations that read, and the figures."""
+def generate(model, batch_size=1, padding=0, max_new_tokens=NEW, **arguments):
+    """What was counted, and the figures."""
     inputs = prompt(24, batch_size=batch_size)
     inputs["attention_mask"][0, :padding] = 0
     inputs = {name: tensor.to(META) for name, tensor in inputs.items()}
     with OtherDevice() as watched:
-        model.generate(**inputs, max_new_tokens=NEW, **arguments)
+        model.generate(**inputs, max_new_tokens=max_new_tokens, **arguments)
     stats = lade.last_stats()
     assert stats.fallback_reason is None
-    assert stats.generated_tokens == NEW * batch_size
+    assert stats.generated_tokens == max_new_tokens * batch_size
     assert stats.steps > 1
-    return watched.reads, stats
+    return watched, stats
 
 
 @pytest.mark.parametrize("settings", [{"MODE": "tree"}, LOOKAHEAD], ids=["tree", "lookahead"])
@@ -145,9 +150,18 @@ def test_decoding_in_lockstep(settings, arguments, model, other_device):
 
 @pytest.fixture
 def captures(other_device, monkeypatch):
-    """What a CUDA graph would capture runs as it is: the host must not wait in it."""
+    """What a CUDA graph would capture runs as it is: the host must not wait in it. A replay is no launch."""
+
+    def capture(forward):
+        def replay():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(OtherDevice, "is_replaying", True)
+                return forward()
+
+        return replay
+
     monkeypatch.setattr(forward_base, "GRAPH_DEVICES", ("meta",))
-    monkeypatch.setattr(fixed, "capture", lambda forward: forward)
+    monkeypatch.setattr(fixed, "capture", capture)
     monkeypatch.setattr(fixed, "numerics", lambda device: ())  # torch knows no autocast for that device
     contexts.projection.cache_clear()  # as in a new process: a capture must not wait for the copy to the device
 
@@ -171,6 +185,27 @@ def test_blocks_of_fixed_shapes(settings, sampling, model, captures, monkeypatch
         _, stats = generate(model, **sampling, **arguments)
         assert (stats.reasons.get("graph"), stats.used_kernel) == (None, "USE_FLASH" in settings)
         assert stats.captured_steps == stats.steps - 1
+
+
+def test_waits_of_a_captured_greedy_step(model, captures, monkeypatch):
+    """Of a tree: none but the one for the forward. A copy there, and the keys and values of a moved path."""
+    monkeypatch.setattr(torch, "equal", lambda *tensors: True)
+    monkeypatch.setattr(HostCopy, "start", lambda self, tensor: self._host.zero_())
+    waits = note_calls(monkeypatch, decoding, "wait_for")
+
+    def made_by(*_, device=None, **__):
+        return sys._getframe(2).f_globals["__name__"].partition(".")[0], device
+
+    made = note_calls(monkeypatch, torch, "tensor", made_by)  # from memory that is not pinned
+    lade.config_lade(MODE="tree", MAX_BLOCK=16, CUDA_GRAPH=1, SHARE=0)
+    calls = (generate(model, do_sample=False, max_new_tokens=num_new) for num_new in (90, 20, 90))
+    (_, first), (short, few), (long, many) = calls  # the first one captures
+    assert len(waits) == sum(stats.steps - 1 for stats in (first, few, many))
+    num_steps, launched = many.steps - few.steps, long.launches - short.launches
+    assert many.captured_steps == many.steps - 1 > few.steps
+    assert long.reads == short.reads
+    assert ("lade", META) not in made
+    assert launched == {"aten.copy_": (1 + 2 * 2 * 2) * num_steps}  # of two layers, out of their slots and in
 
 
 @pytest.mark.parametrize("owner", [decoding, base], ids=["index", "mask"])

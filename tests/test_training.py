@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from support import assert_same_state, compare, generate_plain, inference_tensors, prompt, tiny_llama
-from support.families import COMPOSITE, FAMILIES, of_each_class
+from support.families import COMPOSITE, FAMILIES, named, of_each_class
 from torch import nn
 from transformers import GenerationMixin
 
@@ -63,11 +63,10 @@ def test_families(family):
         assert "random numbers" in training_reason(adapter_for(model))
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neo", "falcon-alibi", "gpt2"])
+@pytest.mark.parametrize("name", ["mixtral", "falcon-alibi"])
 def test_a_loop_of_reinforcement_learning(name):
     """Rollouts and training steps in turn: the same tokens and the same weights with lade as without."""
-    family = next(family for family in FAMILIES if family.name == name)
-    first = family.build().train()
+    first = named(name).build().train()
     set_randomness(first, 0.0)
     models = first, copy.deepcopy(first)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
@@ -90,9 +89,9 @@ def test_a_loop_of_reinforcement_learning(name):
     assert not torch.equal(texts[0], texts[-1])  # the weights did change
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "falcon-alibi"])
+@pytest.mark.parametrize("name", ["llama", "falcon-alibi"])
 def test_active_dropout_falls_back(name):
-    model = next(family for family in FAMILIES if family.name == name).build().train()
+    model = named(name).build().train()
     set_randomness(model, 0.1)
     assert len({compare(model, reason="random numbers").fallback_reason for _ in range(2)}) == 1
     model.eval()
@@ -122,7 +121,7 @@ def test_checkpointing():
     compare(model)
 
 
-class NoisyBySetting(nn.Linear):
+class Noisy(nn.Linear):
     """Somebody's own layer."""
 
     noise = 0.0
@@ -130,10 +129,6 @@ class NoisyBySetting(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
         return y + self.noise * torch.randn_like(y) if self.training and self.noise else y
-
-
-class Noisy(NoisyBySetting):
-    noise = 1.0
 
 
 class WithFunction(nn.Linear):
@@ -148,7 +143,7 @@ class Restored(nn.Module):
         return x[None]
 
 
-@pytest.mark.parametrize("kind", [Noisy, NoisyBySetting, WithFunction, nn.BatchNorm1d, nn.RReLU, nn.Dropout1d])
+@pytest.mark.parametrize("kind", [Noisy, WithFunction, nn.BatchNorm1d, nn.Dropout1d])
 def test_modules_of_other_kinds(kind):
     """Refused by what they do in training mode, torch's own modules included."""
     model = tiny_llama()
@@ -164,7 +159,7 @@ def test_modules_of_other_kinds(kind):
     twin = copy.deepcopy(model.train())
     reason = training_reason(adapter_for(model))
     assert_same_state(model, twin)
-    if kind is NoisyBySetting:
+    if kind is Noisy:
         assert reason is None
         compare(model)
         mlp.down_proj.noise = 0.1

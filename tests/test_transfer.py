@@ -1,27 +1,18 @@
-"""Copies to a device: on CUDA from pinned memory without a wait, elsewhere as torch makes them; and how few waits are
-left in a step."""
+"""Copies to a device: on CUDA from pinned memory without a wait, elsewhere as torch makes them."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from support import prompt, tiny_llama
-from support.static_shapes import check_captured
-from support.waits import Waits, counted_on_cpu
 
-import lade
 from lade.common import transfer
-from lade.common.state import forget_all
 from lade.common.transfer import to_device
 from lade.drafting.likeliest import LEAST_GROUPED, most_likely
 from lade.drafting.top_k_table import BIN_BITS, NUM_BINS
 from lade.forward.cuda.transfer import HostCopy, TensorBuffer
 
 pytestmark = pytest.mark.usefixtures("modes_of_tests")
-# The mask of the prompt is set at a call's first block, and the text is copied at its end.
-ONCE_PER_CALL = {"lade/forward/cuda/static_inputs.py", "lade/verification/sequences.py"}
-COPIES = {"lade/common/transfer.py", "lade/forward/cuda/transfer.py", "lade/block/kv_cache.py"}
 CPU, CUDA, META = map(torch.device, ("cpu", "cuda", "meta"))
 
 
@@ -104,24 +95,3 @@ def test_one_copy_of_the_likeliest_tokens_is_as_good_as_two(vocab_size, temperat
     found, exact = split(most_likely(scores, temperature))
     assert np.array_equal(found, ids)
     assert np.abs(exact - bins).max() <= int(vocab_size >= LEAST_GROUPED)  # the host estimates the sum of many
-
-
-@pytest.mark.usefixtures("static_blocks")
-def test_waits_of_a_captured_greedy_step(graphs):
-    """Of a tree: one, for the forward. A copy there, a copy back, and the keys and values of a moved path."""
-    model, waits = tiny_llama(num_hidden_layers=1), Waits()
-    lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0, SHARE=0)
-    check_captured(model)
-    forget_all()  # what was made outside does not count as a device's memory
-    with counted_on_cpu(waits, *model.parameters(), prompt()):
-        model.generate(**prompt(), do_sample=False, max_new_tokens=100)
-        with lade.stats.tracing(waits.end_step):
-            model.generate(**prompt(), do_sample=False, max_new_tokens=100)
-            waits.begin()
-    assert lade.last_stats().captured_steps == lade.last_stats().steps - 1
-    assert waits.num_steps > 2
-    assert {what for what, _ in waits.places} == {"wait_for"}, waits.places
-    found = {where.split(":")[0] for _, where in waits.launches}
-    assert found <= COPIES | ONCE_PER_CALL, found
-    assert sum(waits.places.values()) == waits.num_steps
-    assert 2 <= sum(waits.launches.values()) / waits.num_steps <= 5

@@ -24,31 +24,3 @@ from support.models import (
     tiny_llama,
 )
 from support.processes import BUNDLED, ENVIRONMENT, ROOT, beside, forked, forked_twice, python
-
-__all__ = [
-    "BUNDLED",
-    "ENVIRONMENT",
-    "ROOT",
-    "TOKENIZER",
-    "VOCAB",
-    "Choose",
-    "CountingBias",
-    "Recorder",
-    "assert_same_state",
-    "beside",
-    "compare",
-    "forked",
-    "forked_twice",
-    "generate_plain",
-    "in_threads",
-    "inference_tensors",
-    "is_patched",
-    "note_calls",
-    "padded_prompt",
-    "prompt",
-    "python",
-    "run_both",
-    "seeded",
-    "tiny",
-    "tiny_llama",
-]

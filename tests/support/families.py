@@ -101,21 +101,13 @@ class Family:
         return model
 
 
-@dataclass(frozen=True)
-class Part:
-    """A config within a config; the class by name."""
-
-    config_class: str
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
 def make_config(config_class: Any, **settings: Any) -> Any:
     """A config from the defaults it knows and the settings."""
     known = inspect.signature(config_class.__init__).parameters
     settings = copy.deepcopy(settings)  # configs write into what they are given
     for name, value in settings.items():
-        if isinstance(value, Part):
-            settings[name] = make_config(getattr(transformers, value.config_class), **value.settings)
+        if callable(value):
+            settings[name] = value()
     return config_class(**{name: value for name, value in DEFAULTS.items() if name in known} | settings)
 
 
@@ -127,9 +119,11 @@ def family(
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float64,
     spread: float = 1.0,
+    inputs: Callable[[bool], Any] | None = None,
+    fails_in: str = "",
     **settings: Any,
 ) -> Family:
-    return Family(name, model_class, settings, note, attention, dtype, spread)
+    return Family(name, model_class, settings, note, attention, dtype, spread, inputs, fails_in)
 
 
 def of_each_class(families: Sequence[Family], often: str) -> list[Any]:
@@ -144,6 +138,10 @@ def of_each_class(families: Sequence[Family], often: str) -> list[Any]:
         pytest.param(found, id=found.name, marks=() if found.name in names else pytest.mark.long)
         for found in firsts.values()
     ]
+
+
+def named(name: str) -> Family:
+    return next(found for found in (*FAMILIES, *OTHERS, *RECURRENT) if found.name == name)
 
 
 def before(version: str) -> bool:
@@ -426,8 +424,9 @@ CHAINS = set(
 IMAGE = VOCAB - 1  # the token that stands for a piece of an image; text prompts avoid the last ten ids
 
 
-def part(config_class: str, **settings: Any) -> Part:
-    return Part(config_class, settings)
+def part(config_class: str, **settings: Any) -> Callable[[], Any]:
+    """A config within a config; the class by name."""
+    return lambda: make_config(getattr(transformers, config_class), **settings)
 
 
 def picture(
@@ -459,17 +458,8 @@ def picture(
     return inputs
 
 
-def composite(
-    name: str,
-    model_class: str,
-    inputs: Callable[[bool], Any],
-    note: str = "",
-    *,
-    spread: float = 1.0,
-    fails_in: str = "",
-    **settings: Any,
-) -> Family:
-    return Family(name, model_class, settings, note, spread=spread, inputs=inputs, fails_in=fails_in)
+def composite(name: str, model_class: str, inputs: Callable[[bool], Any], note: str = "", **others: Any) -> Family:
+    return family(name, model_class, note, inputs=inputs, **others)
 
 
 PIXELS = (1, 3, 16, 16)
@@ -580,20 +570,3 @@ COMPOSITE = [
               audio_config=None, image_token_id=IMAGE, boi_token_id=IMAGE - 1, eoi_token_id=IMAGE - 2,
               video_token_id=IMAGE - 3, boa_token_id=IMAGE - 4, eoa_token_index=IMAGE - 5, audio_token_id=IMAGE - 6),
 ]  # fmt: skip
-
-NOT_TRIED = {
-    "blenderbot-small, marian, plbart": "bart again",
-    "blt": "bytes in patches: several models in one, tables of half a million rows by default",
-    "camembert, data2vec-text, ernie, xlm-roberta, xlm-roberta-xl": "bert and roberta again",
-    "cohere_compass_text": "plain generate() fails on its masks",
-    "cpmant": "plain generate() fails in 5.8, and in 5.23 says something else with a cache than without",
-    "emu3": "its image part is a tokenizer with a decoder",
-    "fuyu": "persimmon with images, an argument that changed its name between versions",
-    "gemma3n": "its image encoder comes from timm",
-    "gemma4_assistant, gemma4_unified_assistant": "draft models: they need the states of another model",
-    "gemma4_unified, got_ocr2, phi4_multimodal": "more composites, not built",
-    "moss_transcribe_diarize, musicgen, musicgen_melody": "audio",
-    "prophetnet": "its masks overflow to NaN",
-    "reformer": "attention over hashes: it says something else with a cache than without",
-    "xlm": "speaks behind a mask token; a random one says the same whatever comes before",
-}

@@ -19,8 +19,6 @@ from support.processes import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 from gpu.stand_in import Tape
 
-NOT_HERE = "CUDA graphs need a model on a CUDA device"
-
 
 def kept_buffers(model):
     """What waits for another call of the model, the oldest first: the list itself."""

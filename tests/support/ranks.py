@@ -7,7 +7,6 @@ import datetime
 import hashlib
 import itertools
 import os
-import random
 import socket
 import time
 import traceback
@@ -144,7 +143,7 @@ CASES = {
     "greedy": {},
     "ends": {"eos_token_id": [17, 23, 40], "pad_token_id": 0},
     "sampled": {"do_sample": True, "temperature": 0.3, "top_k": 20},
-    "penalty": {"repetition_penalty": 1.2},
+    "recorded": {"return_dict_in_generate": True, "prefill_chunk_size": 6, "cache_implementation": "static"},
     "stateful": {"do_sample": True, "temperature": 0.3, "stateful": True},
     "countdown": {"countdown": 17},
 }
@@ -179,14 +178,15 @@ def deal_backwards():
 def run_cases(rank, settings, batches, workers, backwards):
     """Every case under every setting. Returns (settings, case, batch size, seed) -> what came out.
 
-    Under the first settings each case gets all batches, under the others the cases take turns with them.
+    Under the first settings each case gets all batches, under the others the cases take turns with them. Three ranks
+    run their blocks by lade's own attention.
     """
     if backwards:
         deal_backwards()
     model, found = tiny_llama(), {}
     for level, window, guesses in settings:
         sizes = {"LEVEL": level, "WINDOW_SIZE": window, "GUESS_SET_SIZE": guesses}
-        lade.config_lade(MODE="lookahead", **sizes, DIST_WORKERS=workers)
+        lade.config_lade(MODE="lookahead", **sizes, DIST_WORKERS=workers, USE_FLASH=int(workers == 3))
         is_first = (level, window, guesses) == settings[0]
         for index, case in enumerate(CASES):
             for batch_size, seed in batches if is_first else [batches[index % len(batches)]]:
@@ -195,7 +195,7 @@ def run_cases(rank, settings, batches, workers, backwards):
                 output = model.generate(**inputs_of(batch_size, seed), **arguments)
                 stats = lade.last_stats()
                 found[(level, window, guesses), case, batch_size, seed] = {
-                    "tokens": output.tolist(),
+                    "tokens": getattr(output, "sequences", output).tolist(),
                     "generator": digest([torch.get_rng_state()]) if arguments.get("do_sample") else None,
                     "steps": stats.steps,
                     "generated": stats.generated_tokens,
@@ -234,50 +234,6 @@ def stream(rank):
     ones = torch.ones(1)
     torch.distributed.all_reduce(ones)
     return output.tolist(), streamer.calls, lade.last_stats().fallback_reason, int(ones)
-
-
-def draw(seed):
-    """Random arguments, prompt and settings, the same in every process."""
-    rng, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
-    arguments = {"max_new_tokens": rng.randint(1, 36), "do_sample": rng.random() < 0.5}
-    for name, values in {
-        "temperature": (0.1, 0.7, 1.5),
-        "top_k": (1, 5, 30),
-        "top_p": (0.3, 0.9),
-        "repetition_penalty": (0.9, 1.2),
-        "no_repeat_ngram_size": (2, 4),
-        "eos_token_id": ([7, 30, 41], [50]),
-        "min_new_tokens": (1, 9),
-        "bad_words_ids": ([[5], [6, 7]],),
-        "prefill_chunk_size": (2, 9),
-        "cache_implementation": ("dynamic", "static"),
-        "max_time": (1000.0,),
-        "return_dict_in_generate": (True,),
-    }.items():
-        if rng.random() < 0.25:
-            arguments[name] = rng.choice(values)
-    batch_size, length = rng.choice((1, 1, 2, 4)), rng.randint(1, 30)
-    ids = torch.randint(3, rng.randint(4, 61), (batch_size, length), generator=numbers)
-    mask = torch.ones_like(ids)
-    for row in range(batch_size):
-        pads = rng.randrange(length)
-        ids[row, :pads], mask[row, :pads] = 0, 0
-    setting = {"MODE": "lookahead", "LEVEL": rng.randint(2, 6), "WINDOW_SIZE": rng.randint(1, 6)}
-    setting |= {"ALWAYS_FWD_ONE": rng.randint(0, 1)}
-    setting |= {"GUESS_SET_SIZE": rng.choice((0, 1, 3, 7, -1)), "USE_FLASH": rng.choice((0, 0, 1))}
-    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, **arguments}, setting
-
-
-def run_random(rank, seeds, workers):
-    """Random calls. Returns the tokens of each, the state of the generator after sampling, and whether lookahead
-    ran."""
-    model, found = tiny_llama(), []
-    deal_backwards()
-    for seed in seeds:
-        arguments, setting = draw(seed)
-        lade.config_lade(**setting, DIST_WORKERS=workers)
-        found.append((*result_of(model.generate, seed + rank, arguments), lade.last_stats().fallback_reason))
-    return found
 
 
 def result_of(generate, seed, arguments):
@@ -410,23 +366,24 @@ def two_pairs(rank):
     return output.tolist(), lade.last_stats().num_workers, lade.last_stats().fallback_reason
 
 
-def differ(rank, what):
-    """Rank 1 is started with something else. Returns the error."""
+def differ(rank, *whats):
+    """Rank 1 calls with something else. Returns the error of each call."""
+    own_group(seconds=5 if "workers" in whats else PATIENCE)
+    return [error_of_other(what if rank == 1 else None) for what in whats]
+
+
+def error_of_other(what):
+    """What a call raises that differs in `what`, or None."""
     model, inputs, arguments = tiny_llama(), prompt(20), {"max_new_tokens": 8}
-    own_group(seconds=5 if what == "workers" else PATIENCE)
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, DIST_WORKERS=2)
-    if rank == 1:
-        if what == "settings":
-            lade.config_lade(MODE="lookahead", WINDOW_SIZE=2)
-        elif what == "model":
-            with torch.no_grad():
-                model.model.embed_tokens.weight *= 1.01
-        elif what == "prompt":
-            inputs = prompt(20, seed=1)
-        elif what == "generation settings":
-            arguments["max_new_tokens"] = 9
-        elif what == "workers":
-            lade.config_lade(DIST_WORKERS=1)
+    sizes = {"LEVEL": 4, "WINDOW_SIZE": 2 if what == "settings" else 3, "GUESS_SET_SIZE": 4}
+    lade.config_lade(MODE="lookahead", **sizes, DIST_WORKERS=1 if what == "workers" else 2)
+    if what == "model":
+        with torch.no_grad():
+            model.model.embed_tokens.weight *= 1.01
+    elif what == "prompt":
+        inputs = prompt(20, seed=1)
+    elif what == "generation settings":
+        arguments["max_new_tokens"] = 9
     try:
         model.generate(**inputs, **arguments)
     except Exception as error:
