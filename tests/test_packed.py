@@ -512,16 +512,6 @@ def test_changed_weights_are_packed_anew(lade_on, products, change, dtype):
     assert all(copy.is_current(weights[key]) for key, copy in copies_of(model).copies.items())
 
 
-def test_a_training_loop_packs_ever_more_rarely(lade_on, products):
-    model = tiny_llama(torch.float32, num_hidden_layers=1)
-    lade.config_lade(SHARE=0)
-    counts = []
-    for _ in range(7):  # each change of the weights doubles what packing has to wait for
-        counts.append(bool(compare(model, max_new_tokens=80).packed_weights))
-        train(model, fused=True)
-    assert counts == [True, False, True, False, False, False, True]  # 64 tokens, then 128 since the change, then 256
-
-
 SHAPES = {torch.float32: [(5, 7), (9, 8)], torch.bfloat16: [(5, 7), (5, 6), (9, 16), (3, 1), (520, 2064)]}
 
 
