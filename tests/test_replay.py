@@ -1,10 +1,8 @@
 """The replay bench takes the very steps of the loop, from what was recorded alone."""
 
-import importlib
 import json
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,10 @@ import lade
 from lade.drafting.memory import Memory
 from lade.switch import current_config
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("replay")
+def bench(module):
+    return module("replay")
 
 
 @pytest.fixture
