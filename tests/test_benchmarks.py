@@ -64,6 +64,24 @@ def test_repeated(command, trace):
     assert figures["steps"]["texts"] <= figures["steps"]["warm"] < figures["steps"]["cold"]
 
 
+def test_replay(command, tmp_path):
+    arguments = ("--limit", "2", "--max_new_tokens", "12", "--temperatures", "0.5", "--sizes", "6")
+    out = tmp_path / "first.json"
+    first = command("replay", *arguments, "--records", str(tmp_path), "--out", str(out))
+    assert len(first["replays"]) == 4  # two sets, cold and warm
+    again = command("replay", *arguments, "--records", str(tmp_path), "--against", str(out), "--loop", "2")
+    for key, figures in again["replays"].items():
+        assert figures["each"] == first["replays"][key]["each"]
+        assert figures["prompts"] == figures["loops"] or figures["ratio"][0] == 1.0
+        assert "warm" in key or figures["steps"] == figures["steps_of_loop"] > 0
+    options = ("--modes", "lookahead,logitspec", "--sizes", "8", "--varied", "1", "--out", str(out))
+    more = command("replay", *arguments, *options)
+    new = set(more["replays"]) - set(first["replays"])
+    assert len(new) == 2 * 3  # of the window cold alone: nothing of it is kept
+    assert all(more["replays"][key]["prompts"] <= 1 for key in new)
+    assert json.loads(out.read_text())["replays"].keys() == first["replays"].keys() | new
+
+
 def test_a_benchmark_that_is_stopped_tells_what_it_has(command, module, monkeypatch, tmp_path, capsys):
     """By Ctrl-C or by SIGTERM: the rows that are complete are written, and the program ends with 130."""
     out, step_cost = tmp_path / "figures.json", module("step_cost")

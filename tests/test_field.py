@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support import prompt
 
 import lade
 from lade.block.token_tree import TokenTree
@@ -164,24 +163,6 @@ def test_logitspec_extends_the_runners_up_of_the_last_row(lade_on, field, model)
     assert found[9] == (40,)
     assert len(found) == 15
     assert text.guesses(max_offset=1) == [(6,), (3,), *found[9:]]
-
-
-@pytest.mark.parametrize("mode", ["prompt-lookup", "suffix-decoding", "token-recycling", "sam-decoding", "logitspec"])
-@pytest.mark.parametrize("temperature", [None, 0.6])
-def test_steps_of_a_replay_are_those_of_the_loop(lade_on, field, module, model, mode, temperature):
-    bench = module("replay")
-    lade.config_lade(MODE=mode, MAX_BLOCK=12, ADAPTIVE=0)
-    looped, replayed = Memory(), Memory()
-    for seed in range(2):
-        inputs = prompt(20, seed=seed)
-        text = bench.record(model, inputs, temperature, 60)
-        torch.manual_seed(0)
-        with looped.active():
-            output = model.generate(**inputs, max_new_tokens=60, **text.arguments)
-        assert output[0, 20:].tolist() == text.tokens
-        found = bench.replay(model, text, current_config(), replayed)
-        assert found.num_steps == lade.last_stats().steps
-    assert temperature or found.num_steps < 60
 
 
 def test_they_refuse_batches(lade_on, field, model):
