@@ -154,16 +154,3 @@ def test_weights_that_autocast_has_cast(modes):
 
 def test_inside_of_the_users_own(modes):
     check(tiny_llama(), modes, True, context=torch.inference_mode)
-
-
-def test_what_torch_has_compiled(modes):
-    """Blocks run the code that was compiled, as it was before."""
-    model = tiny_llama(num_hidden_layers=1)
-    model.forward = torch.compile(model.forward, backend="eager")
-    model.generate(**prompt(12), max_new_tokens=24)
-    assert lade.last_stats().fallback_reason is None
-    assert modes
-    assert all(modes)
-    del model.forward
-    assert not inference_tensors(model)
-    train(model)
