@@ -321,12 +321,6 @@ def test_plots_of_a_replay(main, tmp_path, modes, pictures):
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == pictures
 
 
-def test_plots_say_what_they_need(main, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="needs matplotlib, which is not installed"):
-        main("plots", "--out", str(tmp_path))
-
-
 def test_no_file_stands_in_the_way_of_the_standard_library():
     """Scripts find their own folder first: a profile.py there would break cProfile, which torch imports."""
     assert not {path.stem for path in (ROOT / "benchmarks").glob("*.py")} & sys.stdlib_module_names

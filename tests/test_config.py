@@ -10,7 +10,7 @@ from support import is_patched
 from transformers import GenerationMixin
 
 import lade
-from lade import augment, config, switch
+from lade import augment, config
 from lade.config import LookaheadConfig
 from lade.switch import current_config
 
@@ -240,15 +240,6 @@ def test_a_file_without_settings_says_why_once(settings_file, caplog):
         settings_file({"note": "nothing pays here"})
     assert [record.message for record in caplog.records] == [f"lade: CONFIG {path} has no settings: nothing pays here"]
     assert current_config() == LookaheadConfig()
-
-
-def test_temporary_settings():
-    lade.config_lade(WINDOW_SIZE=3)
-    with switch.temporary_settings(LEVEL=4):
-        assert sizes() == (4, 3, 7)
-    with pytest.raises(ValueError, match="LEVEL"), switch.temporary_settings(LEVEL=1):
-        pass
-    assert sizes() == (5, 3, 7)
 
 
 def test_every_public_name_exists():
