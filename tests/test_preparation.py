@@ -83,17 +83,10 @@ def test_random_numbers_stay_as_they_were(model):
     assert found.block_tokens == ()  # on a CPU nothing is captured
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt_tokens": 0}, "prompt_tokens must be an integer >= 1, got 0"),
-        ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer >= 1, got 1.5"),
-        ({"batch_size": True}, "batch_size must be an integer >= 1, got True"),
-    ],
-)
-def test_wrong_numbers(arguments, message, model):
-    with pytest.raises(ValueError, match=message):
-        lade.warmup(model, **arguments)
+@pytest.mark.parametrize(("name", "value"), [("prompt_tokens", 0), ("max_new_tokens", 1.5), ("batch_size", True)])
+def test_wrong_numbers(name, value, model):
+    with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, got {value}"):
+        lade.warmup(model, **{name: value})
 
 
 @pytest.mark.parametrize("is_on", ["1", "0"])
