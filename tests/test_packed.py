@@ -4,7 +4,6 @@ shortage of memory goes unnoticed."""
 import copy
 import gc
 import resource
-import threading
 import weakref
 from pathlib import Path
 
@@ -59,24 +58,15 @@ def small(monkeypatch):
 @pytest.fixture
 def products(small, monkeypatch):
     """Notes the rows of each packed product of a model's layers, without those of comparisons."""
-    found, inside = [], threading.local()
-    multiply, compare = packed.multiply, PackedLinear._difference
+    found, is_served = [], PackedLinear._is_served
 
-    def watch(input, weight, bias):
-        result = multiply(input, weight, bias)
-        if not getattr(inside, "comparing", False):
+    def watch(self, input, *arguments):
+        is_packed = is_served(self, input, *arguments)
+        if is_packed:
             found.append(input.numel() // input.shape[-1])
-        return result
+        return is_packed
 
-    def watch_compare(self, *arguments):
-        inside.comparing = True
-        try:
-            return compare(self, *arguments)
-        finally:
-            inside.comparing = False
-
-    monkeypatch.setattr(packed, "multiply", watch)
-    monkeypatch.setattr(PackedLinear, "_difference", watch_compare)
+    monkeypatch.setattr(PackedLinear, "_is_served", watch)
     return found
 
 
