@@ -376,19 +376,14 @@ def test_all_weights_or_none_in_16_bits(slow, monkeypatch, caplog):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_memory_that_runs_out_while_packing(slow, monkeypatch, dtype):
     """As it does under `ulimit -v`. It is not tried again in each call."""
-    model, tries = model_of(dtype), []
+    model, run_out = model_of(dtype), mock.Mock(side_effect=lambda scaled: torch.empty(1 << 60))
     lade.config_lade(PACK=1)
-
-    def run_out(scaled):
-        tries.append(scaled)
-        return torch.empty(1 << 60)
-
     monkeypatch.setattr(fp16_weights, "_packed_part", run_out)
     for _ in range(2):
         compare(model, prompt(), max_new_tokens=NEW)
         assert lade.last_stats().packed_weights == 0
         assert "memory ran out" in lade.last_stats().reasons["packed"]
-        assert 0 < len(tries) <= fp16_weights.PARTS_AT_ONCE
+        assert 0 < run_out.call_count <= fp16_weights.PARTS_AT_ONCE
 
 
 def test_deterministic_texts_do_not_depend_on_earlier_calls(slow):
