@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import compare, note_calls, prompt, tiny_llama
+from support import compare, prompt, tiny_llama
 
 import lade
 from lade.drafting import drafts_from
@@ -14,7 +14,6 @@ from lade.drafting.contexts import CONTEXT_SIZE, LEAST_CENTRED, MAX_PLACES, Cont
 from lade.drafting.contexts import projected as projected_by
 from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower
 from lade.drafting.memory import Memory
-from lade.drafting.text import DraftedText
 from lade.drafting.top_k_table import BIN_BITS, ROW_LENGTH, packed
 from lade.drafting.tree import TreeDrafter
 from lade.stats import tracing
@@ -188,28 +187,10 @@ def test_the_text_is_plain_and_a_saved_memory_goes_on(tmp_path, lade_on, argumen
     assert len(memory) == 0
 
 
-def test_each_row_of_a_batch_has_its_own_context(lade_on, monkeypatch):
-    lade.config_lade(MODE="tree", MAX_BLOCK=8, ADAPTIVE=0)
-    model, memory, expected = tiny_llama(), Memory(), []
-    with memory.active():  # from here on contexts are known
-        model.generate(**prompt(20, seed=1), max_new_tokens=40, do_sample=False)
-    taken = note_calls(monkeypatch, DraftedText, "contexts_before", lambda text, after: after[0])
-
-    def keep(step, outcome):
-        for row in (0, 1):
-            if outcome.accepted[row] is not None:  # a row may be done before the other
-                expected.append(memory.contexts.contexts(projected(outcome.logits[row, :1]))[0])
-
-    with memory.active(), tracing(keep):
-        model.generate(**prompt(20, 2), max_new_tokens=20, do_sample=False)
-    assert len(expected) >= 8
-    np.testing.assert_allclose(taken[-len(expected) :], expected, atol=1e-4)
-    assert np.abs(np.subtract(expected[:8:2], expected[1:8:2])).max() > 0.1  # the rows differ
-
-
-def test_a_texts_context_is_the_one_after_its_last_token(lade_on):
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_the_context_of_each_row_is_the_one_after_its_last_token(lade_on, batch_size):
     lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0)
-    model, memory, drafters, seen = tiny_llama(), Memory(), [], []
+    model, memory, drafters, ends, found, expected = tiny_llama(), Memory(), [], [], [], []
     with memory.active():  # from here on contexts are known
         model.generate(**prompt(20, seed=1), max_new_tokens=40, do_sample=False)
 
@@ -218,12 +199,14 @@ def test_a_texts_context_is_the_one_after_its_last_token(lade_on):
         return drafters[-1]
 
     def keep(step, outcome):
-        end = outcome.accepted[0][-1] + 1 if outcome.accepted[0] else 0
-        expected = memory.contexts.contexts(projected(outcome.logits[0, end : end + 1]))[0]
-        seen.append((end, drafters[0]._texts[0].context, expected))
+        for row, accepted in enumerate(outcome.accepted):
+            if accepted is not None:  # a row may be done before the other
+                ends.append(accepted[-1] + 1 if accepted else 0)
+                expected.append(memory.contexts.contexts(projected(outcome.logits[row, ends[-1]][None]))[0])
+                found.append(drafters[0]._texts[row].context)
 
     with memory.active(), drafts_from(make), tracing(keep):
-        model.generate(**prompt(20), max_new_tokens=40, do_sample=False)
-    assert any(end for end, *_ in seen)
-    for _, context, expected in seen:
-        np.testing.assert_allclose(context, expected, atol=1e-4)
+        model.generate(**prompt(20, batch_size), max_new_tokens=40, do_sample=False)
+    assert any(ends) or batch_size > 1
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(np.subtract(expected[0], expected[1])).max() > 0.1  # steps and rows differ

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from transformers import (
     StopStringCriteria,
     T5Config,
     T5ForConditionalGeneration,
+    TextIteratorStreamer,
     WatermarkingConfig,
 )
 from transformers.generation import stopping_criteria
@@ -514,6 +516,19 @@ def test_streamers_can_tell_guesses(model, do_sample):
     assert 0 <= len(streamer.guesses) - (sum(steps) - len(steps)) <= 1
     assert len(streamer.guesses) > 3
     assert not {0, 1} & set(streamer.guesses)
+
+
+@in_one_mode
+def test_iterator_streamer_in_a_thread(model):
+    texts = []
+    for call in both(model):
+        streamer = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=300)
+        thread = threading.Thread(target=call, kwargs=prompt(24) | {"max_new_tokens": 40, "streamer": streamer})
+        thread.start()
+        texts.append(list(streamer))
+        thread.join()
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 30
 
 
 class Explosive:

@@ -133,11 +133,3 @@ def test_bfloat16_follows_the_models_own_argmax(mode):
     chosen = logits.gather(1, result[0, 20:, None])[:, 0]
     # Two roundings of a bfloat16 value of this size.
     assert (logits.max(1).values - chosen <= 2 * 2**-7 * logits.abs().max()).all()
-
-
-def test_long_text_grows_the_cache(lade_on, monkeypatch):
-    monkeypatch.setattr("lade.decoding.FIRST_CAPACITY", 0)
-    model = tiny_llama(num_hidden_layers=1)
-    inputs = prompt(200)
-    lade.config_lade(MODE="lookahead", LEVEL=3, WINDOW_SIZE=2, GUESS_SET_SIZE=2)
-    compare(model, inputs, max_new_tokens=200)

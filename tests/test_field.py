@@ -1,11 +1,7 @@
 """The field's drafters guess what their papers say: on texts made by hand, where the right guesses are known."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
-from support import prompt
 
 import lade
 from lade.block.token_tree import TokenTree
@@ -18,11 +14,10 @@ NUM_TOKENS = 64
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    field = importlib.import_module("field")
-    field.register()
-    return importlib.import_module("replay")
+def field(module):
+    found = module("field")
+    found.register()
+    return found
 
 
 def request_of(model, ids):
@@ -67,7 +62,7 @@ def chain(*tokens):
     return [tokens[: k + 1] for k in range(len(tokens))]
 
 
-def test_prompt_lookup_copies_what_followed_the_first_occurrence(lade_on, bench, model):
+def test_prompt_lookup_copies_what_followed_the_first_occurrence(lade_on, field, model):
     text = Text(model, "prompt-lookup", [1, 2, 3, 4, 5, 1, 2, 6, 7, 8, 1], size=3)
     assert text.commit(2).guesses() == chain(3, 4, 5)  # of two tokens
     assert text.guesses(max_offset=2) == chain(3, 4)
@@ -75,7 +70,7 @@ def test_prompt_lookup_copies_what_followed_the_first_occurrence(lade_on, bench,
     assert text.commit(9, 30).guesses() == []
 
 
-def test_prompt_lookup_is_transformers(lade_on, bench, model):
+def test_prompt_lookup_is_transformers(lade_on, field, model):
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
     generator = torch.Generator().manual_seed(0)
@@ -87,7 +82,7 @@ def test_prompt_lookup_is_transformers(lade_on, bench, model):
         assert found == chain(*expected)
 
 
-def test_suffix_decoding_guesses_by_how_often_it_has_occurred(lade_on, bench, model):
+def test_suffix_decoding_guesses_by_how_often_it_has_occurred(lade_on, field, model):
     text = Text(model, "suffix-decoding", [1, 2, 3, 9, 5, 1, 2, 4, 8, 6, 1, 2, 3, 9, 7, 1], size=5)
     found = text.commit(2).guesses()  # behind "1 2" came twice 3, each time with 9 behind it, and once 4
     assert found[:2] == chain(3, 9)
@@ -96,7 +91,7 @@ def test_suffix_decoding_guesses_by_how_often_it_has_occurred(lade_on, bench, mo
     assert again.commit(2).guesses() == chain(3, 4, 5, 6)  # the one match of three tokens is surer than those of one
 
 
-def test_suffix_decoding_searches_the_texts_kept(lade_on, bench, model):
+def test_suffix_decoding_searches_the_texts_kept(lade_on, field, model):
     memory = Memory()
     first = Text(model, "suffix-decoding", [1, 2], size=4, memory=memory).commit(11, 12, 13)
     first.drafter.finish()
@@ -105,7 +100,7 @@ def test_suffix_decoding_searches_the_texts_kept(lade_on, bench, model):
     assert Text(model, "suffix-decoding", [5, 6], size=4, memory=memory).commit(13).guesses() == []  # not into the next
 
 
-def test_recycling_grows_its_tree_of_ranks_from_the_rows_of_tokens(lade_on, bench, model):
+def test_recycling_grows_its_tree_of_ranks_from_the_rows_of_tokens(lade_on, field, model):
     text = Text(model, "token-recycling", [1, 2], size=4)
     text.commit(5, rows=[[5, 6]])
     assert text.guesses() == []  # nothing is known behind 5
@@ -113,12 +108,11 @@ def test_recycling_grows_its_tree_of_ranks_from_the_rows_of_tokens(lade_on, benc
     found = text.guesses()
     assert found[0] == (5,)
     assert {(5, 2), (6,)} < set(found)
-    field = importlib.import_module("field")
     assert [rank for parent, rank in field.static_tree(4) if parent == -1] == [0, 1]
     assert len(found) == 4
 
 
-def test_recycling_learns_from_wrong_guesses(lade_on, bench, model):
+def test_recycling_learns_from_wrong_guesses(lade_on, field, model):
     text = Text(model, "token-recycling", [1, 2], size=1)
     text.commit(5, rows=[[5]]).commit(2, rows=[[2]])
     assert text.guesses() == [(5,)]
@@ -127,8 +121,7 @@ def test_recycling_learns_from_wrong_guesses(lade_on, bench, model):
     assert text.guesses() == [(30,)]
 
 
-def test_automaton_knows_the_longest_earlier_occurrence(bench):
-    field = importlib.import_module("field")
+def test_automaton_knows_the_longest_earlier_occurrence(field):
     generator = torch.Generator().manual_seed(0)
     for num_tokens in (2, 3, 5):
         tokens = torch.randint(num_tokens, (80,), generator=generator).tolist()
@@ -144,7 +137,7 @@ def test_automaton_knows_the_longest_earlier_occurrence(bench):
                 assert automaton.following(match[0], 6) == text[ends[longest][0] :][:6]
 
 
-def test_sam_copies_behind_long_matches_and_recycles_behind_short_ones(lade_on, bench, model):
+def test_sam_copies_behind_long_matches_and_recycles_behind_short_ones(lade_on, field, model):
     text = Text(model, "sam-decoding", [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4], size=3)
     text.commit(5)
     assert text.guesses() == chain(6, 7, 8)
@@ -153,7 +146,7 @@ def test_sam_copies_behind_long_matches_and_recycles_behind_short_ones(lade_on, 
     assert text.guesses()[0] == (20,)
 
 
-def test_sam_copies_from_texts_kept_where_the_match_is_longer_by_its_bias(lade_on, bench, model):
+def test_sam_copies_from_texts_kept_where_the_match_is_longer_by_its_bias(lade_on, field, model):
     memory = Memory()
     Text(model, "sam-decoding", [1], memory=memory).commit(*range(30, 50)).drafter.finish()
     text = Text(model, "sam-decoding", [2, 3], size=3, memory=memory).commit(*range(30, 39))
@@ -161,7 +154,7 @@ def test_sam_copies_from_texts_kept_where_the_match_is_longer_by_its_bias(lade_o
     assert text.commit(39).guesses() == chain(40, 41, 42)
 
 
-def test_logitspec_extends_the_runners_up_of_the_last_row(lade_on, bench, model):
+def test_logitspec_extends_the_runners_up_of_the_last_row(lade_on, field, model):
     text = Text(model, "logitspec", [1, 2, 3, 11, 12, 13, 4, 5, 6, 7, 8, 9, 10, 20], size=15)
     text.commit(5, rows=[[5, 3, 40]])
     found = text.guesses()
@@ -172,24 +165,7 @@ def test_logitspec_extends_the_runners_up_of_the_last_row(lade_on, bench, model)
     assert text.guesses(max_offset=1) == [(6,), (3,), *found[9:]]
 
 
-@pytest.mark.parametrize("mode", ["prompt-lookup", "suffix-decoding", "token-recycling", "sam-decoding", "logitspec"])
-@pytest.mark.parametrize("temperature", [None, 0.6])
-def test_steps_of_a_replay_are_those_of_the_loop(lade_on, bench, model, mode, temperature):
-    lade.config_lade(MODE=mode, MAX_BLOCK=12, ADAPTIVE=0)
-    looped, replayed = Memory(), Memory()
-    for seed in range(2):
-        inputs = prompt(20, seed=seed)
-        text = bench.record(model, inputs, temperature, 60)
-        torch.manual_seed(0)
-        with looped.active():
-            output = model.generate(**inputs, max_new_tokens=60, **text.arguments)
-        assert output[0, 20:].tolist() == text.tokens
-        found = bench.replay(model, text, current_config(), replayed)
-        assert found.num_steps == lade.last_stats().steps
-    assert temperature or found.num_steps < 60
-
-
-def test_they_refuse_batches(lade_on, bench, model):
+def test_they_refuse_batches(lade_on, field, model):
     lade.config_lade(MODE="logitspec")
     with pytest.raises(ValueError, match="one text"):
         make_drafter(request_of(model, torch.ones(2, 3).long()))

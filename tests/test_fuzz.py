@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,27 +75,16 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-# What is around a call. Of the first two, each row gets its own pads or holes.
-SURROUNDINGS = st.fixed_dictionaries(
-    {
-        "mask": st.sampled_from(["left", "left", "none", "right", "holes"]),
-        "turns": st.sampled_from([1, 1, 1, 1, 2, 3]),
-        "cache": st.sampled_from([None, None, "returned", "dynamic", "static"]),
-        "stops": st.sampled_from([False, False, True]),
-        "poisons": st.booleans(),
-        "hook": st.sampled_from([None, None, None, None, "forward", "pre"]),
-        "trains": st.sampled_from([False, False, False, False, False, True]),
-    }
-)
-MAX_SLOTS = 256  # of a static cache
-
-
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 60, print_blob=True,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
-@given(
-    arguments=ARGUMENTS,
-    setting=SETTINGS,
-    surroundings=SURROUNDINGS,
+# What is around the arguments. Each row gets its own pads or holes.
+CALLS = st.builds(
+    SimpleNamespace,
+    mask=st.sampled_from(["left", "left", "none", "right", "holes"]),
+    turns=st.sampled_from([1, 1, 1, 1, 2, 3]),
+    cache=st.sampled_from([None, None, "returned", "dynamic", "static"]),
+    stops=st.sampled_from([False, False, True]),
+    poisons=st.booleans(),
+    hook=st.sampled_from([None, None, None, None, "forward", "pre"]),
+    trains=st.sampled_from([False, False, False, False, False, True]),
     attention=st.sampled_from(["sdpa", "eager"]),
     batch_size=st.sampled_from([1, 1, 2, 4]),
     length=st.integers(1, 30),
@@ -103,56 +93,43 @@ MAX_SLOTS = 256  # of a static cache
     returns_dict=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_random_combinations(
-    models,
-    lade_on,
-    arguments,
-    setting,
-    surroundings,
-    attention,
-    batch_size,
-    length,
-    alphabet,
-    streams,
-    returns_dict,
-    seed,
-):
+MAX_SLOTS = 256  # of a static cache
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 60, print_blob=True,
+          suppress_health_check=list(HealthCheck))  # fmt: skip
+@given(arguments=ARGUMENTS, setting=SETTINGS, call=CALLS)
+def test_random_combinations(models, lade_on, arguments, setting, call):
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if not arguments["do_sample"]:
         arguments["num_return_sequences"] = 1
-    if surroundings["cache"] is not None:  # one that is known row by row
+    if call.cache is not None:  # one that is known row by row
         arguments |= {"num_return_sequences": 1, "cache_implementation": None}
-    if surroundings["trains"] and arguments.get("cache_implementation") == "static":
-        arguments["cache_implementation"] = (
-            None  # transformers keeps it for the next call, and dropout draws for all of its slots
-        )
-    if surroundings["stops"]:
+    if call.trains and arguments.get("cache_implementation") == "static":
+        arguments["cache_implementation"] = None  # transformers keeps it, and dropout draws for all of its slots
+    if call.stops:
         arguments |= {"stop_strings": ["q", "Zk", "4"], "tokenizer": TOKENIZER}
-    arguments["return_dict_in_generate"] = returns_dict = returns_dict or surroundings["cache"] == "returned"
+    arguments["return_dict_in_generate"] = returns_dict = call.returns_dict or call.cache == "returned"
     # Few distinct tokens make prompts that repeat, and guesses that hit.
-    generator = torch.Generator().manual_seed(seed)
-    texts = [
-        torch.randint(3, alphabet, (batch_size, length), generator=generator) for _ in range(surroundings["turns"])
-    ]
-    mask = masked(torch.ones_like(texts[0]), surroundings["mask"], generator)
+    generator, shape = torch.Generator().manual_seed(call.seed), (call.batch_size, call.length)
+    texts = [torch.randint(3, call.alphabet, shape, generator=generator) for _ in range(call.turns)]
+    mask = masked(torch.ones_like(texts[0]), call.mask, generator)
     texts[0] = texts[0].where(mask == 1, 0)
     lade.config_lade(**setting)
 
-    model = models[attention]
+    model = models[call.attention]
     plain = partial(generate_plain, model, {})
-    with around(model, surroundings):
-        seen, results = converse(plain, model, texts, mask, arguments, surroundings["cache"], streams, seed)
-        with poisoned(model, unused_tokens(results, returns_dict, texts) if surroundings["poisons"] else []):
-            found, others = converse(
-                model.generate, model, texts, mask, arguments, surroundings["cache"], streams, seed
-            )
+    with around(model, call):
+        seen, results = converse(plain, model, texts, mask, arguments, call)
+        with poisoned(model, unused_tokens(results, returns_dict, texts) if call.poisons else []):
+            found, others = converse(model.generate, model, texts, mask, arguments, call)
     assert found == seen
     if results and lade.last_stats().fallback_reason is not None:
-        assert surroundings["hook"] or surroundings["trains"] or "not empty" in lade.last_stats().fallback_reason
+        assert call.hook or call.trains or "not empty" in lade.last_stats().fallback_reason
     if returns_dict:
-        is_static = "static" in (arguments.get("cache_implementation"), surroundings["cache"])
+        is_static = "static" in (arguments.get("cache_implementation"), call.cache)
         for ahead, expected in zip(others, results, strict=True):
-            assert_outputs_close(ahead, expected, with_padding=not is_static and surroundings["mask"] != "right")
+            assert_outputs_close(ahead, expected, with_padding=not is_static and call.mask != "right")
 
 
 def masked(mask, kind, generator):
@@ -169,47 +146,43 @@ def masked(mask, kind, generator):
     return mask
 
 
-def converse(generate, model, texts, mask, arguments, cache, streams, seed):
+def converse(generate, model, texts, mask, arguments, call):
     """Several turns, each with the whole text so far: what can be seen of them, and what they returned. texts: [B, T]
     of each turn."""
-    seen, results = [], []
-    past = {"dynamic": DynamicCache, "static": partial(StaticCache, max_cache_len=MAX_SLOTS)}.get(
-        cache, lambda **_: None
-    )(config=model.config)
-    ids = texts[0][:, :0]
-    torch.manual_seed(seed)
+    seen, results, ids = [], [], texts[0][:, :0]
+    caches = {"dynamic": DynamicCache, "static": partial(StaticCache, max_cache_len=MAX_SLOTS)}
+    past = caches[call.cache](config=model.config) if call.cache in caches else None
+    torch.manual_seed(call.seed)
     for text in texts:
         ids = torch.cat([ids, text.repeat_interleave(len(ids) // len(text) or 1, dim=0)], dim=1)
         known = mask.repeat_interleave(len(ids) // len(mask), dim=0)
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": torch.nn.functional.pad(known, (0, ids.shape[1] - known.shape[1]), value=1),
-        }
+        known = torch.nn.functional.pad(known, (0, ids.shape[1] - known.shape[1]), value=1)
+        inputs = {"input_ids": ids, "attention_mask": known}
         if past is not None:
             inputs["past_key_values"] = past
-        streamer = Recorder() if streams else None
+        streamer = Recorder() if call.streams else None
         try:
             result = generate(**inputs, **arguments, streamer=streamer)
         except (ValueError, TypeError) as error:  # what plain refuses, lade must refuse alike
             return [*seen, (type(error), str(error))], results
         ids = result.sequences if arguments["return_dict_in_generate"] else result
         arguments = arguments | {"num_return_sequences": 1}
-        past = result.past_key_values if cache == "returned" else past
+        past = result.past_key_values if call.cache == "returned" else past
         seen.append((ids.tolist(), torch.get_rng_state().tolist(), streamer.calls if streamer else None))
         results.append(result)
     return seen, results
 
 
 @contextmanager
-def around(model, surroundings):
+def around(model, call):
     """A hook that changes nothing, and dropout in one layer's attention."""
     attention, hook = model.model.layers[0].self_attn, None
-    if surroundings["hook"] == "forward":
+    if call.hook == "forward":
         hook = attention.register_forward_hook(lambda *_: None)
-    elif surroundings["hook"] == "pre":
+    elif call.hook == "pre":
         hook = attention.register_forward_pre_hook(lambda *_: None)
-    attention.training = surroundings["trains"]
-    attention.attention_dropout = 0.1 if surroundings["trains"] else 0.0
+    attention.training = call.trains
+    attention.attention_dropout = 0.1 if call.trains else 0.0
     try:
         yield
     finally:

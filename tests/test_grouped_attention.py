@@ -14,7 +14,7 @@ from lade.common.compat import sdpa_attention_forward
 from lade.drafting.step_costs import StepCosts
 from lade.forward.base import BlockCall, path_for
 from lade.forward.cpu import grouped_attention, packed, path
-from lade.forward.cpu.grouped_attention import NAME, can_group, grouped_attention_forward, has_same_bits
+from lade.forward.cpu.grouped_attention import NAME, grouped_attention_forward, has_same_bits
 from lade.forward.cpu.packed import copies_of
 from lade.models import adapter_for
 
@@ -135,54 +135,36 @@ def test_the_users_model_is_unchanged():
     assert all(a is b for a, b in zip(model.parameters(), shadow.parameters(), strict=True))
 
 
-def changed(change):
-    model = tiny_llama()
-    change(model)
-    return model
-
-
-def hook(model):
-    model.model.layers[0].register_forward_hook(lade.allow_hook(lambda *_: None))
-
-
-def patch(model):
-    mlp = model.model.layers[0].mlp
-    mlp.forward = lambda *arguments, forward=mlp.forward: forward(*arguments)
-
-
 class Own(LlamaForCausalLM):
     """Whose model type is known, and whose code is not."""
 
 
-REFUSED = {
-    "one head each": lambda: tiny_llama(num_key_value_heads=4),
-    "eager": lambda: tiny_llama(attention="eager"),
-    "other device": lambda: tiny_llama().to("meta"),
-    "hooked": lambda: changed(hook),
-    "patched": lambda: changed(patch),
-    "unknown": lambda: changed(lambda model: setattr(model, "__class__", Own)),
-    "heads by layer": lambda: changed(lambda model: vars(model.config).update(num_key_value_heads=[2, 2])),
+def attention(*_, **__):
+    """In place of torch's."""
+
+
+REFUSED = {  # a change of a model of that kind, by monkeypatch's setattr()
+    "one head each": ({"num_key_value_heads": 4}, lambda model, put: None),
+    "eager": ({"attention": "eager"}, lambda model, put: None),
+    "other device": ({}, lambda model, put: model.to("meta")),
+    "hooked": ({}, lambda model, put: model.model.layers[0].register_forward_hook(lade.allow_hook(attention))),
+    "patched": ({}, lambda model, put: setattr(model.model.layers[0].mlp, "forward", attention)),
+    "unknown": ({}, lambda model, put: setattr(model, "__class__", Own)),
+    "heads by layer": ({}, lambda model, put: vars(model.config).update(num_key_value_heads=[2, 2])),
+    "replaced attention": ({}, lambda model, put: put(functional, "scaled_dot_product_attention", attention)),
+    "other bits": ({}, lambda model, put: put(grouped_attention, "has_same_bits", lambda dtype: False)),
 }
 
 
 @needs_kernel
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_models_keep_their_attention(name):
-    blocks = path_of(REFUSED[name]())
+def test_other_models_keep_their_attention(name, monkeypatch):
+    settings, change = REFUSED[name]
+    model = tiny_llama(**settings)
+    change(model, monkeypatch.setattr)
+    blocks = path_of(model)
     assert blocks.kind == ()
     assert blocks.model is blocks.adapter.model
-
-
-@needs_kernel
-def test_a_replaced_attention_is_kept(monkeypatch):
-    assert can_group(adapter_for(tiny_llama()))
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *_, **__: None)
-    assert not can_group(adapter_for(tiny_llama()))
-
-
-def test_not_where_bits_would_differ(monkeypatch):
-    monkeypatch.setattr(grouped_attention, "has_same_bits", lambda dtype: False)
-    assert not can_group(adapter_for(tiny_llama()))
 
 
 # Texts.

@@ -79,27 +79,36 @@ def test_what_is_returned_may_be_changed(modes):
         assert not any(tensor.is_inference() for tensor in step)
 
 
-def test_what_a_hook_sees_may_be_kept(modes):
-    model, kept = tiny_llama(), []
-    handle = model.model.layers[0].mlp.register_forward_hook(lade.allow_hook(lambda *seen: kept.append(seen[2])))
-    check(model, modes, False)
-    assert kept
-    assert not any(tensor.is_inference() for tensor in kept)
-    handle.remove()
-    check(model, modes, True)
+class Keeping(torch.nn.Linear):
+    def forward(self, x):
+        self.latest = super().forward(x)
+        return self.latest
 
 
-def test_somebody_elses_module_may_keep_what_it_computes(modes):
-    class Keeping(torch.nn.Linear):
-        def forward(self, x):
-            self.latest = super().forward(x)
-            return self.latest
+def keep_by_hook(layer, monkeypatch):
+    layer.register_forward_hook(lade.allow_hook(lambda module, _, output: setattr(module, "latest", output)))
 
-    model = tiny_llama()
-    layer = model.model.layers[0].mlp
+
+def keep_by_module(layer, monkeypatch):
     weight = layer.down_proj.weight
     layer.down_proj = Keeping(weight.shape[1], weight.shape[0], bias=False).to(weight.dtype)
+
+
+def keep_by_function(layer, monkeypatch):
+    @functools.wraps(LlamaMLP.forward)  # it has taken over the name of what it replaces
+    def keeping(self, x, original=LlamaMLP.forward):
+        self.latest = original(self, x)
+        return self.latest
+
+    monkeypatch.setattr(LlamaMLP, "forward", keeping)
+
+
+@pytest.mark.parametrize("change", [keep_by_hook, keep_by_module, keep_by_function])
+def test_others_may_keep_what_they_see(modes, monkeypatch, change):
+    model = tiny_llama()
+    change(model.model.layers[0].mlp, monkeypatch)
     check(model, modes, False)
+    assert any("latest" in vars(part) for part in model.modules())
     assert not inference_tensors(model)
     train(model)
 
@@ -112,21 +121,6 @@ def test_frequencies_that_follow_the_length(modes):
     train(model, prompt(80))
 
 
-def test_functions_put_in_place_of_a_models_own(modes, monkeypatch):
-    """Also those that have taken over the name of what they replace."""
-    kept, original = [], LlamaMLP.forward
-
-    @functools.wraps(original)
-    def keeping(self, x):
-        kept.append(original(self, x))
-        return kept[-1]
-
-    monkeypatch.setattr(LlamaMLP, "forward", keeping)
-    check(tiny_llama(), modes, False)
-    assert kept
-    assert not any(tensor.is_inference() for tensor in kept)
-
-
 def test_a_cache_that_grows_and_rows_that_part(modes, monkeypatch):
     monkeypatch.setattr("lade.decoding.FIRST_CAPACITY", 0)
     monkeypatch.setattr("lade.block.kv_cache.MIN_CAPACITY", 16)
@@ -137,13 +131,9 @@ def test_a_cache_that_grows_and_rows_that_part(modes, monkeypatch):
 
 
 def test_quantized_weights(modes):
-    """A subclass of Tensor need not work in it."""
-
-    class Packed(torch.nn.Parameter):
-        pass
-
+    """A subclass of Tensor need not work in inference mode."""
     model = tiny_llama()
-    model.lm_head.weight = Packed(model.lm_head.weight.detach().clone())
+    model.lm_head.weight = type("Packed", (torch.nn.Parameter,), {})(model.lm_head.weight.detach().clone())
     check(model, modes, False)
 
 
@@ -154,16 +144,3 @@ def test_weights_that_autocast_has_cast(modes):
 
 def test_inside_of_the_users_own(modes):
     check(tiny_llama(), modes, True, context=torch.inference_mode)
-
-
-def test_what_torch_has_compiled(modes):
-    """Blocks run the code that was compiled, as it was before."""
-    model = tiny_llama(num_hidden_layers=1)
-    model.forward = torch.compile(model.forward, backend="eager")
-    model.generate(**prompt(12), max_new_tokens=24)
-    assert lade.last_stats().fallback_reason is None
-    assert modes
-    assert all(modes)
-    del model.forward
-    assert not inference_tensors(model)
-    train(model)

@@ -60,23 +60,6 @@ def test_growth_keeps_what_is_committed(length):
     assert contents(cache) == [[*range(length), 1000, 1004]]
 
 
-def test_chunked_prefill_appends():
-    cache = LookaheadCache(num_layers=2, capacity=256)
-    write(cache, [[1, 2]])
-    assert cache.get_mask_sizes(3, 0) == (5, 0)
-    write(cache, [[3]])
-    cache.end_prefill(1)
-    assert contents(cache) == [[1, 2, 3]]
-
-
-def test_the_memory_is_free_when_the_cache_is_gone():
-    cache = LookaheadCache(1, 8)
-    write(cache, [[1, 2]], layers=1)
-    gone = weakref.ref(cache)
-    del cache
-    assert gone() is None
-
-
 def test_a_layer_that_the_prompt_did_not_come_by():
     cache = LookaheadCache(2, 64)
     cache.update(torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4), 0)

@@ -120,14 +120,3 @@ def test_any_model_folder(run, tmp_path):
     text = run("--model_path", str(tmp_path), "--prompt", "import os")
     assert f"Loading {tmp_path} in auto" in text  # the bundled one runs in float32, where outputs are identical
     assert "sampled: " in text
-
-
-def test_float32_with_eager_attention(lade_on):
-    model, tokenizer = bundled(attn_implementation="eager")
-    question = [{"role": "user", "content": "What are the arguments of shutil.copytree?"}]
-    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ahead = model.generate(**inputs, max_new_tokens=40)
-    assert lade.last_stats().fallback_reason is None
-    lade.restore_all()
-    assert torch.equal(ahead, model.generate(**inputs, max_new_tokens=40))
-    assert "copytree" in tokenizer.decode(ahead[0, inputs["input_ids"].shape[1] :])

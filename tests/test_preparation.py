@@ -83,17 +83,10 @@ def test_random_numbers_stay_as_they_were(model):
     assert found.block_tokens == ()  # on a CPU nothing is captured
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt_tokens": 0}, "prompt_tokens must be an integer >= 1, got 0"),
-        ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer >= 1, got 1.5"),
-        ({"batch_size": True}, "batch_size must be an integer >= 1, got True"),
-    ],
-)
-def test_wrong_numbers(arguments, message, model):
-    with pytest.raises(ValueError, match=message):
-        lade.warmup(model, **arguments)
+@pytest.mark.parametrize(("name", "value"), [("prompt_tokens", 0), ("max_new_tokens", 1.5), ("batch_size", True)])
+def test_wrong_numbers(name, value, model):
+    with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, got {value}"):
+        lade.warmup(model, **{name: value})
 
 
 @pytest.mark.parametrize("is_on", ["1", "0"])
@@ -117,11 +110,11 @@ def test_where_lade_does_not_run(model, monkeypatch):
         lade.warmup(model, 24, 40, do_sample=False)
 
 
-def test_command(graphs, capsys, monkeypatch):
+def test_command(graphs, checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(forward_base, "GRAPH_DEVICES", ("cpu",))
     lade.config_lade(COMPILE=0, CUDA_GRAPH=1, USE_FLASH=0)
     options = ("--prompt_tokens", "20,40", "--max_new_tokens", "64", "--dtype", "float32", "--mode", "tree")
-    assert main(["warmup", *options, "--device", "cpu"]) == 0
+    assert main(["warmup", *options, "--model_path", checkpoint, "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("prompts of 20 tokens: ")
     assert "blocks captured or compiled: 8, 16, 32, 64" in lines[1]

@@ -1,65 +1,44 @@
-"""The replay bench takes the very steps of the loop, from what was recorded alone."""
+"""The replay bench takes the very steps of the loop, from what was recorded alone. Its command: test_benchmarks.py."""
 
-import importlib
-import json
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-from support import prompt, tiny_llama
+from support import prompt
 
 import lade
 from lade.drafting.memory import Memory
 from lade.switch import current_config
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+OF_THE_FIELD = ("prompt-lookup", "suffix-decoding", "token-recycling", "sam-decoding", "logitspec")
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("replay")
+def bench(module):
+    return module("replay")
 
 
-@pytest.fixture
-def command(bench, lade_on, checkpoint, monkeypatch, capsys):
-    """Runs the bench's main() with arguments on a random model. Returns what its last line says."""
-    monkeypatch.setattr(bench.harness, "BUNDLED", checkpoint)
-
-    def run(*arguments: str) -> dict:
-        monkeypatch.setattr(sys, "argv", ["replay.py", *arguments])
-        bench.main()
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-    return run
-
-
-def steps_of_loop(model, inputs, memory, **arguments):
-    torch.manual_seed(0)
-    with memory.active():
-        model.generate(**inputs, max_new_tokens=60, **arguments)
-    stats = lade.last_stats()
-    assert stats.fallback_reason is None
-    return stats.steps, stats.sources
-
-
-@pytest.mark.parametrize(("max_block", "temperature"), [(6, 0.6), (40, None)])
-def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, temperature, max_block):
-    model = tiny_llama()
-    lade.config_lade(MODE="tree", MAX_BLOCK=max_block, ADAPTIVE=0)
+@pytest.mark.parametrize("temperature", [None, 0.6])
+@pytest.mark.parametrize("mode", ["tree", "lookahead", *OF_THE_FIELD])
+def test_steps_and_sources_are_those_of_the_loop(lade_on, bench, module, model, mode, temperature):
+    module("field").register()
+    lade.config_lade(MODE=mode, MAX_BLOCK=12, LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, ADAPTIVE=0)
     looped, replayed = Memory(), Memory()
     for seed in range(2):  # the second with what the memory has learned
         inputs = prompt(20, seed=seed)
         text = bench.record(model, inputs, temperature, 60)
-        steps, sources = steps_of_loop(model, inputs, looped, **text.arguments)
+        torch.manual_seed(0)
+        with looped.active():
+            output = model.generate(**inputs, max_new_tokens=60, **text.arguments)
+        stats = lade.last_stats()
+        assert (output[0, 20:].tolist(), stats.fallback_reason) == (text.tokens, None)
         found = bench.replay(model, text, current_config(), replayed)
-        assert (found.num_steps, found.sources) == (steps, sources)
-        assert found.num_steps < found.num_tokens == 60
-        right = sum(is_right for _, _, is_right in found.guesses)  # one more where the text ends at a guess
-        assert right - sum(accepted for _, accepted in sources.values()) in (0, 1)
-        assert all(0 < chance <= 1 for _, chance, _ in found.guesses)
+        assert (found.num_steps, found.sources) == (stats.steps, stats.sources)
+        assert found.num_steps < found.num_tokens == 60 or temperature
+        if mode == "tree":
+            right = sum(is_right for _, _, is_right in found.guesses)  # one more where the text ends at a guess
+            assert right - sum(accepted for _, accepted in stats.sources.values()) in (0, 1)
+            assert all(0 < chance <= 1 for _, chance, _ in found.guesses)
 
 
 def test_nothing_is_predicted_after_a_guess_that_counted_as_impossible(bench):
@@ -121,31 +100,3 @@ def test_rows_of_rejected_guesses_left_out(texts, bench, model):
                 bench.replay(model, text, current_config(), memory)
         sizes.append(len(memory))
     assert sizes[1] < sizes[0]
-
-
-@pytest.mark.parametrize("temperature", [None, 0.6])
-def test_steps_with_a_window_are_those_of_the_loop(lade_on, bench, model, temperature):
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3, ADAPTIVE=0)
-    inputs = prompt(20)
-    text = bench.record(model, inputs, temperature, 60)
-    steps, sources = steps_of_loop(model, inputs, Memory(), **text.arguments)
-    found = bench.replay(model, text, current_config(), Memory())
-    assert (found.num_steps, found.sources) == (steps, sources)
-    assert temperature or sources["pool"][1] > 0
-
-
-def test_command(command, tmp_path):
-    arguments = ("--limit", "2", "--max_new_tokens", "12", "--temperatures", "0.5", "--sizes", "6")
-    out = tmp_path / "first.json"
-    first = command(*arguments, "--records", str(tmp_path), "--out", str(out))
-    assert len(first["replays"]) == 4  # two sets, cold and warm
-    again = command(*arguments, "--records", str(tmp_path), "--against", str(out), "--loop", "2")
-    for key, figures in again["replays"].items():
-        assert figures["each"] == first["replays"][key]["each"]
-        assert figures["prompts"] == figures["loops"] or figures["ratio"][0] == 1.0
-        assert "warm" in key or figures["steps"] == figures["steps_of_loop"] > 0
-    more = command(*arguments, "--modes", "lookahead,logitspec", "--sizes", "8", "--varied", "1", "--out", str(out))
-    new = set(more["replays"]) - set(first["replays"])
-    assert len(new) == 2 * 3  # of the window cold alone: nothing of it is kept
-    assert all(more["replays"][key]["prompts"] <= 1 for key in new)
-    assert json.loads(out.read_text())["replays"].keys() == first["replays"].keys() | new

@@ -3,7 +3,6 @@ says why."""
 
 import dataclasses
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -236,12 +235,6 @@ def test_a_cache_without_layers_is_refused_where_the_model_needs_some():
         with pytest.raises(IndexError):
             run(named("lfm2", torch.float32), inputs, max_new_tokens=12)
     assert "has other layers" in lade.last_stats().fallback_reason
-
-
-def test_a_static_cache_with_windows_is_refused():
-    model = named("mistral-window")
-    cache = partial(StaticCache, config=model.config, max_cache_len=64)
-    compare(model, reason="StaticSlidingWindowLayer", cache=cache, max_new_tokens=12)
 
 
 def test_a_model_whose_configuration_keeps_no_cache():

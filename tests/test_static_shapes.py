@@ -13,7 +13,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from support import compare, generate_plain, note_calls, padded_prompt, prompt, tiny, tiny_llama
+from support import compare, generate_plain, in_threads, note_calls, padded_prompt, prompt, tiny, tiny_llama
 from support.families import FAMILIES
 from support.graphs import Tape, kept_buffers
 from support.static_shapes import NEW, check, check_captured
@@ -385,6 +385,17 @@ def test_buffers_are_for_one_call_at_a_time(model, graphs, monkeypatch):
     assert len(graphs) == 2
     for seed, output in enumerate((outer, inner[0])):
         assert torch.equal(output, generate_plain(model, prompt(seed=seed), **NEW))
+
+
+def test_in_threads(model, graphs):
+    """More calls at once than sets that are kept."""
+    for seed in range(2):
+        check_captured(model, prompt(seed=seed))
+    outputs = in_threads(lambda seed: model.generate(**prompt(seed=seed), **NEW), *range(4))
+    for seed, output in enumerate(outputs):
+        assert torch.equal(output, generate_plain(model, prompt(seed=seed), **NEW))
+    buffers = kept_buffers(model)
+    assert len({id(each.cache) for each in buffers}) == len(buffers)
 
 
 def test_an_exception_keeps_nothing(model, graphs):

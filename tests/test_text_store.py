@@ -11,7 +11,7 @@ from support import compare, prompt
 
 import lade
 from lade.drafting.acceptance import EARLIER
-from lade.drafting.suffix_index import END, MAX_MATCH, Match
+from lade.drafting.suffix_index import END, MAX_MATCH
 from lade.drafting.text_store import TextStore
 
 
@@ -68,17 +68,6 @@ def test_a_batch_leaves_each_of_its_texts(model):
         assert text.tolist()[-10:] == [*row[-9:], END]
 
 
-def test_matches():
-    store = TextStore(100)
-    store.add([1, 2, 3, 4, 9, 8, 7])
-    store.add([5, 2, 3, 4, 6])
-    assert store.match([1, 2, 3, 4]) == Match(4, 4)
-    assert store.following(4, 9) == [9, 8, 7]
-    assert store.match([9, 8, 7]) is None  # a text ends there
-    assert store.match([2, 3]) is store.match([]) is None
-    assert store.match([8, 5, 2, 3, 4]) == Match(12, 4)
-
-
 def test_what_is_found_is_what_a_search_finds():
     """Against the plain definition, in a store that overwrites itself many times."""
     rng = random.Random(0)
@@ -126,7 +115,7 @@ def test_a_text_longer_than_the_store_leaves_its_end():
     store.add(list(range(100)))
     assert store.as_array().tolist() == [*range(91, 100), END]
     assert store.match([93, 94, 95]).length == 3
-    assert store.match([50, 51, 52]) is None
+    assert store.match([50, 51, 52]) is store.match([94, 95]) is store.match([]) is None
 
 
 def test_texts_are_saved_only_where_asked_for(model, tmp_path):

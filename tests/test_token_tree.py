@@ -35,27 +35,19 @@ def random_rows(seed: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_merging(seed):
+def test_merged_candidates(seed):
+    """A node for each distinct prefix, which sees the root, its ancestors and itself."""
     rows = random_rows(seed)
     tree = merge_candidates(rows)
     assert tree.num_nodes == max(len(distinct_prefixes(row)) for row in rows)
-    for row, candidates in enumerate(rows):
-        paths = distinct_prefixes(candidates)
-        assert paths_of(tree, row) == paths
-        padding = tree.num_nodes - len(paths)
-        assert tree.padded_depths(tree.num_nodes)[row] == [len(path) for path in paths] + [0] * padding
-        assert tree.tokens[row] == [path[-1] for path in paths]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_visibility_is_the_root_ancestors_and_self(seed):
-    rows = random_rows(seed)
-    tree = merge_candidates(rows)
     size = 1 + tree.num_nodes + seed % 3
-    visible = tree.visibility(size - 1)
+    visible, depths = tree.visibility(size - 1), tree.padded_depths(size - 1)
     assert visible.shape == (len(rows), size, size)
     for row, candidates in enumerate(rows):
-        paths = [[], *distinct_prefixes(candidates)]
+        prefixes = distinct_prefixes(candidates)
+        assert paths_of(tree, row) == prefixes
+        assert depths[row] == [len(path) for path in prefixes] + [0] * (size - 1 - len(prefixes))
+        paths = [[], *prefixes]
         for query in range(size):
             for key in range(size):
                 is_path = query < len(paths) and key < len(paths)
@@ -64,12 +56,8 @@ def test_visibility_is_the_root_ancestors_and_self(seed):
 
 
 def test_chains():
+    assert TokenTree.empty(3).visibility(0).tolist() == [[[True]]] * 3
     tree = merge_candidates([[[5, 6]], [[7], [8]], []]).with_chains([1, 2], token=0, length=3)
     assert tree.tokens == [[5, 6], [0, 0, 0], [0, 0, 0]]
     assert tree.parents == [[-1, 0], [-1, 0, 1], [-1, 0, 1]]
     assert merge_candidates([[[5]]]).with_chains([0], 9, 0).num_nodes == 0
-
-
-def test_no_candidates():
-    assert merge_candidates([[], []]).num_nodes == 0
-    assert TokenTree.empty(3).visibility(0).tolist() == [[[True]]] * 3

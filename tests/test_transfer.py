@@ -16,17 +16,16 @@ pytestmark = pytest.mark.usefixtures("modes_of_tests")
 CPU, CUDA, META = map(torch.device, ("cpu", "cuda", "meta"))
 
 
-def test_on_a_cpu_nothing_is_copied():
-    tensor = torch.arange(3)
+def test_cuda_copies_from_pinned_memory(monkeypatch):
+    """Elsewhere nothing is pinned, nor is what is on a GPU already, which would raise."""
+    tensor, calls = torch.arange(3), []
     assert to_device(tensor, CPU) is tensor
     assert to_device(tensor, META).device.type == "meta"
-
-
-def test_cuda_copies_from_pinned_memory(monkeypatch):
-    calls = []
+    there = SimpleNamespace(device=CUDA, to=lambda device: f"on {device}", pin_memory=None)
+    assert to_device(there, CUDA) == "on cuda"
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pin") or self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **named: calls.append((args, named)) or self)
-    to_device(torch.arange(3), CUDA)
+    to_device(tensor, CUDA)
     assert calls == ["pin", ((CUDA,), {"non_blocking": True})]
 
 
@@ -54,20 +53,6 @@ def test_a_buffer(device):
             assert buffer.tensors[name] is views[name]
             assert torch.equal(views[name].cpu(), part)
     assert len({view.untyped_storage().data_ptr() for view in views.values() if view.numel()}) == 1
-
-
-def test_a_parcel_from_where_it_goes():
-    """A window's tokens are on the device already: they go by themselves."""
-    meta = {name: part.to("meta") for name, part in parts(0).items()}
-    buffer = TensorBuffer(meta, META)
-    buffer.fill(meta)
-    assert {name: view.shape for name, view in buffer.tensors.items()} == {n: p.shape for n, p in parts(0).items()}
-
-
-def test_only_memory_of_the_host_is_pinned():
-    """Stands in for a tensor on a GPU, which says so when it is to be pinned."""
-    there = SimpleNamespace(device=CUDA, to=lambda device: f"on {device}", pin_memory=None)
-    assert to_device(there, CUDA) == "on cuda"
 
 
 def test_a_host_copy_keeps_what_it_was_given():
