@@ -234,6 +234,7 @@ def test_weights_that_nothing_packs(slow, monkeypatch):
 def test_packed_when_calls_pay_for_it(slow, monkeypatch, dtype):
     """In 16 bits a long prompt does, and tokens that there were, of prompts too, not those that are asked for."""
     monkeypatch.setattr(packed, "TOKENS_BEFORE_FP16", 90 + NEW)
+    monkeypatch.setattr(packed, "PACKING_STEPS", 1)
     is_exact, counts = dtype == torch.float32, []
     for prompts in ((90, 10, 10), (89, 190, 10), (packed.PROMPT_BEFORE_FP16, 10)):
         model = model_of(dtype)
@@ -273,13 +274,16 @@ def test_a_warm_up_packs(slow, dtype):
 
 
 def test_packed_within_a_long_answer(slow, monkeypatch):
-    """The tokens of all rows count."""
+    """The tokens of all rows count. No copy is used before all are made, since each may change a text."""
     monkeypatch.setattr(packed, "TOKENS_BEFORE_FP16", 64)
+    used = note_calls(monkeypatch, packed.Packing, "_pack", lambda packing, *_: len(packing.packed))
     for num_rows, length, count in ((1, 64, 0), (1, 128, 15), (2, 30, 0), (2, 50, 15)):
         torch.manual_seed(0)  # a text that does not repeat itself, so that a step begins soon after so many tokens
         arguments = {"min_new_tokens": length, "max_new_tokens": length, "do_sample": True}
         model_of(torch.bfloat16).generate(**prompt(1, num_rows), **arguments)
         assert lade.last_stats().packed_weights == count
+    assert len(used) > 2
+    assert not any(used)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -389,8 +389,9 @@ def test_settings_that_rule_it_out(lade_on, products, settings, monkeypatch):
     assert stats.reasons.get("packed") == reason
 
 
-def test_packed_when_calls_pay_for_it(lade_on, products):
+def test_packed_when_calls_pay_for_it(lade_on, products, monkeypatch):
     """Once enough tokens are generated or asked for."""
+    monkeypatch.setattr(packed, "PACKING_STEPS", 1)
     model = tiny_llama(DTYPE)
     counts = []
     for length in (20, 20, 60, 20):
@@ -404,18 +405,25 @@ def test_packed_when_calls_pay_for_it(lade_on, products):
     assert lade.last_stats().reasons.get("packed").startswith("a call for fewer than 4 tokens")
 
 
-def test_packing_waits_for_the_first_tokens(lade_on, products, monkeypatch):
+@pytest.mark.parametrize("room", [2**40, 0])
+def test_packing_waits_for_the_first_tokens_and_takes_several_steps(lade_on, products, monkeypatch, room):
+    """The same ones whatever memory is free, since the costs that follow may change a text."""
+    monkeypatch.setattr(packed, "free_bytes", lambda: room)
     model, lengths = tiny_llama(DTYPE), note_calls(monkeypatch, Packing, "begin_step", lambda _, length: length)
     at = note_calls(monkeypatch, PackedWeight, "fill", lambda *_: len(lengths))
+    packs = note_calls(monkeypatch, Packing, "_pack", lambda *_: len(lengths))
     kinds = note_calls(monkeypatch, StepCosts, "at", lambda costs, kind, *_: kind)
-    lade.config_lade(ADAPTIVE=1, MODE="tree")
+    lade.config_lade(ADAPTIVE=1, MODE="tree", MAX_BLOCK=4)
     expected = generate_plain(model, prompt(), max_new_tokens=80)
     found = model.generate(**prompt(), max_new_tokens=80)
     assert torch.bfloat16 == DTYPE or torch.equal(found, expected)
     due = next(i for i, length in enumerate(lengths) if length - lengths[0] >= packed.FIRST_TOKENS)
-    assert at == 15 * [due + 1]
-    assert "packed" not in kinds[due + 1]  # the first kind is of no step
-    assert "packed" in kinds[due + 2]
+    assert packs == list(range(due + 1, due + 1 + len(packs)))
+    assert 1 < len(packs) <= packed.PACKING_STEPS
+    assert len(at) == (15 if room else 0)
+    assert not room or (set(at) == set(packs) and lade.last_stats().packed_weights == 15)
+    assert all("packed" not in kind for kind in kinds[: packs[-1] + 1])  # the first kind is of no step
+    assert ("packed" in kinds[packs[-1] + 1]) == bool(room or torch.bfloat16 == DTYPE)
 
 
 def test_large_models_say_it(pack_asked, monkeypatch, caplog):

@@ -50,6 +50,7 @@ PACKED_FOR = 16  # rows that the layout is chosen for
 # steps. Each change of the weights doubles it, so that a training loop does not pack for nothing.
 TOKENS_BEFORE_PACKING, MOST_DOUBLINGS = 64, 4
 FIRST_TOKENS = 8  # generated before it in a call: an answer that ends at once does not pay for packing
+PACKING_STEPS = 6  # of an answer, over which its packing is spread, so that none of them waits for all of it
 # In 16 bits packing costs some fifty plain steps, and prompts gain most by it: it comes before a prompt that pays for
 # it alone, or once calls, or an answer, have had so many tokens that it takes a small part of their time.
 PROMPT_BEFORE_FP16, TOKENS_BEFORE_FP16 = 192, 512
@@ -169,6 +170,8 @@ class Packing:
         # By the weights' ids. Other calls that run meanwhile change neither these nor when they are made.
         self.packed: dict[int, PackedCopy] = {}
         self.is_planned = False  # whether the call has gone through all weights
+        # Those to come, each with the copy to make, if any; None before the first.
+        self._to_come: list[tuple[nn.Parameter, PackedWeight | None]] | None = None
         self._num_before = self.shared.num_tokens
         num_doublings = min(self.shared.num_changes, MOST_DOUBLINGS)
         self._least_tokens = (TOKENS_BEFORE_FP16 if self.packs_prompts else TOKENS_BEFORE_PACKING) << num_doublings
@@ -195,7 +198,7 @@ class Packing:
         return (self.packs_prompts or has_slow_mkl()) and self.kind == (FP16,)
 
     def begin_step(self, length: int) -> None:
-        """Pack the model before a step, if calls are long enough to pay for it.
+        """Pack a part of the model before a step, if calls are long enough to pay for it.
 
         length: tokens of the text so far.
         """
@@ -207,34 +210,50 @@ class Packing:
         else:
             pays = num_generated >= FIRST_TOKENS and self._num_before + self.call.num_new >= self._least_tokens
         if pays and not self.is_planned:
-            self._pack()
+            self._pack(sum(weight.nbytes for weight in self.weights) / PACKING_STEPS)
 
-    def _pack(self) -> None:
-        """Pack the weights that are not yet, as far as memory allows."""
-        copies = [(weight, self.copies[id(weight)]) for weight in self.weights]
-        missing = [(weight, copy) for weight, copy in copies if copy.packed is None and not copy.is_refused]
-        room = self._free_room(sum(weight.nbytes for weight, _ in missing)) if missing else 0.0
-        chosen = []
+    def _pack(self, most_bytes: float = inf) -> None:
+        """Pack the weights that are not yet, as far as memory allows. most_bytes: to go through in this step."""
+        if self._to_come is None:
+            self._to_come = self._chosen()
+        some = []
+        while self._to_come and most_bytes > 0:
+            weight, copy = self._to_come.pop(0)
+            most_bytes -= weight.nbytes  # of those without, too: the steps must not depend on the free memory
+            if copy is not None:
+                some.append((weight, copy))
         with self.shared.lock:
-            missing = [(weight, copy) for weight, copy in missing if copy.packed is None]  # or another call was faster
-            for weight, copy in missing:
-                copy.note(weight)  # before it is packed; whether a change shows must not depend on the free memory
-                if weight.nbytes <= room:
-                    room -= weight.nbytes
-                    chosen.append((weight, copy))
-                else:
-                    self._num_refused += 1
+            some = [(weight, copy) for weight, copy in some if copy.packed is None]  # or another call was faster
             try:
-                found = pack_fp16([weight for weight, _ in chosen]) if self.is_fp16 else [None] * len(chosen)
-                for (weight, copy), fp16 in zip(chosen, found, strict=True):
+                found = pack_fp16([weight for weight, _ in some]) if self.is_fp16 else [None] * len(some)
+                for (weight, copy), fp16 in zip(some, found, strict=True):
                     copy.fill(weight, fp16)
             except Exception as error:  # memory that was free is gone, or in pieces
                 if not is_out_of_memory(error):
                     raise
-                for _, copy in chosen:
+                for _, copy in some:
                     copy.is_refused = copy.packed is None
+        if self._to_come and self.packs_prompts:
+            return  # a packed weight may change a text: all begin in one step
         self.packed = {key: copy.packed for key, copy in self.copies.items() if copy.packed is not None}
-        self.is_planned, self.shared.is_planned, self.shared.is_due = True, True, False
+        if not self._to_come:
+            self.is_planned, self.shared.is_planned, self.shared.is_due = True, True, False
+
+    def _chosen(self) -> list[tuple[nn.Parameter, PackedWeight | None]]:
+        """All weights, each with the copy to make; None where there is one, or memory is short."""
+        copies = [(weight, self.copies[id(weight)]) for weight in self.weights]
+        missing = sum(weight.nbytes for weight, copy in copies if copy.packed is None and not copy.is_refused)
+        room = self._free_room(missing) if missing else 0.0
+        chosen: list[tuple[nn.Parameter, PackedWeight | None]] = []
+        with self.shared.lock:
+            for weight, copy in copies:
+                is_missing, fits = copy.packed is None and not copy.is_refused, weight.nbytes <= room
+                if is_missing:
+                    copy.note(weight)  # before it is packed; whether a change shows must not depend on the free memory
+                    room -= weight.nbytes if fits else 0
+                    self._num_refused += not fits
+                chosen.append((weight, copy if is_missing and fits else None))
+        return chosen
 
     def _free_room(self, missing: int) -> float:
         """Bytes that further copies may take, in the dtype of the weights. missing: bytes of the weights to pack."""
