@@ -330,7 +330,7 @@ MUTANTS = [
            "elif is_fixed and packs_prompts(adapter)", "elif False and packs_prompts(adapter)",
            "fp16_weights.py::test_deterministic_texts_do_not_depend_on_earlier_calls"),
     mutant("packed weights: some are used before all are made", "forward/cpu/packed.py",
-           "if self._to_come and self.packs_prompts:", "if False:",
+           "elif self.packs_prompts:", "elif False:",
            "fp16_weights.py::test_packed_within_a_long_answer"),
     mutant("packed weights: the steps that pack depend on the free memory", "forward/cpu/packed.py",
            "most_bytes -= weight.nbytes", "most_bytes -= weight.nbytes if copy else 0",

@@ -169,8 +169,7 @@ class Packing:
         self.copies = self.shared.current(weights)
         # By the weights' ids. Other calls that run meanwhile change neither these nor when they are made.
         self.packed: dict[int, PackedCopy] = {}
-        self.is_planned = False  # whether the call has gone through all weights
-        # Those to come, each with the copy to make, if any; None before the first.
+        # Weights to go through yet, each with the copy to make, if any; None before the first.
         self._to_come: list[tuple[nn.Parameter, PackedWeight | None]] | None = None
         self._num_before = self.shared.num_tokens
         num_doublings = min(self.shared.num_changes, MOST_DOUBLINGS)
@@ -179,6 +178,11 @@ class Packing:
         pays = self._num_before >= self._least_tokens or self._num_prompt >= self._least_prompt
         if is_asked or self.shared.is_planned or self.shared.is_due or pays:
             self._pack()
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the call has gone through all weights."""
+        return self._to_come == []
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -233,11 +237,11 @@ class Packing:
                     raise
                 for _, copy in some:
                     copy.is_refused = copy.packed is None
-        if self._to_come and self.packs_prompts:
+        if self.is_planned:
+            self.shared.is_planned, self.shared.is_due = True, False
+        elif self.packs_prompts:
             return  # a packed weight may change a text: all begin in one step
         self.packed = {key: copy.packed for key, copy in self.copies.items() if copy.packed is not None}
-        if not self._to_come:
-            self.is_planned, self.shared.is_planned, self.shared.is_due = True, True, False
 
     def _chosen(self) -> list[tuple[nn.Parameter, PackedWeight | None]]:
         """All weights, each with the copy to make; None where there is one, or memory is short."""
