@@ -77,8 +77,9 @@ class SlotLayer(CacheLayer):
         else:
             end = max(cache.lengths) + num_tokens
             index = cache.slots[:, None, :, None].to(key_states.device)  # [B, 1, q, 1]
-            self.keys.scatter_(2, index.expand_as(key_states), key_states)
-            self.values.scatter_(2, index.expand_as(value_states), value_states)
+            # One storage has one dtype; under autocast keys are float32 and values are not.
+            self.keys.scatter_(2, index.expand_as(key_states), key_states.to(self.keys.dtype))
+            self.values.scatter_(2, index.expand_as(value_states), value_states.to(self.values.dtype))
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
