@@ -15,7 +15,7 @@ from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
 from lade.block.token_tree import BlockPart, TokenTree
-from lade.common.request import Request
+from lade.common.request import Request, whole_length
 from lade.common.transfer import HOST, to_device, wait_for
 from lade.drafting import DraftRequest, Outcome, make_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
@@ -102,7 +102,7 @@ class DecodingCall:
         self.nan_guard = self.selection.nan_guard
 
         batch_size, prompt_length = request.input_ids.shape
-        num_new = max(1, (request.stopping_criteria.max_length or 0) - prompt_length)
+        num_new = max(1, whole_length(request.stopping_criteria.max_length or 0) - prompt_length)
         call = BlockCall(
             adapter=adapter,
             config=config,

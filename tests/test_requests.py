@@ -2,6 +2,7 @@
 says why."""
 
 import dataclasses
+import math
 import sys
 
 import pytest
@@ -190,6 +191,17 @@ def test_compiled_blocks_leave_token_types_to_the_ordinary_forward():
     assert lade.last_stats().compiled_steps == 0
 
 
+def test_a_batch_under_autocast():
+    """Rotary embeddings make keys float32, and values stay bfloat16."""
+    model = named("llama", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        one, other = (model.generate(**prompt(20, 3), max_new_tokens=24) for _ in range(2))
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert stats.accepted_lengths.keys() > {0}
+    assert torch.equal(one, other)
+
+
 def test_an_unknown_family_is_tried_out_with_a_mask_too():
     """Git counts on an image in front of the text, and shifts every mask by its length."""
     vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -310,7 +322,34 @@ def test_a_text_that_is_written_to(model, batch_size, writer, place, is_inferenc
         assert_same(model, prompt(14, batch_size), None, max_new_tokens=20, **{writer: [write]})
 
 
-@pytest.mark.parametrize("longest", [10**10, sys.maxsize])
+ANSWERS = {
+    "column": lambda ids: (ids.sum(1) % 7 == 0)[:, None],
+    "bits": lambda ids: torch.where(ids.sum(1) % 7 == 0, 3, 2),
+    "negative": lambda ids: -(ids.sum(1) % 7 == 0).long() - 2,
+    "number": lambda ids: ids.shape[1] > 28,
+}
+
+
+@pytest.mark.parametrize("ends", [{}, {"eos_token_id": VOCAB - 1, "pad_token_id": 0}], ids=["as-long", "padded"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_answers_of_a_criterion(model, answer, batch_size, ends):
+    """In any shape, and integers, whose lowest bit counts. What cannot be padded raises."""
+    criterion = [lambda ids, scores: ANSWERS[answer](ids)]
+    text = assert_same(model, prompt(16, batch_size), None, stopping_criteria=criterion, max_new_tokens=24, **ends)
+    is_wrong = answer == "column" and ends
+    assert text is RuntimeError if is_wrong else text.shape[1] > 18
+
+
+@pytest.mark.parametrize("setting", ["max_length", "max_new_tokens", "stopping_criteria"])
+def test_a_length_that_is_no_integer(model, setting):
+    for longest, num_new in ((31.0, 19), (30.5, 19), (torch.tensor(31), 19)):
+        given = longest - 12 if setting == "max_new_tokens" else longest
+        given = [MaxLengthCriteria(longest)] if setting == "stopping_criteria" else given
+        assert assert_same(model, prompt(12, 2), None, **{setting: given}).shape[1] == 12 + num_new
+
+
+@pytest.mark.parametrize("longest", [10**10, sys.maxsize, math.inf])
 @pytest.mark.parametrize("setting", ["max_length", "max_new_tokens"])
 def test_a_length_without_an_end(model, setting, longest):
     """Memory is allocated by use."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +86,7 @@ class Request:
     @property
     def num_new(self) -> int:
         """The most tokens to generate: max_length counts from input_ids, which may be empty or the prompt's end."""
-        return int(self.generation_config.max_length) - self.input_ids.shape[1]
+        return whole_length(self.generation_config.max_length) - self.input_ids.shape[1]
 
     @property
     def max_length(self) -> int:
@@ -106,3 +108,8 @@ class Request:
     @property
     def wants_attentions(self) -> bool:
         return bool(self.generation_config.output_attentions)
+
+
+def whole_length(length: Any) -> int:
+    """The number of tokens at which a text has reached a maximum length, which may be a fraction or infinite."""
+    return math.ceil(min(length, sys.maxsize))

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from lade.block.kv_cache import cache_arguments
 from lade.block.mask import Block
 from lade.common.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
-from lade.common.request import Request
+from lade.common.request import Request, whole_length
 from lade.common.state import PerModel, keeping_state
 from lade.common.tolerance import MASK_EFFECT_RATIO, STATE_EFFECT_RATIO, largest_difference
 from lade.common.trial import Trial
@@ -49,7 +49,7 @@ def self_check_reason(request: Request, adapter: ModelAdapter) -> str | None:
     Why training mode rules the call out is asked first, at the cost of two forwards, where the call does not wait.
     Returns `WAITS` as long as a check would not pay.
     """
-    code, max_length = adapter.code, int(request.generation_config.max_length)
+    code, max_length = adapter.code, whole_length(request.generation_config.max_length)
     # A mask needs a check of its own: some models derive positions from it and some ignore it.
     is_masked = prompt_key_mask(request.attention_mask) is not None
     length = next(length for length in LENGTHS if length >= min(max(max_length, _at_once.get()), LONGEST_CHECK))

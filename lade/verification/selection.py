@@ -30,7 +30,7 @@ from transformers import (
 from lade.block.token_tree import TokenTree
 from lade.common.bypassed import is_as_written
 from lade.common.compat import logits_processors
-from lade.common.request import Request
+from lade.common.request import Request, whole_length
 from lade.common.transfer import on_host
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
@@ -66,7 +66,7 @@ class Selection:
         self.streamer, self.recorder = request.streamer, OutputRecorder(request.generation_config)
         self.do_sample = bool(request.generation_config.do_sample)
         self.temperature = (request.generation_config.temperature or 1.0) if self.do_sample else 1.0
-        self.sequences = TokenSequences(request.input_ids, self.criteria.max_length or 0)
+        self.sequences = TokenSequences(request.input_ids, whole_length(self.criteria.max_length or 0))
         self.is_finished = [False] * batch_size
         self.num_generated = 0  # over all rows, without padding
         self.nan_guard = NanGuard()
@@ -110,7 +110,7 @@ class Selection:
     @cached_property
     def max_length(self) -> int:
         """The smallest maximum length among the criteria; the list's own attribute is the first one's."""
-        return min((int(c.max_length) for c in self.criteria if isinstance(c, MaxLengthCriteria)), default=0)
+        return min((whole_length(c.max_length) for c in self.criteria if isinstance(c, MaxLengthCriteria)), default=0)
 
     @cached_property
     def eos_ids(self) -> set[int]:
@@ -236,6 +236,7 @@ class LockstepSelection(Selection):
     def __init__(self, request: Request) -> None:
         super().__init__(request)
         self.pads_guesses = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+        self._unfinished: Tensor | int = 1  # [B] of 0 and 1, or in the shape that the criteria's answers give it
 
     @property
     def is_idle(self) -> list[bool]:
@@ -255,12 +256,18 @@ class LockstepSelection(Selection):
         scores = self.recorder.collected.get("scores")
         ids = self.sequences.texts(rows)
         with self._reading_back(rows, ids):
-            has_ended = self.criteria(ids, scores).tolist()
+            unfinished = self._unfinished & ~self.criteria(ids, scores)
+        self._unfinished = unfinished
         if self.streamer is not None:
             # Optional method of a streamer that shows which tokens were guessed.
             is_told = were_guessed and hasattr(type(self.streamer), "put_guess")
             (self.streamer.put_guess if is_told else self.streamer.put)(torch.tensor(tokens, device="cpu"))
-        return [was or now for was, now in zip(self.is_finished, has_ended, strict=True)]
+        if unfinished.shape == (len(tokens),):
+            return (unfinished == 0).tolist()
+        is_over = not bool(unfinished.any())
+        if self.pads_guesses and not is_over:
+            torch.cat([ids, unfinished[:, None]], dim=-1)  # raises, as plain generate() does when it pads
+        return [is_over] * len(tokens)
 
 
 def selection_for(request: Request, needs_equal_lengths: bool) -> type[Selection]:
