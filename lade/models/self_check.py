@@ -217,6 +217,8 @@ class TrialRun:
             arguments = {"position_ids": counted(mask)[:, start:end]} if adapter.takes_positions else {}
             arguments |= {"attention_mask": mask} if self._masks else {}
             outputs = adapter.model(input_ids=ids, **cache_arguments(cache, adapter.cache_name), **arguments)
+            if getattr(outputs, adapter.cache_name) is None:
+                raise ValueError("its forward returns no cache")
             logits.append(outputs.logits[:, -1])
             start = end
         return torch.stack(logits[1:], dim=1).double()

@@ -57,9 +57,11 @@ class OutputRecorder:
         return GenerateDecoderOnlyOutput(sequences=sequences, **fields)
 
     def _rows(self, layers: tuple[Tensor, ...], nodes: list[int], _: list[list[int]]) -> tuple[Tensor, ...]:
-        """layers: [B, q, D] each. Returns [B, 1, D] each: the state of each row's chosen block token."""
+        """layers: [..., B, q, D] each. Returns [..., B, 1, D] each: the state of each row's chosen block token."""
         rows = [(row, self._root + 1 + node) for row, node in enumerate(nodes)]
-        return tuple(torch.stack([states[row] for row in rows])[:, None] for states in layers)
+        return tuple(
+            torch.stack([states[..., row, place, :] for row, place in rows], dim=-2)[..., None, :] for states in layers
+        )
 
     def _cells(self, layers: tuple[Tensor | None, ...], nodes: list[int], paths: list[list[int]]) -> tuple[Any, ...]:
         """layers: [B, H, q, slots] each. Returns [B, H, 1, length] each: weights on the text's own keys, in order."""
