@@ -3,6 +3,7 @@
 import pytest
 from support import prompt, run_both
 from support.families import FAMILIES
+from transformers import DynamicCache
 
 import lade
 
@@ -24,3 +25,15 @@ def test_up_to_the_boundary(num_slots, lade_on):
         assert reason is None
     else:
         assert "whole cache change" in reason
+
+
+@pytest.mark.skipif(not FAMILY.exists, reason="this transformers has no Phi-3")
+def test_a_callers_empty_cache_stays_empty_behind_the_boundary(lade_on):
+    """The model makes another one, unless the caller's has no layers yet."""
+    model = FAMILY.build()
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    stats = run_both(model, prompt(BOUNDARY + 8), cache=iter(caches).__next__, max_new_tokens=12)
+    assert "computes it anew" in stats.fallback_reason
+    assert [cache.get_seq_length() for cache in caches] == [0, 0]
+    for cache in (None, DynamicCache):
+        assert run_both(model, prompt(BOUNDARY + 8), cache=cache, max_new_tokens=12).steps < 12

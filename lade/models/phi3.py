@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lade.common.compat import CALLERS_CACHE_MARK
 from lade.common.request import Request
 from lade.models.base import ModelAdapter
 
@@ -17,7 +18,11 @@ class Phi3Adapter(ModelAdapter):
         boundary, length = self.config.original_max_position_embeddings, request.prompt_length
         if length <= boundary < request.max_length - 1:
             return f"the text may grow over {boundary} tokens, where the model's frequencies and its whole cache change"
-        if length > boundary >= request.cached_length > 0:
+        # generate()'s own cache is empty, and nobody sees which one is filled instead.
+        is_seen = request.cached_length > 0 or (
+            getattr(request.cache, CALLERS_CACHE_MARK, False) and request.cache.layers
+        )
+        if length > boundary >= request.cached_length and is_seen:
             return f"the cache ends below {boundary} tokens and the prompt above, so that the model computes it anew"
         if length > boundary and (self.config.sliding_window or length) < length:
             return "beyond its boundary the model replaces the prompt's cache by one that holds only the window"
