@@ -6,11 +6,13 @@ For every family: tests/test_families.py compares the state after each of its ca
 import copy
 import functools
 from collections import Counter, deque
+from contextlib import nullcontext
 
 import pytest
 import torch
 from support import assert_same_state, generate_plain, prompt, tiny_llama
 from support.families import LONGROPE, named, rope
+from torch import nn
 from transformers import LlamaForCausalLM
 
 import lade
@@ -60,7 +62,7 @@ def test_packed_weights(lade_on):
 
 
 class Unknown(LlamaForCausalLM):
-    """Must pass a self-check, counts its forwards and remembers their sizes in all kinds of containers and a buffer."""
+    """Counts its forwards and remembers their sizes in all kinds of containers and a buffer."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -87,16 +89,51 @@ def short_calls_fall_back(lade_on, monkeypatch):
 
 
 def test_own_forwards_leave_nothing(short_calls_fall_back):
-    """The self-check and a warm-up, on a model in which an earlier call has left something."""
-    model = Unknown(with_rope("dynamic").config).double().eval()
-    model.generation_config.eos_token_id = None
-    assert assert_same_lives(model, [prompt(60)], num_new=2) == 1  # too short for lade
-    twin = copy.deepcopy(model)
-    lade.warmup(model, prompt_tokens=8, max_new_tokens=8)  # self-check included
-    assert_same_state(model, twin)
+    """A warm-up, and a self-check that refuses, on models in which an earlier call has left something."""
+    for kind in (LlamaForCausalLM, Unknown):
+        model = kind(with_rope("dynamic").config).double().eval()
+        model.generation_config.eos_token_id = None
+        assert assert_same_lives(model, [prompt(60)], num_new=2) == 1  # too short for lade
+        twin = copy.deepcopy(model)
+        with pytest.raises(RuntimeError, match="Unknown keeps something") if kind is Unknown else nullcontext():
+            lade.warmup(model, prompt_tokens=8, max_new_tokens=8)
+        assert_same_state(model, twin)
     model(**prompt(30))  # the control
     with pytest.raises(AssertionError):
         assert_same_state(model, twin)
+
+
+class Stateful(nn.Linear):
+    """Keeps what keep(self, x) says."""
+
+    def forward(self, x):
+        self.keep(x)
+        return super().forward(x)
+
+
+KEEPERS = {
+    "a number": lambda self, x: setattr(self, "calls", vars(self).get("calls", 0) + 1),
+    "a tensor": lambda self, x: setattr(self, "latest", x.clone()),
+    "a list of lists": lambda self, x: vars(self).setdefault("seen", [[]])[0].append(x.shape[1]),
+    "a buffer": lambda self, x: self.count.add_(1),
+    "of blocks": lambda self, x: x.shape[1] > 1 and setattr(self, "prompt", x),
+    "the same": lambda self, x: (setattr(self, "scale", self.in_features**-0.5), self.count.fill_(7)),
+    "of the first": lambda self, x: vars(self).setdefault("first", x),
+}
+
+
+@pytest.mark.parametrize("kind", KEEPERS)
+def test_foreign_modules_that_keep_something(lade_on, monkeypatch, kind):
+    """From one forward to the next, as a counter does: they would see guesses, which no comparison of logits shows."""
+    monkeypatch.setattr(Stateful, "keep", KEEPERS[kind], raising=False)
+    model = tiny_llama()
+    weight = model.lm_head.weight
+    model.lm_head = Stateful(*weight.T.shape, bias=False).eval()
+    model.lm_head.weight = weight
+    model.lm_head.register_buffer("count", torch.zeros(()))
+    is_served = kind in ("the same", "of the first")
+    assert assert_same_lives(model, [prompt(60), prompt(45)]) == (0 if is_served else 2)
+    assert is_served or "Stateful keeps something" in lade.last_stats().fallback_reason
 
 
 def test_a_self_check_moves_no_frequencies(short_calls_fall_back, monkeypatch):

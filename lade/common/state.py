@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
-PLAIN = (bool, int, float, str, type(None), Tensor)
+FIXED = (bool, int, float, str, type(None))
+PLAIN = (*FIXED, Tensor)
 CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 OWN_DICTIONARIES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
 MOST_COPIED = 2**20  # elements of a tensor: larger ones are tables and quantized weights, which no forward writes to
@@ -70,7 +71,7 @@ def keeping_state(model: Any) -> Iterator[None]:
     Rotary embeddings keep frequencies that decide later calls, and modules may count or collect, in containers inside
     of containers, too. What a forward changes elsewhere, as in the closure of a hook, is not restored.
     """
-    before = [(part, _ModuleState(part)) for part in model.modules()]
+    before = [(part, ModuleState(part)) for part in model.modules()]
     try:
         yield
     finally:
@@ -78,7 +79,7 @@ def keeping_state(model: Any) -> Iterator[None]:
             state.restore(part)
 
 
-class _ModuleState:
+class ModuleState:
     """Buffers and plain attributes of one module."""
 
     def __init__(self, part: Any) -> None:
@@ -91,6 +92,16 @@ class _ModuleState:
         self._contents = [(container, container.copy()) for container in _containers(values)]
         tensors = (value for value in values if isinstance(value, Tensor) and not value.is_meta)
         self._copies = [(tensor, tensor.clone()) for tensor in tensors if tensor.numel() <= MOST_COPIED]
+
+    def is_of(self, part: Any) -> bool:
+        """Whether the module's buffers and attributes are the same objects, or equal numbers, and hold the same."""
+        now = ModuleState(part)
+        pairs = ((self._buffers, now._buffers), (self._plain, now._plain))
+        return (
+            all(_holds_equal(*pair) for pair in pairs)
+            and all(_holds(*pair) for pair in self._contents)
+            and all(_is_equal(*pair) for pair in self._copies)
+        )
 
     def restore(self, part: Any) -> None:
         own = vars(part)
@@ -127,6 +138,13 @@ def _holds(container: Any, content: Any) -> bool:
         return bool(container == content)
     both = (chain.from_iterable(part.items()) if isinstance(part, dict) else part for part in (container, content))
     return len(container) == len(content) and all(map(operator.is_, *both))
+
+
+def _holds_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two dictionaries have the same objects, or equal ones that cannot change."""
+    return one.keys() == other.keys() and all(
+        value is other[name] or (isinstance(value, FIXED) and value == other[name]) for name, value in one.items()
+    )
 
 
 def _merged_adapters(own: dict[str, Any]) -> list[Any]:

@@ -51,7 +51,8 @@ PLAIN = (bool, int, float, str, type(None))
 class Code:
     """Facts about the code of a model. Foreign code is given as keys; equal keys mean the same code."""
 
-    classes: tuple[Hashable, ...]  # module classes that are foreign, or call functions that are
+    # Modules whose class is foreign, or calls functions that are: place among the parts, keys.
+    classes: tuple[tuple[Any, ...], ...]
     functions: tuple[Hashable, ...]  # foreign replacements of a forward or an attention
     hooks: tuple[Hashable, ...]  # foreign hooks
     names: tuple[str, ...]  # of these functions and hooks, for messages
@@ -73,7 +74,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     parts: the model and all modules in it. attentions: names of the attention implementations of the model and its
     blocks.
     """
-    classes: list[Hashable] = []
+    classes: list[tuple[Any, ...]] = []
     forwards: list[tuple[Any, ...]] = []  # (place, function put on a module)
     hooks: list[tuple[Any, ...]] = []  # (place, kind, hook)
     known: dict[type[nn.Module], tuple[Hashable, ...] | None] = {}  # each class is examined once: its key if foreign

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -14,9 +14,9 @@ from lade.block.kv_cache import cache_arguments
 from lade.block.mask import Block
 from lade.common.compat import PLAIN_LAYERS, DynamicSlidingWindowLayer
 from lade.common.request import Request, whole_length
-from lade.common.state import PerModel, keeping_state
+from lade.common.state import ModuleState, PerModel, keeping_state
 from lade.common.tolerance import MASK_EFFECT_RATIO, STATE_EFFECT_RATIO, largest_difference
-from lade.common.trial import Trial
+from lade.common.trial import NotUsed, Trial
 from lade.models.base import ModelAdapter, prompt_key_mask
 from lade.models.training import failed_in_training
 from lade.switch import current_config
@@ -216,9 +216,11 @@ class TrialRun:
             mask = torch.nn.functional.pad(mask, (0, end - mask.shape[1]), value=1)
             arguments = {"position_ids": counted(mask)[:, start:end]} if adapter.takes_positions else {}
             arguments |= {"attention_mask": mask} if self._masks else {}
-            outputs = adapter.model(input_ids=ids, **cache_arguments(cache, adapter.cache_name), **arguments)
+            is_last = end == self._prefix.shape[1] + len(self.tokens)
+            with keeping_nothing(adapter) if is_last else nullcontext():
+                outputs = adapter.model(input_ids=ids, **cache_arguments(cache, adapter.cache_name), **arguments)
             if getattr(outputs, adapter.cache_name) is None:
-                raise ValueError("its forward returns no cache")
+                raise NotUsed("its forward returns no cache")
             logits.append(outputs.logits[:, -1])
             start = end
         return torch.stack(logits[1:], dim=1).double()
@@ -250,13 +252,24 @@ class TrialRun:
             lengths=self._cache.lengths,
             key_mask=self._mask.bool() if self._masks else None,
         )
-        found = self.adapter.forward_block(block, self._cache).logits.double().to(self._expected.device)
+        with keeping_nothing(self.adapter):
+            found = self.adapter.forward_block(block, self._cache).logits.double().to(self._expected.device)
         return largest_difference(found, self._expected[:, self._num_done : self._num_done + len(rows)])
 
     def commit(self, num_tokens: int, num_kept: int) -> None:
         """Go on after `num_tokens` of the text; the cache keeps the first `num_kept` of the block."""
         self._cache.commit([list(range(1, num_kept))] * self._num_rows)
         self._num_done += num_tokens
+
+
+@contextmanager
+def keeping_nothing(adapter: ModelAdapter) -> Iterator[None]:
+    """Raise NotUsed if a forward inside changes what a foreign module holds: it would keep guesses, too."""
+    before = [(part := adapter.parts[place], ModuleState(part)) for place, *_ in adapter.code.classes]
+    yield
+    for part, state in before:
+        if not state.is_of(part):
+            raise NotUsed(f"{type(part).__name__} keeps something of a forward, and would keep guesses")
 
 
 def counted(mask: Tensor) -> Tensor:
