@@ -308,6 +308,15 @@ def test_scores_of_another_width(model, width, batch_size):
     assert not torch.equal(found, assert_same(model, prompt(16, batch_size), None, **sampled))  # the control
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2, 2]], ids=str)
+def test_scores_of_other_rows(model, rows, do_sample):
+    """Plain generate() raises when it appends their tokens."""
+    wrong = {"logits_processor": [lambda _, scores: scores[rows]], "do_sample": do_sample, "max_new_tokens": 8}
+    for run in (generate_plain, lambda model, inputs, **arguments: model.generate(**inputs, **arguments)):
+        assert outcome(run, model, prompt(16, 3), **wrong) is RuntimeError
+
+
 @pytest.mark.parametrize("kept", [0, 3, torch.tensor([0, -1])], ids=str)
 def test_logits_that_the_user_keeps(model, kept):
     """Of the prompt more than the last one, or any."""

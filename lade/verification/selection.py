@@ -144,6 +144,8 @@ class Selection:
         logits = self._block_logits.of(rows, nodes).to(dtype=torch.float32, copy=True, device=ids.device)
         scores = self._scores(rows, ids, logits)
         self.recorder.record(nodes, paths, scores, logits)
+        if scores.shape[:-1] != ids.shape[:-1]:
+            torch.cat([ids, scores.argmax(dim=-1)[:, None]], dim=-1)  # raises, as in plain generate()
         if self.do_sample:
             return self._sample(scores, rows)
         return scores.argmax(dim=-1).tolist()
