@@ -26,7 +26,6 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"forward": "how a block runs"},
     {"decoding": "the loop", "eligibility": "what is served"},
     {"augment": "the patch", "preparation": "compiling ahead"},
-    {"custom_generate": "one call, no patch"},
     {"__init__": "public names"},
     {"commands": "the command line"},
     {"__main__": "python -m lade"},

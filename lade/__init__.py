@@ -3,9 +3,9 @@
 import lade
 lade.augment_all()
 
-runs while the environment has USE_LADE=1; `with lade.enabled():` switches it on for a block of code, and
-`model.generate(..., custom_generate=lade.generate)` for one call. Importing lade changes nothing by itself, and imports
-neither torch nor transformers: that happens when the first name that needs them is used.
+runs while the environment has USE_LADE=1; `with lade.enabled():` switches it on for a block of code. Importing lade
+changes nothing by itself, and imports neither torch nor transformers: that happens when the first name that needs them
+is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from lade.switch import config_lade, current_config
 
 if TYPE_CHECKING:
     from lade.augment import augment_all, augment_generate, augment_llama, enabled, restore_all
-    from lade.custom_generate import generate
     from lade.drafting import register_drafter
     from lade.drafting.memory import Memory
     from lade.models import ModelAdapter, allow_hook, register_adapter
@@ -42,7 +41,6 @@ __all__ = [
     "current_config",
     "distributed",
     "enabled",
-    "generate",
     "get_device",
     "last_stats",
     "log_history",
@@ -61,7 +59,6 @@ _LAZY = {
     "lade.models": ("ModelAdapter", "allow_hook", "register_adapter"),
     "lade.parallel.group": ("distributed", "get_device"),
     "lade.preparation": ("warmup",),
-    "lade.custom_generate": ("generate",),
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names}
 

@@ -179,15 +179,6 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
     return _sample
 
 
-def sample_with_lookahead(kind: Any) -> Callable[..., Any]:
-    """The `_sample` of a model class with lookahead, patched or not. A class's own override is kept."""
-    found = kind._sample
-    if found is not GenerationMixin._sample:
-        _fall_back(open_stats(), OTHER_LOOP)
-        return found
-    return found if _originals else _wrap_sample(found)
-
-
 def _wrap_other(original: Callable[..., Any], reason: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:

@@ -221,7 +221,7 @@ def changed_by(config: LookaheadConfig, keywords: dict[str, Any], function: str)
 def suggestion(name: str) -> str:
     """A suggestion for a misspelt keyword, as the end of a sentence."""
     if name == "PREDICTION":
-        return ": it belongs to a call, give it to lade.enabled() or lade.generate"
+        return ": it belongs to a call, give it to lade.enabled()"
     names = {known.lower(): known for known in KEYWORDS}
     close = difflib.get_close_matches(name.lower(), names, n=1)
     return f"; did you mean {names[close[0]]}?" if close else f"; it has {', '.join(KEYWORDS)}"

@@ -68,7 +68,7 @@ def warmup(
     ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-    if not is_enabled() and arguments.get("custom_generate") is None:  # lade.generate does not read USE_LADE
+    if not is_enabled():
         raise RuntimeError(f"lade does not run: {off_reason()}")
     config, began = current_config(), perf_counter()
     captures = can_capture(model.device)

@@ -120,11 +120,6 @@ def open_stats() -> GenerationStats:
     return _per_thread.open[-1] if _per_thread.open else GenerationStats()
 
 
-def has_open_stats() -> bool:
-    """Whether a call of this thread is being recorded."""
-    return bool(_per_thread.open)
-
-
 def last_stats() -> GenerationStats | None:
     """Statistics of this thread's latest `generate()` call; None before the first."""
     return _per_thread.last

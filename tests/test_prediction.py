@@ -98,7 +98,7 @@ def test_one_text_for_each_prompt_of_several_answers(model):
 
 
 def test_a_call_of_its_own(model):
-    """`lade.generate` takes it as an argument, and later calls know nothing of it."""
+    """Later calls know nothing of it."""
     inputs, arguments = prompt(9), {"max_new_tokens": NUM_NEW}
     right = answer(model, inputs, arguments)
     wrong = torch.cat([right[:, :1], other(right[:, 1:])], dim=1)
@@ -106,15 +106,14 @@ def test_a_call_of_its_own(model):
     found = []
     with memory.active():
         for given in ({"PREDICTION": wrong}, {}):
-            output = model.generate(**inputs, **arguments, custom_generate=lade.generate, **given)
+            with lade.enabled(**given):
+                output = model.generate(**inputs, **arguments)
             assert torch.equal(output[:, -NUM_NEW:], right)
             found.append(prediction_sources())
     assert found[0]
     assert not found[1]
     assert memory.texts.match(wrong[0, 1:5].tolist()) is None
     assert memory.texts.match(right[0, :5].tolist()) is not None
-    assert model.generate(**inputs, **arguments, custom_generate=lade.generate, PREDICTION=right).equal(output)
-    assert lade.last_stats().steps <= 2 + NUM_NEW // 6
     with lade.enabled(PREDICTION=right), lade.enabled(SHARE=0):  # a block inside keeps it
         model.generate(**inputs, **arguments)
         assert lade.last_stats().steps <= 2 + NUM_NEW // 6
@@ -141,14 +140,10 @@ RULE = "PREDICTION must be a list or tensor of token ids for all prompts, or a l
 @pytest.mark.parametrize(
     "value", ["def f():", True, 5, [1, "2"], [[1], 2], [1, -1], [True], torch.ones(3), [[[1]]], {}]
 )
-def test_what_holds_no_ids(value, model):
-    for call in (
-        lambda: lade.enabled(PREDICTION=value).__enter__(),
-        lambda: model.generate(**prompt(), max_new_tokens=4, custom_generate=lade.generate, PREDICTION=value),
-    ):
-        with pytest.raises(ValueError, match="PREDICTION must be") as error:
-            call()
-        assert str(error.value) == RULE + f"{value!r:.80}"
+def test_what_holds_no_ids(value):
+    with pytest.raises(ValueError, match="PREDICTION must be") as error:
+        lade.enabled(PREDICTION=value).__enter__()
+    assert str(error.value) == RULE + f"{value!r:.80}"
 
 
 @pytest.mark.parametrize(
@@ -169,9 +164,7 @@ def test_what_does_not_fit_the_call(value, message, model, monkeypatch):
 
 
 def test_it_is_no_setting(tmp_path):
-    with pytest.raises(
-        TypeError, match=r"config_lade\(\) has no keyword 'PREDICTION': .*lade.enabled\(\) or lade.generate"
-    ):
+    with pytest.raises(TypeError, match=r"config_lade\(\) has no keyword 'PREDICTION': .*lade.enabled\(\)"):
         lade.config_lade(PREDICTION=[5])
     path = tmp_path / "lade.json"
     path.write_text('{"PREDICTION": [5]}')

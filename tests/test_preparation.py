@@ -100,7 +100,6 @@ def test_where_lade_does_not_run(model, monkeypatch):
     monkeypatch.setenv("USE_LADE", "0")
     with pytest.raises(RuntimeError, match="lade does not run: USE_LADE is not set"):
         lade.warmup(model, 24, 40, do_sample=False)
-    assert lade.warmup(model, 24, 40, do_sample=False, custom_generate=lade.generate).seconds > 0  # it does not read it
     model.generate(**prompt(), max_new_tokens=2)
     monkeypatch.setenv("USE_LADE", "1")
     with pytest.raises(RuntimeError, match="lade does not run: "):

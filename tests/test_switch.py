@@ -1,4 +1,4 @@
-"""Lookahead switched on in code, for a block or for one call, and the line for somebody who forgot to switch it on."""
+"""Lookahead switched on in code, for a block, and the line for somebody who forgot to switch it on."""
 
 import asyncio
 import contextvars
@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support import Recorder, in_threads, prompt, python, seeded, tiny_llama
-from transformers import DynamicCache, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from support import in_threads, prompt, python, seeded
+from transformers import GenerationMixin
 
 import lade
-from lade import custom_generate, eligibility, switch
+from lade import eligibility, switch
 
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8}
 
@@ -175,141 +175,12 @@ def test_tasks():
     assert asyncio.run(main()) == ([(8, 8), (16, 16)], 64)
 
 
-# One call without a patch.
-
-
-@pytest.mark.parametrize(
-    ("inputs", "arguments"),
-    [
-        (prompt(batch_size=3), {**SAMPLED, "num_return_sequences": 2}),
-        (prompt(), {"max_new_tokens": 32, "repetition_penalty": 1.2, "eos_token_id": 5, "pad_token_id": 0}),
-    ],
-    ids=["sampled", "greedy"],
-)
-@pytest.mark.parametrize("is_patched", [False, True])
-def test_one_call(model, inputs, arguments, is_patched, monkeypatch):
-    monkeypatch.setenv("USE_LADE", "0")  # code says otherwise
-    before = {name: vars(GenerationMixin)[name] for name in ("generate", "_sample")}
-    plain = seeded(model.generate, **inputs, **arguments)
-    if is_patched:
-        lade.augment_all()
-    count = len(lade.log_history())
-    found = seeded(model.generate, **inputs, **arguments, custom_generate=lade.generate)
-    assert_same(found, plain)
-    assert lade.last_stats().fallback_reason is None
-    assert max(lade.last_stats().block_tokens) > 1
-    assert len(lade.log_history()) == count + 1
-    if not is_patched:
-        assert {name: vars(GenerationMixin)[name] for name in before} == before
-    assert_same(seeded(model.generate, **inputs, **arguments), plain)
-    assert lade.last_stats().fallback_reason is None or is_patched
-
-
-@pytest.mark.parametrize("is_patched", [False, True])
-def test_one_call_gives_back_the_callers_cache(model, is_patched):
-    inputs = prompt()
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    plain = model.generate(**inputs, max_new_tokens=16, past_key_values=caches[0])
-    if is_patched:
-        lade.augment_all()
-    found = model.generate(**inputs, max_new_tokens=16, past_key_values=caches[1], custom_generate=lade.generate)
-    assert lade.last_stats().fallback_reason is None
-    assert torch.equal(found, plain)
-    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 24 + 15
-    for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        torch.testing.assert_close(one.keys, other.keys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"streamer": Recorder()}, "no streamer .*lade.enabled"),
-        ({"synced_gpus": True}, "no synced_gpus"),
-        ({"num_beams": 2}, "got a request for beam_search"),
-        ({"num_beams": 2, "do_sample": True}, "got a request for beam_sample"),
-        ({"prompt_lookup_num_tokens": 3}, "got a request for assisted_generation"),
-        ({"assistant_model": True}, "got a request for assisted_generation"),
-        # What transformers itself refuses, since it gives no tokenizer to a function of a user's.
-        ({"stop_strings": "x", "tokenizer": object()}, "tokenizer"),
-        ({"token_healing": True, "tokenizer": object()}, "tokenizer"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_one_call_cannot_have_is_refused(model, arguments, message):
-    if "assistant_model" in arguments:
-        arguments = {"assistant_model": tiny_llama(num_hidden_layers=1)}
-    with pytest.raises(ValueError, match=message):
-        model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate, **arguments)
-
-
-def test_models_divided_over_processes_are_refused(model, monkeypatch):
-    """generate() would set synced_gpus by itself, and does not pass it on."""
-    monkeypatch.setattr(custom_generate, "is_divided", lambda model: True)
-    model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)  # one process
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="no synced_gpus"):
-        model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)
-
-
-def test_one_call_reads_the_file_of_settings(model, tmp_path, monkeypatch):
-    path = tmp_path / "lade.json"
-    path.write_text('{"LEVEL": 3, "WINDOW_SIZE": 2, "GUESS_SET_SIZE": 2}')
-    monkeypatch.setenv("LADE_CONFIG", str(path))
-    monkeypatch.setattr(switch, "_environment_is_read", False)  # as in a new process
-    custom_generate._prepare.cache_clear()
-    model.generate(**prompt(), max_new_tokens=8, custom_generate=lade.generate)
-    assert lade.last_stats().fallback_reason is None
-    assert lade.current_config().ngram_size == 3
-
-
-def test_one_call_that_lookahead_cannot_serve(model, caplog):
-    inputs = prompt()
-    plain = model.generate(**inputs, max_new_tokens=8, use_cache=False)
-    found = model.generate(**inputs, max_new_tokens=8, use_cache=False, custom_generate=lade.generate)
-    assert torch.equal(found, plain)
-    assert "use_cache" in lade.last_stats().fallback_reason
-    assert len(caplog.records) == 1
-
-
-def test_a_loop_of_the_models_own_stays(model):
-    class Own(type(model)):
-        def _sample(self, input_ids, *args, **kwargs):
-            return input_ids
-
-    own, inputs = tiny_llama(), prompt()
-    own.__class__ = Own
-    assert torch.equal(own.generate(**inputs, max_new_tokens=4, custom_generate=lade.generate), inputs["input_ids"])
-    assert "loop of its own" in lade.last_stats().fallback_reason
-
-
-def test_called_by_something_else(model):
-    """Without generate() above it, as a library may: what generate() would have prepared is the caller's to give."""
-    inputs, prepared = prompt(), {}
-
-    def keep(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        prepared.update(kwargs, generation_config=generation_config, stopping_criteria=stopping_criteria)
-        return input_ids
-
-    model.generate(**inputs, custom_generate=keep, max_new_tokens=12)
-    expected = model.generate(**inputs, max_new_tokens=12)
-    assert isinstance(prepared["stopping_criteria"], StoppingCriteriaList)
-    with torch.no_grad():
-        found = lade.generate(model, inputs["input_ids"], logits_processor=LogitsProcessorList(), **prepared)
-    assert torch.equal(found, expected)
-    assert lade.last_stats().fallback_reason is None
-    assert lade.last_stats().steps < 12
-
-
 # Summaries.
 
 
-@pytest.mark.parametrize("way", ["patch", "call"])
 @pytest.mark.parametrize(("batch_size", "place", "unit"), [(1, "", ""), (6, " in 6 sequences", " per sequence")])
-def test_summary(model, capsys, way, batch_size, place, unit):
+def test_summary(model, capsys, batch_size, place, unit):
     arguments = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3 if batch_size > 1 else 1}
-    if way == "call":
-        arguments["custom_generate"] = lade.generate
     with lade.enabled(DEBUG=1):
         model.generate(**prompt(batch_size=-(-batch_size // 3)), **arguments)
     stats = lade.last_stats()

@@ -266,14 +266,6 @@ def logits_processors(names: str) -> frozenset[Any]:
     return frozenset(found[name] for name in names.split() if name in found)
 
 
-def is_divided(model: Any) -> bool:
-    """Whether the model's weights are divided among processes. Its imports are slow."""
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-    from transformers.integrations.fsdp import is_fsdp_managed_module
-
-    return bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
-
-
 def falcon_alibi(*args: Any) -> Any:
     """Falcon's `build_alibi_tensor`, imported when used."""
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
