@@ -14,6 +14,7 @@ from support import assert_same_state, generate_plain, prompt, tiny_llama
 from support.families import LONGROPE, named, rope
 from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import lade
 from lade import eligibility
@@ -134,6 +135,27 @@ def test_foreign_modules_that_keep_something(lade_on, monkeypatch, kind):
     is_served = kind in ("the same", "of the first")
     assert assert_same_lives(model, [prompt(60), prompt(45)]) == (0 if is_served else 2)
     assert is_served or "Stateful keeps something" in lade.last_stats().fallback_reason
+
+
+class Growing(LlamaRotaryEmbedding):
+    """Has a table as long as the longest text so far, as those of flash-attn."""
+
+    size = 0
+
+    def forward(self, x, position_ids):
+        self.size = max(self.size, int(position_ids.max()) + 1)
+        return super().forward(x, position_ids)
+
+
+def test_foreign_tables_that_grow(lade_on):
+    model, twin = tiny_llama(), tiny_llama()
+    for each in (model, twin):
+        each.model.rotary_emb.__class__ = Growing
+    for inputs in (prompt(60), prompt(45)):
+        expected = generate_plain(twin, inputs, max_new_tokens=20)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20), expected)
+        assert lade.last_stats().fallback_reason is None
+    assert model.model.rotary_emb.size >= twin.model.rotary_emb.size == 79
 
 
 def test_a_self_check_moves_no_frequencies(short_calls_fall_back, monkeypatch):
