@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import json
 import os
 import re
 from itertools import pairwise
@@ -154,3 +155,49 @@ def test_the_picture_of_the_mask():
     assert len(cells) == visible.numel() == 15 * 15
     assert torch.equal(drawn, visible)
     assert not torch.equal(visible, torch.ones_like(visible).tril())  # more than causal
+
+
+SETS = ("code", "maths", "chat", "summaries", "translation")
+METHODS = {
+    "with an empty memory": "lade_cold",
+    "prompt lookup": "prompt_lookup",
+    "prompt lookup, likewise": "prompt_lookup",
+}
+# Rows of README.md, by machine and model.
+ROWS = {
+    "Qwen2.5-Coder-0.5B, float32, greedy": ("epyc-qwen-0.5b-float32-greedy", "lade"),
+    "transformers' prompt lookup, likewise": ("epyc-qwen-0.5b-float32-greedy", "prompt_lookup"),
+    "lade, each call with an empty memory": ("epyc-qwen-0.5b-float32-greedy", "lade_cold"),
+    "lade, T=0.7": ("epyc-qwen-0.5b-float32-sampled", "lade"),
+    "lade, bfloat16, greedy": ("epyc-qwen-0.5b-bfloat16-greedy", "lade"),
+    "Qwen2.5-Coder-1.5B, bfloat16, greedy": ("epyc-qwen-1.5b-bfloat16-greedy", "lade"),
+    "Gemma 3 270M, float32, greedy": ("epyc-gemma-270m-float32-greedy", "lade"),
+    "Qwen2.5-Coder-0.5B on AVX2 alone, float32, greedy": ("avx2-qwen-0.5b-float32-greedy", "lade"),
+    "likewise, bfloat16": ("avx2-qwen-0.5b-bfloat16-greedy", "lade"),
+}
+
+
+def test_tables_of_first_calls_are_the_committed_figures():
+    def figures(name, method):
+        found = json.loads((ROOT / f"benchmarks/results/cpu-{name}-first-calls.json").read_text(encoding="utf-8"))
+        total = found["all"][method]
+        row = [*(found[name][method]["mean"] for name in SETS), total["worst"], total.get("tokens_per_step")]
+        return ["" if figure is None else f"{figure:.2f}" for figure in row]
+
+    def rows(page):
+        for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+            if line.startswith("| "):
+                label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+                yield label, cells[: len(SETS) + 2]
+
+    seen, name = set(), None
+    for label, cells in rows("README.md"):
+        if label in ROWS:
+            seen.add(label)
+            assert cells == figures(*ROWS[label])
+    assert seen == ROWS.keys()
+    for label, cells in rows("benchmarks/README.md"):
+        if linked := re.search(r"\(results/cpu-(.*)-first-calls\.json\)", label):
+            name = linked[1]
+        if (linked or label in METHODS) and "as-avx2" not in name:  # that table has a mean
+            assert cells == figures(name, METHODS.get(label, "lade")), label
