@@ -127,6 +127,10 @@ def unsupported_arguments(request: Request, adapter: ModelAdapter) -> str | None
     unknown = sorted(name for name, value in request.model_kwargs.items() if name not in known and value is not None)
     if unknown:
         return f"the model argument {', '.join(unknown)} is not known to be safe with a block of guesses"
-    if adapter.takes_positions and request.model_kwargs.get("position_ids") is None:
+    if adapter.takes_positions and request.position_ids is None:
         return "generate() passes no position_ids to this model"
+    if request.position_ids is not None and request.position_ids.is_floating_point():
+        return "position_ids are no integers"
+    if (mask := request.attention_mask) is not None and not bool(((mask == 0) | (mask == 1)).all()):
+        return "attention_mask holds other numbers than 0 and 1, which some models add up to positions"
     return None

@@ -1,6 +1,7 @@
 """Reasons for a fallback that users of other libraries meet: true, and the same each time."""
 
 import copy
+import dataclasses
 import functools
 import logging
 import re
@@ -10,8 +11,11 @@ import types
 import pytest
 import torch
 from support import prompt, run_both, tiny_llama
-from support.families import OTHERS
+from support.families import OTHERS, named, rope
+from torch.ao import quantization
 from transformers import BloomConfig, BloomForCausalLM, GenerationMixin, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 import lade
 from lade import augment
@@ -109,6 +113,74 @@ class Linear8bitLt(torch.nn.Module):
         is_kept = x.abs().flatten(0, -2).amax(0) > (self.state.threshold or float("inf"))
         scale = x.masked_fill(is_kept, 0).abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
         return torch.where(is_kept, x, (x / scale).round() * scale) @ self.weight.T
+
+
+def test_without_the_first_layer():
+    """A cache counts its tokens by its first layer."""
+    for model in (tiny_llama(), named("gpt2").build()):
+        layers = getattr(model, "model", getattr(model, "transformer", None))
+        name = "layers" if hasattr(layers, "layers") else "h"
+        setattr(layers, name, getattr(layers, name)[1:])
+        assert "no layer writes to the first layer of the cache" in reason_of(model)
+
+
+def test_an_embedding_that_is_rescaled():
+    model = tiny_llama()
+    model.get_input_embeddings().max_norm = 0.5
+    assert "max_norm" in reason_of(model)
+
+
+def test_observers_of_torch():
+    model = tiny_llama(torch.float32)
+    for part in model.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.qconfig = quantization.QConfig(
+                activation=quantization.MinMaxObserver, weight=quantization.default_weight_observer
+            )
+    quantization.prepare(model, inplace=True)
+    assert "_observer_forward_hook would see guesses" in reason_of(model)
+
+
+def test_layers_whose_configurations_differ():
+    """Gemma 4 with fewer key heads in its global layers is served, a window of one layer alone is not."""
+    settings = {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    family = named("gemma4_text")
+    assert reason_of(dataclasses.replace(family, settings=family.settings | settings).build()) is None
+    assert "is a per-layer attribute" in reason_of(
+        tiny_llama(sliding_window=40, per_layer_config={1: {"sliding_window": 4}})
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_window_of_one_token(size):
+    """transformers' cache keeps the last `size - 1` keys, and all where that is none."""
+    reason = reason_of(dataclasses.replace(named("mistral-window"), settings={"sliding_window": size}).build())
+    assert (reason is None) == (size > 1)
+
+
+@pytest.mark.parametrize("on_class", [True, False])
+def test_a_method_other_than_forward(monkeypatch, on_class):
+    """That a single token attends to the last six slots alone is found out by the self-check."""
+    model, stock = named("gptj").build(), GPTJAttention._attn
+
+    def local(self, query, key, value, mask=None):
+        last = slice(-6 if query.shape[-2] == 1 else None, None)
+        return stock(self, query, key[..., last, :], value[..., last, :], None if mask is None else mask[..., last])
+
+    assert reason_of(model) is None
+    if on_class:
+        monkeypatch.setattr(GPTJAttention, "_attn", local)
+    else:
+        model.transformer.h[0].attn._attn = types.MethodType(local, model.transformer.h[0].attn)
+    assert "a trial block on this 'gptj' model" in reason_of(model)
+
+
+def test_frequencies_under_another_name(monkeypatch):
+    """transformers looks for "dynamic" in the name of a kind of rotary embedding."""
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "dynamic_own", ROPE_INIT_FUNCTIONS["dynamic"])
+    model = tiny_llama(max_position_embeddings=30, rope_parameters=rope("dynamic_own", factor=4.0))
+    stats = run_both(model, prompt(24), max_new_tokens=30)
+    assert max(stats.block_tokens) > max(stats.block_tokens[-24:]) == 1  # beyond 30 tokens there are no guesses
 
 
 def test_decoders_without_position_ids():

@@ -166,6 +166,14 @@ def test_padding_that_a_window_forgets(name):
     assert_same(named(name), inputs, None, max_new_tokens=14)
 
 
+def test_masks_and_positions_that_are_no_counts(model):
+    """Bloom adds up the mask, and positions in between come after those of plain generate()."""
+    twos = prompt(24) | {"attention_mask": 2 * torch.ones(1, 24, dtype=torch.long)}
+    assert_same(named("bloom"), twos, "other numbers than 0 and 1", max_new_tokens=12)
+    halves = prompt(24) | {"position_ids": torch.arange(24)[None] / 2}
+    assert_same(model, halves, "no integers", max_new_tokens=12)
+
+
 @pytest.mark.parametrize(
     ("name", "batch_size"),
     [("gpt2", 1), ("gpt2", 3), ("gptj", 3), ("codegen", 1), ("gpt_bigcode", 3), ("gpt_neo", 1)],

@@ -20,7 +20,7 @@ from lade.models.attention_spans import LAYER_SPANS, declares_layer_types, layer
 from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
 from lade.models.reasons import calling_reason, rounding_reason
-from lade.models.ropes import MOVING_ROPES, is_moving_rope, rope_settings
+from lade.models.ropes import is_moving, is_moving_rope, rope_settings
 from lade.models.shadow import shadow_model
 
 # Attention implementations that accept the 4-D mask of a block.
@@ -94,13 +94,20 @@ class ModelAdapter:
         for layer in self.cache_layers:
             if type(layer) not in PLAIN_LAYERS:
                 return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
+        spans = self.attention_spans  # raises where layers of one type differ
+        for span in [spans] if isinstance(spans, AttentionSpan) else spans.values():
+            if span != EVERYWHERE and (span.window or span.chunk or 0) < 2:
+                return "its windows have fewer than two tokens, for which transformers' cache keeps all keys"
         return self.shared_place()
 
     def shared_place(self) -> str | None:
-        """Why two layers that write to the same layer of the cache are not served; None if there are none.
+        """Why layers that share a layer of the cache, or leave out its first one, are not served; None if none do.
 
-        So it is after copying a layer. A DynamicCache then grows twice per token.
+        So it is after copying or removing a layer. A DynamicCache then grows twice per token, or counts none.
         """
+        numbers = [vars(part).get(name) for part in self.parts for name in ("layer_idx", "layer_id")]
+        if min((number for number in numbers if type(number) is int), default=0) > 0:
+            return "no layer writes to the first layer of the cache (layer_idx), by which its tokens are counted"
         for layers in self.parts:
             if isinstance(layers, nn.ModuleList):
                 children = [child for layer in layers for child in layer._modules.items() if child[1] is not None]
@@ -141,14 +148,14 @@ class ModelAdapter:
         return self.attention_spans in (EVERYWHERE, {"full_attention": EVERYWHERE})
 
     def _forgets_nan(self, attention_mask: Tensor | None) -> bool:
-        """Whether left padding puts NaN into the cache that a sliding window would later drop and lade's cache keeps.
+        """Whether padding may put NaN into the cache that a sliding window would later drop and lade's cache keeps.
 
         Eager attention computes the softmax in float32. The mask value, the minimum of float64, becomes minus infinity
         there, so a token that attends to no key, such as left padding, becomes NaN. attention_mask: [B, P] or None.
         """
         if self.dtype != torch.float64 or self.config._attn_implementation != "eager" or attention_mask is None:
             return False
-        return not self._sees_everything and not bool(attention_mask[:, 0].all())
+        return not self._sees_everything and not bool(attention_mask.all())
 
     @property
     def most_slots(self) -> int | None:
@@ -180,7 +187,7 @@ class ModelAdapter:
     @property
     def needs_equal_lengths(self) -> bool:
         """Whether rows of different lengths would affect each other: rotary frequencies depend on the longest row."""
-        return any(rope.get("rope_type") in MOVING_ROPES for rope in self._ropes)
+        return any(is_moving(rope.get("rope_type")) for rope in self._ropes)
 
     def max_guess_offset(self, root_position: int) -> int | None:
         """The largest offset of a guess from the root that leaves the logits of the text unchanged; None for no limit.
@@ -191,7 +198,7 @@ class ModelAdapter:
         """
         limits = [] if self.last_position is None else [self.last_position]
         for rope in self._ropes:
-            if rope.get("rope_type") == "dynamic":
+            if "dynamic" in str(rope.get("rope_type")):
                 limits.append(self.config.max_position_embeddings - 2)
             elif rope.get("rope_type") == "longrope":
                 boundary = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings

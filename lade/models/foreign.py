@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
+from transformers import PreTrainedModel
 
 from lade.common.compat import (
     ALL_ATTENTION_FUNCTIONS,
@@ -40,18 +41,20 @@ TRANSFORMERS = frozenset({"transformers"})
 RETAINS_NOTHING = AUTHORS | {"compressed_tensors", "peft", "trl"}
 # The layer of peft that is known code, as long as `is_plain_lora`: it computes each token by itself and keeps nothing.
 LORA = "peft.tuners.lora.layer.Linear"
-AUTHORS_OF_LORA = AUTHORS | {"peft", "contextlib"}
+AUTHORS_OF_METHODS = AUTHORS | {"contextlib"}
+AUTHORS_OF_LORA = AUTHORS_OF_METHODS | {"peft"}
 # Under these names any other function is foreign, even one of transformers.
 STOCK = {"attention sdpa": sdpa_attention_forward}
 EAGER = "eager_attention_forward"  # the global in each modeling file that "eager" refers to
 PLAIN = (bool, int, float, str, type(None))
+IN_PYTHON = (types.FunctionType, types.MethodType)
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
     """Facts about the code of a model. Foreign code is given as keys; equal keys mean the same code."""
 
-    # Modules whose class is foreign, or calls functions that are: place among the parts, keys.
+    # Modules whose class is foreign, or calls or holds functions that are: place among the parts, keys.
     classes: tuple[tuple[Any, ...], ...]
     functions: tuple[Hashable, ...]  # foreign replacements of a forward or an attention
     hooks: tuple[Hashable, ...]  # foreign hooks
@@ -90,6 +93,9 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
                 lora.add(kind)
         if (key := known[kind]) is not None and not (kind in lora and is_plain_lora(part)):
             classes.append((place, *key))
+        replaced = [each for name, each in own.items() if isinstance(each, IN_PYTHON) and name != "forward"]
+        if others := [each for each in replaced if not is_written_by(AUTHORS, each)]:
+            classes.append((place, *map(key_of, others)))
         if "forward" in own:
             forwards.append((place, own["forward"]))
             if "_hf_hook" in own:  # accelerate's wrapper of a forward runs it
@@ -143,8 +149,14 @@ def _may_run(hook: Any) -> bool:
 
 
 def _code_of_class(kind: type[nn.Module]) -> Iterator[Any]:
-    """A class of modules, what its objects run when called, and the functions of its file that its forward names."""
+    """A module class, what its objects run when called, its foreign methods, and functions that its forward names."""
     yield from (kind, kind.forward, kind.__call__)
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        methods = vars(base).values() if base is not PreTrainedModel else ()
+        # Some of transformers' own are context managers.
+        yield from (
+            each for each in methods if isinstance(each, IN_PYTHON) and not is_written_by(AUTHORS_OF_METHODS, each)
+        )
     forward = inspect.unwrap(kind.forward)
     if isinstance(forward, types.FunctionType):
         named = (forward.__globals__.get(name) for name in forward.__code__.co_names if name != EAGER)
@@ -203,10 +215,15 @@ def _homes_of(source: Any) -> Iterator[str]:
         inner += [source.func, *(each for each in given if isinstance(each, (types.FunctionType, types.MethodType)))]
     elif not isinstance(source, (type, types.BuiltinFunctionType)):
         names = [type(source).__module__]
-    yield from ((name or "").partition(".")[0] for name in names)
+    yield from (package_of(name or "") for name in names)
     for each in inner:
         if each is not None:
             yield from _homes_of(each)
+
+
+def package_of(module: str) -> str:
+    """The top-level package of a module; torch.ao, which observes and records what passes, is one by itself."""
+    return "torch.ao" if module.startswith("torch.ao.") else module.partition(".")[0]
 
 
 def name_of(source: Any) -> str:

@@ -43,6 +43,8 @@ def rounding_reason(parts: Iterable[nn.Module]) -> str | None:
     """Why guesses would change the rounding of the text's logits, as a sentence; None if no reason is known."""
     for part in parts:
         written_in = type(part).__module__
+        if isinstance(part, nn.Embedding) and part.max_norm is not None:
+            return "an embedding with max_norm rescales in place the row of each token that it sees, guesses included"
         if written_in.startswith(DYNAMIC_INT8):
             return "torch's dynamic int8 layers have one scale for all tokens of a forward, so that guesses would change the text"
         is_int8 = written_in.partition(".")[0] == "bitsandbytes" and "8bit" in type(part).__name__

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-MOVING_ROPES = ("dynamic", "longrope")  # types whose frequencies depend on the sequence length
+
+def is_moving(rope_type: Any) -> bool:
+    """Whether frequencies of a type depend on the sequence length; transformers looks for "dynamic" in its name."""
+    return rope_type == "longrope" or "dynamic" in str(rope_type)
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
@@ -17,4 +20,4 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 def is_moving_rope(part: Any) -> bool:
     """Whether a module is a rotary embedding whose frequencies depend on the sequence length."""
     found = vars(part).get("rope_type")
-    return any(kind in MOVING_ROPES for kind in (found.values() if isinstance(found, dict) else (found,)))
+    return any(map(is_moving, found.values() if isinstance(found, dict) else (found,)))

@@ -61,7 +61,10 @@ AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 def can_group(adapter: ModelAdapter) -> bool:
     """Whether blocks of this model can use grouped attention, and gain from it."""
     model, config = adapter.model, adapter.config
-    num_heads, num_shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    try:
+        num_heads, num_shared = config.num_attention_heads, config.num_key_value_heads
+    except (AttributeError, RuntimeError):  # it has none, or another number in each layer
+        return False
     if not (isinstance(num_heads, int) and isinstance(num_shared, int) and num_shared < num_heads):
         return False
     if model.device.type != "cpu" or not adapter.code.is_as_made:
