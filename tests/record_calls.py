@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT.parent), str(ROOT)]
 os.environ |= {"USE_LADE": "1", "LADE_CACHE": "0"}
 
 from support import VOCAB, tiny_llama  # noqa: E402
-from support.families import FAMILIES, OTHERS, RECURRENT  # noqa: E402
+from support.families import FAMILIES, OTHERS, RECURRENT, named  # noqa: E402
 
 import lade  # noqa: E402
 
@@ -41,8 +41,7 @@ SCORE_TOLERANCE = {"float64": 1e-6, "float32": 1e-3}  # of a sum of absolute sco
 def model_of(name: str, dtype: torch.dtype) -> Any:
     if name == "tiny":
         return tiny_llama(dtype)
-    found = next(family for family in (*FAMILIES, *OTHERS, *RECURRENT) if family.name == name)
-    return found.build() if dtype == torch.float64 else found.build().to(dtype)
+    return named(name).build() if dtype == torch.float64 else named(name).build().to(dtype)
 
 
 def names() -> list[str]:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import compare, generate_plain, prompt, tiny_llama
-from support.families import FAMILIES
+from support.families import named
 from transformers import CompileConfig
 
 import lade
@@ -67,7 +67,7 @@ def test_what_is_compiled_is_passed_by(compiles):
 
 @pytest.mark.parametrize("name", ["gpt_neo", "falcon-alibi", "lfm2"])
 def test_families_that_need_a_view(name):
-    check(compile_forward, next(family for family in FAMILIES if family.name == name).build)
+    check(compile_forward, named(name).build)
 
 
 def test_the_model_stays_as_it_is():

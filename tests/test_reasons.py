@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 from support import prompt, run_both, tiny_llama
-from support.families import OTHERS, named, rope
+from support.families import named, rope
 from torch.ao import quantization
 from transformers import BloomConfig, BloomForCausalLM, GenerationMixin, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -184,8 +184,7 @@ def test_frequencies_under_another_name(monkeypatch):
 
 
 def test_decoders_without_position_ids():
-    family = next(family for family in OTHERS if family.name == "bart")
-    assert "takes no position_ids" in reason_of(family.build())
+    assert "takes no position_ids" in reason_of(named("bart").build())
 
 
 def test_continuous_batching_is_named(caplog, monkeypatch):

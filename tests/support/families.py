@@ -111,19 +111,10 @@ def make_config(config_class: Any, **settings: Any) -> Any:
     return config_class(**{name: value for name, value in DEFAULTS.items() if name in known} | settings)
 
 
-def family(
-    name: str,
-    model_class: str,
-    note: str = "",
-    *,
-    attention: str = "sdpa",
-    dtype: torch.dtype = torch.float64,
-    spread: float = 1.0,
-    inputs: Callable[[bool], Any] | None = None,
-    fails_in: str = "",
-    **settings: Any,
-) -> Family:
-    return Family(name, model_class, settings, note, attention, dtype, spread, inputs, fails_in)
+def family(name: str, model_class: str, note: str = "", **others: Any) -> Family:
+    """others: fields of `Family`, and settings of the model's config."""
+    fields = {key: others.pop(key) for key in ("attention", "dtype", "spread", "inputs", "fails_in") if key in others}
+    return Family(name, model_class, others, note, **fields)
 
 
 def of_each_class(families: Sequence[Family], often: str) -> list[Any]:
@@ -159,6 +150,7 @@ YARN16 = YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta":
 LONGROPE = rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5], long_factor=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 HALF_ROTARY = rope("default", partial_rotary_factor=0.5)
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+SLIDING = {"sliding_window": WINDOW, "layer_types": SLIDING_AND_FULL}
 
 LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # multi-head latent attention
 INDEXED = {"index_topk": 32, "index_head_dim": 16, "index_n_heads": 64}  # the 32 best keys of each query
@@ -179,10 +171,8 @@ FAMILIES = [
     family("qwen2_moe", "Qwen2MoeForCausalLM"),
     family("qwen3_moe", "Qwen3MoeForCausalLM"),
     family("gemma", "GemmaForCausalLM"),
-    family("gemma2", "Gemma2ForCausalLM", attention="eager", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL,
-           query_pre_attn_scalar=12),
-    family("gemma3_text", "Gemma3ForCausalLM", spread=1.5, sliding_window=WINDOW, layer_types=SLIDING_AND_FULL,
-           query_pre_attn_scalar=12),
+    family("gemma2", "Gemma2ForCausalLM", attention="eager", **SLIDING, query_pre_attn_scalar=12),
+    family("gemma3_text", "Gemma3ForCausalLM", spread=1.5, **SLIDING, query_pre_attn_scalar=12),
     family("gemma3n_text", "Gemma3nForCausalLM", "the last two layers share the keys of the first two",
            num_hidden_layers=4, layer_types=SLIDING_AND_FULL * 2, num_kv_shared_layers=2, sliding_window=WINDOW,
            vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8, laurel_rank=8, altup_num_inputs=2,
@@ -190,11 +180,10 @@ FAMILIES = [
     family("gemma4_text", "Gemma4ForCausalLM", "the last two layers share the keys of the first two",
            num_hidden_layers=4, layer_types=SLIDING_AND_FULL * 2, num_kv_shared_layers=2, sliding_window=WINDOW,
            vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8),
-    family("gemma4_text-moe", "Gemma4ForCausalLM", layer_types=SLIDING_AND_FULL, sliding_window=WINDOW,
+    family("gemma4_text-moe", "Gemma4ForCausalLM", **SLIDING,
            hidden_size_per_layer_input=0, enable_moe_block=True, attention_k_eq_v=True,
            num_global_key_value_heads=2),
-    family("vaultgemma", "VaultGemmaForCausalLM", attention="eager", sliding_window=WINDOW,
-           layer_types=SLIDING_AND_FULL, query_pre_attn_scalar=12),
+    family("vaultgemma", "VaultGemmaForCausalLM", attention="eager", **SLIDING, query_pre_attn_scalar=12),
     family("phi", "PhiForCausalLM"),
     family("phi3", "Phi3ForCausalLM"),
     family("phi3-window", "Phi3ForCausalLM", sliding_window=WINDOW),
@@ -231,25 +220,21 @@ FAMILIES = [
            qk_layernorm=True),
     family("olmo", "OlmoForCausalLM", clip_qkv=1.0),
     family("olmo2", "Olmo2ForCausalLM"),
-    family("olmo3", "Olmo3ForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
+    family("olmo3", "Olmo3ForCausalLM", **SLIDING),
     family("olmoe", "OlmoeForCausalLM"),
     family("flex_olmo", "FlexOlmoForCausalLM"),
     family("cohere", "CohereForCausalLM", logit_scale=1.0),
-    family("cohere2", "Cohere2ForCausalLM", logit_scale=1.0, sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
-    family("cohere2_moe", "Cohere2MoeForCausalLM", logit_scale=1.0, sliding_window=WINDOW,
-           layer_types=SLIDING_AND_FULL),
+    family("cohere2", "Cohere2ForCausalLM", logit_scale=1.0, **SLIDING),
+    family("cohere2_moe", "Cohere2MoeForCausalLM", logit_scale=1.0, **SLIDING),
     family("granite", "GraniteForCausalLM", attention_multiplier=0.3, residual_multiplier=0.8),
-    family("granite_swa", "GraniteSWAForCausalLM", attention="eager", attention_multiplier=0.3, sliding_window=WINDOW,
-           layer_types=SLIDING_AND_FULL),
+    family("granite_swa", "GraniteSWAForCausalLM", attention="eager", attention_multiplier=0.3, **SLIDING),
     family("granitemoe", "GraniteMoeForCausalLM", attention_multiplier=0.3),
-    family("granitemoe_swa", "GraniteMoeSWAForCausalLM", attention="eager", attention_multiplier=0.3,
-           sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
+    family("granitemoe_swa", "GraniteMoeSWAForCausalLM", attention="eager", attention_multiplier=0.3, **SLIDING),
     family("granitemoeshared", "GraniteMoeSharedForCausalLM", attention_multiplier=0.3),
     family("smollm3", "SmolLM3ForCausalLM", no_rope_layers=[1, 0]),
-    family("smollm3-window", "SmolLM3ForCausalLM", no_rope_layers=[1, 0], use_sliding_window=True,
-           sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
-    family("exaone4", "Exaone4ForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
-    family("exaone_moe", "ExaoneMoeForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
+    family("smollm3-window", "SmolLM3ForCausalLM", no_rope_layers=[1, 0], use_sliding_window=True, **SLIDING),
+    family("exaone4", "Exaone4ForCausalLM", **SLIDING),
+    family("exaone_moe", "ExaoneMoeForCausalLM", **SLIDING),
     family("nemotron", "NemotronForCausalLM"),
     family("glm", "GlmForCausalLM"),
     family("glm4", "Glm4ForCausalLM"),
@@ -257,12 +242,12 @@ FAMILIES = [
     family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", **LATENT),
     family("deepseek_v2", "DeepseekV2ForCausalLM", **LATENT, first_k_dense_replace=1),
     family("deepseek_v3", "DeepseekV3ForCausalLM", **LATENT, first_k_dense_replace=1, n_group=2, topk_group=1),
-    family("gpt_oss", "GptOssForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL, attention="eager"),
+    family("gpt_oss", "GptOssForCausalLM", **SLIDING, attention="eager"),
     family("llama4_text", "Llama4ForCausalLM", "chunks of 8 tokens; attention temperature from position 8 on",
            no_rope_layers=[1, 0], attention_chunk_size=WINDOW, floor_scale=8, attn_scale=0.5),
     family("llama4_text-no-temperature", "Llama4ForCausalLM", "chunks of 8 tokens", no_rope_layers=[1, 0],
            attention_chunk_size=WINDOW, attn_temperature_tuning=False),
-    family("ministral", "MinistralForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
+    family("ministral", "MinistralForCausalLM", **SLIDING),
     family("ministral3", "Ministral3ForCausalLM", "attention temperature from position 16 on", rope_parameters=YARN16),
     family("mistral4", "Mistral4ForCausalLM", **LATENT | {"head_dim": 16}, rope_parameters=YARN16),
     family("seed_oss", "SeedOssForCausalLM"),
@@ -281,27 +266,26 @@ FAMILIES = [
            num_dense_layers=1),
     family("lfm3", "Lfm3ForCausalLM", "short convolutions", layer_types=["conv", *SLIDING_AND_FULL],
            num_hidden_layers=3, sliding_window=WINDOW),
-    family("afmoe", "AfmoeForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
+    family("afmoe", "AfmoeForCausalLM", **SLIDING),
     family("arcee", "ArceeForCausalLM"),
     family("aria_text", "AriaTextForCausalLM"),
     family("axk1", "AXK1ForCausalLM", **LATENT, n_group=2, topk_group=1),
     family("bitnet", "BitNetForCausalLM"),
-    family("cwm", "CwmForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
+    family("cwm", "CwmForCausalLM", **SLIDING),
     family("diffllama", "DiffLlamaForCausalLM"),
     family("doge", "DogeForCausalLM"),
-    family("dots1", "Dots1ForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
-    family("flint", "FlintForCausalLM", attention="eager", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
+    family("dots1", "Dots1ForCausalLM", **SLIDING),
+    family("flint", "FlintForCausalLM", attention="eager", **SLIDING),
     family("hrm_text", "HrmTextForCausalLM"),
     family("hy_v3", "HYV3ForCausalLM"),
     family("hyperclovax", "HyperCLOVAXForCausalLM"),
     family("jais2", "Jais2ForCausalLM", spread=1.5),
     family("jetmoe", "JetMoeForCausalLM", kv_channels=12),
     family("kolibri1", "Kolibri1ForCausalLM", sliding_window=WINDOW),
-    family("laguna", "LagunaForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
+    family("laguna", "LagunaForCausalLM", **SLIDING),
     family("longcat_flash", "LongcatFlashForCausalLM", **LATENT, zero_expert_num=2, expert_ffn_hidden_size=32),
-    family("mellum", "MellumForCausalLM", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
-    family("mimo_v2_flash", "MiMoV2FlashForCausalLM", attention="eager", sliding_window=WINDOW,
-           layer_types=SLIDING_AND_FULL),
+    family("mellum", "MellumForCausalLM", **SLIDING),
+    family("mimo_v2_flash", "MiMoV2FlashForCausalLM", attention="eager", **SLIDING),
     family("minicpm3", "MiniCPM3ForCausalLM", **LATENT, dim_model_base=48),
     family("modernbert-decoder", "ModernBertDecoderForCausalLM", local_attention=2 * WINDOW,
            layer_types=SLIDING_AND_FULL),
@@ -309,7 +293,7 @@ FAMILIES = [
     family("solar_open", "SolarOpenForCausalLM"),
     family("youtu", "YoutuForCausalLM", **LATENT),
     family("beam", "BeamForCausalLM", sliding_window=WINDOW),
-    family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", layer_types=SLIDING_AND_FULL, sliding_window=WINDOW),
+    family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", **SLIDING),
 ]  # fmt: skip
 
 # Compressed keys, causal heads of models made for something else: lookahead or the
@@ -468,7 +452,7 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 
 QWEN = picture(4, before=(IMAGE - 3,), type_ids="mm_token_type_ids", pixel_values=(16, 96), image_grid_thw=[[1, 4, 4]])
 QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_end_token_id": IMAGE - 2,
             "vision_start_token_id": IMAGE - 3}  # fmt: skip
-GEMMA3 = part("Gemma3TextConfig", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL, query_pre_attn_scalar=12)
+GEMMA3 = part("Gemma3TextConfig", **SLIDING, query_pre_attn_scalar=12)
 LLAMA = part("LlamaConfig")
 
 # Text beside an encoder, and with an image in the prompt.
@@ -541,7 +525,7 @@ COMPOSITE = [
               text_config=part("Qwen2Config"),
               vision_config=part("InternVLVisionConfig", image_size=[16, 16], patch_size=[4, 4]), image_token_id=IMAGE),
     composite("aya_vision", "AyaVisionForConditionalGeneration", picture(4, pixel_values=PIXELS), spread=1.5,
-              text_config=part("Cohere2Config", logit_scale=1.0, sliding_window=WINDOW, layer_types=SLIDING_AND_FULL),
+              text_config=part("Cohere2Config", logit_scale=1.0, **SLIDING),
               vision_config=part("SiglipVisionConfig", vision_use_head=False), image_token_index=IMAGE),
     composite("lfm2_vl", "Lfm2VlForConditionalGeneration",
               picture(4, pixel_values=(1, 16, 48), spatial_shapes=[[4, 4]], pixel_attention_mask=[[1] * 16]),
@@ -564,7 +548,7 @@ COMPOSITE = [
     composite("gemma4", "Gemma4ForConditionalGeneration",
               picture(4, before=(IMAGE - 1,), type_ids="mm_token_type_ids", pixel_values=(1, 16, 48),
                       image_position_ids=[[[i % 4, i // 4] for i in range(16)]]),
-              text_config=part("Gemma4TextConfig", sliding_window=WINDOW, layer_types=SLIDING_AND_FULL,
+              text_config=part("Gemma4TextConfig", **SLIDING,
                                vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8),
               vision_config=part("Gemma4VisionConfig", pooling_kernel_size=2, position_embedding_size=16),
               audio_config=None, image_token_id=IMAGE, boi_token_id=IMAGE - 1, eoi_token_id=IMAGE - 2,

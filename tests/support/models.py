@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import string
 from collections import OrderedDict, deque
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
@@ -15,33 +16,25 @@ torch.set_num_threads(1)  # tiny models gain nothing from more
 VOCAB = 61
 
 
-def tiny_llama(dtype: torch.dtype = torch.float64, attention: str = "sdpa", **changes) -> LlamaForCausalLM:
-    """A random Llama; hidden size, layers and heads of Llama-2-7B are 4096, 32 and 32."""
-    settings = {
+def tiny(model_class, config_class, dtype=torch.float64, **settings):
+    torch.manual_seed(0)
+    sizes = {
         "vocab_size": VOCAB,
-        "hidden_size": 48,
-        "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
+        "hidden_size": 48,
         "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
-    torch.manual_seed(0)
-    config = LlamaConfig(**settings | changes)
-    model = LlamaForCausalLM._from_config(config, attn_implementation=attention).to(dtype).eval()
+    model = model_class(config_class(**sizes | settings)).to(dtype).eval()
     model.generation_config.eos_token_id = None  # random models would stop anywhere; tests that need an end say so
     return model
 
 
-def tiny(model_class, config_class, dtype=torch.float64, **settings):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48, "pad_token_id": 0}
-    model = model_class(config_class(**sizes | settings)).to(dtype).eval()
-    model.generation_config.eos_token_id = None
-    return model
+def tiny_llama(dtype: torch.dtype = torch.float64, attention: str = "sdpa", **changes) -> LlamaForCausalLM:
+    """A random Llama; hidden size, layers and heads of Llama-2-7B are 4096, 32 and 32."""
+    settings = {"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1}
+    settings |= {"eos_token_id": 2, "attn_implementation": attention}
+    return tiny(LlamaForCausalLM, LlamaConfig, dtype, **settings | changes)
 
 
 def prompt(length: int = 24, batch_size: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -74,15 +67,9 @@ TOKENIZER = tokenizer()
 
 def generate_plain(model, inputs, **arguments):
     """generate() with lade switched off; lade's own switch, so the patch stays where it is."""
-    before = os.environ.get("USE_LADE")
-    os.environ["USE_LADE"] = "0"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("USE_LADE", "0")
         return model.generate(**inputs, **arguments)
-    finally:
-        if before is None:
-            del os.environ["USE_LADE"]
-        else:
-            os.environ["USE_LADE"] = before
 
 
 def seeded(generate, *args, **arguments):
@@ -99,22 +86,12 @@ def is_patched() -> bool:
 
 def inference_tensors(model) -> list[str]:
     """What a model or a part of it holds that was made in torch's inference mode, and could not be trained with."""
-
-    def tensors(value):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            for item in value.values():
-                yield from tensors(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                yield from tensors(item)
-
     return [
         f"{part}.{name}"
         for part, module in model.named_modules()
         for name, value in vars(module).items()
-        if name != "_modules" and any(tensor.is_inference() for tensor in tensors(value))
+        if name != "_modules"
+        and any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in tree_leaves(value))
     ]
 
 
