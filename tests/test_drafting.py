@@ -1,9 +1,11 @@
 """The tree drafter: plain generate()'s tokens whatever it guesses, from honest trees, and better guesses than by
 chance."""
 
+import functools
+
 import pytest
 import torch
-from support import VOCAB, Choose, generate_plain, prompt, seeded, tiny_llama
+from support import VOCAB, Choose, compare, generate_plain, prompt, seeded, tiny_llama
 
 import lade
 from lade.block.token_tree import TokenTree
@@ -23,36 +25,12 @@ def tree(lade_on):
     lade.config_lade(MODE="tree", MAX_BLOCK=16, SHARE=0)
 
 
-def plain_of(model, inputs, max_new_tokens=60, **arguments):
-    """What plain generate() says, and how it leaves the generator."""
-    return seeded(generate_plain, model, inputs, max_new_tokens=max_new_tokens, **arguments)
-
-
-def assert_exact(model, inputs, max_new_tokens=60, plain=None, **arguments):
-    """plain: plain_of() the same, where it is known."""
-    expected, states = plain or plain_of(model, inputs, max_new_tokens, **arguments)
-    found, states_after = seeded(model.generate, **inputs, max_new_tokens=max_new_tokens, **arguments)
-    assert torch.equal(found, expected)
-    assert all(map(torch.equal, states_after, states))
-    stats = lade.last_stats()
-    assert stats.fallback_reason is None
-    assert len(stats.block_tokens) == stats.steps - 1
-    return stats
-
-
-@pytest.fixture(scope="module")
-def plain():
-    """(Number type, prompt length, batch size, sampled) -> the model, the prompt, and what plain generate() says."""
-    known = {}
-
-    def of(*key):
-        if key not in known:
-            dtype, length, batch_size, is_sampled = key
-            model, inputs = tiny_llama(dtype), prompt(length, batch_size)
-            known[key] = model, inputs, plain_of(model, inputs, **SAMPLED if is_sampled else {})
-        return known[key]
-
-    return of
+@functools.cache
+def plain_of(dtype, length, batch_size, is_sampled):
+    """A model, a prompt, and what plain generate() says, with the states that it leaves the generators in."""
+    model, inputs = tiny_llama(dtype), prompt(length, batch_size)
+    arguments = SAMPLED if is_sampled else {}
+    return model, inputs, *seeded(generate_plain, model, inputs, max_new_tokens=60, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +38,15 @@ def plain():
 )
 @pytest.mark.parametrize("arguments", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [(24, 1), (1, 1), (24, 3)], ids=["one row", "one token", "a batch"])
-def test_grid(plain, dtype, max_block, arguments, shape):
+def test_grid(dtype, max_block, arguments, shape):
     lade.config_lade(MAX_BLOCK=max_block)
-    model, inputs, known = plain(dtype, *shape, bool(arguments))
-    stats = assert_exact(model, inputs, plain=known, **arguments)
+    model, inputs, expected, states = plain_of(dtype, *shape, bool(arguments))
+    found, states_after = seeded(model.generate, **inputs, max_new_tokens=60, **arguments)
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, states_after, states))
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert len(stats.block_tokens) == stats.steps - 1
     assert max(stats.block_tokens) == max_block
     assert stats.steps < 60 or max_block == 2  # one guess, which all rows of a batch would have to accept
 
@@ -78,7 +61,7 @@ def test_trees_and_figures_agree(model):
         assert outcome.choices is None
 
     with tracing(keep):
-        stats = assert_exact(model, prompt(24))
+        stats = compare(model, prompt(24), max_new_tokens=60)
     for tokens, parents in trees:
         assert len(tokens) <= 15
         assert all(parent < node for node, parent in enumerate(parents))
@@ -99,7 +82,7 @@ LOOP = Choose(lambda length: 3 + length % 5)
 def test_a_loop_is_found_and_followed_beyond_its_length(model):
     """The text's end repeats what came five tokens before: guesses go round the loop more than once."""
     lade.config_lade(MAX_BLOCK=32)
-    stats = assert_exact(model, prompt(12), 100, logits_processor=[LOOP])
+    stats = compare(model, prompt(12), max_new_tokens=100, logits_processor=[LOOP])
     assert max(stats.accepted_lengths) > 10
 
 
@@ -110,7 +93,7 @@ def test_a_row_that_ended_without_padding_holds_nobody_up(model):
         return torch.tensor([input_ids.shape[1] > 16] + [False] * (len(input_ids) - 1))
 
     arguments = {"logits_processor": [LOOP], "stopping_criteria": [first_ends]}
-    assert assert_exact(model, prompt(12, 2), 100, **arguments).steps < 40
+    assert compare(model, prompt(12, 2), max_new_tokens=100, **arguments).steps < 40
 
 
 def test_ids_without_an_embedding_are_no_guesses(model):

@@ -1,8 +1,10 @@
 """Token for token the output of plain generate(), with proof that lookahead ran and that its mask matters."""
 
+import functools
+
 import pytest
 import torch
-from support import VOCAB, compare, generate_plain, prompt, tiny_llama
+from support import VOCAB, compare, generate_plain, prompt, seeded, tiny_llama
 
 import lade
 from lade.block.layout import BlockLayout
@@ -16,33 +18,22 @@ GRID = [
 ]
 
 
-def assert_ran(num_steps_below=None):
+def assert_ran(num_steps_below):
     stats = lade.last_stats()
     assert stats.fallback_reason is None
     assert len(stats.block_tokens) == stats.steps - 1
-    if num_steps_below is not None:
-        assert stats.steps < num_steps_below
+    assert stats.steps < num_steps_below
 
 
 SAMPLED = {"max_new_tokens": 32, "do_sample": True, "temperature": 0.3}
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """(Number type, level) -> a model, a prompt, and what plain generate() says: greedy, sampled, its generator behind
-    that."""
-    known = {}
-
-    def of(dtype, level):
-        if (dtype, level) not in known:
-            model, inputs = tiny_llama(dtype), prompt(20, seed=level)
-            greedy = generate_plain(model, inputs, max_new_tokens=48)
-            torch.manual_seed(7)
-            sampled = generate_plain(model, inputs, **SAMPLED)
-            known[dtype, level] = model, inputs, greedy, sampled, torch.get_rng_state()
-        return known[dtype, level]
-
-    return of
+@functools.cache
+def plain(dtype, level):
+    """A model, a prompt, and what plain generate() says: greedy, then sampled with the states of its generators."""
+    model, inputs = tiny_llama(dtype), prompt(20, seed=level)
+    greedy = generate_plain(model, inputs, max_new_tokens=48)
+    return model, inputs, greedy, *seeded(generate_plain, model, inputs, **SAMPLED)
 
 
 @pytest.mark.parametrize(
@@ -50,19 +41,18 @@ def plain():
     [(settings, torch.float32) for settings in GRID] + [(settings, torch.float64) for settings in GRID[::3]],
     ids=str,
 )
-def test_grid(lade_on, plain, settings, dtype):
+def test_grid(lade_on, settings, dtype):
     level, window, guesses = settings
-    model, inputs, greedy, sampled, state = plain(dtype, level)
+    model, inputs, greedy, sampled, states = plain(dtype, level)
     lade.config_lade(MODE="lookahead", LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses)
     assert torch.equal(model.generate(**inputs, max_new_tokens=48), greedy)
     # This random model falls into a loop, which the pool must find.
     assert_ran(num_steps_below=48 if guesses else 49)
     assert lade.last_stats().block_tokens[0] >= (level - 1) * window
-
-    torch.manual_seed(7)
-    assert torch.equal(model.generate(**inputs, **SAMPLED), sampled)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert_ran()
+    found, states_after = seeded(model.generate, **inputs, **SAMPLED)
+    assert torch.equal(found, sampled)
+    assert all(map(torch.equal, states_after, states))
+    assert_ran(num_steps_below=33)
 
 
 def test_pool_from_prompt_hits_on_the_first_step(lade_on, model):
