@@ -196,16 +196,8 @@ KNOWN: dict = {}
 @pytest.fixture
 def once(request):
     """once(make) is make(), remembered for the test's other mode: plain generate() knows nothing of modes."""
-    mode = request.node.callspec.id.split("-")[0]
-    assert mode in BY_MODE
-    name = request.node.name.replace(mode, "mode", 1)
-
-    def remembered(make):
-        if name not in KNOWN:
-            KNOWN[name] = make()
-        return KNOWN[name]
-
-    return remembered
+    name = request.node.name.replace(request.node.callspec.id.split("-")[0], "mode", 1)
+    return lambda make: KNOWN.get(name) or KNOWN.setdefault(name, make())
 
 
 @pytest.fixture(scope="module")
@@ -773,27 +765,20 @@ class NoRows(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask, position_ids, cache, use_cache=kw.get("use_cache"))
 
 
-def t5():
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes)).eval()
-
-
-def llama_of(kind):
-    return kind(tiny_llama().config).double().eval()
+T5_SIZES = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
 
 
 @in_one_mode
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("kind", "config", "reason"),
     [
-        (t5, "encoder-decoder"),
-        (lambda: llama_of(OwnPositions), "prepare_inputs_for_generation of its own"),
-        (lambda: llama_of(NoRows), None),
+        (T5ForConditionalGeneration, T5Config(vocab_size=VOCAB, **T5_SIZES), "encoder-decoder"),
+        (OwnPositions, tiny_llama().config, "prepare_inputs_for_generation of its own"),
+        (NoRows, tiny_llama().config, None),
     ],
-    ids=["t5", "own-positions", "no-rows"],
 )
-def test_models_that_differ(make, reason):
-    compare(make(), None, reason, max_new_tokens=20, eos_token_id=None)
+def test_models_that_differ(kind, config, reason):
+    compare(kind(config).double().eval(), None, reason, max_new_tokens=20, eos_token_id=None)
 
 
 @in_one_mode

@@ -475,17 +475,6 @@ def test_a_trial_has_the_calls_rows(model):
     check(model, inputs=prompt(batch_size=3))
 
 
-def test_a_module_that_draws_leaves_the_generator_alone(model):
-    class Noisy(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + torch.rand(())
-
-    head = Noisy(48, 61, bias=False).double().eval()
-    head.weight = model.lm_head.weight
-    model.lm_head = head
-    check(model, "trial block", do_sample=True)
-
-
 def test_modules_of_torch_that_mix_tokens_are_tried_out(model):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(48, 4, 64, dropout=0.0, batch_first=True)
