@@ -701,3 +701,12 @@ def test_restore_all_gives_the_memory_back_to_the_system(lade_on, monkeypatch):
     assert model not in state._states
     assert resident() < during - 0.7 * stats.packed_bytes
     assert before < during
+
+
+def test_nothing_of_the_model_has_changed(pack_asked):
+    model = tiny_llama(torch.float32)
+    twin, weights = copy.deepcopy(model), list(model.parameters())
+    generate(model, prompt())
+    assert_same_state(model, twin)
+    assert all(weight is before for weight, before in zip(model.parameters(), weights, strict=True))
+    train(model)  # nothing was made in inference mode

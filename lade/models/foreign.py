@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from lade.common.compat import (
     ALL_ATTENTION_FUNCTIONS,
@@ -94,7 +94,8 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         if (key := known[kind]) is not None and not (kind in lora and is_plain_lora(part)):
             classes.append((place, *key))
         replaced = [each for name, each in own.items() if isinstance(each, IN_PYTHON) and name != "forward"]
-        if others := [each for each in replaced if not is_written_by(AUTHORS, each)]:
+        others = [each for each in replaced if not is_written_by(AUTHORS, each)]
+        if others and not isinstance(part, GenerationMixin):
             classes.append((place, *map(key_of, others)))
         if "forward" in own:
             forwards.append((place, own["forward"]))
@@ -152,7 +153,8 @@ def _code_of_class(kind: type[nn.Module]) -> Iterator[Any]:
     """A module class, what its objects run when called, its foreign methods, and functions that its forward names."""
     yield from (kind, kind.forward, kind.__call__)
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        methods = vars(base).values() if base is not PreTrainedModel else ()
+        # Those of a model as a whole, such as its generate(), are not of its forward.
+        methods = () if base is PreTrainedModel or issubclass(kind, GenerationMixin) else vars(base).values()
         # Some of transformers' own are context managers.
         yield from (
             each for each in methods if isinstance(each, IN_PYTHON) and not is_written_by(AUTHORS_OF_METHODS, each)
