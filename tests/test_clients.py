@@ -63,9 +63,9 @@ class Client:
 CLIENTS: list[Client] = []
 
 
-def client(name, package, what, reason=None, note=""):
+def client(name, package, what, **others):
     def add(run):
-        CLIENTS.append(Client(name, package, what, run, reason, note))
+        CLIENTS.append(Client(name, package, what, run, **others))
         return run
 
     return add
@@ -484,20 +484,12 @@ def equal(one, other):
     )
 
 
-def lookahead(num_calls, tokens, steps):
-    return f"{num_calls}; {tokens / steps:.2f}"
-
-
-def version_of(package):
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"{package} is not installed")
-
-
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_client(client, lade_on, monkeypatch, caplog):
-    version = version_of(client.package)
+    try:
+        version = metadata.version(client.package)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{client.package} is not installed")
     lade.config_lade(MAX_BLOCK=16)
     results = []
     for switch in ("0", "1"):
@@ -528,7 +520,7 @@ def test_client(client, lade_on, monkeypatch, caplog):
         row_steps = sum(stats.steps * stats.batch_size for stats in calls)
         tokens = sum(stats.generated_tokens for stats in calls)
         assert row_steps < tokens
-        result = lookahead(len(calls), tokens, row_steps)
+        result = f"{len(calls)}; {tokens / row_steps:.2f}"
     rows[client.name] = (
         transformers.__version__ if client.name.startswith("`transformers") else version,
         client.what,
@@ -545,29 +537,14 @@ def page():
 
 
 def write_page(path):
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    if versions in before:  # a run of some clients changes their rows
-        lines = [line for line in before.splitlines() if line.startswith("| ") and not line.startswith("| client")]
-        for name, *row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines):
+    """Replace the page's rows and versions. Where these are the same, the rows of clients that have not run stay."""
+    found = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, Python {platform.python_version()}"
+    text = path.read_text(encoding="utf-8")
+    if found in text:
+        for line in re.findall(r"^\| (?!client )(.*) \|$", text, re.MULTILINE):
+            name, *row = line.split(" | ")
             rows.setdefault(name, tuple(row))
-    lines = [
-        "# Works with",
-        "",
-        "What calls `model.generate()` gets lookahead; no client needs an integration. Written by",
-        "`LADE_CLIENTS_PAGE=docs/works-with.md pytest -m clients` from its results (`pip install -e .[clients]`): each client runs on the bundled",
-        f"model in float32, with `USE_LADE=0` and with `USE_LADE=1` ({versions}, a CPU). What it returns must be equal, bit by bit. Where",
-        "lookahead ran, it did so in every call: their number, and the tokens per step (blocks of 16 tokens; no measure of speed).",
-        "",
-        "| client | version | what was run | lookahead | to know |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {name} | {' | '.join(row)} |"
-            for name, row in sorted(rows.items(), key=lambda row: row[0].strip("`").lower())
-        ),
-        "",
-        "A client that you cannot change is started with `lade script.py` or `lade -m package` in place of `python`; workers that it starts are",
-        "processes of their own ([compatibility](compatibility.md#programs-and-libraries)). What decodes without transformers' `generate()`",
-        "(vLLM, SGLang, llama.cpp, text-generation-inference) is out of lade's reach.",
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    ordered = sorted(rows.items(), key=lambda row: row[0].strip("`").lower())
+    table = "".join(f"| {name} | {' | '.join(row)} |\n" for name, row in ordered)
+    text = re.sub(r"(?<=\()transformers .*(?=, a CPU\))", found, text)
+    path.write_text(re.sub(r"(?<=---\|\n)(\|.*\n)*", lambda _: table, text), encoding="utf-8")

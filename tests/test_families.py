@@ -172,7 +172,7 @@ def test_every_registered_family_is_in_the_table():
 
 
 def write_table(path):
-    """The results of this run as Markdown: the families that run with lookahead, and the others by reason."""
+    """Put the results of this run into the page: the families that run with lookahead, and the others by reason."""
     served = {(name, note): attention for name, note, attention, what in rows if what == "lookahead"}
     plain, noted, refused = [], {}, {}
     for (name, note), attention in served.items():
@@ -184,22 +184,12 @@ def write_table(path):
         if what != "lookahead":
             reason = re.sub(r"this '\w+' model", "this model", what)
             refused.setdefault(reason, []).append(f"`{name}`" + (f" ({note})" if note else ""))
-    lines = [
-        "# Models",
-        "",
-        "Written by `LADE_MODELS_TABLE=docs/models.md pytest tests/test_families.py` from its results: random tiny models of each family",
-        f"(transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}, CPU, float64 where the family allows it). Lookahead: greedy and sampled text equal plain",
-        "`generate()`'s, token for token, alone and in a batch with padding, over two turns. Otherwise the original code runs, for the reason",
-        "given. A family that is not listed is [tried out first](adding-a-model.md). Attention is sdpa where eager is not named.",
-        "",
-        f"Lookahead: {', '.join(plain)}.",
-        "",
-        "| of interest | lookahead |",
-        "|---|---|",
-        *(f"| {note} | {', '.join(names)} |" for note, names in noted.items()),
-        "",
-        "| why the original code runs | families |",
-        "|---|---|",
-        *(f"| {reason} | {', '.join(names)} |" for reason, names in refused.items()),
+    tables = [
+        "".join(f"| {note} | {', '.join(names)} |\n" for note, names in noted.items()),
+        "".join(f"| {reason} | {', '.join(names)} |\n" for reason, names in refused.items()),
     ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    text = re.sub(r"(?<=\()transformers .*(?=, CPU)", versions, text)
+    text = re.sub(r"(?<=^Lookahead: ).*(?=\.$)", ", ".join(plain), text, flags=re.MULTILINE)
+    path.write_text(re.sub(r"(?<=---\|\n)(\|.*\n)*", lambda _: tables.pop(0), text), encoding="utf-8")

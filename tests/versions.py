@@ -23,15 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 OLDER = ("5.8", "5.12", "5.18")
 # Exactness, the contract with generate(), and the names that lade uses: a few minutes on one core.
-CORE = (
-    "test_compat",
-    "test_augment",
-    "test_kv_cache",
-    "test_exactness",
-    "test_contract",
-    "test_fuzz",
-    "test_recurrent",
-)
+CORE = ("compat", "augment", "kv_cache", "exactness", "contract", "fuzz", "recurrent")
 LEFT_TO_PIP = ("transformers", "tokenizers", "-e")
 
 
@@ -83,14 +75,8 @@ def outcome(version: str, folder: Path) -> tuple[bool, str]:
         for wanted in ([torch], [f"transformers=={exact}", *others]):
             subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    files = [f"tests/{name}.py" for name in CORE]
-    tests = subprocess.Popen(
-        [python, "-m", "pytest", "-p", "no:cacheprovider", *files],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", *(f"tests/test_{name}.py" for name in CORE)]
+    tests = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert tests.stdout is not None
     last_line = "no output"
     for line in tests.stdout:
