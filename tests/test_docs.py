@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support import BUNDLED, ROOT
+from transformers import AutoModelForCausalLM
 
 import lade
 from lade.block.layout import block_layout
 from lade.block.token_tree import TokenTree
 from lade.config import SETTINGS
 
-ROOT = Path(lade.__file__).parent.parent
 NAMES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -30,11 +30,9 @@ def page_id(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def bundled():
+def bundled(tokenizer):
     """What a page may take for granted: a model and its tokenizer, both loaded, and a prompt."""
-    folder = ROOT / "models" / "stdlib-9m"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
     return {"model": model, "tokenizer": tokenizer, "inputs": tokenizer("def main():\n", return_tensors="pt")}
 
 
@@ -96,16 +94,10 @@ def test_every_setting_is_described():
         assert f"| `{name}` |" in text
 
 
-def settings_table():
-    """Of each setting's row: what is allowed, and its default."""
-    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|", text, re.MULTILINE)
-    return {name: (allowed, default) for name, allowed, default in reversed(rows) if name in SETTINGS}  # the first
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_settings_row_is_the_settings(name):
-    allowed, shown = settings_table()[name]
+    text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    allowed, shown = re.search(rf"^\| `{name}` \| (.*?) \| (.*?) \|", text, re.MULTILINE).groups()
     field = SETTINGS[name]
     if name not in ("DIST_WORKERS", "backend"):  # whose default depends on the process
         default = "auto" if field.default is None else field.default

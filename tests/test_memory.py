@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support import ROOT, VOCAB, compare, in_threads, note_calls, prompt, run_both, tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support import BUNDLED, ROOT, VOCAB, compare, in_threads, note_calls, prompt, run_both, tiny_llama
+from transformers import AutoModelForCausalLM
 
 import lade
 from lade.common.state import forget_all
@@ -17,7 +17,7 @@ from lade.drafting import memory as memory_module
 from lade.drafting import memory_file
 from lade.drafting.likeliest import LEAST_GROUPED, _likeliest_by_groups, likeliest_on_host, most_likely
 from lade.drafting.memory import Memory
-from lade.drafting.suffix_index import Match, SuffixIndex
+from lade.drafting.suffix_index import END, Match, SuffixIndex
 from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PROBABILITIES, ROW_LENGTH, TopKTable
 
 
@@ -157,6 +157,10 @@ DAMAGED = {  # part of the error's text -> a change of the arrays and of the met
         "context_before", lambda arrays: arrays["context_before"].astype(int)
     ),
     "rows have a wrong shape or type": replace("rows", lambda arrays: arrays["rows"][:, :3]),
+    "its texts hold": replace("texts", lambda _: np.array([5, END - 1])),
+    "texts hold ids": replace("texts", lambda _: np.array([5, 10**6])),
+    "texts have a wrong shape": replace("texts", lambda _: np.array([5.0, 6.0])),
+    "its texts have a wrong": replace("texts", lambda _: np.array([[5, 6]])),
     "model_type": lambda _, metadata: metadata.__setitem__("model", '{"vocab_size": 61}'),
     "its format is 'lade memory 99'": lambda _, metadata: metadata.__setitem__("format", "lade memory 99"),
 }
@@ -320,11 +324,10 @@ def test_most_likely(vocab_size, dtype):
 
 
 @pytest.fixture(scope="module")
-def rows_of_a_model() -> torch.Tensor:
+def rows_of_a_model(tokenizer) -> torch.Tensor:
     """Logits of the bundled checkpoint after each token of a text and after tokens alone, [N, 4096]."""
-    folder = ROOT / "models" / "stdlib-9m"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(folder)((ROOT / "minimal.py").read_text(), return_tensors="pt").input_ids
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    ids = tokenizer((ROOT / "minimal.py").read_text(), return_tensors="pt").input_ids
     with torch.no_grad():
         return torch.cat([model(ids[:, :256]).logits[0], model(torch.arange(300, 500)[:, None]).logits[:, -1]])
 

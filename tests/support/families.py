@@ -452,6 +452,8 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 
 QWEN = picture(4, before=(IMAGE - 3,), type_ids="mm_token_type_ids", pixel_values=(16, 96), image_grid_thw=[[1, 4, 4]])
 QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_end_token_id": IMAGE - 2,
             "vision_start_token_id": IMAGE - 3}  # fmt: skip
+GLM_IDS = {"image_token_id": IMAGE, "video_token_id": IMAGE - 1, "image_end_token_id": IMAGE - 2,
+           "image_start_token_id": IMAGE - 3, "video_start_token_id": IMAGE - 4, "video_end_token_id": IMAGE - 5}  # fmt: skip
 GEMMA3 = part("Gemma3TextConfig", **SLIDING, query_pre_attn_scalar=12)
 LLAMA = part("LlamaConfig")
 
@@ -478,9 +480,7 @@ COMPOSITE = [
               vision_config=part("Qwen3_5VisionConfig"), **QWEN_IDS),
     composite("glm4v", "Glm4vForConditionalGeneration", QWEN,
               text_config=part("Glm4vTextConfig", rope_parameters=HALF_ROTARY | {"mrope_section": [1, 1, 1]}),
-              vision_config=part("Glm4vVisionConfig"), image_token_id=IMAGE, video_token_id=IMAGE - 1,
-              image_start_token_id=IMAGE - 3, image_end_token_id=IMAGE - 2, video_start_token_id=IMAGE - 4,
-              video_end_token_id=IMAGE - 5),
+              vision_config=part("Glm4vVisionConfig"), **GLM_IDS),
     composite("qwen4_exp", "Qwen4ExpForConditionalGeneration", QWEN, "chains of guesses",
               text_config=part("Qwen4ExpTextConfig", rope_parameters=MROPE, layer_types=LINEAR_AND_INDEXED, **LINEAR,
                                **QWEN4),
@@ -490,9 +490,7 @@ COMPOSITE = [
                                mlp_layer_types=["dense", "sparse"], linear_head_dim=8, linear_num_heads=4,
                                num_key_value_heads=4, qk_rope_head_dim=0, index_n_heads=64, index_head_dim=16,
                                index_topk=WINDOW, index_kpool=4, hc_mult=2),
-              vision_config=part("Glm5NextVisionConfig"), image_token_id=IMAGE, video_token_id=IMAGE - 1,
-              image_start_token_id=IMAGE - 3, image_end_token_id=IMAGE - 2, video_start_token_id=IMAGE - 4,
-              video_end_token_id=IMAGE - 5),
+              vision_config=part("Glm5NextVisionConfig"), **GLM_IDS),
     composite("llava", "LlavaForConditionalGeneration", picture(16, pixel_values=PIXELS), text_config=LLAMA,
               vision_config=part("CLIPVisionConfig"), image_token_index=IMAGE),
     composite("llava_next", "LlavaNextForConditionalGeneration",
