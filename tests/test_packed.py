@@ -406,24 +406,26 @@ def test_packed_when_calls_pay_for_it(lade_on, products, monkeypatch):
 
 
 @pytest.mark.parametrize("room", [2**40, 0])
-def test_packing_waits_for_the_first_tokens_and_takes_several_steps(lade_on, products, monkeypatch, room):
-    """The same ones whatever memory is free, since the costs that follow may change a text."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packing_waits_for_the_first_tokens_and_takes_several_steps(lade_on, products, monkeypatch, dtype, room):
+    """The same ones whatever memory is free. In half precision the costs that follow are, too: they may change a
+    text."""
     monkeypatch.setattr(packed, "free_bytes", lambda: room)
-    model, lengths = tiny_llama(DTYPE), note_calls(monkeypatch, Packing, "begin_step", lambda _, length: length)
+    model, lengths = tiny_llama(dtype), note_calls(monkeypatch, Packing, "begin_step", lambda _, length: length)
     at = note_calls(monkeypatch, PackedWeight, "fill", lambda *_: len(lengths))
     packs = note_calls(monkeypatch, Packing, "_pack", lambda *_: len(lengths))
     kinds = note_calls(monkeypatch, StepCosts, "at", lambda costs, kind, *_: kind)
     lade.config_lade(ADAPTIVE=1, MODE="tree", MAX_BLOCK=4)
     expected = generate_plain(model, prompt(), max_new_tokens=80)
     found = model.generate(**prompt(), max_new_tokens=80)
-    assert torch.bfloat16 == DTYPE or torch.equal(found, expected)
+    assert torch.bfloat16 == dtype or torch.equal(found, expected)
     due = next(i for i, length in enumerate(lengths) if length - lengths[0] >= packed.FIRST_TOKENS)
     assert packs == list(range(due + 1, due + 1 + len(packs)))
     assert 1 < len(packs) <= packed.PACKING_STEPS
     assert len(at) == (15 if room else 0)
     assert not room or (set(at) == set(packs) and lade.last_stats().packed_weights == 15)
     assert all("packed" not in kind for kind in kinds[: packs[-1] + 1])  # the first kind is of no step
-    assert ("packed" in kinds[packs[-1] + 1]) == bool(room or torch.bfloat16 == DTYPE)
+    assert ("packed" in kinds[packs[-1] + 1]) == bool(room or torch.bfloat16 == dtype)
 
 
 def test_large_models_say_it(pack_asked, monkeypatch, caplog):
@@ -644,28 +646,13 @@ def test_no_memory_or_not_known(lade_on, products, monkeypatch, free, pack, coun
     assert (stats.packed_weights, "memory" in (stats.reasons.get("packed") or "")) == (count, count == 0)
 
 
-def path_of(model, **settings):
-    config = LookaheadConfig(**settings)
-    call = BlockCall(adapter=adapter_for(model), config=config, device=torch.device("cpu"), num_new=100)
-    return path_for(call), call.stats
-
-
-def test_several_processes_of_a_machine_do_not_pack_by_themselves(model, small):
-    for pack, is_packed in ((None, False), (True, True)):
-        path, stats = path_of(tiny_llama(torch.float32), pack=pack, dist_workers=2)
-        assert ("packed" in path.kind) == is_packed
-        assert ("packed" in stats.reasons) != is_packed
-
-
-def test_costs_have_a_kind_of_their_own(lade_on, products, monkeypatch):
-    """In half precision by what could be packed, never by what memory allowed."""
-    kinds = []
-    for dtype in DTYPES:
-        for free in (0, 1 << 40):
-            monkeypatch.setattr(packed, "free_bytes", lambda free=free: free)
-            path, _ = path_of(tiny_llama(dtype), pack=True)
-            kinds.append("packed" in path.kind)
-    assert kinds == [False, True, True, True][: len(kinds)]
+@pytest.mark.parametrize("pack", [None, True])
+def test_several_processes_of_a_machine_do_not_pack_by_themselves(small, pack):
+    config = LookaheadConfig(pack=pack, dist_workers=2)
+    adapter = adapter_for(tiny_llama(torch.float32))
+    call = BlockCall(adapter=adapter, config=config, device=torch.device("cpu"), num_new=100)
+    assert ("packed" in path_for(call).kind) == bool(pack)
+    assert ("packed" in call.stats.reasons) != bool(pack)
 
 
 def test_the_copies_go_with_the_model(pack_asked):
