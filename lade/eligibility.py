@@ -131,6 +131,4 @@ def unsupported_arguments(request: Request, adapter: ModelAdapter) -> str | None
         return "generate() passes no position_ids to this model"
     if request.position_ids is not None and request.position_ids.is_floating_point():
         return "position_ids are no integers"
-    if (mask := request.attention_mask) is not None and not bool(((mask == 0) | (mask == 1)).all()):
-        return "attention_mask holds other numbers than 0 and 1, which some models add up to positions"
     return None

@@ -25,6 +25,12 @@ class AlibiAdapter(ModelAdapter):
     needs_shadow = True
     last_position = None
 
+    def unsupported_request(self, request: Request) -> str | None:
+        mask = request.attention_mask
+        if mask is not None and not bool(((mask == 0) | (mask == 1)).all()):
+            return "attention_mask holds other numbers than 0 and 1, which the model adds up to positions"
+        return super().unsupported_request(request)
+
     def bias_of_keys(self, block: Block) -> Tensor:
         """The bias of each slot, by the position of its token. Returns [B, H, K]."""
         table = self.stock_table(block.num_slots, block.tokens.device)  # [H, K]
