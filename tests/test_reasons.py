@@ -143,6 +143,7 @@ def test_observers_of_torch():
 
 def test_layers_whose_configurations_differ():
     """Gemma 4 with fewer key heads in its global layers is served, a window of one layer alone is not."""
+    pytest.importorskip("transformers.integrations.heterogeneity")
     settings = {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
     family = named("gemma4_text")
     assert reason_of(dataclasses.replace(family, settings=family.settings | settings).build()) is None
