@@ -89,7 +89,8 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
             code = tuple(_code_of_class(kind))
             is_known = all(is_written_by(AUTHORS, each) for each in code) and kind.__module__ != MIXES_TOKENS
             known[kind] = None if is_known else tuple(map(key_of, code))
-            if f"{kind.__module__}.{kind.__qualname__}" == LORA and is_written_throughout_by(AUTHORS_OF_LORA, kind):
+            is_lora = f"{kind.__module__}.{kind.__qualname__}" == LORA
+            if is_lora and all(is_written_by(AUTHORS_OF_LORA, each) for each in code):
                 lora.add(kind)
         if (key := known[kind]) is not None and not (kind in lora and is_plain_lora(part)):
             classes.append((place, *key))
@@ -127,12 +128,6 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
         is_hooked=is_watched() or not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
     )
-
-
-def is_written_throughout_by(authors: frozenset[str], kind: type) -> bool:
-    """Whether all methods of a class, and the functions that its forward names, are written by these packages."""
-    methods = (each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, types.FunctionType))
-    return all(is_written_by(authors, each) for each in (*_code_of_class(kind), *methods))
 
 
 def is_plain_lora(layer: Any) -> bool:
