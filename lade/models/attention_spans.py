@@ -25,8 +25,6 @@ def layer_spans(config: Any) -> AttentionSpan | dict[str, AttentionSpan]:
         return {layer_type: LAYER_SPANS[layer_type](config) for layer_type in sorted(set(layer_types))}
     if getattr(config, "sliding_window", None) is not None:
         return AttentionSpan(window=config.sliding_window)
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return AttentionSpan(chunk=config.attention_chunk_size)
     return EVERYWHERE
 
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import EVERYWHERE, AttentionSpan, Block, block_mask, masks_by_layer
-from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, StaticLayer
+from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, DynamicSlidingWindowLayer, StaticLayer
 from lade.common.request import Request
 from lade.common.tolerance import has_exact_products
 from lade.models.attention_spans import LAYER_SPANS, declares_layer_types, layer_spans
@@ -67,8 +67,8 @@ class ModelAdapter:
 
     def unsupported_attention(self) -> str | None:
         """Why the model's attention cannot take a block, as a sentence; None if it can."""
-        if not self._ropes and any(map(is_moving_rope, self.parts)):
-            return "rotary frequencies of this model depend on the length of the text, and its configuration does not say how"
+        if not self.needs_equal_lengths and any(map(is_moving_rope, self.parts)):
+            return "rotary frequencies of this model depend on the length of the text, and its configuration does not say so"
         attention = self.config._attn_implementation
         configs = {id(config): config for part in self.parts if (config := vars(part).get("config")) is not None}
         found = {other._attn_implementation for other in configs.values() if type(other) is type(self.config)}
@@ -98,6 +98,8 @@ class ModelAdapter:
         for span in [spans] if isinstance(spans, AttentionSpan) else spans.values():
             if span != EVERYWHERE and (span.window or span.chunk or 0) < 2:
                 return "its windows have fewer than two tokens, for which transformers' cache keeps all keys"
+        if self._sees_everything and any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.cache_layers):
+            return "its cache has a window or chunks, and its layers attend to the whole text"
         return self.shared_place()
 
     def shared_place(self) -> str | None:

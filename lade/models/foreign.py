@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from transformers import GenerationMixin, PreTrainedModel
@@ -54,12 +54,12 @@ IN_PYTHON = (types.FunctionType, types.MethodType)
 class Code:
     """Facts about the code of a model. Foreign code is given as keys; equal keys mean the same code."""
 
-    # Modules whose class is foreign, or calls or holds functions that are: place among the parts, keys.
+    # Modules whose class is foreign, or calls or holds functions that are: place among the parts, keys, attributes.
     classes: tuple[tuple[Any, ...], ...]
     functions: tuple[Hashable, ...]  # foreign replacements of a forward or an attention
     hooks: tuple[Hashable, ...]  # foreign hooks
     names: tuple[str, ...]  # of these functions and hooks, for messages
-    hook_reason: str | None  # why a hook, or a forward on a module, that has no permission rules out blocks, a sentence
+    hook_reason: str | None  # why a hook, a mode of torch, or a forward on a module rules out blocks, as a sentence
     is_patched: bool  # some module's forward is replaced (patched or dispatched)
     is_hooked: bool  # there are modes of torch, or hooks besides transformers' own, which only record requested outputs
     has_plain_weights: bool  # all are plain `nn.Parameter`: none quantized or distributed
@@ -93,7 +93,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
             if is_lora and all(is_written_by(AUTHORS_OF_LORA, each) for each in code):
                 lora.add(kind)
         if (key := known[kind]) is not None and not (kind in lora and is_plain_lora(part)):
-            classes.append((place, *key))
+            classes.append((place, *key, *_settings_of(part)))
         replaced = [each for name, each in own.items() if isinstance(each, IN_PYTHON) and name != "forward"]
         others = [each for each in replaced if not is_written_by(AUTHORS, each)]
         if others and not isinstance(part, GenerationMixin):
@@ -118,14 +118,17 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     foreign = [each for each in hooks if not is_written_by(AUTHORS, each[-1])]
     refused = [f"the hook {name_of(hook)}" for *_, hook in foreign if not _may_run(hook)]
     refused += [f"{name_of(each)}, put in place of a forward," for _, each in forwards if not _may_run(each)]
+    sees, modes = "would see guesses that are rejected", torch_modes()
+    reasons = [f"{each} {sees}; lade.allow_hook() lets it" for each in refused]
+    reasons += [f"the mode {name_of(mode)} {sees}" for mode in modes if not is_written_by(AUTHORS, mode)]
     return Code(
         classes=tuple(classes),
         functions=tuple((*where, key_of(each), _allowed.get(key_of(each))) for *where, each in functions),
         hooks=tuple((*where, key_of(hook), _allowed.get(key_of(hook))) for *where, hook in foreign),
         names=tuple(dict.fromkeys(name_of(each[-1]) for each in (*functions, *foreign))),
-        hook_reason=f"{refused[0]} would see guesses that are rejected; lade.allow_hook() lets it" if refused else None,
+        hook_reason=next(iter(reasons), None),
         is_patched=is_patched,
-        is_hooked=is_watched() or not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
+        is_hooked=bool(modes) or not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,
     )
 
@@ -178,10 +181,9 @@ def _foreign_attention(
             yield place, function
 
 
-def is_watched() -> bool:
-    """Whether a mode of torch sees or changes each operation; the one that sets a default device does neither."""
-    modes = [*function_modes(), *dispatch_modes()]
-    return any(type(mode) is not DeviceContext for mode in modes)
+def torch_modes() -> list[Any]:
+    """The active modes of torch, which see and may change each operation; one that sets a default device does not."""
+    return [mode for mode in (*function_modes(), *dispatch_modes()) if type(mode) is not DeviceContext]
 
 
 def _single_hooks(hook: Any) -> Iterator[Any]:
@@ -262,8 +264,19 @@ def key_of(source: Any) -> Hashable:
         return Held(source), Held(source.__code__)  # autoreload replaces the code object of an existing function
     if type(source) is functools.partial:
         given = (*source.args, *chain.from_iterable(sorted(source.keywords.items())))
-        return key_of(source.func), *(repr(each) if _is_plain(each) else Held(each) for each in given)
+        return key_of(source.func), *map(_key_of_value, given)
     return Held(source)
+
+
+def _settings_of(part: nn.Module) -> Iterator[Hashable]:
+    """A foreign module's attributes that may decide what it computes, such as a switch or the strength of a change."""
+    for name, value in vars(part).items():
+        if _is_plain(value) or isinstance(value, Tensor):
+            yield name, _key_of_value(value)
+
+
+def _key_of_value(value: Any) -> Hashable:
+    return repr(value) if _is_plain(value) else Held(value)
 
 
 def _is_plain(value: Any) -> bool:
