@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import EVERYWHERE, AttentionSpan, Block, block_mask, masks_by_layer
-from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, DynamicSlidingWindowLayer, StaticLayer
+from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, StaticLayer
 from lade.common.request import Request
 from lade.common.tolerance import has_exact_products
 from lade.models.attention_spans import LAYER_SPANS, declares_layer_types, layer_spans
@@ -98,7 +98,7 @@ class ModelAdapter:
         for span in [spans] if isinstance(spans, AttentionSpan) else spans.values():
             if span != EVERYWHERE and (span.window or span.chunk or 0) < 2:
                 return "its windows have fewer than two tokens, for which transformers' cache keeps all keys"
-        if self._sees_everything and any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.cache_layers):
+        if self._sees_everything and any(getattr(layer, "is_sliding", False) for layer in self.cache_layers):
             return "its cache has a window or chunks, and its layers attend to the whole text"
         return self.shared_place()
 

@@ -36,7 +36,7 @@ def no_drafter_stays():
 @pytest.fixture
 def modes_of_tests(monkeypatch):
     """Modes of torch that count operations, or stand in for a device, are not a user's."""
-    monkeypatch.setattr(foreign, "torch_modes", lambda: [])
+    monkeypatch.setattr(foreign, "torch_modes", list)
 
 
 @pytest.fixture
