@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
@@ -151,9 +150,7 @@ class DecodingCall:
         positions, length = self.positions, self.cache.lengths[0]
         none = torch.zeros((1, 1), dtype=torch.long, device=HOST)
         offset = none if positions is None else positions[..., -1:].to(HOST) + 1 - length
-        self.max_position_offset = int(offset.max())
-        # Adding an int is cheaper than adding a tensor.
-        self.position_offset: Tensor | int = self.max_position_offset if offset.shape[:-1] == (1,) else offset
+        self.position_offset, self.max_position_offset = offset, int(offset.max())
         self.stats.batch_size, self.stats.steps = len(request.input_ids), 1
         return outputs
 
@@ -192,17 +189,16 @@ class DecodingCall:
         num_nodes = self.path.padded_nodes(part.tree.num_nodes)
         device = self.device if draft.has_window else HOST  # where the window's cells lie
         layout = block_layout(*draft.window_shape, num_nodes, device, part.columns)
-        starts: int | Tensor = lengths[0]
-        if min(lengths) != max(lengths):
-            # One less for a finished row: its output is not read, and its position must not exceed the model's limit.
-            counted = [length - has_ended for length, has_ended in zip(lengths, selection.is_finished, strict=True)]
-            starts = torch.tensor(counted, device=HOST)[:, None]  # [B, 1]
-        starts = self.position_offset + starts
+        is_ragged = min(lengths) != max(lengths)
+        # One less for a finished row: its output is not read, and its position must not exceed the model's limit.
+        ended = [is_ragged and has_ended for has_ended in selection.is_finished]
+        counted = [length - has_ended for length, has_ended in zip(lengths, ended, strict=True)]
+        starts = self.position_offset + torch.tensor(counted, device=HOST)[:, None]  # [..., B, 1]
         offsets, visible = layout.offsets_and_visibility(part.tree)
         block = Block(
             tokens=self.nan_guard.without_guesses(layout.tokens(roots, part.tree, draft.window_cells)),
             offsets=offsets,
-            positions=offsets + (to_device(starts, device) if isinstance(starts, Tensor) else starts),
+            positions=offsets + to_device(starts, device),
             visible=visible,
             logit_rows=layout.logit_rows if draft.has_window else layout.logit_rows[: 1 + num_nodes],
             lengths=lengths,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +39,7 @@ class BlockLayout:
         """roots: [B]. window_cells: [B, (N-1)*W - 1]. Returns [B, q] ids, on the host if there is no window."""
         room = self.num_nodes
         rows = [[root, *nodes, *[0] * (room - len(nodes))] for root, nodes in zip(roots, tree.tokens, strict=True)]
-        # numpy converts a list faster than torch does.
-        tokens = torch.from_numpy(np.array(rows, dtype=np.int64))
+        tokens = torch.tensor(rows, device=HOST)
         if not self.has_window:
             return tokens
         tokens = to_device(tokens, window_cells.device)

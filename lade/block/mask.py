@@ -117,18 +117,8 @@ def block_mask(block: Block, dtype: torch.dtype, span: AttentionSpan = EVERYWHER
     Returns [B, 1, q, K]. Additive, because eager attention would add a bool mask as 0 and 1.
     """
     hidden = torch.finfo(dtype).min
-    batch_size, num_queries = block.tokens.shape
-    device = block.visible.device
+    num_queries, device = block.tokens.shape[1], block.visible.device
     too_far = span.hides(block)
-    if batch_size == 1 and block.key_mask is None:
-        start, num_slots = block.lengths[0], block.num_slots
-        mask = torch.zeros(1, 1, num_queries, num_slots, dtype=dtype, device=device)
-        if num_queries > 1:
-            mask.narrow(3, start, num_queries).masked_fill_(~block.visible[:, None], hidden)
-        if start + num_queries < num_slots:  # the mask covers unused slots, too
-            mask[..., start + num_queries :] = hidden
-        return mask if too_far is None else mask.masked_fill_(too_far[:, None], hidden)
-
     starts = block.starts()
     is_prefix = torch.arange(block.num_slots, device=device) < starts  # [B, K]
     if block.key_mask is not None:

@@ -67,7 +67,7 @@ class ModelAdapter:
 
     def unsupported_attention(self) -> str | None:
         """Why the model's attention cannot take a block, as a sentence; None if it can."""
-        if not self.needs_equal_lengths and any(map(is_moving_rope, self.parts)):
+        if not self._has_moving_ropes and any(map(is_moving_rope, self.parts)):
             return "rotary frequencies of this model depend on the length of the text, and its configuration does not say so"
         attention = self.config._attn_implementation
         configs = {id(config): config for part in self.parts if (config := vars(part).get("config")) is not None}
@@ -189,7 +189,7 @@ class ModelAdapter:
     @property
     def needs_equal_lengths(self) -> bool:
         """Whether rows of different lengths would affect each other: rotary frequencies depend on the longest row."""
-        return any(is_moving(rope.get("rope_type")) for rope in self._ropes)
+        return self._has_moving_ropes
 
     def max_guess_offset(self, root_position: int) -> int | None:
         """The largest offset of a guess from the root that leaves the logits of the text unchanged; None for no limit.
@@ -385,6 +385,11 @@ class ModelAdapter:
     def _ropes(self) -> list[dict[str, Any]]:
         """Settings of the rotary embeddings: none, one dict, or one per layer type if they differ."""
         return rope_settings(self.config)
+
+    @property
+    def _has_moving_ropes(self) -> bool:
+        """Whether the configuration says that rotary frequencies depend on the sequence length."""
+        return any(is_moving(rope.get("rope_type")) for rope in self._ropes)
 
 
 def prompt_key_mask(attention_mask: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from lade.common.request import Request
 from lade.common.state import keeping_state
 from lade.common.tolerance import logits_error
 from lade.models.base import ModelAdapter
-from lade.verification.draws import READABLE, generator_state, keeping_generators, same_state
+from lade.verification.draws import READABLE, generator_state, keeping_generators
 
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # attributes of modules
 TEXTS = ((3, 4, 5), (3, 6, 7))  # ids: the first one's logits must not depend on the others
@@ -44,7 +44,7 @@ def training_reason(adapter: ModelAdapter) -> str | None:
                 cache = adapter.make_cache(len(text))
                 outputs = adapter.prompt_model(input_ids=text[None], **cache_arguments(cache))
                 logits.append(outputs.logits[0, 0])
-            is_random = not all(same_state(generator_state(device), before[device]) for device in devices)
+            is_random = not all(torch.equal(generator_state(device), before[device]) for device in devices)
     except Exception as problem:  # foreign code may raise anything
         return f"a trial forward in training mode failed ({type(problem).__name__}: {problem})"
     if is_random:

@@ -44,11 +44,6 @@ class ExponentialDraws:
         self._draws = {number: draws for number, draws in self._draws.items() if number >= index}
 
 
-def same_state(one: Tensor, other: Tensor) -> bool:
-    """Whether two generator states are equal. They are a few kB on the host, where numpy compares faster than torch."""
-    return bool(one.numpy().tobytes() == other.numpy().tobytes())
-
-
 def generator_state(device: torch.device) -> Tensor:
     """State of the default generator. device: its type is one of READABLE."""
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)

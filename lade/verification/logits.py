@@ -48,11 +48,9 @@ class BlockLogits:
         """(row, node) -> the most likely token after a node (-1 = root)."""
         if self.summary is not None:
             return _looked_up(self.summary.best.tolist())
-        if on_host(self.logits):  # one at a time: few are asked for, and there may be 150,000 tokens
-            return self._best_on_host
         # Tokens and NaN flags in one copy to the host: V is subtracted from the token of a NaN row.
         size, column = self.logits.shape[-1], self.nan_column or 0  # without one, `is_number` does not ask
-        best = best_on_device(self.logits)
+        best = best_tokens(self.logits)
         rows = torch.where(self.logits[..., column].isnan(), best - size, best).tolist()
         self._is_nan = [[token < 0 for token in row] for row in rows]
         return _looked_up([[token % size for token in row] for row in rows])
@@ -74,9 +72,6 @@ class BlockLogits:
             return self.logits[rows, nodes[0] + 1]
         index = torch.tensor(nodes, device=self.logits.device) + 1
         return self.logits[rows][torch.arange(len(nodes), device=index.device), index]
-
-    def _best_on_host(self, row: int, node: int) -> int:
-        return int(self.logits[row, node + 1].float().numpy().argmax())
 
 
 def _looked_up(best: list[list[int]]) -> Callable[[int, int], int]:

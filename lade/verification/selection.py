@@ -31,7 +31,6 @@ from lade.block.token_tree import TokenTree
 from lade.common.bypassed import is_as_written
 from lade.common.compat import logits_processors
 from lade.common.request import Request, whole_length
-from lade.common.transfer import on_host
 from lade.verification.draws import ExponentialDraws, drawing
 from lade.verification.logits import BlockLogits
 from lade.verification.nan_guard import NanGuard
@@ -73,8 +72,6 @@ class Selection:
         pad_token = request.generation_config._pad_token_tensor
         self.pad_token = -1 if pad_token is None else int(pad_token)
         self.draws = ExponentialDraws(request.input_ids.device, batch_size) if self.do_sample else None
-        # LogitsProcessorList inspects each processor's signature in every call; transformers' own are known.
-        self._is_direct = type(self.processor) is LogitsProcessorList and all(map(is_row_wise, self.processor))
 
     def verify(self, tree: TokenTree, block_logits: BlockLogits) -> Accepted:
         """Commit the model's choices along each row's tree.
@@ -162,12 +159,8 @@ class Selection:
 
     def _scores(self, rows: slice, ids: Tensor, logits: Tensor) -> Tensor:
         """Apply the processors. ids: [R, T]. logits: [R, V]. Returns [R, V], in another width if they change it."""
-        if not self._is_direct:
-            with self._reading_back(rows, ids):
-                return self.processor(ids, logits)
-        for processor in self.processor:
-            logits = processor(ids, logits)
-        return logits
+        with self._reading_back(rows, ids):
+            return self.processor(ids, logits)
 
     @contextmanager
     def _reading_back(self, rows: slice, ids: Tensor) -> Iterator[None]:
@@ -191,10 +184,7 @@ class Selection:
                 return torch.multinomial(probabilities, num_samples=1).squeeze(1).tolist()
         index = len(self.sequences.generated[rows.start])
         draws = self.draws.draw(index, probabilities.shape[1])
-        scores = probabilities / draws[rows]  # by torch: numpy may be set to raise on underflow
-        # numpy's argmax takes a fifth of torch's time.
-        chosen = scores.numpy().argmax(axis=-1) if on_host(scores) else scores.argmax(dim=-1)
-        return chosen.tolist()
+        return (probabilities / draws[rows]).argmax(dim=-1).tolist()
 
 
 class PerRowSelection(Selection):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lade.common.transfer import on_host, to_device
+from lade.common.transfer import HOST, to_device
 
 FIRST_ROOM = 1024  # most generated tokens that the buffer has room for at first
 
@@ -78,8 +78,5 @@ class TokenSequences:
             end = start + len(missing[0])
             while end > self._ids.shape[1]:
                 self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
-            if on_host(self._ids):  # numpy writes a list to the same memory in a tenth of the time
-                self._ids.numpy()[rows, start:end] = missing
-            else:
-                self._ids[rows, start:end] = to_device(torch.tensor(missing, device="cpu"), self.device)
+            self._ids[rows, start:end] = to_device(torch.tensor(missing, device=HOST), self.device)
             self._num_copied[rows] = [len(tokens) for tokens in self.generated[rows]]
