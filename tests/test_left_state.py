@@ -137,6 +137,41 @@ def test_foreign_modules_that_keep_something(lade_on, monkeypatch, kind):
     assert is_served or "Stateful keeps something" in lade.last_stats().fallback_reason
 
 
+class Gated(nn.Linear):
+    """Adds to the last token of each forward as much as its gate says, which no guess would get."""
+
+    def forward(self, x):
+        gate = self.gates["strength"] if "gates" in vars(self) else self.gate
+        return super().forward(x) * (1 + float(gate) * (torch.arange(x.shape[1], 0, -1) == 1)[:, None])
+
+
+GATES = {  # how it is made, and how it is set later
+    "an attribute": (lambda self: setattr(self, "gate", 0.0), lambda self: setattr(self, "gate", 1.0)),
+    "in a container": (
+        lambda self: setattr(self, "gates", {"strength": 0}),
+        lambda self: self.gates.update(strength=1),
+    ),
+    "a weight": (
+        lambda self: setattr(self, "gate", nn.Parameter(torch.zeros(()))),
+        lambda self: self.gate.data.fill_(1),
+    ),
+    "a buffer": (lambda self: self.register_buffer("gate", torch.zeros(())), lambda self: self.gate.fill_(1)),
+}
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_foreign_modules_that_are_switched_on_later(lade_on, kind):
+    """After a self-check that they have passed, as a steering vector is."""
+    model, (make, switch_on) = tiny_llama(), GATES[kind]
+    layer = model.model.layers[0].mlp.down_proj
+    layer.__class__ = Gated
+    make(layer)
+    assert assert_same_lives(model, [prompt(20)]) == 0
+    switch_on(layer)
+    assert assert_same_lives(model, [prompt(20), prompt(24)]) == 2
+    assert "differed from one-token decoding" in lade.last_stats().fallback_reason
+
+
 class Growing(LlamaRotaryEmbedding):
     """Has a table as long as the longest text so far, as those of flash-attn."""
 

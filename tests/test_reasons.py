@@ -124,6 +124,16 @@ def test_without_the_first_layer():
         assert "no layer writes to the first layer of the cache" in reason_of(model)
 
 
+def test_settings_that_only_a_part_reads():
+    """A chunk size makes the cache forget keys of layers that see everything; a rotary embedding keeps its first type."""
+    model = tiny_llama()
+    model.config.attention_chunk_size = 8
+    assert "its cache has a window or chunks" in reason_of(model)
+    model = tiny_llama(rope_parameters=rope("dynamic", factor=2.0))
+    model.config.rope_parameters["rope_type"] = "default"
+    assert "its configuration does not say so" in reason_of(model)
+
+
 def test_an_embedding_that_is_rescaled():
     model = tiny_llama()
     model.get_input_embeddings().max_norm = 0.5

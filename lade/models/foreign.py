@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
@@ -48,6 +49,7 @@ STOCK = {"attention sdpa": sdpa_attention_forward}
 EAGER = "eager_attention_forward"  # the global in each modeling file that "eager" refers to
 PLAIN = (bool, int, float, str, type(None))
 IN_PYTHON = (types.FunctionType, types.MethodType)
+MOST_COMPARED = 1 << 13  # elements of a foreign module's tensor whose values are compared from call to call
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,22 +266,24 @@ def key_of(source: Any) -> Hashable:
         return Held(source), Held(source.__code__)  # autoreload replaces the code object of an existing function
     if type(source) is functools.partial:
         given = (*source.args, *chain.from_iterable(sorted(source.keywords.items())))
-        return key_of(source.func), *map(_key_of_value, given)
+        return key_of(source.func), *(repr(each) if _is_plain(each) else Held(each) for each in given)
     return Held(source)
 
 
 def _settings_of(part: nn.Module) -> Iterator[Hashable]:
-    """A foreign module's attributes that may decide what it computes, such as a switch or the strength of a change."""
-    for name, value in vars(part).items():
-        if _is_plain(value) or isinstance(value, Tensor):
-            yield name, _key_of_value(value)
-
-
-def _key_of_value(value: Any) -> Hashable:
-    return repr(value) if _is_plain(value) else Held(value)
+    """What a foreign module holds that may decide what it computes, such as a switch, a gate, or a vector to add."""
+    for name, value in chain(*(vars(part)[kind].items() for kind in ("_parameters", "_buffers")), vars(part).items()):
+        if _is_plain(value):
+            yield name, repr(value)
+        elif isinstance(value, Tensor) and value.numel() <= MOST_COMPARED and not value.is_meta:
+            yield name, value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            yield name, Held(value)
 
 
 def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_plain, chain(value, value.values())))
     return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in PLAIN
 
 
