@@ -125,7 +125,7 @@ def test_without_the_first_layer():
 
 
 def test_settings_that_only_a_part_reads():
-    """A chunk size makes the cache forget keys of layers that see everything; a rotary embedding keeps its first type."""
+    """A chunk size makes the cache forget keys that layers see; a rotary embedding keeps its first type."""
     model = tiny_llama()
     model.config.attention_chunk_size = 8
     assert "its cache has a window or chunks" in reason_of(model)
