@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support import BUNDLED, ROOT, VOCAB, compare, in_threads, note_calls, prompt, run_both, tiny_llama
-from transformers import AutoModelForCausalLM
+from support import VOCAB, compare, in_threads, prompt, run_both, tiny_llama
 
 import lade
 from lade.common.state import forget_all
 from lade.drafting import memory as memory_module
 from lade.drafting import memory_file
-from lade.drafting.likeliest import LEAST_GROUPED, _likeliest_by_groups, likeliest_on_host, most_likely
+from lade.drafting.likeliest import LEAST_GROUPED, likeliest_on_host, most_likely
 from lade.drafting.memory import Memory
 from lade.drafting.suffix_index import END, Match, SuffixIndex
 from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PROBABILITIES, ROW_LENGTH, TopKTable
@@ -244,16 +243,6 @@ def test_a_file_keeps_its_mode(tmp_path):
         os.umask(before)
 
 
-def test_what_is_saved_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
-    calls = []
-    for name in ("fsync", "replace"):
-        note_calls(monkeypatch, os, name, lambda place, *_, name=name: calls.append((name, os.stat(place))))
-    Memory().save(tmp_path / "memory.safetensors")
-    assert [name for name, _ in calls] == ["fsync", "replace"]
-    (_, synced), (_, renamed) = calls
-    assert (synced.st_ino, synced.st_size) == (renamed.st_ino, renamed.st_size)  # the same file, all of it
-
-
 def test_max_bytes_is_checked():
     for value in (0, -1, 1000, "1", True, 1e9):
         with pytest.raises(ValueError, match="max_bytes must be an integer of at least 65536"):
@@ -321,26 +310,6 @@ def test_most_likely(vocab_size, dtype):
     rows = most_likely(logits[:, :3])  # fewer tokens than a row holds
     assert rows.shape == (5, ROW_LENGTH)
     assert (rows >> BIN_BITS).max() <= 2
-
-
-@pytest.fixture(scope="module")
-def rows_of_a_model(tokenizer) -> torch.Tensor:
-    """Logits of the bundled checkpoint after each token of a text and after tokens alone, [N, 4096]."""
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
-    ids = tokenizer((ROOT / "minimal.py").read_text(), return_tensors="pt").input_ids
-    with torch.no_grad():
-        return torch.cat([model(ids[:, :256]).logits[0], model(torch.arange(300, 500)[:, None]).logits[:, -1]])
-
-
-@pytest.mark.parametrize(("temperature", "median", "most"), [(0.4, 0.005, 0.05), (0.7, 0.01, 0.1), (1.0, 0.05, 0.45)])
-def test_chances_relative_to_an_estimated_sum(rows_of_a_model, temperature, median, most):
-    chances, ids = (found.numpy() for found in _likeliest_by_groups(rows_of_a_model, temperature))
-    exact = exact_chances(rows_of_a_model, temperature, ids)[:, 0]
-    errors = chances[:, 0] / exact - 1
-    assert errors.any()  # an estimate
-    assert abs(np.median(errors)) < median
-    assert np.abs(errors).max() < most
-    assert ids[:, 0].tolist() == rows_of_a_model.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [LEAST_GROUPED - 1, LEAST_GROUPED, 32_000])
