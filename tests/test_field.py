@@ -163,9 +163,3 @@ def test_logitspec_extends_the_runners_up_of_the_last_row(lade_on, field, model)
     assert found[9] == (40,)
     assert len(found) == 15
     assert text.guesses(max_offset=1) == [(6,), (3,), *found[9:]]
-
-
-def test_they_refuse_batches(lade_on, field, model):
-    lade.config_lade(MODE="logitspec")
-    with pytest.raises(ValueError, match="one text"):
-        make_drafter(request_of(model, torch.ones(2, 3).long()))
