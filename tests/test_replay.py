@@ -46,18 +46,6 @@ def test_nothing_is_predicted_after_a_guess_that_counted_as_impossible(bench):
     assert list(bench.guesses_after(explanation, [-1, 0, -1], [0, 1], -1)) == [("a", 0.0, True), ("c", 0.5, False)]
 
 
-def test_a_replay_of_what_is_known_takes_no_model(lade_on, bench, model):
-    lade.config_lade(MODE="tree", MAX_BLOCK=12, ADAPTIVE=0)
-    text = bench.record(model, prompt(20), 0.6, 40)
-    first = bench.replay(model, text, current_config(), Memory())
-    model_calls = []
-    hook = model.register_forward_hook(lambda *_: model_calls.append(1))
-    again = bench.replay(model, text, current_config(), Memory())
-    hook.remove()
-    assert (first.num_steps, first.sources) == (again.num_steps, again.sources)
-    assert not model_calls
-
-
 def test_logits_behind_wrong_guesses_are_the_models(bench, model):
     """Also behind guesses that the text does not go on with."""
     text = bench.record(model, prompt(20), None, 12)
