@@ -4,19 +4,13 @@ import heapq
 
 import numpy as np
 import pytest
-import torch
 from support import VOCAB
 
 from lade.drafting import growth as growth_module
-from lade.drafting.acceptance import CONTEXT, LENGTHS, ROOT, SIMILARITIES, SUFFIX, TOKEN, RowPrior, of_context
-from lade.drafting.growth import LEAST_FOR_BOTH, Grower
-from lade.drafting.likeliest import most_likely
+from lade.drafting.acceptance import RowPrior
+from lade.drafting.growth import Grower
 from lade.drafting.memory import Memory
 from lade.drafting.top_k_table import BIN_BITS, BIN_RATIO, NUM_BINS, PROBABILITIES, ROW_LENGTH, packed, without
-
-
-def grower_of(memory, text, context=None):
-    return Grower(memory, text, context, root_row=None, copies=())
 
 
 def test_a_grade_is_within_its_ratio():
@@ -33,7 +27,7 @@ def test_short_rows_hold_each_guess_once():
     """A vocabulary of fewer tokens than a row holds."""
     memory = Memory()
     memory.table.put([1], packed(np.arange(8)[None], np.full((1, 8), 0.1)))
-    grown = grower_of(memory, [1]).grow(1, ROW_LENGTH, 0.0)
+    grown = Grower(memory, [1], None, None, ()).grow(1, ROW_LENGTH, 0.0)
     assert sorted(grown.tokens) == list(range(8))
 
 
@@ -42,38 +36,6 @@ def test_a_row_without_a_token():
     assert {*(without(row, 3) >> BIN_BITS).tolist()} == {0, 1, 2, 4, 5, 6, 7}
     assert len(without(row, 3)) == ROW_LENGTH
     assert without(packed(np.array([[3]]), np.array([[1.0]]))[0], 3) is None
-
-
-def test_what_is_no_number_has_no_rows():
-    """Logits of NaN give rows without probability."""
-    assert not (most_likely(torch.full((2, VOCAB), torch.nan)) & NUM_BINS - 1).any()
-
-
-def test_priors():
-    """Chances rise with the probability, the similarity and the number of equal tokens, and are below 1."""
-    for prior in (TOKEN, *CONTEXT, ROOT):
-        assert prior.by_bin == sorted(prior.by_bin)
-        assert 0 < prior.by_bin[0] < prior.by_bin[-1] < 1
-    assert [of_context(cosine) for cosine in (-1.0, 1.0)] == [CONTEXT[0], CONTEXT[-1]]
-    assert len(CONTEXT) == 1 + len(SIMILARITIES)
-    assert len({source for source, _ in SUFFIX}) == len(LENGTHS)
-    assert [chance for _, chance in SUFFIX] == sorted(chance for _, chance in SUFFIX)
-
-
-def test_the_latest_row_is_looked_up_beside_the_one_of_the_context_where_it_may_count():
-    memory, context = Memory(), np.eye(64, dtype=np.float32)[0]
-    rows = packed(np.array([[5, 6], [7, 8]]), np.array([[0.5, 0.2]] * 2))
-    memory.table.put([10, 11], rows)
-    memory.contexts.put([10], rows[:1], context[None], context[None])
-    grower = grower_of(memory, [1], context=context)
-
-    def found(token, chance):
-        return [prior.source for _, prior in grower._rows(0, growth_module.ABOVE_ROOT, token, chance)]
-
-    assert found(10, LEAST_FOR_BOTH) == ["context", "token"]
-    assert found(10, 0.9 * LEAST_FOR_BOTH) == ["context"]
-    assert found(11, 0.01) == ["token"]
-    assert found(12, 1.0) == []
 
 
 @pytest.mark.parametrize("size", [1, 7, 40])
@@ -88,7 +50,7 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, monkeypatch):
     memory.table.put(list(range(VOCAB)), table)
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     monkeypatch.setattr(growth_module, "TOKEN", prior)
-    grown = grower_of(memory, [5, 6]).grow(max_depth, size, 0.0)
+    grown = Grower(memory, [5, 6], None, None, ()).grow(max_depth, size, 0.0)
     frontier, expected = [(-1.0, 6, 0)], []
     while len(expected) <= size:
         negative, token, depth = heapq.heappop(frontier)
