@@ -50,7 +50,6 @@ if __name__ == "__main__":
 }
 COMMANDS = [
     ["ends.py", "-m", "lade", "--level", "3", "--", "-h"],
-    ["./ends.py"],
     ["link.py"],
     ["fails.py", "--debug"],
     ["interrupted.py"],
@@ -237,24 +236,6 @@ def test_call_after_import(tmp_path, monkeypatch):
     assert len(calls) == 1
     call_after_import(["late_a"], lambda: calls.append("at once"), needed="other")
     assert calls[1:] == ["at once"]
-
-
-def test_what_is_needed_is_whole(tmp_path, monkeypatch):
-    """A module that the action needs may be the one that imports what is waited for."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "user").mkdir()
-    (tmp_path / "user" / "__init__.py").write_text("")
-    (tmp_path / "user" / "broken.py").write_text("1 / 0")
-    (tmp_path / "user" / "inner.py").write_text("import awaited")
-    (tmp_path / "user" / "outer.py").write_text("from user import inner\nis_whole = True")
-    (tmp_path / "awaited.py").write_text("")
-    before, calls = list(sys.meta_path), []
-    call_after_import(["awaited"], lambda: calls.append(sys.modules["user.outer"].is_whole), needed="user")
-    with pytest.raises(ZeroDivisionError):
-        importlib.import_module("user.broken")
-    importlib.import_module("user.outer")
-    assert calls == [True]
-    assert sys.meta_path == before
 
 
 def test_env(capsys, monkeypatch, lade_on):
