@@ -1,7 +1,6 @@
-"""The house: each part imports from lower floors only, and no two parts import each other."""
+"""The house: each part imports from lower floors only."""
 
 import ast
-import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -9,13 +8,10 @@ from pathlib import Path
 import lade
 
 ROOT = Path(lade.__file__).parent
-TESTS = Path(__file__).parent
-
-
 SPEC = importlib.util.spec_from_file_location("house", ROOT.parent / "docs" / "house.py")
 house = importlib.util.module_from_spec(SPEC)  # it knows the floors and draws them
 SPEC.loader.exec_module(house)
-FLOORS, imports, part_of = house.FLOORS, functools.cache(house.imports), house.part_of
+FLOORS = house.FLOORS
 
 
 def test_the_picture_is_the_one_drawn():
@@ -31,7 +27,7 @@ def test_the_table_names_every_part():
 
 def test_imports_go_down():
     floors = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
-    found = imports()
+    found, part_of = house.imports(), house.part_of
     assert {part_of(name) for name in found} == set(floors)
     for name, imported in found.items():
         for other in map(part_of, imported):
@@ -58,21 +54,6 @@ def test_the_spine_imports_no_wing():
             assert not wings, f"{name} imports {wings}"
 
 
-def test_no_circles():
-    """Within a part, too."""
-    found = imports()
-    modules = {
-        name: {m for other in imported for m in (other, f"{other}.__init__") if m in found}
-        for name, imported in found.items()
-    }
-    done: set[str] = set()
-    while len(done) < len(modules):
-        ready = {name for name, needed in modules.items() if name not in done and needed - {name} <= done}
-        # A package's first file may import its parts, and each part is reached through that file.
-        assert ready, f"a circle among {sorted(set(modules) - done)}"
-        done |= ready
-
-
 def test_no_print_outside_of_the_summary():
     for path in set(ROOT.rglob("*.py")) - set(ROOT.glob("commands/**/*.py")):  # whose output is what they are for
         calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
@@ -89,13 +70,3 @@ def test_nothing_else_is_imported():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= allowed, f"{path.name} imports {names}"
-
-
-def test_test_files_share_through_support():
-    """What one test file needs of another belongs to tests/support/ (fixtures: to its fixtures.py)."""
-    for path in TESTS.glob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            others = [name for name in names if name.startswith("test_") or name == "conftest"]
-            assert not others, f"{path.name} imports {others}: from support import ..."
