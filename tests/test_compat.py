@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from support import ROOT, compare, generate_plain, is_patched, prompt, tiny, tiny_llama
-from support.families import FAMILIES, LONGROPE
+from support.families import LONGROPE, named
 from transformers import GenerationMixin, Phi3Config, Phi3ForCausalLM
 
 import lade
@@ -36,7 +36,7 @@ def is_theirs(name):
 def functions():
     """Of transformers, and of torch where lade uses private names of it, whatever they are wrapped in: by the names
     they use."""
-    tiny_llama(), longrope_model(), mpt_model()  # import what a model needs
+    tiny_llama(), longrope_model(), named("mpt").build()  # import what a model needs
     users = defaultdict(list)
     gc.unfreeze()  # or functions are not among the objects: see tests/conftest.py
     for found in gc.get_objects():
@@ -158,12 +158,6 @@ def test_a_renamed_import_is_refused(name, rename, monkeypatch):
     assert refuses(f"cannot import name '{name}'")
 
 
-def test_several_problems_are_named_together(rename):
-    rename("_prefill", "_prompt")
-    rename("_is_stateful", "_is_recurrent")
-    assert refuses("GenerationMixin._prefill is missing; ", "PreTrainedModel._is_stateful is missing")
-
-
 def test_a_package_that_does_not_fit_is_named(monkeypatch):
     """Transformers says that a name of its own cannot be imported, whatever the reason is."""
 
@@ -227,13 +221,9 @@ def test_rotary_frequencies_that_the_configuration_does_not_tell_are_refused(lad
     assert "its configuration does not say" in lade.last_stats().fallback_reason
 
 
-def mpt_model():
-    return next(family for family in FAMILIES if family.name == "mpt").build()
-
-
 def test_a_family_with_an_adapter_of_its_own_is_tried_out_on_an_untested_version(lade_on, monkeypatch, rename):
     """Such adapters reach into the family's modules, whose names the table cannot check."""
-    model, inputs = mpt_model(), prompt()
+    model, inputs = named("mpt").build(), prompt()
     expected = generate_plain(model, inputs, max_new_tokens=16)
     assert not needs_self_check(adapter_for(model))
     monkeypatch.setattr("transformers.__version__", "5.99.0")
@@ -243,7 +233,7 @@ def test_a_family_with_an_adapter_of_its_own_is_tried_out_on_an_untested_version
     assert lade.last_stats().fallback_reason is None
 
     rename("build_mpt_alibi_tensor", "build_biases")  # which the adapter replaces
-    assert torch.equal(mpt_model().generate(**inputs, max_new_tokens=16), expected)
+    assert torch.equal(named("mpt").build().generate(**inputs, max_new_tokens=16), expected)
     assert "build_mpt_alibi_tensor" in lade.last_stats().fallback_reason
 
 
