@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 import lade
 from lade.common import notices
 from lade.drafting import step_costs, with_mode
-from lade.drafting.block_policy import BlockMode, BlockModePolicy, choose_size, compared_sizes
+from lade.drafting.block_policy import choose_size, compared_sizes
 from lade.drafting.step_costs import SIZES, StepCosts
 from lade.switch import current_config
 
@@ -29,18 +29,6 @@ def test_the_best_rate_wins(slope, chance, best):
     costs = known(slope)
     assert choose_size(compared_sizes(costs.offers(64), [chance * k for k in range(64)], 1)) == best
     assert choose_size(compared_sizes(costs.offers(10), [chance * k for k in range(64)], 1)) == min(best, 10)
-
-
-@pytest.mark.parametrize(("slope", "num_accepted", "part"), [(0.01, 1.0, BlockMode.WINDOW), (0.01, 0, BlockMode.PLAIN)])
-def test_mode_policy(slope, num_accepted, part):
-    costs, pace = known(slope), BlockModePolicy()
-    sizes = {BlockMode.PLAIN: 1, BlockMode.CANDIDATES: 29, BlockMode.WINDOW: 56}
-    parts = []
-    for _ in range(64):
-        parts.append(pace.choose(costs, sizes))
-        # Without the window there is little to accept.
-        pace.learn(parts[-1], sizes[parts[-1]], num_accepted * {BlockMode.CANDIDATES: 0.3}.get(parts[-1], 1.0))
-    assert parts[32:].count(part) >= 29
 
 
 @pytest.fixture
