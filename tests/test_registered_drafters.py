@@ -133,9 +133,3 @@ def test_bad_arguments(arguments, message):
     with pytest.raises(TypeError, match=message):
         register_drafter(*arguments)
     assert "x" not in MODES
-
-
-def test_an_unknown_mode_names_the_known_ones(registered):
-    registered(proposing(lambda *_: None))
-    with pytest.raises(ValueError, match="'lookahead', 'tree', 'auto', 'mine', got 'other'"):
-        lade.config_lade(MODE="other")
