@@ -1,14 +1,11 @@
 """What setup.py says of the package, without building it."""
 
-import ast
 import re
 import runpy
-from importlib import metadata
 
 import pytest
 from support import ROOT
 
-import lade
 from lade.common import version
 
 setuptools = pytest.importorskip("setuptools")
@@ -22,10 +19,6 @@ def package(monkeypatch):
     monkeypatch.chdir(ROOT)
     runpy.run_path(str(ROOT / "setup.py"))
     return found
-
-
-def test_version(package):
-    assert package["version"] == lade.__version__
 
 
 def test_all_that_is_not_python_goes_along(package):
@@ -45,33 +38,6 @@ def test_long_description_needs_no_checkout(package):
     assert "how it works" in text.lower()
 
 
-def test_extras_hold_what_tests_need(package):
-    names = {re.split(r"[<>=\[]", line)[0].lower() for line in package["extras_require"]["clients"]}
-    tree = ast.parse((ROOT / "tests" / "test_clients.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "client"]
-    packages = {call.args[1].value for call in calls if len(call.args) > 1}
-    parts = {
-        "fastapi": "transformers",
-        "rich": "transformers",
-        "lm_eval": "lm-eval",
-    }  # package -> requirement that brings it along
-    assert len(packages) >= 10
-    assert {parts.get(package, package) for package in packages} <= names
-    paths = (ROOT / "requirements.txt", ROOT / "tests" / "requirements.txt")
-    pinned = "".join(path.read_text(encoding="utf-8") for path in paths)
-    for line in package["extras_require"]["test"]:
-        assert re.split(r"[<>=\[]", line)[0] in pinned
-
-
 def test_the_required_transformers_is_what_is_checked(package):
     required = next(line for line in package["install_requires"] if line.startswith("transformers"))
     assert required == f"transformers>={version.OLDEST},<{version.FIRST_UNSUPPORTED}"
-
-
-def test_nothing_is_required_that_lade_does_not_import(package):
-    """accelerate, for example, is the tests'."""
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "lade").rglob("*.py"))
-    for line in package["install_requires"]:
-        name = re.split(r"[<>=]", line)[0]
-        assert re.search(rf"^\s*(import|from) {name}\b", sources, re.MULTILINE), name
-        assert metadata.version(name)
