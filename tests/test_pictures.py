@@ -1,8 +1,6 @@
-"""The committed pictures of README and how-it-works.md are what docs/pictures.py draws, and they show real runs; so
-does a recording of the chat."""
+"""The committed pictures of README and how-it-works.md are what docs/pictures.py draws, and they show real runs."""
 
 import importlib.util
-import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -15,17 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lade import config as lade_config
 
 
-def load(name):
-    """A program in docs/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def pictures():
-    yield load("pictures")
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    module = sys.modules["pictures"] = importlib.util.module_from_spec(spec)  # where dataclasses look it up
+    spec.loader.exec_module(module)
+    yield module
     del sys.modules["pictures"]
     lade_config.MODES.pop("traced tree", None)
 
@@ -60,17 +53,3 @@ def test_the_moving_picture_shows_what_plain_generate_writes(pictures, drawn, la
     guessed = [token for step in steps for token in step.committed[: len(step.accepted)]]
     green = "".join(text.text for text in shown if "green" in text.get("class"))
     assert letters(green) == letters("".join(tokenizer.decode([token]) for token in guessed))
-
-
-def test_a_recording_holds_what_is_typed_and_answered():
-    recording = load("recording")
-    # It answers with one write, at which the next line may be typed; a second is enough on a busy machine, too.
-    program = "print(input('one? ')[::-1], 'two? ', sep='\\n', end='', flush=True); print(input().upper())"
-    cast = recording.as_cast(recording.record([sys.executable, "-c", program], ("abc", "def"), quiet=1.0))
-    head, *events = map(json.loads, cast.splitlines())
-    assert head["version"] == 2
-    text = "".join(text for _, kind, text in events if kind == "o")
-    assert text.replace("\r", "") == "one? abc\ncba\ntwo? def\nDEF\n"
-    seconds = [second for second, *_ in events]
-    assert seconds == sorted(seconds)
-    assert seconds[-1] > 2  # two pauses
