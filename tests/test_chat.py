@@ -91,16 +91,6 @@ def test_what_is_read_as_other_tokens_is_recomputed(random_model, tokenizer, lad
     assert answer.reused_tokens < answer.prompt_tokens - 20
 
 
-def test_an_edited_history_is_noticed(random_model, tokenizer, lade_on):
-    conversation = Conversation(random_model, tokenizer, max_new_tokens=10, system="Be brief.")
-    conversation.ask("one")
-    conversation.messages[1]["content"] = "other"
-    assert 0 < check_answer(conversation, "two").reused_tokens < 20  # the system message
-    conversation.undo(everything=True)
-    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-    assert 0 < conversation.ask("one").reused_tokens < 20  # the system message
-
-
 def test_long_conversations_lose_their_oldest_turns(tokenizer, lade_on):
     model = tiny_llama(vocab_size=4096, max_position_embeddings=128)
     notes = []
