@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support import generate_plain, prompt
+from support import compare, prompt
 from support.processes import ENVIRONMENT, ROOT
 
 import lade
@@ -78,9 +78,5 @@ def test_a_drafter_of_lades_own(model, lade_on, monkeypatch, tmp_path):
     (tmp_path / "lookup_drafter.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(MODES, "lookup", "lookup_drafter:LookupDrafter")
-    inputs = prompt(9)
-    expected = generate_plain(model, inputs, max_new_tokens=60)
     lade.config_lade(MODE="lookup", MAX_BLOCK=8)
-    assert model.generate(**inputs, max_new_tokens=60).equal(expected)
-    assert lade.last_stats().steps < lade.last_stats().generated_tokens
-    assert lade.last_stats().fallback_reason is None
+    assert compare(model, prompt(9), max_new_tokens=60).steps < 60
