@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,23 +60,6 @@ def test_links_lead_somewhere(page):
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor[1:] in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def num_cells(row):
-    return len(re.sub(r"`[^`]*`|\\\\\|", "", row).strip().strip("|").split("|"))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_rows_of_tables_are_whole(page):
-    """Each in a line of its own, with as many cells as the table's head."""
-    width = 0
-    lines = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL).splitlines()
-    for line, following in pairwise([*lines, ""]):
-        if re.fullmatch(r" *\|[-| ]+\|", following) and line.lstrip().startswith("|"):
-            width = num_cells(line)
-        elif not line.lstrip().startswith("|"):
-            width = 0
-        assert not width or num_cells(line) == width, line
 
 
 def test_every_setting_is_described():
