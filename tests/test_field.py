@@ -62,14 +62,6 @@ def chain(*tokens):
     return [tokens[: k + 1] for k in range(len(tokens))]
 
 
-def test_prompt_lookup_copies_what_followed_the_first_occurrence(lade_on, field, model):
-    text = Text(model, "prompt-lookup", [1, 2, 3, 4, 5, 1, 2, 6, 7, 8, 1], size=3)
-    assert text.commit(2).guesses() == chain(3, 4, 5)  # of two tokens
-    assert text.guesses(max_offset=2) == chain(3, 4)
-    assert text.commit(9, 5).guesses() == chain(1, 2, 6)  # of one token
-    assert text.commit(9, 30).guesses() == []
-
-
 def test_prompt_lookup_is_transformers(lade_on, field, model):
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
