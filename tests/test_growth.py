@@ -23,14 +23,6 @@ def test_a_grade_is_within_its_ratio():
         assert (packed(np.array([[3, 4]]), np.array([[np.nan, 0.0]])) & NUM_BINS - 1 == 0).all()
 
 
-def test_short_rows_hold_each_guess_once():
-    """A vocabulary of fewer tokens than a row holds."""
-    memory = Memory()
-    memory.table.put([1], packed(np.arange(8)[None], np.full((1, 8), 0.1)))
-    grown = Grower(memory, [1], None, None, ()).grow(1, ROW_LENGTH, 0.0)
-    assert sorted(grown.tokens) == list(range(8))
-
-
 def test_a_row_without_a_token():
     row = packed(np.arange(8)[None], np.full((1, 8), 0.1))[0]
     assert {*(without(row, 3) >> BIN_BITS).tolist()} == {0, 1, 2, 4, 5, 6, 7}
