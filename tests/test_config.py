@@ -173,8 +173,7 @@ def test_wrong_files_are_named_and_change_nothing(settings_file, tmp_path, monke
 
 
 def while_inside(monkeypatch, owner, name, other):
-    """Let the first call of `owner.name` start a thread that runs `other`, and give it time to end. Returns the
-    thread."""
+    """A thread that runs `other`. The first call of `owner.name` starts it, and gives it time to end."""
     function, thread = getattr(owner, name), threading.Thread(target=other)
 
     def watched(*args, **kwargs):
@@ -223,16 +222,6 @@ def test_augment_all_reads_the_file_of_the_environment(settings_file, monkeypatc
     lade.augment_all()
     lade.restore_all()
     assert sizes() == (4, 7, 7)
-
-
-def test_a_file_without_settings_says_why_once(settings_file, caplog):
-    path = settings_file({"note": "nothing pays here", "measured": {}})
-    for _ in range(2):
-        lade.config_lade(CONFIG=path)
-        lade.config_lade(CONFIG=settings_file({"note": "with settings", "DEBUG": 0}))
-        settings_file({"note": "nothing pays here"})
-    assert [record.message for record in caplog.records] == [f"lade: CONFIG {path} has no settings: nothing pays here"]
-    assert current_config() == LookaheadConfig()
 
 
 def test_every_public_name_exists():
