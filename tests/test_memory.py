@@ -26,10 +26,6 @@ def row_of(table, key):
     return None if row is None else ((row >> BIN_BITS).tolist(), (row & NUM_BINS - 1).tolist())
 
 
-def packed(ids, bins):
-    return ids << BIN_BITS | bins
-
-
 @pytest.fixture(autouse=True)
 def tree(lade_on):
     forget_all()
@@ -219,7 +215,7 @@ def test_of_a_file_with_more_rows_than_fit_the_latest_are_loaded(tmp_path):
     large, path = Memory(), tmp_path / "memory.safetensors"
     large.identity = {"model_type": "any", "vocab_size": 4, "hidden_size": 8, "signs": ""}
     rows = np.arange(1000 * ROW_LENGTH).reshape(1000, ROW_LENGTH) % 4
-    large.table.put(list(range(1000)), packed(rows, rows))
+    large.table.put(list(range(1000)), rows << BIN_BITS | rows)
     large.save(path)
     small = Memory(memory_module.MIN_BYTES, path)
     assert len(small.table) == small.table.capacity < 200
@@ -255,7 +251,7 @@ def test_a_full_table_drops_what_was_written_longest_ago():
     for _ in range(300):
         keys = numbers.integers(0, 400, size=7).tolist()
         rows = np.repeat(np.array(keys)[:, None], ROW_LENGTH, axis=1)
-        table.put(keys, packed(rows, rows % 3))
+        table.put(keys, rows << BIN_BITS | rows % 3)
         for key in keys:
             order = [*(other for other in order if other != key), key][-200:]
         assert table.as_arrays().keys.tolist() == order
@@ -264,8 +260,7 @@ def test_a_full_table_drops_what_was_written_longest_ago():
 
 
 def test_a_full_table_costs_no_more_than_an_empty_one():
-    """The processor's time of this thread, the best of several, with room for a busy machine: it was 20 times as
-    much."""
+    """The best of several times of this thread, with room for a busy machine: it was 20 times as much."""
     capacity, rows = 100_000, np.zeros((16, ROW_LENGTH), dtype=np.int64)
     empty, full = TopKTable(capacity), TopKTable(capacity)
     everything = np.zeros((capacity, ROW_LENGTH), dtype=np.int64)
