@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support import ROOT, note_calls, prompt, tiny_llama
+from support import note_calls, prompt, tiny_llama
 
 import lade
 from lade import commands, config, switch
 from lade.commands import bench, measure
 from lade.commands.measure import Method, Run, run_methods
-from lade.commands.prompts import OWN_PROMPTS, as_inputs, read_prompts
+from lade.commands.prompts import as_inputs, read_prompts
 from lade.commands.tune import CANDIDATES, KEEP_DEFAULT, NOTHING_PAYS, describe, is_worth_it, report, tune
 from lade.switch import is_enabled
 
@@ -262,7 +262,6 @@ def test_own_prompts(tokenizer):
     rows = read_prompts(None)
     assert len(rows) >= 8
     assert len(read_prompts(None, 3)) == 3
-    assert f'"{OWN_PROMPTS.name}"' in (ROOT / "setup.py").read_text()
     for row, inputs in zip(rows, as_inputs(rows, tokenizer, "cpu"), strict=True):
         text = tokenizer.decode(inputs["input_ids"][0])
         assert (text == row["prompt"]) if "prompt" in row else (row["question"] in text != row["question"])
