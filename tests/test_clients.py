@@ -294,15 +294,12 @@ def hqq(model, tokenizer):
 
 @client("compressed-tensors", "compressed-tensors", "weights in 8 bits, one scale per row")
 def compressed(model, tokenizer):
-    from compressed_tensors.quantization import (
-        QuantizationArgs,
-        QuantizationConfig,
-        QuantizationScheme,
-        apply_quantization_config,
-    )
+    from compressed_tensors import quantization
 
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=8, strategy="channel"))
-    apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
+    weights = quantization.QuantizationArgs(num_bits=8, strategy="channel")
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    config = quantization.QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"])
+    quantization.apply_quantization_config(model, config)
     for part in model.modules():
         if hasattr(part, "weight_scale"):
             part.weight_scale.data = part.weight.detach().abs().amax(dim=1, keepdim=True) / 127
@@ -336,25 +333,20 @@ def lighteval(model, tokenizer):
 
 @client("diffusers", "diffusers", "an image of Ernie's pipeline, whose language model writes the prompt anew")
 def an_image(model, tokenizer):
-    from diffusers import (
-        AutoencoderKLFlux2,
-        ErnieImagePipeline,
-        ErnieImageTransformer2DModel,
-        FlowMatchEulerDiscreteScheduler,
-    )
+    import diffusers
 
     torch.manual_seed(2)
     tokenizer.model_max_length = NEW  # of the new prompt
-    image = ErnieImagePipeline(
-        ErnieImageTransformer2DModel(
+    image = diffusers.ErnieImagePipeline(
+        diffusers.ErnieImageTransformer2DModel(
             hidden_size=32, num_attention_heads=2, num_layers=1, ffn_hidden_size=32, in_channels=16, out_channels=16,
             text_in_dim=model.config.hidden_size, rope_axes_dim=(8, 4, 4),
         ),
-        AutoencoderKLFlux2(
+        diffusers.AutoencoderKLFlux2(
             down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",), block_out_channels=(8,),
             layers_per_block=1, latent_channels=4, norm_num_groups=2,
         ),
-        model.model, tokenizer, FlowMatchEulerDiscreteScheduler(), pe=model, pe_tokenizer=tokenizer,
+        model.model, tokenizer, diffusers.FlowMatchEulerDiscreteScheduler(), pe=model, pe_tokenizer=tokenizer,
     )  # fmt: skip
     image.set_progress_bar_config(disable=True)
     drawn = image(QUESTION, height=32, width=32, num_inference_steps=2, output_type="np")
