@@ -20,19 +20,16 @@ def field(module):
     return found
 
 
-def request_of(model, ids):
-    rest = {"num_tokens": NUM_TOKENS, "key_mask": None, "temperature": None}
-    return DraftRequest(config=current_config(), model=model, prompt_ids=ids, **rest)
-
-
 class Text:
     """A drafter of MODE behind a text, with rows made by hand."""
 
     def __init__(self, model, mode, prompt_ids, size=7, memory=None):
         lade.config_lade(MODE=mode, MAX_BLOCK=size + 1, ADAPTIVE=0)
         ids = torch.tensor([prompt_ids])
+        rest = {"num_tokens": NUM_TOKENS, "key_mask": None, "temperature": None}
+        request = DraftRequest(config=current_config(), model=model, prompt_ids=ids, **rest)
         with (Memory() if memory is None else memory).active():
-            self.drafter = make_drafter(request_of(model, ids))
+            self.drafter = make_drafter(request)
         self.sequences = TokenSequences(ids, 100)
         self.tree = TokenTree.empty(1)
 
