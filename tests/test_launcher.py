@@ -32,7 +32,6 @@ PROGRAMS = {
     "ends.py": NOSY,
     "fails.py": NOSY + "fail()",
     "interrupted.py": "raise KeyboardInterrupt",
-    "leaves.py": "import sys; sys.exit('so long')",
     "leaves_with_3.py": "import atexit; atexit.register(print, 'the end'); raise SystemExit(3)",
     "broken.py": "def f(:",
     "folder/__main__.py": NOSY + "fail()",
@@ -53,7 +52,6 @@ COMMANDS = [
     ["link.py"],
     ["fails.py", "--debug"],
     ["interrupted.py"],
-    ["leaves.py"],
     ["leaves_with_3.py"],
     ["broken.py"],
     ["folder", "x"],
@@ -121,10 +119,7 @@ def script():
 
 @beside
 def package():
-    """One that pip has installed: pytest, with the same lines as a test.
-
-    It imports lade first, whose own modules import transformers and are not whole when it is.
-    """
+    """pytest, with the same lines as a test. It imports lade first, which is not whole when transformers is."""
     text = "\n    ".join(["import lade.augment\ndef test_it():", *GENERATES.strip().splitlines()])
     text = text.replace("sys.argv", f"{['', *ARGUMENTS]!r}")
     return generating("test_it.py", text, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "test_it.py")
@@ -180,12 +175,9 @@ def settings(tmp_path, new_settings) -> Path:
     return path
 
 
-def test_settings_from_a_file(settings, capsys):
+def test_settings_from_a_file(settings):
     run.parse(["--window", "9", "--config", str(settings), "x.py"])
     assert sizes() == (4, 9, 7)
-    with pytest.raises(SystemExit):
-        run.parse(["--config", f"{settings}.not", "x.py"])
-    assert "settings.json.not' must be a file that can be read" in capsys.readouterr().err
 
 
 def test_the_environments_file_reaches_the_program(settings):
@@ -245,14 +237,10 @@ def test_env(capsys, monkeypatch, lade_on):
     assert set(env.PATCHED_METHODS) == set(lade.augment._originals)
     for expected in (
         f"version: {lade.__version__}",
-        "all there",
         "patched in this process: yes",
         "USE_LADE=1",
         "LADE_SOMETHING=seen",
-        "bitsandbytes: ",
-        "a version that lade was made for",
         "LEVEL=5",
-        "CUDA_GRAPH=auto",
     ):
         assert expected in out
     lade.restore_all()
