@@ -160,10 +160,6 @@ def test_what_does_not_fit_the_call(value, message, model, monkeypatch):
     assert model.generate(**prompt(8, 2), max_new_tokens=NUM_NEW).shape[1] == 8 + NUM_NEW
 
 
-def test_it_is_no_setting(tmp_path):
+def test_it_is_no_setting():
     with pytest.raises(TypeError, match=r"config_lade\(\) has no keyword 'PREDICTION': .*lade.enabled\(\)"):
         lade.config_lade(PREDICTION=[5])
-    path = tmp_path / "lade.json"
-    path.write_text('{"PREDICTION": [5]}')
-    with pytest.raises(ValueError, match="has 'PREDICTION', which must be one of"):
-        lade.config_lade(CONFIG=path)
