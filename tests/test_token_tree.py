@@ -53,3 +53,11 @@ def test_merged_candidates(seed):
                 is_path = query < len(paths) and key < len(paths)
                 expected = paths[query][: len(paths[key])] == paths[key] if is_path else key in (0, query)
                 assert visible[row, query, key] == expected
+
+
+def test_chains():
+    assert TokenTree.empty(3).visibility(0).tolist() == [[[True]]] * 3
+    tree = merge_candidates([[[5, 6]], [[7], [8]], []]).with_chains([1, 2], token=0, length=3)
+    assert tree.tokens == [[5, 6], [0, 0, 0], [0, 0, 0]]
+    assert tree.parents == [[-1, 0], [-1, 0, 1], [-1, 0, 1]]
+    assert merge_candidates([[[5]]]).with_chains([0], 9, 0).num_nodes == 0
