@@ -19,12 +19,6 @@ def test_the_picture_is_the_one_drawn():
     assert committed.read_text(encoding="utf-8") == house.draw(), "run python docs/house.py"
 
 
-def test_the_table_names_every_part():
-    table = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8").partition("## The house")[2]
-    for part in set().union(*FLOORS) - {"__main__"}:
-        assert f"`{part}/`" in table or f"`{part}.py`" in table, f"docs/design.md does not say what {part} is for"
-
-
 def test_imports_go_down():
     floors = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
     found, part_of = house.imports(), house.part_of
