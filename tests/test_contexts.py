@@ -114,8 +114,7 @@ def test_contexts_are_as_similar_as_the_logits(num_tokens, dtype):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("where", [(3, slice(None)), (slice(None), 7), (3, 7), (slice(None), slice(None))])
 def test_logits_that_are_no_numbers_are_harmless(value, where):
-    """Of one row, of one token, of both, of everything: nothing is raised, even where numpy is set to, and the others
-    are found."""
+    """Nothing is raised, even where numpy is set to, and the other rows are found."""
     torch.manual_seed(0)
     logits, table = torch.randn(10, 300), ContextTable(100)
     logits[where] = value
