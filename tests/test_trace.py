@@ -78,8 +78,7 @@ def test_tracing_is_off_outside_of_it(random_model, lade_on):
 
 @pytest.mark.skipif(packed.packing_error(torch.float32) is not None, reason="oneDNN packs nothing here")
 def test_a_traced_call_runs_as_it_would_untraced(tokenizer, lade_on, monkeypatch):
-    """The same forward: with a hook on the model, for one, nothing would be packed, and block sizes follow other
-    costs."""
+    """With a hook on the model, for one, nothing would be packed, and block sizes would follow other costs."""
     monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
     lade.config_lade(MODE="auto", PACK=1)
     model = tiny_llama(torch.float32, vocab_size=4096)
@@ -271,8 +270,7 @@ def test_wrong_arguments_end_before_any_work(arguments, message, capsys):
 @in_browser
 @pytest.mark.parametrize("name", ["trace", "tree_trace", "echo_trace"])
 def test_panels_and_width(name, request, tmp_path):
-    """Every pass at 390 pixels: nothing reaches beyond the page, and only panels are there that the trace has something
-    for."""
+    """At 390 pixels nothing reaches beyond the page, and panels are there that the trace has something for."""
     trace = request.getfixturevalue(name)
     script = """<script>
       let widest = 0;
