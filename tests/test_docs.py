@@ -93,8 +93,7 @@ def test_a_settings_row_is_the_settings(name):
 
 
 def test_quoted_errors_exist():
-    """What a page shows as the text of an error or of a reason, up to each "...", stands in a file that raises such
-    errors."""
+    """What a page shows of an error or of a reason stands in a file that raises such errors."""
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "lade").rglob("*.py")]
     quoted = []
     for page in PAGES:
