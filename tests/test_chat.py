@@ -196,14 +196,6 @@ def test_the_stream_is_the_text(tokenizer):
         assert "".join(pieces) == re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text).lstrip()
 
 
-def test_no_control_character_of_the_text_is_shown(tokenizer):
-    tokens = tokenizer("red \033[31m \033]0;title\007 \r over \x9b2J\tend\n")["input_ids"]
-    for guessed in ((), {1, 3}):
-        pieces, _ = stream(tokenizer, tokens, guessed=guessed)
-        text = "".join(pieces).replace(GUESSED, "").replace(ORDINARY, "")
-        assert text.replace(" ", "") in ("red[31m]0;titleover2J\tend\n", "red]0;titleover2J\tend\n")
-
-
 def test_guesses_are_coloured(tokenizer):
     tokens = tokenizer("one two three")["input_ids"]
     pieces, _ = stream(tokenizer, tokens, guessed={1})
