@@ -128,7 +128,9 @@ def test_random_combinations(models, lade_on, arguments, setting, call):
         assert call.hook or call.trains or "not empty" in lade.last_stats().fallback_reason
     if returns_dict:
         is_static = "static" in (arguments.get("cache_implementation"), call.cache)
-        for ahead, expected in zip(others, results, strict=True):
+        pairs = list(zip(others, results, strict=True))
+        # In 5.12 and before the model keeps its static cache, and each call clears what the one before has returned.
+        for ahead, expected in pairs[-1:] if is_static else pairs:
             assert_outputs_close(ahead, expected, with_padding=not is_static and call.mask != "right")
 
 
