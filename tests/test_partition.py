@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lade.block.layout import block_layout
-from lade.block.token_tree import TokenTree, merge_candidates
-from lade.parallel.partition import column_range, fill, num_window_tokens, split
+from lade.block.token_tree import merge_candidates
+from lade.parallel.partition import column_range, fill, split
 
 CPU = torch.device("cpu")
 
@@ -18,8 +18,8 @@ def random_tree(ngram_size, num_guesses, batch_size=1, num_values=4, seed=0):
     return merge_candidates([rng.sample(tails, num_guesses) for _ in range(batch_size)])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("window_size", [1, 2, 7, 15])
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+@pytest.mark.parametrize("window_size", [1, 7])
 def test_columns_are_dealt_out_evenly(window_size, num_ranks):
     ranges = [column_range(window_size, rank, num_ranks) for rank in range(num_ranks)]
     columns = [column for first, end in ranges for column in range(first, end)]
@@ -28,8 +28,8 @@ def test_columns_are_dealt_out_evenly(window_size, num_ranks):
     assert max(counts) - min(counts) <= 1
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("num_guesses", [0, 1, 6, 15])
+@pytest.mark.parametrize("num_ranks", [1, 3, 16])
+@pytest.mark.parametrize("num_guesses", [0, 1, 15])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_paths_lie_whole_in_one_share(num_ranks, num_guesses, batch_size):
     tree = random_tree(5, num_guesses, batch_size)
@@ -68,27 +68,3 @@ def test_fill_levels_out():
     assert fill([4, 0, 100], 6) == [1, 5, 0]
     assert fill([9, 0], 3) == [0, 3]
     assert sum(fill([3, 1, 4, 1, 5], 7)) == pytest.approx(7)
-
-
-@pytest.mark.parametrize("columns", [(0, 0), (0, 2), (2, 5), (4, 5), (0, 5)])
-@pytest.mark.parametrize("ngram_size", [2, 3, 5])
-def test_part_of_a_layout_sees_what_it_sees_in_the_whole(ngram_size, columns):
-    window_size, (first, end) = 5, columns
-    tree = TokenTree([[7, 8]], [[-1, 0]])
-    whole = block_layout(ngram_size, window_size, 2, CPU)
-    part = block_layout(ngram_size, window_size, 2, CPU, columns)
-    assert part.num_tokens == 2 + num_window_tokens(ngram_size, columns)
-    # Tokens are named by numbers: the root 0, the window's other cells 1 and on, the nodes 100 and on.
-    cells = torch.arange(1, (ngram_size - 1) * window_size)[None]
-    tree = TokenTree([[100, 101]], [[-1, 0]])
-    names = part.tokens([0], tree, cells)[0]
-    all_names = whole.tokens([0], tree, cells)[0]
-    place = torch.tensor([all_names.tolist().index(name) for name in names.tolist()])
-    offsets, visible = (found[0] for found in part.offsets_and_visibility(tree))
-    all_offsets, all_visible = (found[0] for found in whole.offsets_and_visibility(tree))
-    assert torch.equal(visible, all_visible[place][:, place])
-    assert torch.equal(offsets, all_offsets[place])
-    # Nothing that a token of the part sees is missing.
-    assert torch.equal(visible.sum(1), all_visible[place].sum(1))
-    last = [(ngram_size - 2) * window_size + column for column in range(first, end)]
-    assert names[part.logit_rows].tolist() == [0, 100, 101, *last]
