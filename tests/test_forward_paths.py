@@ -1,41 +1,12 @@
 """Which path runs a call's blocks, and the gate that each faster way has to pass."""
 
-import pytest
 import torch
 from support import compare, forked, tiny_llama
 
 import lade
 from lade.common.trial import NotUsed, Trial, in_short
-from lade.config import LookaheadConfig
 from lade.forward import base
-from lade.forward.base import BlockCall, ForwardPath, path_for
-from lade.forward.cpu.path import CpuPath
-from lade.forward.cuda.kernel_path import KernelPath
-from lade.forward.cuda.static_shapes import StaticPath
-from lade.models import adapter_for
-
-CPU = torch.device("cpu")
-
-
-def path_of(model, **settings):
-    return path_for(BlockCall(adapter=adapter_for(model), config=LookaheadConfig(**settings), device=CPU, num_new=100))
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "kind"),
-    [
-        (lambda: tiny_llama(num_key_value_heads=4), {}, ForwardPath),
-        (tiny_llama, {}, CpuPath),
-        (tiny_llama, {"compile": True}, StaticPath),
-        (tiny_llama, {"use_flash": True}, KernelPath),
-        (tiny_llama, {"cuda_graph": True}, CpuPath),  # refused, with a reason
-    ],
-    ids=["ordinary", "grouped", "compiled", "kernel", "graphs"],
-)
-def test_the_first_path_that_serves(make, settings, kind):
-    path = path_of(make(), **settings)
-    assert type(path) is kind
-    assert ("graph" in path.call.stats.reasons) == ("cuda_graph" in settings)
+from lade.forward.base import ForwardPath
 
 
 def test_a_path_of_ones_own(lade_on, monkeypatch):
@@ -69,15 +40,6 @@ print([name for name in sys.modules if name.startswith("lade.forward.cuda")])
 
 
 # The gate.
-
-
-def test_each_kind_is_compared_so_often():
-    trial, calls = Trial(times=2), []
-    for _ in range(4):
-        assert trial.reason("a", lambda: calls.append("a")) is None
-    assert trial.reason("b", lambda: calls.append("b")) is None
-    assert calls == ["a", "a", "b"]
-    assert (trial.is_over("a"), trial.is_over("b"), trial.refusal) == (True, False, None)
 
 
 def test_a_difference_is_remembered():
