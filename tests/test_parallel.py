@@ -12,7 +12,6 @@ import torch
 from support import beside, generate_plain, prompt, ranks, tiny_llama
 
 import lade
-from lade.parallel.communicator import Communicator
 from lade.parallel.group import pack, unpack
 
 SETTINGS = {2: [(5, 7, 7), (2, 3, 0)], 3: [(5, 7, 7), (4, 1, 4)]}
@@ -329,13 +328,3 @@ def test_a_guess_that_is_no_number(lade_on):
         for rank in range(2):
             assert found[rank][key][:2] == (tokens, None), (rank, key)
     assert any(found[0][key][2] for key in expected)
-
-
-def test_one_reason_is_enough(monkeypatch):
-    """A rank that has raised is named at once, though a third one is silent: the store may be gone in a moment."""
-    rank = Communicator.__new__(Communicator)
-    rank.size, rank.rank, rank.first = 3, 1, 0
-    answers = iter([{0: "raised ValueError: a processor"}])  # to the only question
-    monkeypatch.setattr(Communicator, "_reasons", lambda self: next(answers))
-    monkeypatch.setattr(Communicator, "_store_reason", lambda self, reason: None)
-    assert "rank 0 raised ValueError: a processor" in rank._explanation(RuntimeError("connection closed"))

@@ -236,13 +236,6 @@ def stream(rank):
     return output.tolist(), streamer.calls, lade.last_stats().fallback_reason, int(ones)
 
 
-def result_of(generate, seed, arguments):
-    torch.manual_seed(seed)
-    output = generate(**arguments)
-    tokens = output.sequences if arguments.get("return_dict_in_generate") else output
-    return tokens.tolist(), digest([torch.get_rng_state()]) if arguments["do_sample"] else None
-
-
 def run_families(rank, names):
     """Models of other families: their own caches, masks and positions. Returns (name, case) -> equal to plain,
     reason."""
@@ -257,15 +250,14 @@ def run_families(rank, names):
         model = family.build()
         for batch_size in (3,) if names else (1, 3):
             ids = prompt(12, batch_size, seed=batch_size)["input_ids"].repeat(1, 2)
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 20}
-            for do_sample in (False, True):
-                arguments = inputs | {"do_sample": do_sample, "temperature": 0.5 if do_sample else None}
-                os.environ["USE_LADE"] = "0"
-                plain = result_of(model.generate, 0, arguments)
-                os.environ["USE_LADE"] = "1"
-                shared = result_of(model.generate, 0, arguments)
-                stats = lade.last_stats()
-                found[family.name, batch_size, do_sample] = plain == shared, stats.fallback_reason
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.5}):
+                plain, states = seeded(generate_plain, model, inputs, max_new_tokens=20, **sampling)
+                shared, after = seeded(model.generate, **inputs, max_new_tokens=20, **sampling)
+                is_same = torch.equal(plain, shared) and (
+                    not sampling["do_sample"] or all(map(torch.equal, after, states))
+                )
+                found[family.name, batch_size, sampling["do_sample"]] = is_same, lade.last_stats().fallback_reason
     return found
 
 
