@@ -2,11 +2,8 @@
 CPU, with stand-ins."""
 
 import json
-import re
 import signal
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ import torch
 from support import ROOT, python
 
 from lade.forward.cuda import proof
-from lade.switch import current_config
 
 
 def check(path, *options):
@@ -35,20 +31,6 @@ def test_stages_run_on_a_cpu(tmp_path):
     assert memory["captured_steps"] > 0  # the stand-in ran
     assert "stood in for: no memory" in memory["reason"]
     assert set(found["verdicts"].values()) == {None}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--only", "kernel,magic"), "--only takes names of .* got 'magic'"),
-        (("--out", "no/such/folder/x.json"), "--out must lie in a folder that exists"),
-    ],
-)
-def test_refuses(options, message, tmp_path):
-    done, found = check(tmp_path / "none.json", *options)
-    assert done.returncode == 2
-    assert re.search(message, done.stderr)
-    assert found is None
 
 
 @pytest.fixture
@@ -159,25 +141,6 @@ def test_a_kernel_that_failed_is_not_taken_for_right(module, monkeypatch):
     monkeypatch.setattr(stages.kernels, "kernel_problem", lambda device, dtype: problems.get(device))
     row = stages.kernel_row("cpu:0", (4, 2, 16), 12, torch.float32)
     assert (row["passed"], row["problem"]) == (False, "the kernel failed")
-
-
-def test_threads_capture_until_the_last_has_ended(module):
-    """Settings are the process's: a thread that ends must not put them back for the others."""
-    begun, ended = threading.Event(), threading.Event()
-
-    def first():
-        begun.wait(5)
-        ended.set()
-
-    def second():
-        begun.set()
-        ended.wait(5)
-        time.sleep(0.1)  # until the first one's thread has ended
-        return current_config().cuda_graph
-
-    before = current_config()
-    assert module("gpu.hazards").in_threads([first, second]) == [None, True]
-    assert current_config() == before
 
 
 def test_the_parent_imports_no_torch():
