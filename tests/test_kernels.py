@@ -271,20 +271,6 @@ def test_left_padding():
         assert kernels.left_padding(torch.tensor([[1, 1, 1, 1], holes]).bool()) is None
 
 
-def test_compiled_step_does_not_recompile_as_the_text_grows():
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = torch.compile(kernels.block_attention, fullgraph=True, dynamic=False, backend="aot_eager")
-        for length in (3, 9, 0):
-            arguments, expected = make(Case(4, (length,), heads=2, dtype=F64, spare=20 - length), unused=0.0)
-            assert_close(compiled(**arguments), expected, F64)
-
-
-@pytest.mark.skipif(kernels.unavailable_reason() is None, reason="the kernel is there")
-def test_says_why_there_is_no_kernel():
-    assert re.search(r"triton is not installed|no CUDA device|capability|NVIDIA", kernels.unavailable_reason())
-
-
 @beside
 def without_triton():
     return forked("""
