@@ -84,8 +84,7 @@ def generate(model, inputs, **arguments):
     return result, stats
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("mode", ["tree", "lookahead"])
+@pytest.mark.parametrize(("mode", "do_sample"), [("tree", True), ("lookahead", False)])
 def test_float32_texts_are_plain_ones(lade_on, products, mode, do_sample):
     model = tiny_llama(torch.float32)
     lade.config_lade(MODE=mode, PACK=1)
@@ -162,28 +161,15 @@ def test_modes_of_the_user_see_no_guess(pack_asked, mode):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_that_differ_are_not_used(lade_on, products, monkeypatch, dtype):
+    """In half precision by one bit."""
     model, multiply = tiny_llama(dtype), packed.multiply
-    monkeypatch.setattr(packed, "multiply", lambda x, w, b: multiply(x, w, b) * (1 + 2**-6))
+    monkeypatch.setattr(packed, "multiply", lambda x, w, b: multiply(x, w, b) * (1 + 2**-7))
     expected = unpacked_text(model)
     lade.config_lade(PACK=1)
     found, stats = generate(model, prompt())
     assert torch.equal(found, expected)
     reason = "is not within rounding of" if dtype == torch.float32 else "differs in its bits from"
     assert reason in stats.reasons.get("packed")
-
-
-def test_a_product_that_could_not_be_compared_is_not_used(small, monkeypatch):
-    """For want of memory, which may pass."""
-    model = nn.ModuleDict({"layer": nn.Linear(64, 32).requires_grad_(False)})
-    layer, packing = layer_of(model, torch.float32, is_exact=True)
-    packing.packed[id(layer.weight)] = packed.pack(-layer.weight)  # would be seen
-    input, difference = torch.randn(4, 64), PackedLinear._difference
-    monkeypatch.setattr(PackedLinear, "_difference", lambda *_: torch.empty(1 << 60))
-    assert torch.equal(layer(input), model["layer"](input))
-    assert packing.shared.trial.num_kinds == 0
-    monkeypatch.setattr(PackedLinear, "_difference", difference)
-    assert torch.equal(layer(input), model["layer"](input))
-    assert packing.shared.trial.num_kinds == 1
 
 
 def unpacked_text(model):
@@ -201,22 +187,6 @@ def layer_of(model, dtype, is_exact):
     return shadow["layer"], packing
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_different_bit_is_found(small, dtype):
-    """In half precision; the same in float32 is rounding."""
-    is_fine = dtype == torch.float32
-    model = nn.ModuleDict({"layer": nn.Linear(64, 32, dtype=dtype).requires_grad_(False)})
-    layer, packing = layer_of(model, dtype, is_exact=is_fine)
-    input = torch.randn(4, 64).to(dtype)
-    with torch.device("meta"):  # products are compared on the host, whatever the default device
-        layer(input)
-    assert (packing.shared.trial.num_kinds, packing.shared.trial.reasons) == (1, {})
-    packing.shared.trial.__init__()
-    packing.packed[id(layer.weight)] = packed.pack(layer.weight * (1 + torch.finfo(dtype).eps))
-    layer(input)
-    assert (not packing.shared.trial.reasons) == is_fine
-
-
 @pytest.mark.parametrize("shape", [(2, 3, 96), (96,)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -224,10 +194,13 @@ def test_a_packed_layer_is_a_linear(small, shape, bias, dtype):
     torch.manual_seed(0)
     # With 64 columns or fewer one element in 10,000 is rounded otherwise in bfloat16, which few comparisons see.
     model = nn.ModuleDict({"layer": nn.Linear(96, 96, bias=bias, dtype=dtype).requires_grad_(False)})
-    layer, _ = layer_of(model, dtype, is_exact=dtype == torch.float32)
+    layer, packing = layer_of(model, dtype, is_exact=dtype == torch.float32)
     assert type(layer) is PackedLinear
     assert type(model["layer"]) is nn.Linear
     assert layer.weight is model["layer"].weight
+    with torch.device("meta"):  # products are compared on the host, whatever the default device
+        layer(torch.randn(shape, dtype=dtype, device="cpu"))
+    assert not packing.shared.trial.reasons
     for input in (torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 192).to(dtype)[..., ::2]):
         expected = model["layer"](input)
         torch.testing.assert_close(layer(input), expected, rtol=1e-5, atol=1e-5) if dtype == torch.float32 else None
@@ -295,17 +268,12 @@ def test_where_packing_gains_nothing(monkeypatch, name):
 
 
 def test_what_gains_nothing_is_packed_if_asked(pack_asked, monkeypatch):
-    """And the copies stay, for other numbers of threads."""
     model = tiny_llama(torch.float32)
     monkeypatch.setattr(packed, "packing_is_needless", lambda dtype: "it gains nothing")
     assert generate(model, prompt())[1].packed_weights == 15
     lade.config_lade(PACK="auto")
     _, stats = generate(model, prompt())
     assert (stats.packed_weights, stats.reasons["packed"]) == (0, "it gains nothing")
-    copies = [copy.packed for copy in copies_of(model).copies.values()]
-    monkeypatch.setattr(packed, "packing_is_needless", lambda dtype: None)
-    assert generate(model, prompt())[1].packed_weights == 15
-    assert all(copy.packed is old for copy, old in zip(copies_of(model).copies.values(), copies, strict=True))
 
 
 OFTEN = "llama mixtral phi3 gpt2 falcon bloom gemma2 deepseek_v2 qwen2_moe gpt_oss lfm2 opt"
@@ -456,8 +424,8 @@ def test_tied_weights_are_packed_once(pack_asked):
     assert compare(model, max_new_tokens=NEW).packed_weights == 15
 
 
-def train(model, **arguments):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **arguments)
+def train(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     ids = prompt()["input_ids"]
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
@@ -473,10 +441,10 @@ def merge_adapter(model):
         assert identity(weight) == before
 
 
-def load(model, **arguments):
+def assign(model):
     torch.manual_seed(5)
     state = {name: torch.randn_like(value) * 0.2 for name, value in model.state_dict().items()}
-    model.load_state_dict(state, **arguments)
+    model.load_state_dict(state, assign=True)
 
 
 def swap_tensors(model):
@@ -487,10 +455,8 @@ def swap_tensors(model):
 
 CHANGES = {
     "training": train,
-    "fused": lambda model: train(model, fused=True),  # which leaves the version counters as they are
     "adapter": merge_adapter,
-    "load": load,
-    "assign": lambda model: load(model, assign=True),
+    "assign": assign,
     "swap": swap_tensors,
     "data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.flip(0)),
     "replaced": lambda model: setattr(model, "lm_head", nn.Linear(48, 61, bias=False, dtype=model.dtype)),
@@ -504,7 +470,6 @@ def test_changed_weights_are_packed_anew(lade_on, products, change, dtype):
     model = tiny_llama(dtype, vocab_size=61)
     lade.config_lade(PACK=1, SHARE=0)
     before, _ = generate(model, prompt())
-    copies = copies_of(model).copies
     CHANGES[change](model)
     expected = unpacked_text(model)
     lade.config_lade(PACK=1)
@@ -514,12 +479,9 @@ def test_changed_weights_are_packed_anew(lade_on, products, change, dtype):
     assert torch.equal(found, expected)
     assert not torch.equal(found, before)
     assert stats.packed_weights == 15
-    assert any(copies_of(model).copies.get(key) is not copy for key, copy in copies.items())
-    weights = {id(weight): weight for weight in model.parameters()}
-    assert all(copy.is_current(weights[key]) for key, copy in copies_of(model).copies.items())
 
 
-SHAPES = {torch.float32: [(5, 7), (9, 8)], torch.bfloat16: [(5, 7), (5, 6), (9, 16), (3, 1), (520, 2064)]}
+SHAPES = {torch.float32: [(5, 7), (9, 8)], torch.bfloat16: [(5, 7), (5, 6), (3, 1), (520, 2064)]}
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(dtype, shape) for dtype, shapes in SHAPES.items() for shape in shapes])
@@ -628,18 +590,6 @@ def test_what_does_not_fit_is_not_packed(lade_on, products, monkeypatch):
     _, stats = generate(model, prompt())
     assert stats.packed_weights == 15
     assert "memory" not in (stats.reasons.get("packed") or "")  # on some machines the bits of one product differ
-
-
-def test_changes_are_noticed_whatever_memory_allows(lade_on, products, monkeypatch):
-    counts = []
-    for free in (0, 1 << 40):
-        monkeypatch.setattr(packed, "free_bytes", lambda free=free: free)
-        model = tiny_llama(DTYPE)
-        for _ in range(3):
-            generate(model, prompt())
-            merge_adapter(model)
-        counts.append((copies_of(model).num_tokens, copies_of(model).is_planned))
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(("free", "pack", "count"), [(0, "auto", 0), (0, 1, 0), (None, "auto", 0), (None, 1, 15)])
