@@ -80,18 +80,6 @@ def test_kinds_and_batches_have_tables_of_their_own():
     assert costs_of(batch_size=8).cost(8) > costs.cost(8) == own
 
 
-def test_what_is_assumed(monkeypatch):
-    for dtype in (torch.float32, torch.bfloat16):
-        model = tiny_llama(dtype)
-        alone, eight = assumed_costs(model, (), 1), assumed_costs(model, (), 8)
-        assert alone[1] == eight[1] == 1.0
-        assert eight[8] > alone[8]  # 64 tokens beside 8, not 8 beside 1
-        for table in (alone, eight):
-            assert list(table.values()) == sorted(table.values())
-    model.to("meta")
-    assert assumed_costs(model, (), 1)[64] < 1.2
-
-
 def test_what_is_assumed_of_the_processor(monkeypatch):
     """A cheap block takes instructions for its dtype."""
     monkeypatch.setattr(step_costs, "SMALL_BYTES", 0)
@@ -114,12 +102,13 @@ def test_what_is_assumed_of_the_processor(monkeypatch):
     assert are_cheap() == [True, False, False]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert are_cheap() == [False, False, False]
+    assert assumed_costs(single.to("meta"), (), 1)[64] < 1.2  # a GPU
 
 
 # Where blocks are padded to a few sizes, these are what the policy chooses from.
 
 
-@pytest.mark.parametrize("num_guesses", [0, 1, 6, 7, 8, 14, 15, 20, 31, 63])
+@pytest.mark.parametrize("num_guesses", [0, 7, 8, 20, 63])
 def test_a_tree_that_fills_no_size_goes_into_the_next(num_guesses, table):
     """Guesses that are sure: all of them are worth it where a larger block costs hardly more."""
     table({8: 1.0, 16: 1.01, 32: 1.02, 64: 1.03})
@@ -129,14 +118,6 @@ def test_a_tree_that_fills_no_size_goes_into_the_next(num_guesses, table):
     found = choose_size(compared_sizes(costs.offers(64), expected, 1))
     assert found == next(size for size in PADDED if size > num_guesses)
     assert max(size for size, _, _ in compared_sizes(costs.offers(64), expected, 1)) == found
-
-
-def test_a_larger_size_that_does_not_pay_is_not_chosen(table):
-    table({8: 1.0, 16: 3.0, 32: 6.0, 64: 12.0})
-    assert choose_size(compared_sizes(costs_of(sizes=PADDED).offers(64), [0.4 * k for k in range(12)], 1)) == 8
-    table(None)
-    one = costs_of(sizes=(4,))
-    assert choose_size(compared_sizes(one.offers(4), [0.0, 0.5], 1)) == 4
 
 
 # Files.
@@ -258,11 +239,12 @@ def script(dtype=torch.bfloat16, num_calls=2, length=50, **arguments):
     return texts, blocks
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("settings", "arguments"), [(TREE, {"do_sample": True, "temperature": 0.8}), (WINDOW, {})], ids=["tree", "window"]
+    ("settings", "dtype", "arguments"),
+    [(TREE, torch.bfloat16, {"do_sample": True, "temperature": 0.8}), (WINDOW, torch.float32, {})],
+    ids=["tree", "window"],
 )
-def test_every_run_has_the_same_steps(lade_on, cache, settings, arguments, dtype, monkeypatch):
+def test_every_run_has_the_same_steps(lade_on, cache, settings, dtype, arguments, monkeypatch):
     """Whatever a clock says: here each reading is some random time later than the last."""
     now, numbers = [0.0], random.Random(0)
 
