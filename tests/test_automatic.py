@@ -21,8 +21,6 @@ from lade.common.tolerance import TOLERANCE
 from lade.config import LookaheadConfig
 from lade.drafting.step_costs import StepCosts
 from lade.forward import base as forward_base
-from lade.forward.base import BlockCall, path_for
-from lade.forward.cuda import buffer_pool as kept
 from lade.forward.cuda import kernel as kernels
 from lade.forward.cuda import path as cuda_path
 from lade.forward.cuda import proof
@@ -31,7 +29,6 @@ from lade.forward.cuda import static_shapes as fixed
 from lade.forward.cuda.kernel import reference_block_attention, self_check
 from lade.forward.cuda.path import largest_head_dim, slow_kernel_reason
 from lade.models import base
-from lade.stats import GenerationStats
 from lade.switch import current_config
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
@@ -146,28 +143,30 @@ def test_a_kind_of_gpu_that_has_been_checked(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "__version__", "2.11.0a0+git1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    assert proof.is_proven(CUDA, "graph")
-    assert proof.is_proven(CUDA, "kernel")
-    assert not proof.is_proven(CPU, "graph")
+
+    def proven(device=CUDA):
+        return proof.is_proven(device, "graph"), proof.is_proven(device, "kernel")
+
+    assert (proven(), proven(CPU)) == ((True, True), (False, False))
     proof.store_proof(CUDA, {"graph": False, "kernel": True})
-    assert not proof.is_proven(CUDA, "graph")
-    assert proof.is_proven(CUDA, "kernel")
-    proof.path_of(CUDA).unlink()
-    proof.path_of(CUDA).mkdir()  # cannot be read
-    assert proof.is_proven(CUDA, "graph")
+    assert proven() == (False, True)
     monkeypatch.setenv("LADE_CACHE", "0")
-    assert proof.is_proven(CUDA, "graph")
-    for number, uses in {(10, 0): (True, False), (8, 0): (True, False), (7, 5): (False, False)}.items():
+    for number, uses in {
+        (10, 0): (True, False),
+        (8, 0): (True, False),
+        (7, 5): (False, False),
+        (9, 0): (True, True),
+    }.items():
         capability[0] = number
-        assert (proof.is_proven(CUDA, "graph"), proof.is_proven(CUDA, "kernel")) == uses
-    capability[0] = (9, 0)
-    assert proof.is_proven(CUDA, "graph")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.version, "hip", "7.0")
-        assert not proof.is_proven(CUDA, "graph")
-    for name in ("2.10.1+cu128", "ours"):
-        monkeypatch.setattr(torch, "__version__", name)
-        assert not proof.is_proven(CUDA, "graph")
+        assert proven() == uses
+    for owner, name, value in (
+        (torch.version, "hip", "7.0"),
+        (torch, "__version__", "2.10.1"),
+        (torch, "__version__", "ours"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert proven() == (False, False)
 
 
 def test_short_calls_capture_once_they_have_asked_for_enough(model, on_cuda):
@@ -180,13 +179,6 @@ def test_short_calls_capture_once_they_have_asked_for_enough(model, on_cuda):
     with lade.enabled(DETERMINISTIC=1):
         assert run(model, max_new_tokens=half).captured_steps == 0
     assert run(model, max_new_tokens=half).captured_steps > 0
-
-
-def test_calls_for_one_token_do_not_count(model, on_cuda):
-    """They have no blocks."""
-    for _ in range(fixed.MIN_NEW_TOKENS):
-        model.generate(**prompt(), max_new_tokens=1, do_sample=False)
-    assert run(model, max_new_tokens=fixed.MIN_NEW_TOKENS // 2).captured_steps == 0
 
 
 MODES = pytest.mark.parametrize("mode", ["lookahead", "tree"])
@@ -254,17 +246,6 @@ def test_a_failure_is_not_tried_again(model, on_cuda, monkeypatch):
     assert len(tried) > 1
 
 
-def test_memory_may_be_there_again(model, on_cuda, monkeypatch):
-    def refuse(forward):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    lade.config_lade(MODE="tree")
-    with monkeypatch.context() as patch:
-        patch.setattr(fixed, "capture", refuse)
-        assert "out of memory" in run(model).reasons.get("graph")
-    assert run(model).captured_steps > 0
-
-
 @pytest.mark.parametrize("good_uses", [1, 2], ids=["the-first", "and-the-second"])
 def test_a_graph_that_remembers_its_first_inputs(good_uses, model, on_cuda, monkeypatch):
     """As if the model had baked them in as numbers; good_uses: blocks that it computes."""
@@ -305,11 +286,6 @@ def test_what_a_step_costs_depends_on_the_way(on_cuda, kernel, monkeypatch):
         lade.config_lade(**settings)
         run(model)
         assert set(kinds) == {(), kind}
-
-
-def test_buffers_kept_are_a_share_of_the_devices_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
-    assert kept.kept_bytes(CUDA) == int(kept.KEPT_SHARE * 2**30)
 
 
 def test_the_kernel_by_itself(model, on_cuda, kernel):
@@ -387,6 +363,8 @@ def test_a_wrong_kernel_serves_nobody(wrong, mode, model, on_cuda, kernel, monke
         num_tried.append(len(kernel.calls))
     assert num_tried[0] == num_tried[1] <= num_kinds()  # once for each kind of call
     assert stats.captured_steps == stats.steps - 1
+    lade.config_lade(USE_FLASH=0)
+    assert run(model).reasons.get("kernel") is None  # which was not asked for
 
 
 def test_a_wrong_kernel_would_be_seen(model, on_cuda, kernel, monkeypatch):
@@ -421,22 +399,19 @@ def test_tolerance(dtype):
     assert self_check.problem_of(reference_block_attention(**inputs), **inputs) is None
 
 
-def test_the_capacity_of_a_cache_makes_no_other_kind(kernel):
-    """Nor the part of it that an ordinary forward sees: nothing is compiled or tried for them."""
-    inputs = attention_inputs()
-    for size in (64, 50, 35, 512):
-        states = {name: inputs[name].repeat(1, 1, 8, 1)[:, :, :size] for name in ("keys", "values")}
-        self_check.checked(kernel, **inputs | states)
-    assert num_kinds() == 1
-
-
 def test_each_kind_of_call_is_tried(kernel):
-    """Also larger tiles: each is another kernel to Triton, and may be one too large for this GPU."""
+    """Also larger tiles: each is another kernel to Triton, and may be one too large for this GPU. The capacity of a
+    cache, or the part of it that an ordinary forward sees, makes no other kind."""
     calls = [{}, {"q": 7}, {"q": 9}, {"group": 4}, {"dim": 32}, {"dtype": BF16}, {"softcap": 5.0}, {"has_sinks": True}]
     for options in calls * 2:
         assert self_check.checked(kernel, **attention_inputs(**options)).isfinite().all()
     assert num_kinds() == len(calls) - 1  # 5 and 7 tokens have the same tile
     assert len(kernel.calls) == 2 * len(calls) + num_kinds()  # and the self-checks
+    inputs = attention_inputs()
+    for size in (50, 35, 512):
+        states = {name: inputs[name].repeat(1, 1, 8, 1)[:, :, :size] for name in ("keys", "values")}
+        self_check.checked(kernel, **inputs | states)
+    assert num_kinds() == len(calls) - 1
 
 
 def test_nothing_is_tried_during_a_capture(kernel, monkeypatch):
@@ -454,16 +429,6 @@ def test_nothing_is_tried_during_a_capture(kernel, monkeypatch):
     assert len(kernel.calls) == 1
     monkeypatch.undo()
     assert not self_check.is_capturing(CPU)
-
-
-def test_a_kernel_not_asked_for_is_not_blamed(model, kernel):
-    """A problem that an earlier call had says nothing about one without the kernel."""
-    self_check._trial.reasons[CPU, F64, ()] = "wrong"
-    stats = GenerationStats()
-    path_for(BlockCall(adapter=base.ModelAdapter(model), stats=stats, device=CPU)).close(0)
-    assert stats.reasons.get("kernel") is None
-    lade.config_lade(USE_FLASH=1)
-    assert run(model).reasons.get("kernel") == "wrong"
 
 
 @pytest.mark.gpu
