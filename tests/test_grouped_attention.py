@@ -6,14 +6,13 @@ import pytest
 import torch
 from support import compare, generate_plain, padded_prompt, prompt, tiny, tiny_llama
 from torch.nn import functional
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import lade
 from lade.common.compat import sdpa_attention_forward
 from lade.forward.base import BlockCall, path_for
-from lade.forward.cpu import grouped_attention, packed, path
+from lade.forward.cpu import grouped_attention
 from lade.forward.cpu.grouped_attention import grouped_attention_forward, has_same_bits
-from lade.forward.cpu.packed import copies_of
 from lade.models import adapter_for
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -184,23 +183,3 @@ def test_a_wrong_attention_would_be_seen(lade_on, monkeypatch):
     wrong = SimpleNamespace(scaled_dot_product_attention=lambda *given, **named: -stock(*given, **named))
     monkeypatch.setattr(grouped_attention, "functional", wrong)
     assert not torch.equal(model.generate(**prompt(), max_new_tokens=NEW), expected)
-
-
-@needs_kernel
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_with_copies_of(lade_on, calls, monkeypatch, dtype):
-    """In bfloat16, too, texts and sizes of blocks are those with repeated keys and values."""
-    monkeypatch.setattr(packed, "least_elements", lambda dtype: 1)
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_key_value_heads": 2}
-    model = tiny(Qwen2ForCausalLM, Qwen2Config, dtype, **sizes)
-    lade.config_lade(PACK=1, DETERMINISTIC=1, SHARE=0)
-    found = []
-    for groups in (False, True):
-        monkeypatch.setattr(path, "can_group", lambda adapter, groups=groups: groups)
-        text = model.generate(**prompt(), max_new_tokens=NEW, do_sample=False)
-        stats = lade.last_stats()
-        assert stats.packed_weights == (15 if packed.packing_error(dtype) is None else 0)
-        assert bool(calls) == groups
-        found.append((text.tolist(), stats.block_tokens))
-    assert found[0] == found[1]
-    copies_of(model).drop()
