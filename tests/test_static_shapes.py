@@ -9,6 +9,7 @@ import gc
 import re
 import shutil
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ import torch
 from support import compare, generate_plain, in_threads, note_calls, padded_prompt, prompt, tiny, tiny_llama
 from support.families import FAMILIES
 from support.graphs import Tape, kept_buffers
-from support.static_shapes import NEW, check, check_captured
 from torch.utils._pytree import tree_map
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache, Gemma2Config, Gemma2ForCausalLM
 
@@ -32,6 +32,19 @@ from lade.models import ModelAdapter
 from lade.stats import tracing
 
 pytestmark = pytest.mark.usefixtures("static_blocks")
+NEW = {"max_new_tokens": 32}
+
+
+def check(model, inputs=None, is_compiled=True, is_captured=False, **arguments):
+    """`compare`, with fewer steps than tokens, and every block went the way it was to go."""
+    stats = compare(model, inputs, **NEW | arguments)
+    assert stats.steps < stats.generated_tokens
+    assert stats.compiled_steps == (stats.steps - 1 if is_compiled else 0)
+    assert stats.captured_steps == (stats.steps - 1 if is_captured else 0)
+    return stats
+
+
+check_captured = partial(check, is_compiled=False, is_captured=True)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 alone.
 
 `comparison`, `models` and `processes` are re-exported. `families` is the table of small random models, `ranks` the
-processes of tests/test_parallel.py, `graphs` the stand-ins for CUDA graphs, `static_shapes` the comparisons that go
-with them. `guard_pages` and `compile_kernels` are programs. Fixtures that more than one file takes are in `fixtures`.
+processes of tests/test_parallel.py, `graphs` the stand-ins for CUDA graphs. `guard_pages` and `compile_kernels` are
+programs. Fixtures that more than one file takes are in `fixtures`.
 """
 
 from support.comparison import compare, in_threads, note_calls, run_both
