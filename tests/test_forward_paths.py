@@ -1,29 +1,9 @@
-"""Which path runs a call's blocks, and the gate that each faster way has to pass."""
+"""What a path of a call's blocks imports, and the gate that each faster way has to pass."""
 
 import torch
-from support import compare, forked, tiny_llama
+from support import forked
 
-import lade
 from lade.common.trial import NotUsed, Trial, in_short
-from lade.forward import base
-from lade.forward.base import ForwardPath
-
-
-def test_a_path_of_ones_own(lade_on, monkeypatch):
-    """One more class in the list is all that an accelerator needs."""
-    model, blocks = tiny_llama(), []
-
-    class Counting(ForwardPath):
-        kind = ("counting",)
-
-        def forward(self, block, cache):
-            blocks.append(block.tokens.shape[1])
-            return super().forward(block, cache)
-
-    monkeypatch.setattr(base, "resolve_name", lambda name: Counting)
-    compare(model, max_new_tokens=30)
-    assert blocks == lade.last_stats().block_tokens
-    assert max(blocks) > 1
 
 
 def test_a_call_on_a_cpu_imports_nothing_for_gpus():
