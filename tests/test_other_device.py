@@ -111,7 +111,6 @@ def generate(model, batch_size=1, padding=0, max_new_tokens=NEW, **arguments):
         {"do_sample": False},
         {"do_sample": True, "top_k": 20},
         {"do_sample": False, "batch_size": 3, "padding": 5},
-        {"do_sample": True, "batch_size": 2},
         {"do_sample": False, "min_new_tokens": 3},
     ],
     ids=str,

@@ -18,9 +18,8 @@ def model():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"]
+    ("arguments", "batch_size"), [({"do_sample": False}, 1), ({"do_sample": True, "top_k": 20}, 2)]
 )
-@pytest.mark.parametrize("batch_size", [1, 2])
 def test_trees(arguments, batch_size, model, graphs):
     lade.config_lade(**TREE, CUDA_GRAPH=1)
     found = lade.warmup(model, 24, 40, batch_size, **arguments)
