@@ -65,7 +65,7 @@ def difference(model, inputs):
 def test_block_logits_are_plain_ones(name, calls):
     model = MODELS[name]()
     inputs = prompt(batch_size=3) if model.config._attn_implementation == "eager" else padded_prompt()
-    assert difference(model, inputs) < (1e-6 if name == "gemma2" else 1e-10)  # whose eager softmax is float32's
+    assert difference(model, inputs) < (1e-5 if name == "gemma2" else 1e-10)  # whose eager softmax is float32's
     stats = lade.last_stats()
     assert stats.used_kernel
     assert len(calls) == (stats.steps - 1) * model.config.num_hidden_layers
