@@ -128,7 +128,7 @@ MUTANTS = [
            "requests.py"),
     mutant("requests: a boundary one token late", "models/phi3.py",
            "if length <= boundary < request.max_length - 1:", "if length <= boundary < request.max_length - 2:",
-           "phi3.py"),
+           "models.py::test_phi3_up_to_its_boundary"),
     mutant("hooks: a mode of torch is not seen", "models/foreign.py",
            "is_hooked=bool(modes) or not all(", "is_hooked=not all(",
            "packed.py::test_modes_of_torch_see_each_product"),

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from accelerate import dispatch_model
-from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, tiny_llama
+from support import ROOT, VOCAB, compare, generate_plain, in_threads, note_calls, prompt, run_both, tiny_llama
 from support.families import named
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flex_attention
@@ -17,19 +17,17 @@ import lade
 from lade import models
 from lade.common.compat import CACHE_NAME
 from lade.common.tolerance import MASK_EFFECT_RATIO
-from lade.models import ModelAdapter, training
+from lade.models import ModelAdapter
 from lade.models.self_check import checking_at_once, trial_errors
-from lade.models.shadow import shadow_model
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "initializer_range": 0.3}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch, lade_on):
+def registry(monkeypatch, small_block):
     monkeypatch.setattr(models, "_adapters", dict(models._adapters))
     monkeypatch.setattr(models, "_vouched_for", set())
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
 
 
 class UnknownConfig(LlamaConfig):
@@ -135,25 +133,6 @@ def test_the_trial_waits_until_it_is_a_small_part(monkeypatch, caplog):
     assert not [record for record in caplog.records if "plain generate()" in record.message]
 
 
-def test_a_call_that_waits_runs_no_trial_of_training_mode(monkeypatch):
-    """In which peft leaves its adapters."""
-    monkeypatch.setattr(models.self_check, "PAYS", PAYS)
-    model, tried = build(Obedient).train(), note_calls(monkeypatch, training, "training_reason")
-    compare(model, reason=models.self_check.WAITS, max_new_tokens=8)
-    assert not tried
-    with checking_at_once(1):
-        compare(model, max_new_tokens=8)
-    assert tried
-
-
-def test_calls_that_training_mode_rules_out_earn_no_trial(monkeypatch):
-    monkeypatch.setattr(training, "training_reason", lambda adapter: "it draws numbers")
-    model = build(Obedient).train()
-    for _ in range(3):
-        compare(model, reason="it draws numbers", max_new_tokens=8)
-    assert models.self_check._asked.of(model) == []
-
-
 def test_a_wrapped_model_is_warmed_up(monkeypatch):
     """As peft's are, whose generate() ends in that of the model inside."""
     monkeypatch.setattr(models.self_check, "PAYS", PAYS)
@@ -198,20 +177,6 @@ def test_layers_with_another_attention_than_the_model_says():
     compare(model, reason="its layers say 'eager'")
 
 
-def test_a_name_alone_does_not_make_a_family():
-    """The class is another, so its code is tried out as any other's."""
-    model = build(Obedient)
-    model.config.model_type = "mpt"
-    compare(model, max_new_tokens=20)
-
-
-def test_a_hook_that_is_a_plain_function():
-    model = named("phi3").build()
-    original = model.prepare_inputs_for_generation
-    model.prepare_inputs_for_generation = functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs))
-    compare(model, reason="of its own", max_new_tokens=8)
-
-
 def test_guesses_have_embeddings():
     """A head wider than the embedding: what no embedding exists for is no guess either."""
     model = tiny_llama(tie_word_embeddings=False)
@@ -247,7 +212,7 @@ def test_hooks_on_modules_that_a_view_replaces(name, path):
     handle.remove()
 
 
-def test_a_changed_view_is_a_view(lade_on):
+def test_a_changed_view_is_a_view():
     """An adapter that says how its shadow model differs need not say that it needs one."""
 
     class Changed(ModelAdapter):
@@ -273,15 +238,38 @@ def test_what_a_family_cannot_show(name, arguments, reason):
     compare(named(name).build(), reason=reason, max_new_tokens=12, **arguments)
 
 
-def test_phi3_goes_over_its_boundary_from_a_cache():
+BOUNDARY = 40  # where the frequencies of Phi-3 switch
+
+
+@pytest.fixture
+def phi3():
     model = named("phi3-longrope-across").build()
-    cached = model.config.original_max_position_embeddings
-    cache = DynamicCache(config=model.config)
-    first = generate_plain(model, prompt(cached), max_new_tokens=1, past_key_values=cache)
+    assert model.config.original_max_position_embeddings == BOUNDARY
+    return model
+
+
+@pytest.mark.parametrize("num_slots", [BOUNDARY, BOUNDARY + 1])
+def test_phi3_up_to_its_boundary(phi3, num_slots):
+    """The last token never goes through the model, so that a text may be one token longer than the boundary."""
+    reason = run_both(phi3, max_new_tokens=num_slots + 1 - 24).fallback_reason
+    assert reason is None if num_slots == BOUNDARY else "whole cache change" in reason
+
+
+def test_phi3_goes_over_its_boundary_from_a_cache(phi3):
+    cache = DynamicCache(config=phi3.config)
+    first = generate_plain(phi3, prompt(BOUNDARY), max_new_tokens=1, past_key_values=cache)
     longer = torch.cat([first, prompt(6)["input_ids"]], dim=1)
     inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
-    reason = "the model computes it anew"
-    compare(model, inputs, reason, cache=lambda: copy.deepcopy(cache), max_new_tokens=12)
+    compare(phi3, inputs, "computes it anew", cache=lambda: copy.deepcopy(cache), max_new_tokens=12)
+
+
+def test_a_callers_empty_cache_stays_empty_behind_phi3s_boundary(phi3):
+    """The model makes another one, unless the caller's has no layers yet."""
+    caches = [DynamicCache(config=phi3.config) for _ in range(2)]
+    compare(phi3, prompt(BOUNDARY + 8), "computes it anew", cache=iter(caches).__next__, max_new_tokens=12)
+    assert [cache.get_seq_length() for cache in caches] == [0, 0]
+    for cache in (None, DynamicCache):
+        assert compare(phi3, prompt(BOUNDARY + 8), cache=cache, max_new_tokens=12).steps < 12
 
 
 def test_a_soft_cap_is_left_to_eager_attention(flash):
@@ -359,24 +347,6 @@ def test_flex_attention(monkeypatch):
     assert flex.config._attn_implementation == "flex_attention"
 
 
-def test_a_view_shares_weights_and_hooks_but_not_changes(model):
-    calls = []
-    handle = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    view = shadow_model(model, attention="eager")
-    handle.remove()
-    assert view.config._attn_implementation == "eager"
-    assert view.model.layers[0].self_attn.config is view.model.config
-    assert model.config._attn_implementation == "sdpa"
-    assert all(ours is theirs for ours, theirs in zip(view.parameters(), model.parameters(), strict=True))
-    view.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(2))
-    del view.model.layers[1]
-    model(**prompt())
-    assert calls == []
-    assert len(model.model.layers) == 2
-    view(**prompt())
-    assert calls == [2, 1]
-
-
 def test_views_of_one_model_in_threads(flash):
     """Each call has its own view."""
     inputs = [prompt(seed=seed) for seed in range(3)]
@@ -394,15 +364,12 @@ def parts_on_disk(model, tmp_path):
     return dispatch_model(model, rest | layers, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_models_dispatched_by_accelerate(tmp_path, name):
+@pytest.mark.parametrize(("name", "reason"), [("llama", None), ("gemma2", None), ("gpt_neo", "dispatched")])
+def test_models_dispatched_by_accelerate(tmp_path, name, reason):
+    """Those that need no shadow model are served."""
     dispatched = parts_on_disk(named(name).build(), tmp_path)
     assert "disk" in set(dispatched.hf_device_map.values())
-    compare(dispatched, max_new_tokens=30)
-
-
-def test_a_dispatched_model_that_needs_a_view_falls_back(tmp_path):
-    compare(parts_on_disk(named("gpt_neo").build(), tmp_path), reason="dispatched", max_new_tokens=12)
+    compare(dispatched, reason=reason, max_new_tokens=30)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -412,16 +379,10 @@ def test_dynamic_int8(model):
     compare(quantised, reason="dynamic int8", max_new_tokens=40)
 
 
-def test_a_trial_leaves_nothing_for_the_call(lade_on):
+def test_a_trial_leaves_nothing_for_the_call():
     """The adapter that tried a model out holds a view and masks of the trial's block."""
 
-    class Ordinary(torch.nn.Linear):
-        """Somebody else's, which makes a trial necessary."""
-
     model = named("lfm2").build()
-    layer = model.model.layers[0].feed_forward
-    other = Ordinary(layer.w1.in_features, layer.w1.out_features, bias=False).to(layer.w1.weight.dtype)
-    other.weight.data.copy_(layer.w1.weight)
-    layer.w1 = other
+    model.model.layers[0].feed_forward.w1.__class__ = type("SomebodyElses", (torch.nn.Linear,), {})
     for _ in range(2):  # the first call tries the model
         compare(model, max_new_tokens=20)

@@ -21,10 +21,7 @@ import lade
 from lade import augment
 from lade.models import adapter_for
 
-
-@pytest.fixture(autouse=True)
-def small_block(lade_on):
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
+pytestmark = pytest.mark.usefixtures("small_block")
 
 
 def reason_of(model):
@@ -40,10 +37,9 @@ def reason_of(model):
 
 def test_peft_prompt_tuning():
     """It puts a method of its own on the model for the time of a call; this is a stand-in for it."""
-
-    model = tiny_llama()
+    model = named("phi3").build()  # whose own method is known
     stock = model.prepare_inputs_for_generation
-    model.prepare_inputs_for_generation = lambda *args, **kwargs: stock(*args, **kwargs)
+    model.prepare_inputs_for_generation = functools.wraps(stock)(lambda *args, **kwargs: stock(*args, **kwargs))
     assert "prepare_inputs_for_generation of its own" in reason_of(model)
     model.prepare_inputs_for_generation = types.MethodType(_of_peft(stock), model)
     assert "PEFT's prompt and prefix tuning" in reason_of(model)
