@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from support import assert_same_state, compare, generate_plain, note_calls, prompt, tiny_llama
+from support import assert_same_state, generate_plain, prompt, tiny_llama
 from torch import nn
 
 import lade
 from lade.forward.cpu import packed
-from lade.models import foreign, self_check
+from lade.models import foreign
 
 
 class Adapted(nn.Module):
@@ -50,28 +50,18 @@ def model(lade_on, monkeypatch):
     return model
 
 
-@pytest.fixture
-def trials(monkeypatch):
-    """What was tried out."""
-    return note_calls(monkeypatch, self_check, "trial_errors")
-
-
 def assert_same(model, twin):
     """A call of both gives the same text and leaves the same weights. Returns the statistics of lade's."""
     expected = generate_plain(twin, prompt(), max_new_tokens=40)
     assert torch.equal(model.generate(**prompt(), max_new_tokens=40), expected)
     assert_same_state(model, twin)
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
     stats = lade.last_stats()
     assert stats.fallback_reason is None
     assert max(stats.block_tokens) > 1
     return stats
 
 
-needs_packing = pytest.mark.skipif(packed.packing_error(torch.float32) is not None, reason="oneDNN packs nothing here")
-
-
-@needs_packing
+@pytest.mark.skipif(packed.packing_error(torch.float32) is not None, reason="oneDNN packs nothing here")
 def test_plain_lora_is_known(model, trials):
     """It computes each token by itself: nothing is tried out, and the weights inside are packed."""
     assert assert_same(model, copy.deepcopy(model)).packed_weights == 15 + 4
@@ -99,21 +89,12 @@ def test_merged_adapters_that_are_disabled(model, is_training, is_known):
     twin = copy.deepcopy(model)
     if is_known:
         assert_same(model, twin)
-    for each in (model, twin):
-        for layer in each.model.layers:
-            layer.self_attn.q_proj.merge()
+    adapted = [layer.self_attn.q_proj for each in (model, twin) for layer in each.model.layers]
+    for layer in adapted:
+        layer.merge()
     if is_known:
         assert_same(model, twin)
-    for each in (model, twin):
-        for layer in each.model.layers:
-            layer.self_attn.q_proj.disable_adapters = True
+    for layer in adapted:
+        layer.disable_adapters = True
     for _ in range(2):
         assert_same(model, twin)
-
-
-@pytest.mark.parametrize("value", [None, True, "merged"])
-def test_an_attribute_of_that_name_that_is_no_list(lade_on, value):
-    model = tiny_llama().train()
-    model.lm_head.merged_adapters = value
-    compare(model, max_new_tokens=8)
-    assert model.lm_head.merged_adapters is value

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from support import compare, generate_plain, note_calls, prompt, tiny_llama
+from support import compare, generate_plain, prompt, tiny_llama
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -38,12 +38,6 @@ def settings(lade_on):
 @pytest.fixture
 def model():
     return tiny_llama()
-
-
-@pytest.fixture
-def trials(monkeypatch):
-    """What was tried out."""
-    return note_calls(monkeypatch, self_check, "trial_errors")
 
 
 def check(model, reason=None, inputs=None, **arguments):
@@ -506,18 +500,3 @@ def test_logits_of_minus_infinity(model, trials):
     model.forward = lade.allow_hook(forbidding)
     check(model)
     assert trials
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_two_modules_of_one_name(is_first):
-    """Each one's eager attention counts: a module may be loaded twice, and only one of the two be patched."""
-
-    def loaded(attention):
-        space = {"__name__": "transformers.models.twice", foreign.EAGER: attention}
-        exec("def forward(self): pass", space)
-        return type("Attention", (nn.Module,), {"forward": space["forward"], "__module__": space["__name__"]})
-
-    parts = [loaded(lambda *_: None)(), loaded(EAGER)()]
-    code = foreign.code_of(parts if is_first else parts[::-1], ["eager"])
-    assert len(code.functions) == 1
-    assert not foreign.code_of([loaded(EAGER)(), loaded(EAGER)()], ["eager"]).functions

@@ -15,6 +15,7 @@ from lade.common import notices
 from lade.common.compat import require_names
 from lade.config import MODES, LookaheadConfig
 from lade.models import foreign, self_check
+from support.comparison import note_calls
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
 from support.processes import BUNDLED, ROOT
@@ -101,6 +102,12 @@ def lade_on(monkeypatch):
     lade.config_lade(ADAPTIVE=0)  # what pays is a matter of time, and tests are to do the same each time
     yield
     lade.restore_all()
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """What was tried out."""
+    return note_calls(monkeypatch, self_check, "trial_errors")
 
 
 @pytest.fixture
