@@ -171,27 +171,3 @@ def test_a_processor_that_is_patched(monkeypatch):
     seen = note_calls(monkeypatch, kind, "__call__", lambda self, ids, scores: ids.shape)
     compare(tiny_llama(), prompt(12, batch_size=3), max_new_tokens=20, do_sample=True, top_k=5)
     assert seen[:20] == seen[20:]
-
-
-# Forwards that somebody else has put on a module.
-
-
-def test_a_forward_on_a_module_meets_no_guesses():
-    """A controller that changes activations at its third call: no self-check tells it, and it sees no trial blocks."""
-    model, trace = tiny_llama(), []
-    mlp = model.model.layers[0].mlp
-    stock = mlp.forward
-
-    def controlled(x):
-        trace.append(x.shape[1])
-        return stock(x) * (-9.0 if len(trace) % 22 == 3 else 1.0)
-
-    compare(model, prompt(16), max_new_tokens=22)
-    ordinary = generate_plain(model, prompt(16), max_new_tokens=22)
-    mlp.forward = controlled
-    compare(model, prompt(16), "controlled, put in place of a forward,", max_new_tokens=22)
-    assert trace == [16, *[1] * 21] * 2
-    assert not torch.equal(generate_plain(model, prompt(16), max_new_tokens=22), ordinary)
-    recorder = lambda x: stock(x)  # noqa: E731
-    mlp.forward = lade.allow_hook(recorder)
-    compare(model, prompt(16), max_new_tokens=22)
