@@ -5,13 +5,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support import compare, generate_plain, inference_tensors, prompt, tiny_llama
+from support.families import rope
 
 import lade
 from lade.models.base import ModelAdapter
 
 
 @pytest.fixture
-def modes(monkeypatch, lade_on):
+def modes(monkeypatch, small_block):
     """Whether each block so far ran in inference mode."""
     found, run = [], ModelAdapter.ordinary_forward
 
@@ -21,7 +22,6 @@ def modes(monkeypatch, lade_on):
         return outputs
 
     monkeypatch.setattr(ModelAdapter, "ordinary_forward", ordinary_forward)
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=3)
     return found
 
 
@@ -42,14 +42,6 @@ def check(model, modes, expected_mode, inputs=None, context=nullcontext, **argum
     return found
 
 
-def train(model, inputs=None):
-    """One step of training works afterwards."""
-    inputs = prompt(12) if inputs is None else inputs
-    model.train()
-    model(**inputs, labels=inputs["input_ids"]).loss.backward()
-    model.eval()
-
-
 @pytest.mark.parametrize("mode", ["auto", "lookahead"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_blocks_run_in_it(modes, mode, do_sample):
@@ -59,7 +51,6 @@ def test_blocks_run_in_it(modes, mode, do_sample):
     assert modes
     assert all(modes)
     assert not inference_tensors(model)
-    train(model)
 
 
 def test_what_is_returned_may_be_changed(modes):
@@ -84,15 +75,12 @@ def test_an_allowed_hook_may_keep_what_it_sees(modes):
     check(model, modes, False)
     assert "latest" in vars(model.model.layers[0].mlp)
     assert not inference_tensors(model)
-    train(model)
 
 
 def test_frequencies_that_follow_the_length(modes):
-    ropes = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    model = tiny_llama(max_position_embeddings=64, rope_parameters=ropes)
+    model = tiny_llama(max_position_embeddings=64, rope_parameters=rope("dynamic", factor=2.0))
     check(model, modes, False, prompt(56))
     assert not inference_tensors(model)
-    train(model, prompt(80))
 
 
 def test_a_cache_that_grows_and_rows_that_part(modes, monkeypatch):

@@ -181,15 +181,6 @@ def test_a_forward_put_in_place_of_a_modules_own(asks):
     compare(model, reason="in training mode" if asks else None)
 
 
-def test_eval_mode_is_not_tried_out(monkeypatch):
-    asked = []
-    monkeypatch.setattr(training, "training_reason", asked.append)
-    compare(tiny_llama())
-    assert not asked
-    compare(tiny_llama().train())
-    assert len(asked) == 1
-
-
 def test_processes_that_wait_for_each_other(monkeypatch):
     """The trial would be a forward that the others do not take part in."""
     monkeypatch.setattr(training, "training_reason", None)
