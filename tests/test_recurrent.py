@@ -21,7 +21,6 @@ from lade.common.compat import STATE_LAYER
 from lade.drafting import register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.models import adapter_for
-from lade.models.recurrent import SHORT_CHUNK
 from lade.models.recurrent_state import INDEX, MAX_WAITING
 from lade.models.self_check import trial_errors
 
@@ -115,26 +114,22 @@ def test_wrong_and_right_guesses(recurrent, share, length, do_sample):
         assert max(stats.block_tokens) == 1 + length  # none ever waits
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-@pytest.mark.parametrize("num_hidden", [0, 3])
-def test_batches_go_in_step(lade_on, num_hidden, share):
-    for name in ("qwen3_next", "falcon_h1"):
-        ends = {"eos_token_id": [7, 8, 9, 10, 11], "pad_token_id": 0}
-        stats = assert_same(built(name), prompts(3, num_hidden), share, max_new_tokens=24, do_sample=True, **ends)
-        assert stats.steps < 24
+@pytest.mark.parametrize(("name", "num_hidden", "share"), [("qwen3_next", 0, 1.0), ("falcon_h1", 3, 0.5)])
+def test_batches_go_in_step(lade_on, name, num_hidden, share):
+    ends = {"eos_token_id": [7, 8, 9, 10, 11], "pad_token_id": 0}
+    stats = assert_same(built(name), prompts(3, num_hidden), share, max_new_tokens=24, do_sample=True, **ends)
+    assert stats.steps < 24
 
 
 @pytest.mark.parametrize("mode", ["tree", "lookahead"])
 def test_lades_own_guesses(recurrent, mode):
     """They are narrowed to chains, without the window."""
     lade.config_lade(MODE=mode)
-    for batch_size in (1, 2):
-        inputs = prompts(batch_size)
-        inputs = {name: value.repeat(1, 2) for name, value in inputs.items()}
-        recurrent.generate(**inputs, max_new_tokens=40, do_sample=False)  # what is remembered helps the next call
-        stats = assert_same(recurrent, inputs, max_new_tokens=40, do_sample=False)
-        assert max(stats.block_tokens) > 1
-        assert stats.steps < 40 or mode == "lookahead"  # whose pool has little of a text that repeats nothing
+    inputs = {name: value.repeat(1, 2) for name, value in prompts(2).items()}
+    recurrent.generate(**inputs, max_new_tokens=40, do_sample=False)  # what is remembered helps the next call
+    stats = assert_same(recurrent, inputs, max_new_tokens=40, do_sample=False)
+    assert max(stats.block_tokens) > 1
+    assert stats.steps < 40 or mode == "lookahead"  # whose pool has little of a text that repeats nothing
 
 
 class EndsAt(StoppingCriteria):
@@ -231,8 +226,7 @@ def test_prompts_in_pieces(lade_on):
 RETURNED = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "output_hidden_states": True}
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("num_hidden", [0, 3])
+@pytest.mark.parametrize(("num_hidden", "share"), [(0, 0.6), (3, 0.0), (3, 1.0)])
 def test_returned_caches(lade_on, num_hidden, share):
     """Two turns, of which the second goes on with the cache of the first."""
     for name in ("qwen3_next", "falcon_h1", "zamba2", "glm_moe_dsa"):
@@ -402,19 +396,3 @@ def test_the_self_check(name, is_masked):
     # A delta rule's states are float32, but on a CPU they are rounded as single tokens round them.
     assert error < (1e-12 if name == "qwen3_next" else 1e-5) * effect
     assert effect > 1
-
-
-def test_blocks_of_mamba_are_padded_little():
-    """On a shadow model: the user's own has its chunks, with which the prompt is computed."""
-    model = built("falcon_h1")
-    sizes = [
-        {part.chunk_size for part in parts.modules() if "chunk_size" in vars(part)}
-        for parts in (adapter_for(model).block_model, model)
-    ]
-    assert sizes == [{SHORT_CHUNK}, {64}]
-
-
-def test_trees_become_chains():
-    tree = TokenTree([[1, 2, 3, 4], [5, 6, 7], [8]], [[-1, -1, 0, 2], [-1, 0, 0], [-1]])
-    assert tree.first_paths([False, False, True]) == TokenTree([[1, 3], [5, 6], []], [[-1, 0], [-1, 0], []])
-    assert tree.first_paths([True] * 3) == TokenTree.empty(3)
