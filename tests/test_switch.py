@@ -156,23 +156,16 @@ def test_other_threads_are_untouched(model):
             assert state() == (True, 8, True)
 
 
-def test_tasks():
-    """Each has its own; one that is started inside inherits."""
-
-    async def inner():
+def test_tasks_inherit():
+    async def size():
         return lade.current_config().max_block
 
-    async def task(size):
-        with lade.enabled(MAX_BLOCK=size):
-            await asyncio.sleep(0)
-            inherited = asyncio.create_task(inner())
-            await asyncio.sleep(0)
-            return await inner(), await inherited
-
     async def main():
-        return await asyncio.gather(task(8), task(16)), await inner()
+        with lade.enabled(MAX_BLOCK=8):
+            task = asyncio.create_task(size())
+        return await task, await size()
 
-    assert asyncio.run(main()) == ([(8, 8), (16, 16)], 64)
+    assert asyncio.run(main()) == (8, 64)
 
 
 # Summaries.

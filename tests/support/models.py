@@ -96,7 +96,9 @@ def inference_tensors(model) -> list[str]:
 
 
 def assert_same_state(model, twin):
-    """All buffers and attributes of all modules are equal; hooks are counted."""
+    """All buffers and attributes of all modules are equal, as are configurations; hooks are counted."""
+    assert model.config.to_dict() == twin.config.to_dict()
+    assert model.generation_config.to_dict() == twin.generation_config.to_dict()
     for (name, part), other in zip(model.named_modules(), twin.modules(), strict=True):
         one, two = vars(part), vars(other)
         assert one.keys() == two.keys(), name
