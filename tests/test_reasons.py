@@ -1,7 +1,6 @@
 """Reasons for a fallback that users of other libraries meet: true, and the same each time."""
 
 import copy
-import dataclasses
 import functools
 import logging
 import re
@@ -140,9 +139,7 @@ def test_observers_of_torch():
     model = tiny_llama(torch.float32)
     for part in model.modules():
         if isinstance(part, torch.nn.Linear):
-            part.qconfig = quantization.QConfig(
-                activation=quantization.MinMaxObserver, weight=quantization.default_weight_observer
-            )
+            part.qconfig = quantization.QConfig(quantization.MinMaxObserver, quantization.default_weight_observer)
     quantization.prepare(model, inplace=True)
     assert "_observer_forward_hook would see guesses" in reason_of(model)
 
@@ -151,17 +148,15 @@ def test_layers_whose_configurations_differ():
     """Gemma 4 with fewer key heads in its global layers is served, a window of one layer alone is not."""
     pytest.importorskip("transformers.integrations.heterogeneity")
     settings = {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
-    family = named("gemma4_text")
-    assert reason_of(dataclasses.replace(family, settings=family.settings | settings).build()) is None
-    assert "is a per-layer attribute" in reason_of(
-        tiny_llama(sliding_window=40, per_layer_config={1: {"sliding_window": 4}})
-    )
+    assert reason_of(named("gemma4_text", **settings).build()) is None
+    model = tiny_llama(sliding_window=40, per_layer_config={1: {"sliding_window": 4}})
+    assert "is a per-layer attribute" in reason_of(model)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_window_of_one_token(size):
     """transformers' cache keeps the last `size - 1` keys, and all where that is none."""
-    reason = reason_of(dataclasses.replace(named("mistral-window"), settings={"sliding_window": size}).build())
+    reason = reason_of(named("mistral-window", sliding_window=size).build())
     assert (reason is None) == (size > 1)
 
 

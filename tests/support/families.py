@@ -131,8 +131,12 @@ def of_each_class(families: Sequence[Family], often: str) -> list[Any]:
     ]
 
 
-def named(name: str) -> Family:
-    return next(found for found in (*FAMILIES, *OTHERS, *RECURRENT) if found.name == name)
+def named(name: str, **changes: Any) -> Family:
+    """changes: fields of `Family`, and settings beside its own."""
+    found = next(found for found in (*FAMILIES, *OTHERS, *RECURRENT) if found.name == name)
+    fields = vars(found) | found.settings | changes
+    del fields["settings"]
+    return family(**fields)
 
 
 def before(version: str) -> bool:
@@ -296,8 +300,7 @@ FAMILIES = [
     family("gemma4_unified_text", "Gemma4UnifiedForCausalLM", **SLIDING),
 ]  # fmt: skip
 
-# Compressed keys, causal heads of models made for something else: lookahead or the
-# original code.
+# Compressed keys, causal heads of models made for something else: lookahead or the original code.
 OTHERS = [
     family("doge-window", "DogeForCausalLM", "keeps the 8 highest keys", keep_window_size=WINDOW),
     family("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM", layer_types=["minimax_m3_sparse", "full_attention"],
