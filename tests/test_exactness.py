@@ -1,58 +1,23 @@
 """Token for token the output of plain generate(), with proof that lookahead ran and that its mask matters."""
 
-import functools
-
 import pytest
 import torch
-from support import VOCAB, compare, generate_plain, prompt, seeded, tiny_llama
+from support import VOCAB, compare, generate_plain, prompt, tiny_llama
 
 import lade
 from lade.block.layout import BlockLayout
 
-GRID = [
-    (level, window, guesses)
-    for row, level in enumerate((2, 3, 5, 8))
-    for column, window in enumerate((1, 2, 7))
-    for guesses in (7, (0, 1, -1)[(row + column) % 3])
-    if not (level == 8 and guesses == -1)
-]
+SETTINGS = [(2, 1, 7), (2, 7, 0), (3, 2, -1), (3, 7, 7), (5, 2, 1), (5, 7, 7), (8, 1, 7), (8, 7, 0)]
 
 
-def assert_ran(num_steps_below):
-    stats = lade.last_stats()
-    assert stats.fallback_reason is None
-    assert len(stats.block_tokens) == stats.steps - 1
-    assert stats.steps < num_steps_below
-
-
-SAMPLED = {"max_new_tokens": 32, "do_sample": True, "temperature": 0.3}
-
-
-@functools.cache
-def plain(dtype, level):
-    """A model, a prompt, and what plain generate() says: greedy, then sampled with the states of its generators."""
-    model, inputs = tiny_llama(dtype), prompt(20, seed=level)
-    greedy = generate_plain(model, inputs, max_new_tokens=48)
-    return model, inputs, greedy, *seeded(generate_plain, model, inputs, **SAMPLED)
-
-
-@pytest.mark.parametrize(
-    ("settings", "dtype"),
-    [(settings, torch.float32) for settings in GRID] + [(settings, torch.float64) for settings in GRID[::3]],
-    ids=str,
-)
-def test_grid(lade_on, settings, dtype):
-    level, window, guesses = settings
-    model, inputs, greedy, sampled, states = plain(dtype, level)
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("level", "window", "guesses"), SETTINGS)
+def test_settings(lade_on, level, window, guesses, sampling):
     lade.config_lade(MODE="lookahead", LEVEL=level, WINDOW_SIZE=window, GUESS_SET_SIZE=guesses)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=48), greedy)
+    stats = compare(tiny_llama(torch.float32), prompt(20, seed=level), max_new_tokens=48, **sampling)
+    assert stats.block_tokens[0] >= (level - 1) * window
     # This random model falls into a loop, which the pool must find.
-    assert_ran(num_steps_below=48 if guesses else 49)
-    assert lade.last_stats().block_tokens[0] >= (level - 1) * window
-    found, states_after = seeded(model.generate, **inputs, **SAMPLED)
-    assert torch.equal(found, sampled)
-    assert all(map(torch.equal, states_after, states))
-    assert_ran(num_steps_below=33)
+    assert stats.steps < (48 if guesses and not sampling else 49)
 
 
 def test_pool_from_prompt_hits_on_the_first_step(lade_on, model):
@@ -118,7 +83,8 @@ def test_bfloat16_follows_the_models_own_argmax(mode):
     model = tiny_llama(torch.bfloat16)
     inputs = prompt(20)
     result = model.generate(**inputs, max_new_tokens=60)
-    assert_ran(num_steps_below=60)
+    assert lade.last_stats().fallback_reason is None
+    assert lade.last_stats().steps < 60
     logits = model(input_ids=result).logits[0, 19:-1].float()
     chosen = logits.gather(1, result[0, 20:, None])[:, 0]
     # Two roundings of a bfloat16 value of this size.
