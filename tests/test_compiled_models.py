@@ -1,5 +1,4 @@
-"""Models whose forward their user has compiled, and generate()'s own compilation: blocks pass it by, or the call falls
-back."""
+"""Models that their user has compiled, and generate()'s own compilation: blocks pass it by, or the call falls back."""
 
 import functools
 
@@ -114,8 +113,7 @@ def test_compiled_blocks_of_a_compiled_model(monkeypatch):
 
 
 def test_compile_config():
-    """What transformers would compile it compiles; where it would not, the setting is without effect, as in plain
-    generate()."""
+    """Plain generate() runs where transformers would compile; elsewhere the setting is without effect there, too."""
     model = tiny_llama(num_hidden_layers=1)
     settings = CompileConfig(backend="eager", fullgraph=False, mode=None)
     settings._compile_all_devices = True

@@ -1,5 +1,4 @@
-"""Every family of the table in support/families.py: lookahead runs and changes nothing, in the text as in the model, or
-says why it does not run.
+"""Every family of support/families.py: lookahead runs and changes nothing, in text and model, or says why it does not.
 
 With LADE_MODELS_TABLE=docs/models.md the results of the run are written to that file.
 """
@@ -94,8 +93,7 @@ def test_family(small_block, family):
 
 
 def assert_masks_count(model):
-    """Tokens and logits of prompts whose masks have zeros on the left, on the right, in between and not at all, over
-    two turns."""
+    """Tokens and logits of two turns whose masks have zeros on the left, on the right, in between and not at all."""
     ids = prompts(4)["input_ids"]
     mask = torch.ones_like(ids)
     mask[1, :5], mask[2, -5:], mask[3, [3, 4, 11, 17, 18]] = 0, 0, 0

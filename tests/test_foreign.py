@@ -1,5 +1,4 @@
-"""Code of somebody else's inside a model's forward: hooks, attention functions and forwards are tried out, or refused
-with a reason."""
+"""Code of somebody else's in a model: hooks, attention functions and forwards are tried out, or refused and named."""
 
 import functools
 import gc

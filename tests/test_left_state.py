@@ -1,7 +1,4 @@
-"""After a call every buffer and attribute of the model is what plain generate() leaves; lade's own forwards leave none.
-
-For every family: tests/test_families.py compares the state after each of its calls.
-"""
+"""A call leaves every buffer and attribute as plain generate() does; of every family: test_families.py."""
 
 import copy
 import functools
@@ -45,21 +42,11 @@ def assert_same_lives(model, prompts, num_new=20, **arguments):
 @pytest.mark.parametrize(("mode", "num_key_value_heads"), [("tree", 2), ("lookahead", 4)])
 @pytest.mark.parametrize("kind", ROPES)
 def test_ropes(lade_on, kind, mode, num_key_value_heads):
-    """Prompts behind, before and again behind the boundary: what one call leaves decides the next one's text.
-
-    The blocks of fewer key heads than query heads run on a shadow model.
-    """
+    """Behind and before the boundary: what a call leaves decides the next one's text, with a shadow model as without."""
     lade.config_lade(MODE=mode)
     model = with_rope(kind, num_key_value_heads=num_key_value_heads)
     assert assert_same_lives(model, [prompt(60), prompt(45), prompt(12), prompt(LIMIT), prompt(20, batch_size=2)]) == 0
     assert max(lade.last_stats().block_tokens) > 1
-
-
-def test_packed_weights(lade_on):
-    """Blocks with packed weights run on a shadow model as well."""
-    lade.config_lade(PACK=1)
-    model = with_rope("dynamic", num_key_value_heads=4).float()
-    assert assert_same_lives(model, [prompt(60), prompt(45), prompt(12)]) == 0
 
 
 class Unknown(LlamaForCausalLM):

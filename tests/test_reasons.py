@@ -12,7 +12,7 @@ import torch
 from support import prompt, run_both, tiny_llama
 from support.families import named, rope
 from torch.ao import quantization
-from transformers import BloomConfig, BloomForCausalLM, GenerationMixin, LlamaConfig
+from transformers import GenerationMixin, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
@@ -72,7 +72,7 @@ def test_two_layers_with_one_place_in_the_cache(copied):
     model.model.layers[1].self_attn.layer_idx = 1
     assert reason_of(model) is None
     # Of another name; plain generate() cannot run it either.
-    model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)).eval()
+    model = named("bloom").build()
     assert adapter_for(model).unsupported_layers() is None
     model.transformer.h[1] = copied(model.transformer.h[0])
     assert "same layer of the cache" in adapter_for(model).unsupported_layers()

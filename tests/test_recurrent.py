@@ -1,5 +1,4 @@
-"""Models with a recurrent state: chains of guesses that are all wrong, all right or right in part leave the text, what
-a user's code sees and the random numbers as they are without lade."""
+"""Models with a recurrent state: wrong and right chains of guesses leave text, generator and what a user sees alone."""
 
 import copy
 import functools

@@ -1,5 +1,4 @@
-"""Calls that some model cannot take: lade gives plain generate()'s result, raises what it raises, or lets it run and
-says why."""
+"""Calls that some model cannot take: lade gives plain generate()'s result or error, or lets it run and says why."""
 
 import math
 import sys

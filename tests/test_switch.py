@@ -34,9 +34,6 @@ def assert_same(found, plain):
     assert all(map(torch.equal, found[1], plain[1]))
 
 
-# What is said at the first call.
-
-
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -70,9 +67,6 @@ def test_no_line_for_who_switches_it_on_in_code(caplog, model):
     with lade.enabled(False):
         model.generate(**prompt(), max_new_tokens=8)
     assert not caplog.records
-
-
-# A block of code.
 
 
 @pytest.mark.parametrize("arguments", [{"max_new_tokens": 24}, SAMPLED], ids=["greedy", "sampled"])
@@ -168,9 +162,6 @@ def test_tasks_inherit():
     assert asyncio.run(main()) == (8, 64)
 
 
-# Summaries.
-
-
 @pytest.mark.parametrize(("batch_size", "place", "unit"), [(1, "", ""), (6, " in 6 sequences", " per sequence")])
 def test_summary(model, capsys, batch_size, place, unit):
     arguments = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3 if batch_size > 1 else 1}
@@ -190,9 +181,6 @@ def test_no_summary_without_lookahead(model, capsys):
         with lade.enabled(False):
             model.generate(**prompt(), max_new_tokens=4)
     assert capsys.readouterr().out == ""
-
-
-# Importing.
 
 
 def test_importing_stays_light():

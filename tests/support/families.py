@@ -118,10 +118,7 @@ def family(name: str, model_class: str, note: str = "", **others: Any) -> Family
 
 
 def of_each_class(families: Sequence[Family], often: str) -> list[Any]:
-    """The first family of each class as parameters of a test; those not named in `often` run with the long tests.
-
-    Windows and frequencies are settings, so that one family stands for its class.
-    """
+    """The first family of each class as parameters of a test; those not named in `often` run with the long tests."""
     firsts = {found.model_class: found for found in reversed(families)}
     names = set(often.split())
     assert names <= {found.name for found in firsts.values()}
