@@ -174,8 +174,7 @@ def test_stats_belong_to_their_thread(lade_on, model):
 
 
 def test_stats_are_one_readable_line(lade_on, model):
-    batch = {name: torch.cat([tensor, tensor]) for name, tensor in prompt().items()}
-    for inputs, row in ((prompt(), ""), (batch, " in 2 rows")):
+    for inputs, row in ((prompt(), ""), (prompt(batch_size=2), " in 2 rows")):
         model.generate(**inputs, max_new_tokens=20)
         stats = lade.last_stats()
         assert str(stats).startswith(f"{stats.generated_tokens} tokens{row} in {stats.steps} forward passes, ")

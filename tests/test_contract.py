@@ -90,6 +90,11 @@ LENGTHS = {
     "eos_list": {"max_new_tokens": 60, "eos_token_id": ENDS},
     "stop_strings": STOPS,
     "max_time": {"max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(999.0)])},
+    "time_is_up": {"max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e-9)])},
+    # The list's own `max_length` is that of the first; a text ends at the smallest.
+    "lengths": {"stopping_criteria": StoppingCriteriaList(map(MaxLengthCriteria, (40, 30, 50)))},
+    "reached": {"max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(24)])},
+    "passed": {"max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(10)])},
     "own_criterion": {"max_new_tokens": 60, "stopping_criteria": StoppingCriteriaList([EvenRows()])},
 }
 LENGTHS["own_criterion_and_eos"] = LENGTHS["own_criterion"] | {"eos_token_id": [VOCAB - 1]}
@@ -559,19 +564,6 @@ def test_the_figures_of_a_call_that_its_streamer_cancels(model):
     assert 0 < sum(accepted for _, accepted in stats.sources.values()) == judged
 
 
-@in_one_mode
-@pytest.mark.parametrize("limit", [10, 24])
-def test_a_length_that_the_prompt_has_reached(model, limit):
-    compare(model, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(limit)]))
-
-
-@pytest.mark.parametrize(("limits", "do_sample"), [((40, 30), False), ((30, 40), True)])
-def test_two_largest_lengths(model, limits, do_sample):
-    """The list's own `max_length` is that of the first; a text ends at the smallest."""
-    arguments = {"stopping_criteria": StoppingCriteriaList(map(MaxLengthCriteria, limits)), "do_sample": do_sample}
-    assert check(model, prompt(24, 2), arguments)["result"].shape == (2, 30)
-
-
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_rows_that_end_without_a_pad_id(batch_size):
     """Plain generate() goes on with such rows until the others end, unpadded."""
@@ -686,13 +678,6 @@ def test_fewer_layers_than_configured():
     assert torch.equal(model.generate(**prompt(24), max_new_tokens=30, past_key_values=cache), expected)
     assert_ran()
     assert cache.get_seq_length() == 24 + 30 - 1
-
-
-@in_one_mode
-def test_time_limit_that_is_reached(model):
-    arguments = {"max_new_tokens": 50, "stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e-9)])}
-    assert model.generate(**prompt(24), **arguments).shape[1] == 25
-    assert_ran()
 
 
 @in_one_mode

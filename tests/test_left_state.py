@@ -42,7 +42,7 @@ def assert_same_lives(model, prompts, num_new=20, **arguments):
 @pytest.mark.parametrize(("mode", "num_key_value_heads"), [("tree", 2), ("lookahead", 4)])
 @pytest.mark.parametrize("kind", ROPES)
 def test_ropes(lade_on, kind, mode, num_key_value_heads):
-    """Behind and before the boundary: what a call leaves decides the next one's text, with a shadow model as without."""
+    """Behind and before the boundary: what a call leaves decides the next one's text, with shadow models as without."""
     lade.config_lade(MODE=mode)
     model = with_rope(kind, num_key_value_heads=num_key_value_heads)
     assert assert_same_lives(model, [prompt(60), prompt(45), prompt(12), prompt(LIMIT), prompt(20, batch_size=2)]) == 0
