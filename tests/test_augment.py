@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from support import compare, in_threads, prompt, tiny_llama
+from support import compare, prompt, tiny_llama
 from transformers import GenerationMixin
 
 import lade
@@ -158,19 +158,6 @@ def test_a_log_is_saved_while_other_calls_end(lade_on, tmp_path, model, monkeypa
     lade.save_log(tmp_path / "log.json")
     assert len(json.loads((tmp_path / "log.json").read_text())) == 1
     assert len(lade.log_history()) == 2
-
-
-def test_stats_belong_to_their_thread(lade_on, model):
-    model.generate(**prompt(), max_new_tokens=30)
-    mine = lade.last_stats()
-
-    def other(num_tokens):
-        before = lade.last_stats()
-        model.generate(**prompt(), max_new_tokens=num_tokens)
-        return before, lade.last_stats().generated_tokens
-
-    assert in_threads(other, 9) == [(None, 9)]
-    assert lade.last_stats() is mine
 
 
 def test_stats_are_one_readable_line(lade_on, model):

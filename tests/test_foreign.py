@@ -183,28 +183,21 @@ def test_a_hook_that_has_changed_is_allowed_anew(model, trials):
     assert len(trials) == 2
 
 
-def steer(module, args, output, by, names=()):
+def steer(module, args, output, by, names):
     return shifted(output, by)
 
 
-def check_hooks(model, expected, **named):
-    """expected: by how much each hook steers, and what is said of it."""
-    for by, reason in expected:
-        with model.model.layers[0].register_forward_hook(functools.partial(steer, by=by, **named)):
-            check(model, reason)
-
-
-def test_partial_functions_with_the_same_plain_arguments_are_one_hook(model, trials):
-    lade.allow_hook(functools.partial(steer, by=0.0, names=["a", "b"]))
-    check_hooks(model, [(0.0, None), (0.0, None), (3.0, "allow_hook")], names=["a", "b"])
-    assert len(trials) == 1
-
-
-def test_a_library_that_keeps_nothing_needs_nobodys_leave(model, trials, monkeypatch):
-    """peft puts on hooks of its own for each call, alike each time."""
-    monkeypatch.setattr(foreign, "RETAINS_NOTHING", foreign.AUTHORS | {"peft"} | {__name__.partition(".")[0]})
-    check_hooks(model, [(0.0, None), (0.0, None), (3.0, "trial block"), (3.0, "trial block")])
-    assert len(trials) == 2
+@pytest.mark.parametrize("keeps_nothing", [False, True])
+def test_partial_functions_with_the_same_plain_arguments_are_one_hook(model, trials, monkeypatch, keeps_nothing):
+    """As those that peft puts on for each call, and which need nobody's leave."""
+    if keeps_nothing:
+        monkeypatch.setattr(foreign, "RETAINS_NOTHING", foreign.AUTHORS | {__name__})
+    else:
+        lade.allow_hook(functools.partial(steer, by=0.0, names=["a", "b"]))
+    for by in (0.0, 0.0, 3.0, 3.0):
+        with model.model.layers[0].register_forward_hook(functools.partial(steer, by=by, names=["a", "b"])):
+            check(model, None if by == 0.0 else "trial block" if keeps_nothing else "allow_hook")
+    assert len(trials) == 1 + keeps_nothing
 
 
 @pytest.mark.parametrize("bad", [None, "steer", 3])

@@ -1,4 +1,4 @@
-"""Models with a recurrent state: wrong and right chains of guesses leave text, generator and what a user sees alone."""
+"""Models with a recurrent state: chains of guesses, right or wrong, change neither text nor what user code sees."""
 
 import copy
 import functools

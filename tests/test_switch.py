@@ -146,8 +146,11 @@ def test_other_threads_are_untouched(model):
             context = contextvars.copy_context()
             found = in_threads(lambda run: run(state), lambda function: function(), context.run)
             assert found == [(False, 64, False), (True, 8, True)]
-            assert pool.submit(state).result() == (False, 64, False)
             assert state() == (True, 8, True)
+            mine = lade.last_stats()
+            assert pool.submit(state).result() == (False, 64, False)
+            assert lade.last_stats() is mine
+            assert in_threads(lambda function: function(), lade.last_stats) == [None]
 
 
 def test_tasks_inherit():
