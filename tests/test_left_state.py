@@ -1,4 +1,4 @@
-"""A call leaves every buffer and attribute as plain generate() does; in every family: test_families.py."""
+"""A call leaves every buffer and attribute as plain generate() does; test_families.py has it for every family."""
 
 import copy
 import functools
