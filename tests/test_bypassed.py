@@ -111,6 +111,16 @@ def test_another_function_of_the_package(monkeypatch):
     assert replaced_function() == "torch.argmax"
 
 
+def test_code_that_is_exchanged(monkeypatch):
+    def update(self, key_states, value_states, *args, **kwargs):
+        return key_states, value_states
+
+    monkeypatch.setattr(cache_utils.DynamicLayer.update, "__code__", update.__code__)
+    assert replaced_function() == "transformers.cache_utils.DynamicLayer.update"
+    monkeypatch.undo()
+    assert replaced_function() is None
+
+
 def rounded(update):
     """A quantized cache, as people make it."""
 

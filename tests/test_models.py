@@ -174,6 +174,13 @@ def test_layers_with_another_attention_than_the_model_says():
     compare(model, reason="its layers say 'eager'")
 
 
+def test_a_name_alone_does_not_make_a_family():
+    """The class is another, so its code is tried out as any other's."""
+    model = build(Obedient)
+    model.config.model_type = "mpt"
+    compare(model, max_new_tokens=20)
+
+
 def test_guesses_have_embeddings():
     """A head wider than the embedding: what no embedding exists for is no guess either."""
     model = tiny_llama(tie_word_embeddings=False)

@@ -5,7 +5,7 @@ import torch
 from support import Recorder, generate_plain, prompt, tiny_llama
 
 import lade
-from lade.verification.nan_guard import NanGuard
+from lade.verification.nan_guard import NanGuard, find_nan_column
 
 MODES = {"lookahead": {"LEVEL": 4, "WINDOW_SIZE": 4, "GUESS_SET_SIZE": 4}, "tree": {"MODE": "tree", "MAX_BLOCK": 16}}
 REQUESTS = {
@@ -154,3 +154,11 @@ def test_blocks_of_fixed_shapes(lade_on, trips, monkeypatch):
     finally:
         torch._dynamo.reset()
     assert trips
+
+
+def test_the_nan_column_is_finite_after_the_prompt():
+    nan, inf = float("nan"), float("inf")
+    assert find_nan_column(torch.tensor([[0.0, 2.0, 1.0]])) == 1
+    assert find_nan_column(torch.tensor([[nan, inf, -inf, 1.0, 3.0]])) == 4
+    assert find_nan_column(torch.tensor([[nan, nan], [-inf, -1.0]])) == 1
+    assert find_nan_column(torch.tensor([[nan, inf]])) is None
