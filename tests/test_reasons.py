@@ -40,16 +40,13 @@ def test_peft_prompt_tuning():
     stock = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = functools.wraps(stock)(lambda *args, **kwargs: stock(*args, **kwargs))
     assert "prepare_inputs_for_generation of its own" in reason_of(model)
-    model.prepare_inputs_for_generation = types.MethodType(_of_peft(stock), model)
-    assert "PEFT's prompt and prefix tuning" in reason_of(model)
 
-
-def _of_peft(stock):
-    def prepare_inputs_for_generation(self, *args, **kwargs):
+    def of_peft(self, *args, **kwargs):
         return stock(*args, **kwargs)
 
-    prepare_inputs_for_generation.__module__ = "peft.peft_model"
-    return prepare_inputs_for_generation
+    of_peft.__module__ = "peft.peft_model"
+    model.prepare_inputs_for_generation = types.MethodType(of_peft, model)
+    assert "PEFT's prompt and prefix tuning" in reason_of(model)
 
 
 def test_a_forward_that_does_not_say_what_it_takes():

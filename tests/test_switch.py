@@ -12,8 +12,6 @@ from transformers import GenerationMixin
 import lade
 from lade import eligibility, switch
 
-SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8}
-
 
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch):
@@ -26,12 +24,6 @@ def unpatched(monkeypatch):
     yield
     lade.restore_all()
     switch._default = before
-
-
-def assert_same(found, plain):
-    """Texts and states of the generators, as `seeded` returns them."""
-    assert torch.equal(found[0], plain[0])
-    assert all(map(torch.equal, found[1], plain[1]))
 
 
 @pytest.mark.parametrize(
@@ -69,19 +61,20 @@ def test_no_line_for_who_switches_it_on_in_code(caplog, model):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("arguments", [{"max_new_tokens": 24}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("settings", [{}, {"MODE": "lookahead", "LEVEL": 4}], ids=["tree", "window"])
-def test_enabled(model, arguments, settings):
-    inputs = prompt()
-    plain = seeded(model.generate, **inputs, **arguments)
+def test_enabled(model, sampling, settings):
+    arguments = prompt() | {"max_new_tokens": 24} | sampling
+    plain = seeded(model.generate, **arguments)
     with lade.enabled(**settings):
-        found = seeded(model.generate, **inputs, **arguments)
+        found = seeded(model.generate, **arguments)
         assert lade.last_stats().fallback_reason is None
         assert lade.current_config().uses_window == bool(settings)
         assert max(lade.last_stats().block_tokens) > 1
-    assert_same(found, plain)
+    assert torch.equal(found[0], plain[0])
+    assert all(map(torch.equal, found[1], plain[1]))
     assert not lade.current_config().uses_window
-    model.generate(**inputs, **arguments)
+    model.generate(**arguments)
     assert "USE_LADE" in lade.last_stats().fallback_reason
 
 
