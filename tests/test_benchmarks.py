@@ -204,7 +204,7 @@ class WorkClock(TorchDispatchMode):
         return self.seconds
 
 
-def test_step_cost(command, module, monkeypatch):
+def test_step_cost(command, module, monkeypatch, modes_of_tests):
     monkeypatch.setattr(module("step_cost"), "LEAST_SECONDS", 0.0)
     with WorkClock() as clock:
         monkeypatch.setattr(module("parts"), "time", clock)
