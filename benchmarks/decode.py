@@ -27,7 +27,7 @@ import torch
 from transformers import CompileConfig
 
 import lade
-from lade.eligibility import TOO_SHORT
+from lade.models.eligibility import TOO_SHORT
 from lade.switch import current_config
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"models": "what a family is", "parallel": "several processes"},
     {"drafting": "who proposes guesses"},
     {"forward": "how a block runs"},
-    {"decoding": "the loop", "eligibility": "what is served"},
+    {"decoding": "the loop"},
     {"augment": "the patch", "preparation": "compiling ahead"},
     {"__init__": "public names"},
     {"commands": "the command line"},

@@ -26,7 +26,7 @@ from lade.config import LookaheadConfig
 from lade.decoding import lookahead_decode
 from lade.drafting import with_mode
 from lade.drafting.prediction import predicted
-from lade.eligibility import QUIET, TOO_SHORT, adapter_or_reason, is_short
+from lade.models.eligibility import QUIET, TOO_SHORT, adapter_or_reason, is_short
 from lade.stats import GenerationStats, open_stats, recording
 from lade.switch import apply_environment, current_config, is_enabled, lock, off_hint, off_reason, switched
 from lade.verification.single_process import SingleProcess, is_leader, process_group_for

@@ -10,8 +10,9 @@ from support import compare, prompt, tiny_llama
 from transformers import GenerationMixin
 
 import lade
-from lade import augment, eligibility
-from lade.eligibility import LEAST_TOKENS, TOO_SHORT
+from lade import augment
+from lade.models import eligibility
+from lade.models.eligibility import LEAST_TOKENS, TOO_SHORT
 from lade.stats import GenerationStats
 
 PATCHED = ("generate", "_sample", "_beam_search", "_assisted_decoding")

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import lade
-from lade import eligibility
+from lade.models import eligibility
 
 LIMIT = 40
 ROPES = {  # those that follow the length, and one that does not

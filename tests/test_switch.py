@@ -10,7 +10,8 @@ from support import in_threads, prompt, python, seeded
 from transformers import GenerationMixin
 
 import lade
-from lade import eligibility, switch
+from lade import switch
+from lade.models import eligibility
 
 
 @pytest.fixture(autouse=True)

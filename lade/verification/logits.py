@@ -48,9 +48,11 @@ class BlockLogits:
         """(row, node) -> the most likely token after a node (-1 = root)."""
         if self.summary is not None:
             return _looked_up(self.summary.best.tolist())
+        if on_host(self.logits):  # one at a time: few are asked for, and there may be 260,000 tokens
+            return lambda row, node: int(best_tokens(self.logits[row, node + 1]))
         # Tokens and NaN flags in one copy to the host: V is subtracted from the token of a NaN row.
         size, column = self.logits.shape[-1], self.nan_column or 0  # without one, `is_number` does not ask
-        best = best_tokens(self.logits)
+        best = best_on_device(self.logits)
         rows = torch.where(self.logits[..., column].isnan(), best - size, best).tolist()
         self._is_nan = [[token < 0 for token in row] for row in rows]
         return _looked_up([[token % size for token in row] for row in rows])

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import lade
-from lade import augment, eligibility, switch
+from lade import augment, switch
 from lade.common import notices
 from lade.common.compat import require_names
 from lade.config import MODES, LookaheadConfig
-from lade.models import foreign, self_check
+from lade.models import eligibility, foreign, self_check
 from support.comparison import note_calls
 from support.graphs import graphs, on_cuda, static_blocks  # noqa: F401
 from support.models import tiny_llama
