@@ -134,6 +134,10 @@ class Gated(nn.Linear):
 
 GATES = {  # how it is made, and how it is set later
     "an attribute": (lambda self: setattr(self, "gate", 0.0), lambda self: setattr(self, "gate", 1.0)),
+    "of its class": (
+        lambda self: setattr(self, "__class__", type("Own", (Gated,), {"gate": 0.0})),
+        lambda self: setattr(type(self), "gate", 1.0),
+    ),
     "in a container": (
         lambda self: setattr(self, "gates", {"strength": 0}),
         lambda self: self.gates.update(strength=1),

@@ -272,13 +272,20 @@ def key_of(source: Any) -> Hashable:
 
 def _settings_of(part: nn.Module) -> Iterator[Hashable]:
     """What a foreign module holds that may decide what it computes, such as a switch, a gate, or a vector to add."""
-    for name, value in chain(*(vars(part)[kind].items() for kind in ("_parameters", "_buffers")), vars(part).items()):
+    held = [vars(part)["_parameters"], vars(part)["_buffers"], vars(part), vars(type(part))]
+    for name, value in chain.from_iterable(values.items() for values in held):
         if _is_plain(value):
             yield name, repr(value)
-        elif isinstance(value, Tensor) and value.numel() <= MOST_COMPARED and not value.is_meta:
+        elif type(value) in (Tensor, nn.Parameter) and has_numbers(value) and value.numel() <= MOST_COMPARED:
             yield name, value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
         elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             yield name, Held(value)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor can be read as they are."""
+    is_other = tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
+    return tensor.layout == torch.strided and not is_other
 
 
 def _is_plain(value: Any) -> bool:
