@@ -152,7 +152,7 @@ GATES = {  # how it is made, and how it is set later
 
 @pytest.mark.parametrize("kind", GATES)
 def test_foreign_modules_that_are_switched_on_later(lade_on, kind):
-    """After a self-check that they have passed, as a steering vector is."""
+    """After a self-check that they have passed: a switch, or the strength of a vector that is added."""
     model, (make, switch_on) = tiny_llama(), GATES[kind]
     layer = model.model.layers[0].mlp.down_proj
     layer.__class__ = Gated
