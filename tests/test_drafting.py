@@ -104,7 +104,7 @@ def test_ids_without_an_embedding_are_no_guesses(model):
     )
     with memory.active():
         drafter = TreeDrafter(request)
-    text = TokenSequences(ids, 10)
+    text = TokenSequences(ids)
     text.append([5], 0)
     logits = torch.zeros(1, 1, VOCAB + 7)
     logits[..., VOCAB:] = 100.0

@@ -30,7 +30,7 @@ class Text:
         request = DraftRequest(config=current_config(), model=model, prompt_ids=ids, **rest)
         with (Memory() if memory is None else memory).active():
             self.drafter = make_drafter(request)
-        self.sequences = TokenSequences(ids, 100)
+        self.sequences = TokenSequences(ids)
         self.tree = TokenTree.empty(1)
 
     def commit(self, *tokens, rows=()):

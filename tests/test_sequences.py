@@ -1,4 +1,4 @@
-"""The buffer of committed tokens against lists."""
+"""The committed texts against lists."""
 
 import random
 
@@ -12,12 +12,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("room", [0, 4, 100])
-def test_rows_grow_on_their_own(room, device):
+def test_rows_grow_on_their_own(device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     texts, choice = [list(prompt) for prompt in PROMPTS], random.Random(0)
-    sequences = TokenSequences(torch.tensor(PROMPTS, device=device), room)
+    sequences = TokenSequences(torch.tensor(PROMPTS, device=device))
     for _ in range(40):
         row, tokens = choice.randrange(2), [choice.randrange(61) for _ in range(choice.randint(1, 5))]
         texts[row] += tokens
@@ -33,7 +32,7 @@ def test_rows_grow_on_their_own(room, device):
 def test_columns():
     """The prompts are left alone."""
     prompts = torch.tensor(PROMPTS, dtype=torch.int32)
-    sequences = TokenSequences(prompts, 0)
+    sequences = TokenSequences(prompts)
     for token in range(10, 20):
         sequences.append([token], 0)
         sequences.append([token + 20], 1)

@@ -45,9 +45,6 @@ class SlotLayer(CacheLayer):
         super().__init__()
         self._cache: LookaheadCache = weakref.proxy(cache)  # no cycle: the memory is freed as soon as the call ends
         self.prefilled = 0  # slots written by prompt forwards
-        # For a block of rows of equal lengths, by "keys" and "values": its own slots, and all slots up to its last one.
-        self.block_views: dict[str, Tensor] = {}
-        self.prefix_views: dict[str, Tensor] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -62,20 +59,17 @@ class SlotLayer(CacheLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, num_tokens = self._cache, key_states.shape[2]
+        start = SlotLayer.get_seq_length(self)  # a subclass may count its index
+        end = start + num_tokens
         if not cache.in_block:
-            end = self.prefilled + num_tokens
             cache.check_room(end)
             cache.ensure_capacity(end)
             cache.promote(key_states.dtype)
-            self.keys.narrow(2, self.prefilled, num_tokens).copy_(key_states)
-            self.values.narrow(2, self.prefilled, num_tokens).copy_(value_states)
             self.prefilled = end
-        elif cache.slots is None:  # all rows have the same length
-            self.block_views["keys"].copy_(key_states)
-            self.block_views["values"].copy_(value_states)
-            return self.prefix_views["keys"], self.prefix_views["values"]
+        if cache.slots is None:  # all rows have the same length
+            self.keys.narrow(2, start, num_tokens).copy_(key_states)
+            self.values.narrow(2, start, num_tokens).copy_(value_states)
         else:
-            end = max(cache.lengths) + num_tokens
             index = cache.slots[:, None, :, None].to(key_states.device)  # [B, 1, q, 1]
             # One storage has one dtype; under autocast keys are float32 and values are not.
             self.keys.scatter_(2, index.expand_as(key_states), key_states.to(self.keys.dtype))
@@ -110,7 +104,6 @@ class LookaheadCache(Cache):
         self.most_slots: int | None = None  # of the caller's static cache, if any
         self._uniform = uniform
         self._storages: list[_Storage] = []
-        self._block_tokens: int | None = None  # q of the current block, if all rows have the same length
 
     @property
     def num_bytes(self) -> int:
@@ -163,7 +156,7 @@ class LookaheadCache(Cache):
             storage.data.zero_()  # an earlier call may have left non-finite values
         for layer in self.slot_layers:
             layer.prefilled = 0
-        self.lengths, self.slots, self._block_tokens, self.in_block = [], None, None, False
+        self.lengths, self.slots, self.in_block = [], None, False
 
     def end_prefill(self, batch_size: int) -> None:
         """Switch from prompts to blocks: `update` writes at `lengths`."""
@@ -191,14 +184,10 @@ class LookaheadCache(Cache):
         """Make room for a block of q tokens after each row's committed slots, where `update` writes them."""
         self.check_room(max(self.lengths) + 1)
         self.ensure_capacity(max(self.lengths) + num_tokens)
-        is_ragged = min(self.lengths) != max(self.lengths)
-        self.slots, self._block_tokens = None, None if is_ragged else num_tokens
-        if is_ragged:
+        self.slots = None
+        if min(self.lengths) != max(self.lengths):
             starts = to_device(torch.tensor(self.lengths, device="cpu"), device)
             self.slots = starts[:, None] + torch.arange(num_tokens, device=device)
-        else:
-            for storage in self._storages:
-                storage.open(self.block_start, num_tokens)
 
     def commit(self, accepted: list[list[int] | None]) -> None:
         """Keep each row's root and accepted block tokens, in order; drop the rest of the block.
@@ -236,8 +225,6 @@ class LookaheadCache(Cache):
                 storage = _Storage(states, size if self._uniform else 1, self.capacity)
                 self._storages.append(storage)
             storage.give(layer, name)
-            if self._block_tokens is not None:  # the prompt did not come by this layer
-                storage.open(self.block_start, self._block_tokens)
 
     def check_room(self, num_slots: int) -> None:
         """Raise IndexError, as plain generate() does, where `num_slots` tokens exceed the caller's static cache."""
@@ -287,13 +274,6 @@ class _Storage:
         setattr(layer, name, self.data[len(self.owners)])
         self.owners.append((layer, name))
 
-    def open(self, start: int, num_tokens: int) -> None:
-        """Set the views of a block, [B, H, .., D] each, for all owners at once: one by one is slower."""
-        block_views = self.data.narrow(3, start, num_tokens).unbind()
-        prefix_views = self.data.narrow(3, 0, start + num_tokens).unbind()
-        for (layer, name), own, prefix in zip(self.owners, block_views, prefix_views, strict=False):
-            layer.block_views[name], layer.prefix_views[name] = own, prefix
-
     def grow(self, capacity: int) -> None:
         size, batch_size, num_heads, old, head_dim = self.data.shape
         data = _zeros(self.data, size, batch_size, num_heads, capacity, head_dim)
@@ -305,8 +285,6 @@ class _Storage:
         """Let the layers know where `data` lies now."""
         for index, (layer, name) in enumerate(self.owners):
             setattr(layer, name, self.data[index])
-            layer.block_views.pop(name, None)  # they would keep the old storage alive
-            layer.prefix_views.pop(name, None)
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

@@ -47,18 +47,12 @@ class TokenTree:
 
         num_nodes: at least n. The root is index 0. Returns [B, 1 + num_nodes, 1 + num_nodes] bool, query by key.
         """
-        size = 1 + num_nodes
-        num_bytes = -(-size // 8)
-        packed = bytearray()  # one bit per key: a node's mask is its parent's plus its own bit
-        for parents in self.parents:
-            seen = [1]
+        visible = np.tile(np.eye(1 + num_nodes, dtype=np.bool_), (len(self.parents), 1, 1))
+        visible[:, :, 0] = True
+        for row, parents in zip(visible, self.parents, strict=True):
             for node, parent in enumerate(parents, 1):
-                seen.append(seen[parent + 1] | 1 << node)
-            seen += [1 | 1 << node for node in range(len(seen), size)]
-            for bits in seen:
-                packed += bits.to_bytes(num_bytes, "little")
-        rows = np.frombuffer(packed, np.uint8).reshape(len(self.parents), size, num_bytes)
-        return np.unpackbits(rows, axis=2, count=size, bitorder="little").view(np.bool_)
+                row[node] |= row[parent + 1]
+        return visible
 
     def part(self, nodes: list[list[int]]) -> TokenTree:
         """A subtree. nodes: per row, increasing node indices that include all their ancestors."""

@@ -47,15 +47,16 @@ class BlockLogits:
     def best(self) -> Callable[[int, int], int]:
         """(row, node) -> the most likely token after a node (-1 = root)."""
         if self.summary is not None:
-            return _looked_up(self.summary.best.tolist())
-        if on_host(self.logits):  # one at a time: few are asked for, and there may be 260,000 tokens
+            rows = self.summary.best.tolist()
+        elif on_host(self.logits):  # one at a time: few are asked for, and there may be 260,000 tokens
             return lambda row, node: int(best_tokens(self.logits[row, node + 1]))
-        # Tokens and NaN flags in one copy to the host: V is subtracted from the token of a NaN row.
-        size, column = self.logits.shape[-1], self.nan_column or 0  # without one, `is_number` does not ask
-        best = best_on_device(self.logits)
-        rows = torch.where(self.logits[..., column].isnan(), best - size, best).tolist()
-        self._is_nan = [[token < 0 for token in row] for row in rows]
-        return _looked_up([[token % size for token in row] for row in rows])
+        else:  # tokens and NaN flags in one copy to the host: V is subtracted from the token of a NaN row
+            size, column = self.logits.shape[-1], self.nan_column or 0  # without one, `is_number` does not ask
+            best = best_on_device(self.logits)
+            found = torch.where(self.logits[..., column].isnan(), best - size, best).tolist()
+            self._is_nan = [[token < 0 for token in row] for row in found]
+            rows = [[token % size for token in row] for row in found]
+        return lambda row, node: int(rows[row][node + 1])
 
     def is_number(self, row: int, node: int) -> bool:
         """Whether the logits after one node (-1 = root) of one row are not NaN."""
@@ -74,11 +75,6 @@ class BlockLogits:
             return self.logits[rows, nodes[0] + 1]
         index = torch.tensor(nodes, device=self.logits.device) + 1
         return self.logits[rows][torch.arange(len(nodes), device=index.device), index]
-
-
-def _looked_up(best: list[list[int]]) -> Callable[[int, int], int]:
-    """best: [B, 1 + n or more], the root's token first."""
-    return lambda row, node: best[row][node + 1]
 
 
 def best_tokens(logits: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Selection:
         self.streamer, self.recorder = request.streamer, OutputRecorder(request.generation_config)
         self.do_sample = bool(request.generation_config.do_sample)
         self.temperature = (request.generation_config.temperature or 1.0) if self.do_sample else 1.0
-        self.sequences = TokenSequences(request.input_ids, whole_length(self.criteria.max_length or 0))
+        self.sequences = TokenSequences(request.input_ids)
         self.is_finished = [False] * batch_size
         self.num_generated = 0  # over all rows, without padding
         self.nan_guard = NanGuard()
