@@ -85,12 +85,6 @@ class LookaheadConfig:
         f"G: candidates kept per key and verified per step; -1 for the most, {UNLIMITED_GUESSES}.",
     )
     debug: int = setting(0, "DEBUG", integer(0, 9, takes_flags=True), "1 prints a summary after each call.")
-    always_forward_one: bool = setting(
-        True, "ALWAYS_FWD_ONE", flag, "0 also shifts the window's columns by the number of accepted guesses."
-    )
-    pool_from_prompt: bool = setting(
-        True, "POOL_FROM_PROMPT", flag, "0 starts with an empty pool; 1 inserts the prompt's n-grams."
-    )
     use_flash: bool | None = setting(
         None,
         "USE_FLASH",
@@ -201,11 +195,12 @@ class LookaheadConfig:
         return (self.ngram_size - 1) * (self.window_size + self.num_guesses)
 
 
-# Public keyword -> its row of the table. Two more keywords are not settings: CONFIG names a file, and SPLIT_FLAG, which
-# the original LookaheadDecoding has, is ignored.
+# Public keyword -> its row of the table. More keywords are no settings: CONFIG names a file, and what the original
+# LookaheadDecoding has besides is ignored, since it changes no output and makes nothing faster.
 SETTINGS = {field.metadata["keyword"]: field for field in dataclasses.fields(LookaheadConfig) if field.metadata}
 WINDOW_SIZES = ("LEVEL", "WINDOW_SIZE", "GUESS_SET_SIZE")
-KEYWORDS = (*SETTINGS, "CONFIG", "SPLIT_FLAG")
+IGNORED = ("ALWAYS_FWD_ONE", "POOL_FROM_PROMPT", "SPLIT_FLAG")
+KEYWORDS = (*SETTINGS, "CONFIG", *IGNORED)
 
 
 def changed_by(config: LookaheadConfig, keywords: dict[str, Any], function: str) -> LookaheadConfig:
@@ -229,7 +224,7 @@ def suggestion(name: str) -> str:
 
 def with_file(config: LookaheadConfig, path: str | os.PathLike[str], source: str = "CONFIG") -> LookaheadConfig:
     """These settings, changed by those of a file. source: what named the file. Raises ValueError, naming it."""
-    settings = read_settings(path, source, (*SETTINGS, "SPLIT_FLAG"))
+    settings = read_settings(path, source, (*SETTINGS, *IGNORED))
     try:
         return changed(config, settings)
     except ValueError as error:

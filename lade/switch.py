@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from lade.config import KEYWORDS, SETTINGS, LookaheadConfig, changed_by, with_file
+from lade.config import IGNORED, KEYWORDS, SETTINGS, LookaheadConfig, changed_by, with_file
 
 # Values of USE_LADE, in any case.
 ON_VALUES = ("1", "true", "yes", "on")
@@ -119,7 +119,7 @@ def _help() -> Iterator[str]:
         "CONFIG: a JSON file of these keywords, such as `lade bench --tune` writes. It is applied before the other "
         "keywords of the call."
     )
-    yield "SPLIT_FLAG: accepted and ignored."
+    yield from (f"{name}: accepted and ignored." for name in IGNORED)
 
 
 _entries = [textwrap.fill(entry, 110, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in _help()]

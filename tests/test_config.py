@@ -20,14 +20,16 @@ pytestmark = pytest.mark.usefixtures("new_settings")
 def test_only_what_is_given_changes():
     lade.config_lade(LEVEL=4)
     assert current_config() == LookaheadConfig(ngram_size=4, prefers_window=True)
-    lade.config_lade(WINDOW_SIZE=3, GUESS_SET_SIZE=-1, DEBUG=1, ALWAYS_FWD_ONE=0, POOL_FROM_PROMPT=False)
-    assert current_config() == LookaheadConfig(4, 3, -1, 1, False, False, prefers_window=True)
+    lade.config_lade(WINDOW_SIZE=3, GUESS_SET_SIZE=-1, DEBUG=1)
+    assert current_config() == LookaheadConfig(4, 3, -1, 1, prefers_window=True)
     assert current_config().num_guesses == config.UNLIMITED_GUESSES
     lade.config_lade()
     assert current_config().window_size == 3
-    lade.config_lade(SPLIT_FLAG=1, DIST_WORKERS=1, backend="nccl", USE_FLASH=0)  # the original's keywords, too
+    lade.config_lade(
+        **dict.fromkeys(config.IGNORED, 1), DIST_WORKERS=1, backend="nccl", USE_FLASH=0
+    )  # the original's, too
     assert current_config() == LookaheadConfig(
-        4, 3, -1, 1, False, False, prefers_window=True, dist_workers=1, backend="nccl", use_flash=False
+        4, 3, -1, 1, prefers_window=True, dist_workers=1, backend="nccl", use_flash=False
     )
 
 
@@ -70,7 +72,7 @@ def test_wrong_workers_of_the_environment(monkeypatch, value):
     + [("DEBUG", -1, "integer"), ("DEBUG", "yes", "integer"), ("DIST_WORKERS", 0, "integer")]
     + [("MODE", "trees", "'lookahead', 'tree', 'auto'"), ("MAX_BLOCK", 1, "2 to 512"), ("MAX_BLOCK", 513, "2 to 512")]
     + [("ADAPTIVE", "1", "0 or 1"), ("SHARE", 3, "0 or 1")]
-    + [("ALWAYS_FWD_ONE", 2, "0 or 1"), ("POOL_FROM_PROMPT", "on", "0 or 1"), ("backend", "mpi", "nccl")],
+    + [("ADAPTIVE", 2, "0 or 1"), ("SHARE", "on", "0 or 1"), ("backend", "mpi", "nccl")],
 )
 def test_wrong_values_name_parameter_rule_and_value(name, value, rule):
     """Nothing is half applied."""
@@ -125,11 +127,13 @@ def sizes() -> tuple[int, int, int]:
 
 
 def test_settings_from_a_file(settings_file):
-    path = settings_file({"LEVEL": 4, "POOL_FROM_PROMPT": False, "backend": "gloo", "measured": {"LEVEL": 9}})
+    path = settings_file(
+        {"LEVEL": 4, "SHARE": False, "POOL_FROM_PROMPT": 1, "backend": "gloo", "measured": {"LEVEL": 9}}
+    )
     lade.config_lade(WINDOW_SIZE=2)
     lade.config_lade(CONFIG=str(path), GUESS_SET_SIZE=3)
     assert sizes() == (4, 2, 3)
-    assert not current_config().pool_from_prompt
+    assert not current_config().share
     lade.config_lade(CONFIG=path, LEVEL=6)  # what is said in the call wins
     assert sizes() == (6, 2, 3)
     with pytest.raises(ValueError, match="LEVEL must be") as error:

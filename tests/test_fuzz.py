@@ -61,8 +61,6 @@ SETTINGS = st.fixed_dictionaries(
         "LEVEL": st.integers(2, 6),
         "WINDOW_SIZE": st.integers(1, 6),
         "GUESS_SET_SIZE": st.sampled_from([0, 1, 3, 7, -1]),
-        "ALWAYS_FWD_ONE": st.booleans(),
-        "POOL_FROM_PROMPT": st.booleans(),
         "ADAPTIVE": st.booleans(),
     }
 ) | st.fixed_dictionaries(

@@ -5,12 +5,11 @@ import random
 
 import pytest
 import torch
-from support import compare, generate_plain, note_calls, prompt, seeded, tiny_llama
+from support import compare, generate_plain, prompt, seeded, tiny_llama
 
 import lade
 from lade.block.token_tree import merge_candidates
 from lade.drafting.lookahead import LookaheadDrafter
-from lade.drafting.window import JacobiWindow
 from lade.verification.walk import children_of, walk
 
 
@@ -151,17 +150,3 @@ def test_window_feeds_the_pool(lade_on, single, watched, monkeypatch):
     stats = compare(single, inputs, max_new_tokens=80)
     assert stats.steps < 80
     assert set(stats.block_tokens[:2]) == {3 * 8}  # nothing before the columns have been through N-1 updates
-
-
-@pytest.mark.parametrize("forward_one", [0, 1])
-def test_window_moves_by_what_was_accepted(lade_on, single, monkeypatch, forward_one):
-    shifts = note_calls(monkeypatch, JacobiWindow, "roll", lambda window, chosen, columns=None: columns)
-    lade.config_lade(MODE="lookahead", LEVEL=4, WINDOW_SIZE=3, GUESS_SET_SIZE=4, ALWAYS_FWD_ONE=forward_one)
-    single.generate(**prompt(12), max_new_tokens=80)
-    accepted = lade.last_stats().accepted_lengths
-    if forward_one:
-        assert set(shifts) == {None}
-    else:
-        moved = [shift[0] for shift in shifts]
-        assert all(moved.count(length) == count for length, count in accepted.items())
-        assert max(moved) == 3

@@ -25,15 +25,6 @@ def test_roll_by_levels():
     assert w.levels.tolist() == [[[90, 95], [91, 96], [92, 97]]]
 
 
-def test_roll_by_columns_keeps_positions_aligned():
-    w = window(2, 4)
-    w.roll(torch.tensor([[90, 91, 92, 93]]), shifts=[1])
-    # Cell (r, j) now holds what was at (r + 1, j + 1); the emptied column keeps its tokens.
-    assert w.levels.tolist() == [[[11, 12, 13, 13], [91, 92, 93, 93]]]
-    w.roll(torch.tensor([[1, 2, 3, 4]]), shifts=[9])  # more than there are columns: nothing is left to move
-    assert w.levels.tolist() == [[[91, 92, 93, 93], [1, 2, 3, 4]]]
-
-
 def test_start_takes_tokens_of_the_rows_own_prompt():
     state = torch.get_rng_state()
     w = JacobiWindow.start([torch.tensor([5, 6]), torch.tensor([7, 8, 9, 4])], ngram_size=4, window_size=50)

@@ -13,7 +13,7 @@ from lade.common.notices import notify_once
 from lade.config import MODES, LookaheadConfig
 from lade.drafting.base import Draft, Drafter, DraftRequest, Explanation, Outcome
 from lade.drafting.checked import CheckedDrafter
-from lade.drafting.step_costs import assumed_costs, interpolated
+from lade.drafting.step_costs import MOST_PAPER_COST, assumed_costs, interpolated
 
 __all__ = [
     "Draft",
@@ -26,8 +26,6 @@ __all__ = [
     "register_drafter",
     "with_mode",
 ]
-
-MOST_WINDOW_COST = 1.5  # of a full block of the window, in plain steps
 
 Maker = Callable[[DraftRequest], Drafter]
 _instead: ContextVar[Maker | None] = ContextVar("_instead", default=None)
@@ -71,7 +69,7 @@ def with_mode(config: LookaheadConfig, model: Any, num_rows: int) -> LookaheadCo
         return config
     window = replace(config, mode="lookahead")
     costs = assumed_costs(model, (), num_rows)
-    pays = config.num_workers > 1 or interpolated(costs, window.max_block_tokens) <= MOST_WINDOW_COST
+    pays = config.num_workers > 1 or interpolated(costs, window.max_block_tokens) <= MOST_PAPER_COST
     notify_once(
         "LEVEL, WINDOW_SIZE and GUESS_SET_SIZE were given without MODE: %s here (MODE='lookahead' and MODE='tree' choose)",
         "the paper's window runs" if pays else "the window's block would cost more than it yields, so the tree runs",

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lade.block.token_tree import TokenTree, merge_candidates
-from lade.common.state import PerModel
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter, DraftRequest, Explanation, Outcome
-from lade.drafting.block_policy import BlockMode, BlockModePolicy
 from lade.drafting.ngram_pool import NGramPool
+from lade.drafting.step_costs import MOST_PAPER_COST
 from lade.drafting.window import JacobiWindow
 from lade.verification.sequences import TokenSequences
 
-# What the modes of blocks have been worth, by settings and what else changes a step's cost.
-_mode_policies: PerModel[dict[tuple[Any, ...], BlockModePolicy]] = PerModel(dict)
-
-REASONS = {
-    BlockMode.PLAIN: "Neither candidates nor the window: a plain step pays most.",
-    BlockMode.CANDIDATES: "Candidates without the window: it would cost more than it yields, or is being compared.",
-    BlockMode.WINDOW: "The window, which makes new n-grams, and candidates from the pool.",
-}
+# By the number of the block's parts, candidates and window.
+REASONS = (
+    "Neither candidates nor the window: even one candidate would cost more than it yields.",
+    "Candidates without the window, which would cost more than it yields.",
+    "The window, which makes new n-grams, and candidates from the pool.",
+)
 
 
 class LookaheadDrafter(Drafter):
@@ -31,12 +26,7 @@ class LookaheadDrafter(Drafter):
     def __init__(self, request: DraftRequest) -> None:
         config, prompts = request.config, request.prompts()
         self.config, self.costs = config, request.costs
-        self.policy: BlockModePolicy | None = None  # None to lay out the whole block in every step
-        if self.costs is not None:
-            policies = _mode_policies.of(request.model) if config.share else {}
-            key = (request.is_exact, config.ngram_size, config.window_size, config.num_guesses)
-            self.policy = policies.setdefault(key, BlockModePolicy())
-        self._mode = BlockMode.WINDOW
+        self._num_parts = 0  # of the latest block
         self._num_nodes = [0] * len(prompts)  # of the latest tree, by row
         self._num_proposed = self._num_accepted = 0
         self._num_tokens = request.num_tokens
@@ -47,18 +37,19 @@ class LookaheadDrafter(Drafter):
         self.pool: NGramPool | None = None
         if config.num_guesses > 0:
             self.pool = NGramPool(config.ngram_size, config.num_guesses, request.num_tokens, starts[0].device)
-            if config.pool_from_prompt:
-                for ids in prompts:
-                    self._remember([_ngrams_of(ids, config.ngram_size)])
+            for ids in prompts:
+                self._remember([_ngrams_of(ids, config.ngram_size)])
 
     def propose(self, sequences: TokenSequences, is_finished: list[bool], max_offset: int | None) -> Draft:
         roots = torch.tensor(sequences.roots(), device=sequences.device)
         self.window.set_root(roots)
-        self._mode = self._choose_mode()
-        max_depth = 0 if self._mode == BlockMode.PLAIN else self.config.ngram_size - 1
+        # Of a block with one candidate, and of the whole one: a part that costs too much is left out.
+        sizes = self.config.ngram_size, self.config.max_block_tokens
+        self._num_parts = sum(self.costs is None or self.costs.cost(size) <= MOST_PAPER_COST for size in sizes)
+        max_depth = self.config.ngram_size - 1 if self._num_parts else 0
         shape, cells = (self.config.ngram_size, self.config.window_size), self.window.cells()
         reach = max(sum(shape) - 3, max_depth)  # (N-2) + (W-1), the window's last cell
-        if self._mode != BlockMode.WINDOW or (max_offset is not None and max_offset < reach):
+        if self._num_parts < len(sizes) or (max_offset is not None and max_offset < reach):
             shape, cells = ROOT_ALONE, cells[:, :0]
         if max_offset is not None:
             max_depth = min(max_depth, max_offset)
@@ -73,12 +64,8 @@ class LookaheadDrafter(Drafter):
         chosen, num_committed = outcome.choices, outcome.num_committed
         rows = zip(outcome.accepted, outcome.tree.tokens, strict=True)
         judged = [(len(path), len(tokens)) for path, tokens in rows if path is not None]
-        num_accepted = sum(accepted for accepted, _ in judged)
-        self._num_accepted += num_accepted
+        self._num_accepted += sum(accepted for accepted, _ in judged)
         self._num_proposed += sum(proposed for _, proposed in judged)
-        if self.policy is not None:
-            num_cells = 1 if chosen is None else self.window.levels[0].numel()
-            self.policy.learn(self._mode, num_cells + outcome.tree.num_nodes, num_accepted / max(1, len(judged)))
         reach = self.config.ngram_size - 1  # an n-gram that ends in a new token begins at most so far before it
         found = [
             _ngrams_of(outcome.sequences.row(row)[0, -(count + reach) :], self.config.ngram_size)
@@ -88,7 +75,7 @@ class LookaheadDrafter(Drafter):
         if chosen is not None:
             if self.window.is_ready:
                 found.insert(0, self.window.ngrams(chosen))
-            self.window.roll(chosen, None if self.config.always_forward_one else [max(0, n - 1) for n in num_committed])
+            self.window.roll(chosen)
         self._remember(found)
 
     def sources(self) -> dict[str, list[int]]:
@@ -96,16 +83,7 @@ class LookaheadDrafter(Drafter):
 
     def explain(self, row: int) -> Explanation:
         """The sources of a row's guesses and the reason for the block's size, see `Draft.explain`."""
-        return Explanation(sources=("pool",) * self._num_nodes[row], reason=REASONS[self._mode])
-
-    def _choose_mode(self) -> BlockMode:
-        """Which parts of the block pay."""
-        if self.policy is None or self.costs is None:
-            return BlockMode.WINDOW
-        num_cells = self.window.levels[0].numel()
-        num_nodes = self.config.max_block_tokens - num_cells
-        sizes = {BlockMode.PLAIN: 1, BlockMode.CANDIDATES: 1 + num_nodes, BlockMode.WINDOW: num_cells + num_nodes}
-        return self.policy.choose(self.costs, sizes)
+        return Explanation(sources=("pool",) * self._num_nodes[row], reason=REASONS[self._num_parts])
 
     def _remember(self, found: list[Tensor]) -> None:
         """Put n-grams into the pool, oldest first. found: [M, N] ids each."""

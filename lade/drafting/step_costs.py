@@ -51,6 +51,7 @@ SMALL_BYTES = 128 << 20  # of a model's weights
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 EXPERT_SHARE = 0.6
+MOST_PAPER_COST = 1.5  # of a part of the paper's block, in plain steps; a dearer one is left out
 MAX_LEAST_PROBABILITY = 0.05  # costs are inexact, and must not keep larger sizes from being taken
 
 

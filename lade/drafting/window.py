@@ -47,17 +47,7 @@ class JacobiWindow:
         columns = torch.cat([self.levels, chosen[:, None]], dim=1)  # [B, N, W]
         return columns.transpose(1, 2).flatten(0, 1)
 
-    def roll(self, chosen: Tensor, shifts: list[int] | None = None) -> None:
-        """Level r becomes level r+1, the last level the model's choices; then each row moves left by its shift.
-
-        chosen: [B, W] ids. shifts: columns per row. The columns that a shift leaves empty keep their tokens: any token
-        is a valid guess.
-        """
-        levels = torch.cat([self.levels[:, 1:], chosen[:, None]], dim=1)
+    def roll(self, chosen: Tensor) -> None:
+        """Level r becomes level r+1, the last level the model's choices. chosen: [B, W] ids."""
+        self.levels = torch.cat([self.levels[:, 1:], chosen[:, None]], dim=1)
         self.num_updates += 1
-        if shifts is not None and any(shifts):
-            columns = torch.arange(chosen.shape[1], device=chosen.device)
-            moved = columns + torch.tensor(shifts, device=chosen.device)[:, None]  # [B, W]
-            source = torch.where(moved < chosen.shape[1], moved, columns)
-            levels = levels.gather(2, source[:, None].expand_as(levels))
-        self.levels = levels
