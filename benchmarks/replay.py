@@ -269,7 +269,7 @@ def replay(model: Any, recording: Recording, config: LookaheadConfig, memory: Me
     """
     oracle = Oracle(model, recording)
     prompt, tokens = recording.prompt, recording.tokens
-    sequences = TokenSequences(torch.tensor([prompt]), len(oracle.text))
+    sequences = TokenSequences(torch.tensor([prompt]))
     with memory.active() if memory is not None else nullcontext():
         drafter = make_drafter(
             DraftRequest(
