@@ -17,7 +17,7 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.block_policy import choose_size, compared_sizes
-from lade.drafting.contexts import projected, projection
+from lade.drafting.contexts import contexts_of, projected, projection
 from lade.drafting.growth import Grower, Growth
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import memory_for
@@ -101,9 +101,9 @@ class TreeDrafter:
     def _grow_all(self, rows: list[int], max_depth: int) -> None:
         """Trees for some rows, all of the size that pays most."""
         offers = None if self.costs is None else self.costs.offers(self.max_block)
-        size, least = (self.max_block, 0.0) if offers is None else (offers.sizes[-1], offers.least_probability)
+        size = self.max_block if offers is None else offers[-1][0]
         for row in rows:
-            self._texts[row].growth = self._grow(row, max_depth, size - 1, least)
+            self._texts[row].growth = self._grow(row, max_depth, size - 1)
         self._narrow(rows)
         self._reason = WHOLE if offers is None else BEST
         if offers is None:
@@ -125,12 +125,12 @@ class TreeDrafter:
                 path.cut(length)
                 self._texts[row].growth = path
 
-    def _grow(self, row: int, max_depth: int, size: int, least: float) -> Growth:
-        """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`."""
+    def _grow(self, row: int, max_depth: int, size: int) -> Growth:
+        """The best tree of at most `size` nodes after a text's last token."""
         text = self._texts[row]
         copies = text.copies(self.memory.texts, max_depth)
         grower = Grower(self.memory, text.tokens, text.context, text.root_row, copies)
-        return grower.grow(max_depth, size, least)
+        return grower.grow(max_depth, size)
 
     def _read(self, logits: Tensor, summary: LogitsSummary | None = None) -> tuple[Packed, npt.NDArray[Any]]:
         """Rows [B, R, ROW_LENGTH] and projections [B, R, CONTEXT_SIZE] of logits [B, R, V]."""
@@ -148,7 +148,6 @@ class TreeDrafter:
         tokens = [text.tokens[-1], *text.growth.tokens]
         accepted = [0, *(node + 1 for node in path)]
         self.memory.learn(tokens, rows, accepted)
-        after = self.memory.contexts.contexts(projections)
-        if after is not None:
-            self.memory.contexts.put(tokens, rows, text.contexts_before(after), after)
-        text.context = None if after is None else after[accepted[-1]]
+        after = contexts_of(projections)
+        self.memory.contexts.put(tokens, rows, text.contexts_before(after), after)
+        text.context = after[accepted[-1]]

@@ -15,7 +15,6 @@ from support.models import (
     Recorder,
     assert_same_state,
     generate_plain,
-    inference_tensors,
     is_patched,
     padded_prompt,
     prompt,
