@@ -10,7 +10,7 @@ from support import compare, prompt, tiny_llama
 import lade
 from lade.drafting import drafts_from
 from lade.drafting.acceptance import of_context
-from lade.drafting.contexts import CONTEXT_SIZE, MAX_PLACES, ContextTable, contexts_of, projection
+from lade.drafting.contexts import CONTEXT_SIZE, LEAST_CENTRED, MAX_PLACES, ContextTable, projection
 from lade.drafting.contexts import projected as projected_by
 from lade.drafting.growth import ABOVE_ROOT, LEAST_FOR_CONTEXT, Grower
 from lade.drafting.memory import Memory
@@ -19,7 +19,7 @@ from lade.drafting.tree import TreeDrafter
 from lade.stats import tracing
 
 
-def random_contexts(numbers, count):
+def contexts_of(numbers, count):
     found = numbers.normal(size=(count, CONTEXT_SIZE)).astype(np.float32)
     return found / np.linalg.norm(found, axis=1, keepdims=True)
 
@@ -46,10 +46,10 @@ def test_the_most_similar_row_of_a_token_is_found(steps, capacity):
     numbers = np.random.default_rng(0)
     table, known = ContextTable(capacity), []
     for tokens in steps:
-        contexts = random_contexts(numbers, len(tokens))
+        contexts = contexts_of(numbers, len(tokens))
         put(table, tokens, contexts, first=len(known))
         known += zip(tokens, contexts, strict=True)
-    asked = random_contexts(numbers, 1)[0]
+    asked = contexts_of(numbers, 1)[0]
     assert len(table) == min(capacity, len(known))
     for token in range(6):
         places = [i for i in range(max(0, len(known) - capacity), len(known)) if known[i][0] == token][-MAX_PLACES:]
@@ -70,7 +70,7 @@ def test_an_interrupt_does_not_damage_the_table():
         def setdefault(self, *_):
             raise KeyboardInterrupt
 
-    table, contexts = ContextTable(3), random_contexts(np.random.default_rng(0), 3)
+    table, contexts = ContextTable(3), contexts_of(np.random.default_rng(0), 3)
     put(table, [0, 1, 1], contexts)
     table._places = Interrupting(table._places)
     with pytest.raises(KeyboardInterrupt):
@@ -82,7 +82,7 @@ def test_an_interrupt_does_not_damage_the_table():
 
 
 def test_the_latest_rows_of_a_token_are_compared():
-    contexts, table = random_contexts(np.random.default_rng(0), MAX_PLACES + 2), ContextTable(1000)
+    contexts, table = contexts_of(np.random.default_rng(0), MAX_PLACES + 2), ContextTable(1000)
     put(table, [3] * len(contexts), contexts)
     found = [number_of(table.find(3, contexts[number])) == number for number in (0, 1, 2, MAX_PLACES + 1)]
     assert found == [False, False, True, True]
@@ -99,11 +99,16 @@ def test_contexts_are_as_similar_as_the_logits(num_tokens, dtype):
     head, states = torch.randn(num_tokens, 16), torch.randn(40, 16)
     states[20:] = states[:20] + 0.05 * torch.randn(20, 16)
     logits = (states @ head.T + torch.randn(num_tokens)).to(dtype)
-    contexts = contexts_of(projected(logits))
-    assert contexts.shape == (40, CONTEXT_SIZE)
+    table = ContextTable(100)
+    assert table.contexts(projected(logits[: LEAST_CENTRED - 1])) is None
+    contexts = table.contexts(projected(logits[LEAST_CENTRED - 1 :]))
+    assert contexts.shape == (41 - LEAST_CENTRED, CONTEXT_SIZE)
+    contexts = table.contexts(projected(logits))
     assert np.linalg.norm(contexts, axis=1) == pytest.approx(1, abs=1e-3)
     cosines = contexts @ contexts.T - 2 * np.eye(40)
     assert cosines.argmax(1).tolist() == [*range(20, 40), *range(20)]
+    # What all have in common says nothing: without taking it off, everything would be similar.
+    assert num_tokens < 50 or np.abs(np.median(cosines)) < 0.2
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), torch.finfo(torch.float32).min])
@@ -114,10 +119,10 @@ def test_logits_that_are_no_numbers_are_harmless(value, where):
     logits, table = torch.randn(10, 300), ContextTable(100)
     logits[where] = value
     with np.errstate(all="raise"):
-        contexts = contexts_of(projected(logits))
+        contexts = table.contexts(projected(logits))
         assert np.isfinite(contexts).all()
         put(table, [1] * 10, contexts)
-        assert where == (slice(None), slice(None)) or number_of(table.find(1, contexts[5])) == 5
+        assert number_of(table.find(1, contexts[5])) == (0 if where == (slice(None), slice(None)) else 5)
         saved = table.as_arrays()
     restored = ContextTable(100)
     restored.restore(saved)
@@ -127,7 +132,7 @@ def test_logits_that_are_no_numbers_are_harmless(value, where):
 def test_a_file_does_not_spell_out_the_texts():
     numbers = np.random.default_rng(0)
     tokens, table = numbers.integers(0, 50, 300).tolist(), ContextTable(1000)
-    put(table, tokens, random_contexts(numbers, 300))
+    put(table, tokens, contexts_of(numbers, 300))
     saved = table.as_arrays()
     assert saved.tokens.tolist() == sorted(tokens)
     for token in range(50):  # of each token the order is kept
@@ -137,7 +142,7 @@ def test_a_file_does_not_spell_out_the_texts():
 
 def test_guesses_of_similar_contexts():
     """After the root its own context is asked for, after a guess that of the row which gave it."""
-    memory, contexts = Memory(), random_contexts(np.random.default_rng(0), 4)
+    memory, contexts = Memory(), contexts_of(np.random.default_rng(0), 4)
     memory.contexts.put([8, 8, 9], rows_of(9, 10, 11), contexts[[0, 1, 2]], contexts[[2, 3, 3]])
 
     def guesses(context):
@@ -151,6 +156,13 @@ def test_guesses_of_similar_contexts():
     assert chances == pytest.approx([certain, certain**2])
     assert grower._row(0, ABOVE_ROOT, 8, 0.9 * LEAST_FOR_CONTEXT) is None
     assert guesses(contexts[1])[0][0] == 10
+    # No guess counts as more similar than the row that led to it.
+    other = contexts[3] - (contexts[3] @ contexts[0]) * contexts[0]
+    tokens, chances, _ = guesses(0.8 * contexts[0] + 0.6 * other / np.linalg.norm(other))
+    similar = of_context(0.8).by_bin[-1]
+    assert similar < certain
+    assert tokens == [9, 11]
+    assert chances == pytest.approx([similar, similar**2])
     assert guesses(None)[0] == []  # the control
 
 
@@ -189,7 +201,7 @@ def test_the_context_of_each_row_is_the_one_after_its_last_token(lade_on, batch_
         for row, accepted in enumerate(outcome.accepted):
             if accepted is not None:  # a row may be done before the other
                 ends.append(accepted[-1] + 1 if accepted else 0)
-                expected.append(contexts_of(projected(outcome.logits[row, ends[-1]][None]))[0])
+                expected.append(memory.contexts.contexts(projected(outcome.logits[row, ends[-1]][None]))[0])
                 found.append(drafters[0]._texts[row].context)
 
     with memory.active(), drafts_from(make), tracing(keep):

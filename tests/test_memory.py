@@ -143,10 +143,11 @@ def replace(name, change):
 DAMAGED = {  # part of the error's text -> a change of the arrays and of the metadata
     "ids beyond the vocabulary": put("rows", (0, 0), VOCAB << BIN_BITS),
     "hold ids beyond": put("context_rows", (0, 0), -1),
-    "context differ in number": replace("context_before", lambda arrays: arrays["context_after"][:2]),
+    "context differ in number": replace("context_centre", lambda arrays: arrays["context_after"][:2]),
     "rows differ in number": replace("keys", lambda arrays: arrays["keys"][:2]),
     "contexts are out of range": put("context_before", (0, 3), float("nan")),
     "are out of range": put("context_after", (0, 3), 2.0),
+    "out of range": put("context_centre", (0, 3), float("inf")),
     "context_before have a wrong shape or type": replace(
         "context_before", lambda arrays: arrays["context_before"].astype(int)
     ),

@@ -21,6 +21,7 @@ from lade.drafting.top_k_table import ROW_LENGTH, Packed, PackedRow
 CONTEXT_SIZE = 64  # numbers of a context
 NUM_COLUMNS = 256  # logits of a row that it is made of, at most, evenly spaced: more told contexts apart no better
 LARGEST_LOGIT = 1e4  # larger ones count as this: some models rule out tokens by logits of -inf
+LEAST_CENTRED = 8  # rows whose mean is taken for what all have in common
 MAX_PLACES = 128  # latest rows of a token that are compared
 SAVED_TOGETHER = 1024  # rows that are saved in the order of their tokens, so that a file does not spell out the texts
 BYTES_PER_RECORD = 2 * 4 * CONTEXT_SIZE + 4 * ROW_LENGTH + 160  # both contexts, ids with their bins, the index
@@ -42,12 +43,14 @@ class ContextRow(NamedTuple):
 
 
 class ContextArrays(NamedTuple):
-    """The saved arrays: R tokens, their rows, and the contexts of the tokens and of what follows them."""
+    """The saved arrays: R tokens, their rows, the contexts of the tokens and of what follows them, and the mean that
+    contexts are relative to, [1, CONTEXT_SIZE]."""
 
     tokens: npt.NDArray[Any]
     rows: Packed
     before: npt.NDArray[Any]
     after: npt.NDArray[Any]
+    centre: npt.NDArray[Any]
 
 
 @cache
@@ -64,14 +67,6 @@ def projected(logits: Tensor, by: Tensor) -> Tensor:
     return (columns @ by[: columns.shape[-1]]).float()  # autocast may have rounded the product
 
 
-def contexts_of(projections: npt.NDArray[np.float32]) -> Contexts:
-    """Contexts [M, CONTEXT_SIZE] of rows of logits that are `projected`."""
-    with np.errstate(all="ignore"):  # even if numpy is set to raise
-        lengths = np.sqrt(np.einsum("mc,mc->m", projections, projections))
-        found: Contexts = projections / np.maximum(lengths, TINY)[:, None]
-    return found
-
-
 class ContextTable:
     """The latest `capacity` rows of all tokens, with their contexts."""
 
@@ -82,11 +77,32 @@ class ContextTable:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._lock = threading.Lock()  # calls in several threads may share a memory
+        self._centre, self._num_centred = UNKNOWN, 0  # the mean of so many rows
         self._forget_rows()
         self._allocate(0)
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    def contexts(self, projections: npt.NDArray[np.float32]) -> Contexts | None:
+        """Contexts [M, CONTEXT_SIZE] of rows of logits that are `projected`.
+
+        They are taken relative to the mean of the first LEAST_CENTRED rows or more, which stands for what all have in
+        common. None until there have been as many.
+        """
+        with np.errstate(all="ignore"):  # even if numpy is set to raise
+            with self._lock:
+                if self._num_centred < LEAST_CENTRED:
+                    count = self._num_centred + len(projections)
+                    total = self._num_centred * self._centre + projections.sum(axis=0)
+                    self._centre = np.divide(total, count, dtype=np.float32)
+                    self._num_centred = count
+                    if count < LEAST_CENTRED:
+                        return None
+                centre = self._centre
+            found: Contexts = projections - centre
+            found /= np.maximum(np.sqrt(np.einsum("mc,mc->m", found, found)), TINY)[:, None]
+        return found
 
     def put(self, tokens: list[int], rows: Packed, before: Contexts, after: Contexts) -> None:
         """Add rows [M, ROW_LENGTH] after some tokens. before, after: contexts of the tokens, and of what follows."""
@@ -134,11 +150,13 @@ class ContextTable:
             order = by_age[np.lexsort((tokens[by_age], np.arange(len(tokens)) // SAVED_TOGETHER))]
             with np.errstate(all="ignore"):  # even if numpy is set to raise
                 before, after = (contexts[order].astype(np.float16) for contexts in (self._before, self._after))
-            return ContextArrays(tokens[order], self._rows[order], before, after)
+            return ContextArrays(tokens[order], self._rows[order], before, after, self._centre[None])
 
     def restore(self, arrays: ContextArrays) -> None:
         """Continue from saved rows."""
-        self.put(arrays.tokens.tolist(), *arrays[1:])
+        with self._lock:
+            self._centre, self._num_centred = arrays.centre[0], LEAST_CENTRED
+        self.put(arrays.tokens.tolist(), *arrays[1:4])
 
     def _forget_rows(self) -> None:
         self._places, self._next, self._tokens = {}, 0, []

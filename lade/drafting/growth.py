@@ -100,7 +100,8 @@ class Grower:
         self._growth = Growth()  # nodes in the order in which they were found
         self._known: set[Edge] = set()  # of these nodes
         self._copy_after: dict[Edge, Copy] = {}
-        self._contexts = {} if context is None else {ABOVE_ROOT: context}  # after a node
+        # The context after a node, and the highest similarity that a row found by it may count as.
+        self._contexts: dict[int, tuple[Context, float]] = {} if context is None else {ABOVE_ROOT: (context, 1.0)}
         self._num_pushed = 0
         # The next guess of each source: -chance, order, token, parent, source, and the guesses after it.
         self._heap: list[tuple[float, int, int, int, str, Iterator[Guess]]] = []
@@ -164,10 +165,12 @@ class Grower:
     def _row(self, node: int, parent: int, token: int, chance: float) -> SourceRow | None:
         """The row of a node's token that was seen in the most similar context; its latest row where none is found."""
         if chance >= LEAST_FOR_CONTEXT and parent in self._contexts:
-            found = self._memory.contexts.find(token, self._contexts[parent])
+            context, highest = self._contexts[parent]
+            found = self._memory.contexts.find(token, context)
             if found is not None:
-                self._contexts[node] = found.after
-                return found.row, of_context(found.similarity)
+                similarity = min(found.similarity, highest)
+                self._contexts[node] = found.after, similarity
+                return found.row, of_context(similarity)
         latest = self._memory.table.row(token)
         return None if latest is None else (latest, TOKEN)
 

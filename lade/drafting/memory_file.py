@@ -16,14 +16,15 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from lade.drafting.contexts import CONTEXT_SIZE, ContextArrays
+from lade.drafting.contexts import CONTEXT_SIZE, LARGEST_LOGIT, NUM_COLUMNS, ContextArrays
 from lade.drafting.suffix_index import END
 from lade.drafting.top_k_table import BIN_BITS, ROW_LENGTH, TableArrays
 
-FORMAT = "lade memory 6"
+FORMAT = "lade memory 5"  # version 5; 1 to 4 were .npz files
 MAX_TEXTS = 10_000_000  # tokens
 MAX_UNLOADED = 8  # times max_bytes that a file may have beside its texts; more of it is never loaded
 LARGEST_CONTEXT = 1.01  # of a number of a context, which has length 1, rounded
+LARGEST_CENTRE = 1.01 * NUM_COLUMNS * LARGEST_LOGIT
 IDENTITY = {"model_type": str, "vocab_size": int, "hidden_size": int, "signs": str}
 # Of each array: the kind of its numbers, and its shape after the first dimension.
 ARRAYS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -33,6 +34,7 @@ ARRAYS: dict[str, tuple[str, tuple[int, ...]]] = {
     "context_rows": ("i", (ROW_LENGTH,)),
     "context_before": ("f", (CONTEXT_SIZE,)),
     "context_after": ("f", (CONTEXT_SIZE,)),
+    "context_centre": ("f", (CONTEXT_SIZE,)),
     "texts": ("i", ()),
 }
 Arrays = dict[str, npt.NDArray[Any]]
@@ -112,10 +114,10 @@ def _contents(metadata: dict[str, str], arrays: Arrays) -> Contents:
 def _contexts(arrays: Arrays) -> ContextArrays | None:
     if "context_tokens" not in arrays:
         return None
-    tokens, rows, before, after = (arrays[f"context_{name}"] for name in ContextArrays._fields)
-    if not len(tokens) == len(rows) == len(before) == len(after):
+    tokens, rows, before, after, centre = (arrays[f"context_{name}"] for name in ContextArrays._fields)
+    if not len(tokens) == len(rows) == len(before) == len(after) or len(centre) != 1:
         raise ValueError("its rows by context differ in number")
-    contexts = (before, after)
-    if not all(np.abs(array).max(initial=0) < LARGEST_CONTEXT for array in contexts):  # NaN is not, either
+    limits = (before, LARGEST_CONTEXT), (after, LARGEST_CONTEXT), (centre, LARGEST_CENTRE)
+    if not all(np.abs(array).max(initial=0) < limit for array, limit in limits):  # NaN is not, either
         raise ValueError("its contexts are out of range")
-    return ContextArrays(tokens, rows, *(array.astype(np.float32) for array in contexts))
+    return ContextArrays(tokens, rows, *(array.astype(np.float32) for array, _ in limits))

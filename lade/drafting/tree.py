@@ -17,7 +17,7 @@ from torch import Tensor
 from lade.block.token_tree import TokenTree
 from lade.drafting.base import ROOT_ALONE, Draft, DraftRequest, Explanation, Outcome
 from lade.drafting.block_policy import choose_size, compared_sizes
-from lade.drafting.contexts import contexts_of, projected, projection
+from lade.drafting.contexts import projected, projection
 from lade.drafting.growth import Grower, Growth
 from lade.drafting.likeliest import most_likely
 from lade.drafting.memory import memory_for
@@ -148,6 +148,7 @@ class TreeDrafter:
         tokens = [text.tokens[-1], *text.growth.tokens]
         accepted = [0, *(node + 1 for node in path)]
         self.memory.learn(tokens, rows, accepted)
-        after = contexts_of(projections)
-        self.memory.contexts.put(tokens, rows, text.contexts_before(after), after)
-        text.context = after[accepted[-1]]
+        after = self.memory.contexts.contexts(projections)
+        if after is not None:
+            self.memory.contexts.put(tokens, rows, text.contexts_before(after), after)
+        text.context = None if after is None else after[accepted[-1]]
