@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support import assert_same_state, generate_plain, prompt, seeded
+from support import assert_same_state, generate_plain, inference_tensors, prompt, seeded
 from support.families import CHAINS, COMPOSITE, FAMILIES, OTHERS, RECURRENT
 
 import lade
@@ -89,6 +89,7 @@ def test_family(small_block, family):
     assert effect > 1e-2
 
     assert_masks_count(model)
+    assert not inference_tensors(model)
 
 
 def assert_masks_count(model):
@@ -140,6 +141,7 @@ def test_recurrent(small_block, family):
         assert not must_run or (reason is None and max(stats.block_tokens) > 1)
         assert must_run or reason is not None or family.name in CHAINS
     rows.append((family.name, family.note or (reason is None) * CHAIN, family.attention, reason or "lookahead"))
+    assert not inference_tensors(model)
 
 
 @pytest.mark.parametrize("with_image", [False, True], ids=["text", "image"])
@@ -150,6 +152,7 @@ def test_composite(small_block, family, with_image):
     for arguments in (GREEDY, SAMPLED):
         expected, found = both(model, inputs, FEW, **arguments)
         assert torch.equal(found, expected)
+    assert not inference_tensors(model)
     reason = lade.last_stats().fallback_reason
     note = "; ".join(filter(None, [family.note, "image and text" if with_image else "text"]))
     rows.append((family.name, note, family.attention, reason or "lookahead"))

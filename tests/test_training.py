@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from support import assert_same_state, compare, generate_plain, prompt, tiny_llama
+from support import assert_same_state, compare, generate_plain, inference_tensors, prompt, tiny_llama
 from support.families import COMPOSITE, FAMILIES, named, of_each_class
 from torch import nn
 from transformers import GenerationMixin
@@ -57,6 +57,7 @@ def test_families(family):
         return
     assert reason is None
     compare(model, inputs, max_new_tokens=8)
+    assert not inference_tensors(model)
     model(**inputs).logits.sum().backward()
     if set_randomness(model, 0.1) and family.model_class not in HAS_NO_DROPOUT:
         assert "random numbers" in training_reason(adapter_for(model))
@@ -83,6 +84,7 @@ def test_a_loop_of_reinforcement_learning(name):
         assert torch.equal(*rollouts)
         assert lade.last_stats().fallback_reason is None
         assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+        assert not inference_tensors(models[1])
         texts.append(rollouts[1])
     assert not torch.equal(texts[0], texts[-1])  # the weights did change
 

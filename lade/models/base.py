@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -260,16 +261,28 @@ class ModelAdapter:
             arguments["position_ids"] = block.positions
         if self.keeps_rows:
             arguments["logits_to_keep"] = 0 if block.needs_all_rows else block.logit_rows
-        outputs = model(
-            input_ids=block.tokens,
-            attention_mask=masks,
-            **cache_arguments(cache, self.cache_name),
-            **arguments,
-            **wanted,
-        )
+        with torch.inference_mode() if self.leaves_no_tensor and not wanted else nullcontext():
+            outputs = model(
+                input_ids=block.tokens,
+                attention_mask=masks,
+                **cache_arguments(cache, self.cache_name),
+                **arguments,
+                **wanted,
+            )
         if not self.keeps_rows and not block.needs_all_rows:
             outputs.logits = outputs.logits[:, block.logit_rows]
         return outputs
+
+    @cached_property
+    def leaves_no_tensor(self) -> bool:
+        """Whether no tensor made in a block's forward outlives it, so that it may run in torch's inference mode.
+
+        Operations cost less there, but its tensors cannot be used in training or modified in place outside. Hooks and
+        modules of the user may keep tensors, and so does a model whose rotary frequencies depend on the length of the
+        text.
+        """
+        # Autocast caches the weights that it has cast.
+        return self.code.is_as_made and not self.needs_equal_lengths and not self._is_autocast
 
     @cached_property
     def is_exact(self) -> bool:

@@ -15,6 +15,7 @@ from support.models import (
     Recorder,
     assert_same_state,
     generate_plain,
+    inference_tensors,
     is_patched,
     padded_prompt,
     prompt,

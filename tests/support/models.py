@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
@@ -81,6 +82,17 @@ def seeded(generate, *args, **arguments):
 def is_patched() -> bool:
     """Whether lade is behind generate()."""
     return hasattr(getattr(GenerationMixin, "_sample", None), "__wrapped__")
+
+
+def inference_tensors(model) -> list[str]:
+    """What a model or a part of it holds that was made in torch's inference mode, and could not be trained with."""
+    return [
+        f"{part}.{name}"
+        for part, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name != "_modules"
+        and any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in tree_leaves(value))
+    ]
 
 
 def assert_same_state(model, twin):
