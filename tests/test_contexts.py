@@ -147,14 +147,14 @@ def test_guesses_of_similar_contexts():
 
     def guesses(context):
         grower = Grower(memory, [5, 8], context, None, ())
-        growth = grower.grow(3, 8)
+        growth = grower.grow(3, 8, 0.0)
         return growth.tokens, growth.chances, grower
 
     certain = of_context(1.0).by_bin[-1]
     tokens, chances, grower = guesses(contexts[0])
     assert tokens == [9, 11]  # token 9 has one row, in the context after the first row of token 8
     assert chances == pytest.approx([certain, certain**2])
-    assert grower._row(0, ABOVE_ROOT, 8, 0.9 * LEAST_FOR_CONTEXT) is None
+    assert grower._rows(0, ABOVE_ROOT, 8, 0.9 * LEAST_FOR_CONTEXT) == []
     assert guesses(contexts[1])[0][0] == 10
     # No guess counts as more similar than the row that led to it.
     other = contexts[3] - (contexts[3] @ contexts[0]) * contexts[0]

@@ -48,7 +48,7 @@ def test_grid(dtype, max_block, arguments, shape):
     assert stats.fallback_reason is None
     assert len(stats.block_tokens) == stats.steps - 1
     assert max(stats.block_tokens) == max_block
-    assert stats.steps < 60 or max_block < 4  # one guess or two, which all rows of a batch would have to accept
+    assert stats.steps < 60 or max_block == 2  # one guess, which all rows of a batch would have to accept
 
 
 def test_trees_and_figures_agree(model):
@@ -70,7 +70,7 @@ def test_trees_and_figures_agree(model):
     assert sum(proposed for proposed, _ in stats.sources.values()) == sum(len(tokens) for tokens, _ in trees)
     assert sum(accepted for _, accepted in stats.sources.values()) == sum(committed)
     sources = {source.split(" of ")[0] for source in stats.sources}
-    assert sources - {"token"} == {"context", "root row", "suffix"}
+    assert sources == {"token", "context", "root row", "suffix"}
     assert min(stats.draft_seconds, stats.forward_seconds, stats.verify_seconds) > 0
     assert stats.plain_step_share == 0
     assert stats.as_dict()["sources"] == stats.sources

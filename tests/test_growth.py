@@ -42,7 +42,7 @@ def test_trees_are_the_likeliest_of_their_size(size, max_depth, monkeypatch):
     memory.table.put(list(range(VOCAB)), table)
     monkeypatch.setattr(growth_module, "LIKELY_CHILD", 1.0)
     monkeypatch.setattr(growth_module, "TOKEN", prior)
-    grown = Grower(memory, [5, 6], None, None, ()).grow(max_depth, size)
+    grown = Grower(memory, [5, 6], None, None, ()).grow(max_depth, size, 0.0)
     frontier, expected = [(-1.0, 6, 0)], []
     while len(expected) <= size:
         negative, token, depth = heapq.heappop(frontier)

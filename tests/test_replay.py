@@ -61,7 +61,7 @@ def test_logits_behind_wrong_guesses_are_the_models(bench, model):
 
 @pytest.fixture
 def texts(lade_on, bench, model):
-    lade.config_lade(MODE="tree", MAX_BLOCK=64, ADAPTIVE=0)
+    lade.config_lade(MODE="tree", MAX_BLOCK=16, ADAPTIVE=0)
     return [bench.record(model, prompt(20, seed=seed), None, 60) for seed in range(3)]
 
 

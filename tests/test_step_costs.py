@@ -64,10 +64,11 @@ def table(monkeypatch):
 def test_offers_follow_costs(table):
     table({1: 1.0, 8: 4.0, 16: 8.0})
     costs = costs_of()
-    found = dict(costs.offers(64))
-    assert list(found)[:3] == [1, 2, 4]
-    assert [found[size] for size in (1, 8, 64)] == pytest.approx([1.0, 4.0, 32.0])
-    assert [size for size, _ in costs.offers(5)] == [1, 2, 4, 5]
+    found = costs.offers(64)
+    assert found.sizes[:3] == (1, 2, 4)
+    assert [found.costs[found.sizes.index(size)] for size in (1, 8, 64)] == pytest.approx([1.0, 4.0, 32.0])
+    assert 0 < found.least_probability <= step_costs.MAX_LEAST_PROBABILITY
+    assert costs.offers(5).sizes == (1, 2, 4, 5)
 
 
 def test_kinds_and_batches_have_tables_of_their_own():

@@ -16,6 +16,7 @@ from lade.drafting.suffix_index import MAX_MATCH
 from lade.drafting.top_k_table import BIN_BITS, NUM_BINS, PackedRow
 
 LEAST_FOR_CONTEXT = 0.1  # from this chance of a node on, the row of the most similar context is looked up
+LEAST_FOR_BOTH = 0.3  # from this chance of a node on, its token's latest row is looked up beside that one
 LIKELY_CHILD = 0.6  # a node is expanded where a child of this chance, relative to its own, would be the next guess
 
 ABOVE_ROOT = -2  # in place of the parent of the root, which is -1
@@ -106,52 +107,54 @@ class Grower:
         # The next guess of each source: -chance, order, token, parent, source, and the guesses after it.
         self._heap: list[tuple[float, int, int, int, str, Iterator[Guess]]] = []
 
-    def grow(self, max_depth: int, size: int) -> Growth:
-        """The likeliest tree of at most `size` nodes."""
+    def grow(self, max_depth: int, size: int, least: float) -> Growth:
+        """The likeliest tree of at most `size` nodes, none of whose chance is below `least`."""
         heap, growth, known = self._heap, self._growth, self._known
         chances, depths = growth.chances, growth.depths
         waiting: list[int] = []  # nodes that are not expanded
         if size > 0 and max_depth > 0:
             for copy in self._copies:
-                self._follow(copy, -1, 1.0)
-            self._expand([-1])
+                self._follow(copy, -1, 1.0, least)
+            self._expand([-1], least)
         while len(chances) < size:
             if waiting and (not heap or -heap[0][0] <= LIKELY_CHILD * chances[waiting[0]]):
-                self._expand(waiting)
+                self._expand(waiting, least)
                 waiting.clear()
                 continue
             if not heap:
                 break
             negative, _, token, parent, source, guesses = heappop(heap)
-            self._push_next(guesses, parent)
+            self._push_next(guesses, parent, least)
             if (parent, token) in known:  # a likelier source has guessed the same
                 continue
             known.add((parent, token))
             chance, depth = -negative, 1 if parent < 0 else depths[parent] + 1
             growth.add(token, parent, source, chance, depth)
-            if depth < max_depth:
+            if depth < max_depth and chance * LIKELY_CHILD >= least:
                 waiting.append(len(chances) - 1)
         return growth.by_chance()
 
-    def _expand(self, nodes: Sequence[int]) -> None:
+    def _expand(self, nodes: Sequence[int], least: float) -> None:
         """Put the likeliest guess of each source after some nodes into the heap."""
         growth = self._growth
         for node in nodes:
             if node < 0:
-                chance, found = 1.0, [self._row(node, ABOVE_ROOT, self._root, 1.0)]
+                chance, found = 1.0, self._rows(node, ABOVE_ROOT, self._root, 1.0)
                 if self._root_row is not None:
                     found.append((self._root_row, ROOT))
             else:
                 token, parent, chance = growth.tokens[node], growth.parents[node], growth.chances[node]
-                found = [self._row(node, parent, token, chance)]
+                found = self._rows(node, parent, token, chance)
                 if (parent, token) in self._copy_after:
-                    self._follow(self._copy_after[parent, token], node, chance)
-            for row, prior in filter(None, found):
-                self._push_next(self._likeliest(row, prior, chance), node)
+                    self._follow(self._copy_after[parent, token], node, chance, least)
+            for row, prior in found:
+                self._push_next(self._likeliest(row, prior, chance), node, least)
 
-    def _push_next(self, guesses: Iterator[Guess], parent: int) -> None:
-        """Put the next guess of a source into the heap."""
+    def _push_next(self, guesses: Iterator[Guess], parent: int, least: float) -> None:
+        """Put the next guess of a source into the heap; none below `least`."""
         for chance, token, source in guesses:
+            if chance < least:
+                return
             if (parent, token) not in self._known:
                 self._num_pushed += 1  # of guesses that are as likely the first one goes first
                 heappush(self._heap, (-chance, self._num_pushed, token, parent, source, guesses))
@@ -162,23 +165,33 @@ class Grower:
         for both in row.tolist():
             yield chance * prior.by_bin[both & _BIN], both >> BIN_BITS, prior.source
 
-    def _row(self, node: int, parent: int, token: int, chance: float) -> SourceRow | None:
-        """The row of a node's token that was seen in the most similar context; its latest row where none is found."""
-        if chance >= LEAST_FOR_CONTEXT and parent in self._contexts:
-            context, highest = self._contexts[parent]
-            found = self._memory.contexts.find(token, context)
-            if found is not None:
-                similarity = min(found.similarity, highest)
-                self._contexts[node] = found.after, similarity
-                return found.row, of_context(similarity)
-        latest = self._memory.table.row(token)
-        return None if latest is None else (latest, TOKEN)
+    def _rows(self, node: int, parent: int, token: int, chance: float) -> list[SourceRow]:
+        """The rows of guesses after a node. token, chance: of the node."""
+        in_context = self._row_in_context(node, parent, token) if chance >= LEAST_FOR_CONTEXT else None
+        found = [] if in_context is None else [in_context]
+        if in_context is None or chance >= LEAST_FOR_BOTH:
+            latest = self._memory.table.row(token)
+            if latest is not None:
+                found.append((latest, TOKEN))
+        return found
 
-    def _follow(self, copy: Copy, node: int, chance: float) -> None:
+    def _row_in_context(self, node: int, parent: int, token: int) -> SourceRow | None:
+        """The row of the node's token that was seen in the most similar context; None where no context is known."""
+        if parent not in self._contexts:
+            return None
+        context, highest = self._contexts[parent]
+        found = self._memory.contexts.find(token, context)
+        if found is None:
+            return None
+        similarity = min(found.similarity, highest)
+        self._contexts[node] = found.after, similarity
+        return found.row, of_context(similarity)
+
+    def _follow(self, copy: Copy, node: int, chance: float, least: float) -> None:
         """Put the next token of a copy into the heap. chance: of the node."""
         following, number, length, priors = copy
         if number == len(following) or following[number] == FOREIGN:
             return
         guess, (source, prior) = following[number], priors[min(length, MAX_MATCH)]
-        self._push_next(iter([(chance * prior, guess, source)]), node)
+        self._push_next(iter([(chance * prior, guess, source)]), node, least)
         self._copy_after[node, guess] = Copy(following, number + 1, length + 1, priors)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -51,6 +52,19 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 EXPERT_SHARE = 0.6
 MOST_PAPER_COST = 1.5  # of a part of the paper's block, in plain steps; a dearer one is left out
+MAX_LEAST_PROBABILITY = 0.05  # costs are inexact, and must not keep larger sizes from being taken
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """The block sizes to choose from, rising, and their costs.
+
+    least_probability: a guess with a lower probability of acceptance does not pay in any block.
+    """
+
+    sizes: tuple[int, ...]
+    costs: list[float]
+    least_probability: float
 
 
 def assumed_costs(model: Any, kind: tuple[str, ...], batch_size: int) -> dict[int, float]:
@@ -148,10 +162,14 @@ class StepCosts:
         """The cost of a step of q tokens and those that run again, relative to a plain step."""
         return interpolated(self._table, num_tokens + self._num_waiting)
 
-    def offers(self, limit: int) -> list[tuple[int, float]]:
-        """The sizes to choose from, up to `limit`, rising, each with its cost."""
-        sizes = sorted({*(size for size in self.sizes if size <= limit), max(limit, self.sizes[0])})
-        return [(size, self.cost(size)) for size in sizes]
+    def offers(self, limit: int) -> Offers:
+        """The sizes to choose from, up to `limit`."""
+        sizes = tuple(sorted({*(size for size in self.sizes if size <= limit), max(limit, self.sizes[0])}))
+        costs = [self.cost(size) for size in sizes]
+        plain, first = costs[0], sizes[0]
+        slopes = [(cost / plain - 1) / (size - first) for size, cost in zip(sizes[1:], costs[1:], strict=True)]
+        slope = min(slopes, default=0.0) / 2  # half, because costs are inexact
+        return Offers(sizes, costs, min(MAX_LEAST_PROBABILITY, max(0.0, slope)))
 
     def store(self, measured: Mapping[int, float]) -> None:
         """Store a table for steps of this kind, unless one is stored already: in half precision another one could

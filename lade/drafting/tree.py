@@ -101,9 +101,9 @@ class TreeDrafter:
     def _grow_all(self, rows: list[int], max_depth: int) -> None:
         """Trees for some rows, all of the size that pays most."""
         offers = None if self.costs is None else self.costs.offers(self.max_block)
-        size = self.max_block if offers is None else offers[-1][0]
+        size, least = (self.max_block, 0.0) if offers is None else (offers.sizes[-1], offers.least_probability)
         for row in rows:
-            self._texts[row].growth = self._grow(row, max_depth, size - 1)
+            self._texts[row].growth = self._grow(row, max_depth, size - 1, least)
         self._narrow(rows)
         self._reason = WHOLE if offers is None else BEST
         if offers is None:
@@ -125,12 +125,12 @@ class TreeDrafter:
                 path.cut(length)
                 self._texts[row].growth = path
 
-    def _grow(self, row: int, max_depth: int, size: int) -> Growth:
-        """The best tree of at most `size` nodes after a text's last token."""
+    def _grow(self, row: int, max_depth: int, size: int, least: float) -> Growth:
+        """The best tree of at most `size` nodes after a text's last token, none with a probability below `least`."""
         text = self._texts[row]
         copies = text.copies(self.memory.texts, max_depth)
         grower = Grower(self.memory, text.tokens, text.context, text.root_row, copies)
-        return grower.grow(max_depth, size)
+        return grower.grow(max_depth, size, least)
 
     def _read(self, logits: Tensor, summary: LogitsSummary | None = None) -> tuple[Packed, npt.NDArray[Any]]:
         """Rows [B, R, ROW_LENGTH] and projections [B, R, CONTEXT_SIZE] of logits [B, R, V]."""
