@@ -364,7 +364,7 @@ MUTANTS = [
            "if mask is not None and mask.shape[1] <", "if False and mask.shape[1] <",
            "contract.py::test_a_cache_that_holds_the_whole_prompt"),
     mutant("texts: user code is given lade's own buffer", "verification/sequences.py",
-           "return torch.cat([self._text(row) for row in range(rows.start, rows.stop)])", "return self._text(rows.start)",
+           "return torch.cat(self._whole(rows))", "return self._whole(rows)[0]",
            "contract.py::test_ids_that_user_code_keeps_are_its_own"),
     mutant("state: a trial takes merged adapters out of the weights twice", "common/state.py",
            "if not is_same or self._merged != _merged_adapters(own):", "if not is_same:",

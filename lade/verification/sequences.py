@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -39,7 +41,7 @@ class TokenSequences:
         """
         if not self.generated[rows.start]:
             return self._prompts[rows]
-        return torch.cat([self._text(row) for row in range(rows.start, rows.stop)])
+        return torch.cat(self._whole(rows))
 
     def read_back(self, rows: slice, texts: Tensor) -> None:
         """Replace the texts of rows by what user code has written to the tensor that `texts` returned."""
@@ -54,13 +56,15 @@ class TokenSequences:
     def padded(self, pad_token: int) -> Tensor:
         """All rows, right-padded with the pad token. Returns [B, longest]."""
         longest = max(self.lengths)
-        texts = map(self._text, range(len(self.generated)))
+        texts = self._whole(slice(0, len(self.generated)))
         return torch.cat([pad(text, (0, longest - text.shape[1]), value=pad_token) for text in texts])
 
-    def _text(self, row: int) -> Tensor:
-        """One row, [1, length]."""
-        missing = self.generated[row][self._texts[row].shape[1] - self.prompt_length :]
-        if missing:
-            more = to_device(torch.tensor([missing], device=HOST), self.device)
-            self._texts[row] = torch.cat([self._texts[row], more], dim=1)
-        return self._texts[row]
+    def _whole(self, rows: slice) -> list[Tensor]:
+        """Some rows, [1, length] each. What they lack goes to the device in one copy."""
+        known = zip(self.generated[rows], self._texts[rows], strict=True)
+        missing = [tokens[text.shape[1] - self.prompt_length :] for tokens, text in known]
+        sent = to_device(torch.tensor([*chain.from_iterable(missing)], dtype=torch.long, device=HOST), self.device)
+        for row, more in enumerate(sent.split(list(map(len, missing))), rows.start):
+            if len(more):
+                self._texts[row] = torch.cat([self._texts[row], more[None]], dim=1)
+        return self._texts[rows]
