@@ -12,6 +12,7 @@ from lade.common import notices
 from lade.drafting import step_costs, with_mode
 from lade.drafting.block_policy import choose_size, compared_sizes
 from lade.drafting.step_costs import SIZES, StepCosts
+from lade.stats import tracing
 from lade.switch import current_config
 
 
@@ -71,6 +72,15 @@ def test_a_dear_machine_gets_plain_steps(mode):
     assert stats.fallback_reason is None
     assert stats.plain_step_share > 0.8
     assert sum(stats.block_tokens) <= 1.2 * 100  # a plain call would have cost 100
+
+
+@pytest.mark.parametrize(("priced", "has_window"), [(0.005, True), (0.03, False)], indirect=["priced"])
+def test_the_window_runs_where_its_block_costs_little(priced, has_window):
+    lade.config_lade(MODE="lookahead", LEVEL=5, WINDOW_SIZE=7, GUESS_SET_SIZE=7)
+    found = []
+    with tracing(lambda step, outcome: found.append(step.draft.has_window)):
+        tiny_llama().generate(**prompt(12), max_new_tokens=20)
+    assert set(found) == {has_window}
 
 
 def test_embeddings_alone_are_guessed_behind(priced):
