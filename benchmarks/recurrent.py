@@ -23,6 +23,7 @@ from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import lade
 from lade import models
+from lade.block.kv_cache import cache_arguments
 from lade.forward.base import BlockCall, path_for
 from lade.models import adapter_for
 from lade.models.recurrent import RecurrentAdapter
@@ -53,8 +54,8 @@ def model_of(args: argparse.Namespace) -> Any:
 def block_costs(model: Any, args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of plain's forward of one token, and of blocks by their rows."""
     cache, ids = DynamicCache(config=model.config), torch.randint(3, model.config.vocab_size, (1, args.context))
-    model(input_ids=ids, past_key_values=cache)
-    calls = [lambda: model(input_ids=ids[:, :1], past_key_values=cache)]
+    model(input_ids=ids, **cache_arguments(cache))
+    calls = [lambda: model(input_ids=ids[:, :1], **cache_arguments(cache))]
     for num_rows in ROWS:
         path = path_for(BlockCall(adapter=adapter_for(model), device=model.device, num_slots=args.context + num_rows))
         filled = step_cost.filled_cache(path, args.context, num_rows, 1)

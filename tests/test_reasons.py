@@ -14,7 +14,7 @@ from support.families import named, rope
 from torch.ao import quantization
 from transformers import GenerationMixin, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.gptj.modeling_gptj import GPTJAttention
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 import lade
 from lade import augment
@@ -160,18 +160,21 @@ def test_a_window_of_one_token(size):
 @pytest.mark.parametrize("on_class", [True, False])
 def test_a_method_other_than_forward(monkeypatch, on_class):
     """That a single token attends to the last six slots alone is found out by the self-check."""
-    model, stock = named("gptj").build(), GPTJAttention._attn
+    model, stock = named("gpt_neo").build(), GPTNeoSelfAttention._attn
 
     def local(self, query, key, value, mask=None):
-        last = slice(-6 if query.shape[-2] == 1 else None, None)
-        return stock(self, query, key[..., last, :], value[..., last, :], None if mask is None else mask[..., last])
+        if query.shape[-2] == 1:
+            mask = torch.zeros(key.shape[-2], dtype=query.dtype)
+            mask[:-6] = torch.finfo(query.dtype).min
+        return stock(self, query, key, value, mask)
 
     assert reason_of(model) is None
     if on_class:
-        monkeypatch.setattr(GPTJAttention, "_attn", local)
+        monkeypatch.setattr(GPTNeoSelfAttention, "_attn", local)
     else:
-        model.transformer.h[0].attn._attn = types.MethodType(local, model.transformer.h[0].attn)
-    assert "a trial block on this 'gptj' model" in reason_of(model)
+        attention = model.transformer.h[0].attn.attention
+        attention._attn = types.MethodType(local, attention)
+    assert "a trial block on this 'gpt_neo' model" in reason_of(model)
 
 
 def test_frequencies_under_another_name(monkeypatch):
